@@ -1,0 +1,50 @@
+# The two commands that a fresh clone needs: `make demo` and `make test`. Both set everything up.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test check unit docs bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
+
+$(VENV)/.base: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[tensorboard]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+$(VENV)/.benchmark: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[benchmark]'
+	touch $@
+
+demo: $(VENV)/.base  ## train a GPT on Python's own source with 2 processes, save it, sample from it
+	$(BIN)/lockstep launch --nproc 2 examples/gpt/train.py --out runs/demo
+	$(BIN)/python examples/gpt/sample.py runs/demo --prompt "def "
+
+test: check unit docs  ## everything that must hold: style, types, layers, tests, docs
+
+check: $(VENV)/.test  ## ruff, format, types, import layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: $(VENV)/.test  ## the tests
+	$(BIN)/python -m pytest --durations=15
+
+docs: $(VENV)/.test  ## build the documentation; warnings are errors
+	$(BIN)/mkdocs build --strict --quiet
+
+bench: $(VENV)/.benchmark  ## measure against bare torch, Accelerate and Lightning Fabric
+	$(BIN)/python benchmarks/step_time.py
+	$(BIN)/python benchmarks/launch_time.py
+
+clean:  ## remove the environment and everything that was built
+	rm -rf $(VENV) build dist site runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,152 @@
+"""Trains a byte-level GPT on the source code of Python's standard library, in about two minutes on two cores.
+
+    lockstep launch --nproc 2 examples/gpt/train.py --out runs/demo
+    python examples/gpt/sample.py runs/demo --prompt "def "
+
+Runs as well on one process (`python examples/gpt/train.py`) or on GPUs.
+Curves: `tensorboard --logdir runs/demo`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from dataclasses import asdict
+from itertools import chain, repeat
+from pathlib import Path
+
+import corpus
+import torch
+import torch.nn.functional as F
+from model import GPT, GPTConfig
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lockstep import Accelerator
+from lockstep.utils import set_seed, tqdm
+
+
+def row_losses(model: nn.Module, windows: Tensor) -> Tensor:
+    """Mean loss of each window, in nats per byte: [rows, context + 1] bytes to [rows]."""
+    logits = model(windows[:, :-1])
+    return F.cross_entropy(logits.transpose(1, 2), windows[:, 1:], reduction="none").mean(dim=1)
+
+
+@torch.no_grad()
+def validate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> float:
+    """Mean loss over the validation windows, each counted once, whatever the number of processes."""
+    model.eval()
+    losses = [accelerator.gather_for_metrics(row_losses(model, windows)) for windows in loader]
+    model.train()
+    return torch.cat(losses).mean().item()
+
+
+def warmup_then_cosine(steps: int, warmup: int, floor: float = 0.05):
+    """The factor of the learning rate at each step: up to 1, then down to `floor`."""
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    return factor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="folder of model and curves")
+    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps")
+    parser.add_argument("--batch-size", type=int, default=32, help="windows per forward, over all processes")
+    parser.add_argument("--accumulation", type=int, default=1, help="forwards per optimizer step")
+    parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--bf16", action="store_true", help="mixed precision")
+    args = parser.parse_args()
+
+    accelerator = Accelerator(
+        split_batches=True,  # the processes share each batch: the numbers don't depend on how many there are
+        mixed_precision="bf16" if args.bf16 else "no",
+        gradient_accumulation_steps=args.accumulation,
+        log_with=["tensorboard", "jsonl"],
+        project_dir=args.out,
+    )
+    accelerator.init_trackers("gpt", config={k: str(v) for k, v in vars(args).items()})
+    set_seed(0)
+
+    config = GPTConfig()
+    training, validation = corpus.load()
+    unigram = corpus.unigram_entropy(validation)
+    model = GPT(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    accelerator.print(
+        f"{len(training) / 1e6:.1f} MB of source code, {parameters / 1e6:.2f} M parameters, "
+        f"{accelerator.num_processes} process(es) on {accelerator.device.type}\n"
+        f"unigram entropy {unigram:.3f} nats = {unigram / math.log(2):.3f} bits per byte: the loss to beat"
+    )
+
+    train_loader = DataLoader(
+        corpus.Windows(training, config.context), args.batch_size, shuffle=True, drop_last=True
+    )
+    check_loader = DataLoader(corpus.Windows(validation, config.context, limit=500), 64)
+    final_loader = DataLoader(corpus.Windows(validation, config.context, limit=3000), 64)
+    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = warmup_then_cosine(args.steps, warmup=max(1, args.steps // 20))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+    model, optimizer, scheduler, train_loader, check_loader, final_loader = accelerator.prepare(
+        model, optimizer, scheduler, train_loader, check_loader, final_loader
+    )
+
+    tokens_per_step = args.batch_size * args.accumulation * config.context
+    check_every, log_every = max(1, args.steps // 5), max(1, args.steps // 70)
+    progress = tqdm(total=args.steps, unit="step", mininterval=1.0, dynamic_ncols=True)
+    step, last_log = 0, time.perf_counter()
+    for windows in chain.from_iterable(repeat(train_loader)):  # epoch after epoch
+        with accelerator.accumulate(model):
+            loss = row_losses(model, windows).mean()
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if not accelerator.sync_gradients:
+            continue
+
+        step += 1
+        progress.update()
+        if step % log_every == 0 or step == args.steps:
+            train_loss = accelerator.reduce(loss.detach(), "mean").item()
+            now = time.perf_counter()
+            speed = log_every * tokens_per_step / (now - last_log)
+            last_log = now
+            progress.set_postfix_str(f"loss {train_loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
+            accelerator.log({"train/loss": train_loss, "train/tokens_per_s": speed}, step=step)
+        if step % check_every == 0 and step < args.steps:
+            validation_loss = validate(accelerator, model, check_loader)
+            accelerator.log({"validation/loss": validation_loss}, step=step)
+            if accelerator.is_main_process:
+                progress.write(f"step {step}: validation loss {validation_loss:.3f} nats per byte")
+            last_log = time.perf_counter()
+        if step == args.steps:
+            break
+    progress.close()
+
+    validation_loss = validate(accelerator, model, final_loader)
+    accelerator.log({"validation/loss": validation_loss}, step=step)
+    accelerator.print(
+        f"validation loss {validation_loss:.3f} nats = {validation_loss / math.log(2):.3f} bits per byte, "
+        f"{validation_loss / unigram:.0%} of the unigram entropy"
+    )
+    accelerator.save_model(model, args.out)
+    if accelerator.is_main_process:
+        (args.out / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
+        text = accelerator.unwrap_model(model).eval().generate(b"def ", length=300)
+        accelerator.print(f"--- a sample, from the prompt 'def '\n{text.decode(errors='replace')}\n---")
+        accelerator.print(f"saved to {args.out}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Lockstep: train PyTorch models on many devices. One script, any scale, the same numbers.
+
+Public names are resolved at first use, so that importing the package does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Accelerator": "lockstep.accelerator",
+    "AutocastKwargs": "lockstep.config.handlers",
+    "DataLoaderConfiguration": "lockstep.config.handlers",
+    "DDPCommunicationHookType": "lockstep.config.enums",
+    "DistributedDataParallelKwargs": "lockstep.config.handlers",
+    "DistributedType": "lockstep.config.enums",
+    "GradScalerKwargs": "lockstep.config.handlers",
+    "GradientAccumulationPlugin": "lockstep.config.handlers",
+    "InitProcessGroupKwargs": "lockstep.config.handlers",
+    "PartialState": "lockstep.runtime.control",
+    "ProfileKwargs": "lockstep.config.handlers",
+    "ProjectConfiguration": "lockstep.config.handlers",
+    "debug_launcher": "lockstep.launch.functions",
+    "find_executable_batch_size": "lockstep.runtime.memory",
+    "get_logger": "lockstep.watch.log",
+    "notebook_launcher": "lockstep.launch.functions",
+    "set_seed": "lockstep.runtime.seed",
+    "skip_first_batches": "lockstep.data.skip",
+    "synchronize_rng_states": "lockstep.runtime.seed",
+    "tqdm": "lockstep.watch.progress",
+}
+
+__all__ = ["__version__", *sorted(_HOME)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'lockstep' has no attribute '{name}'")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,508 @@
+"""The front: the methods that a training script calls. Each delegates to the layer that owns the matter."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.checkpoint import state as checkpoints
+from lockstep.checkpoint.model import save_object, write_weights
+from lockstep.comm.collectives import Communicator, Reduction
+from lockstep.comm.ledger import CommunicationLedger
+from lockstep.comm.metrics import gather_for_metrics, sample_weights
+from lockstep.comm.together import together
+from lockstep.config.enums import PrecisionType
+from lockstep.config.handlers import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    KwargsHandler,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
+from lockstep.config.options import refuse_later_options, resolve_options
+from lockstep.data.loader import PreparedLoader
+from lockstep.data.skip import skip_first_batches
+from lockstep.parallel.autocast import autocast
+from lockstep.parallel.compose import unwrap
+from lockstep.parallel.join import join_replicas
+from lockstep.preparation import Preparation
+from lockstep.runtime import process
+from lockstep.runtime.control import ProcessControl, RunState
+from lockstep.runtime.memory import release_memory
+from lockstep.runtime.step import StepState
+from lockstep.train import clipping
+from lockstep.train.accumulation import Accumulation
+from lockstep.train.loss_scale import LossScaler
+from lockstep.train.optimizer import PreparedOptimizer
+from lockstep.train.scheduler import PreparedScheduler
+from lockstep.watch.profile import build_profiler
+from lockstep.watch.trackers.run import TrackerSet
+
+
+class Accelerator(ProcessControl):
+    """Makes a plain training loop run on one process or on many.
+
+    Args:
+        device_placement: Move models and batches to this process's device.
+        split_batches: A loader's batch is the global one; each rank takes a slice.
+        mixed_precision: ``no``, ``fp16`` or ``bf16`` (code wins over flag, environment and file).
+        gradient_accumulation_steps: Micro-batches for each optimizer step.
+        cpu: Compute on the CPU although there is an accelerator.
+        dataloader_config: See ``DataLoaderConfiguration``.
+        rng_types: Generators to make equal on all ranks at the start of each epoch.
+        log_with: Names of trackers, tracker objects, or ``"all"``.
+        project_dir: Where trackers and checkpoints write.
+        project_config: See ``ProjectConfiguration``.
+        gradient_accumulation_plugin: See ``GradientAccumulationPlugin``; instead of the number.
+        step_scheduler_with_optimizer: Prepared schedulers advance only with their optimizer.
+        kwargs_handlers: Options of DDP, loss scale, process group, autocast and profiler.
+        dynamo_backend: A ``torch.compile`` backend to compile prepared models with.
+        parallel: ``auto``, ``ddp``, or ``dataparallel`` (several GPUs in one process).
+        later: Options of Accelerate that are refused by name.
+
+    Raises:
+        ConfigError: a value is unknown or contradicts another; the message names it.
+    """
+
+    _latest: ClassVar[weakref.ref[Accelerator] | None] = None
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: PrecisionType | str | None = None,
+        gradient_accumulation_steps: int | None = 1,
+        cpu: bool | None = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        *,
+        rng_types: list[str] | None = None,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: list[KwargsHandler] | None = None,
+        dynamo_backend: str | None = None,
+        parallel: str | None = None,
+        **later: Any,
+    ) -> None:
+        refuse_later_options(later)
+        self._options = options = resolve_options(
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            gradient_accumulation_plugin=gradient_accumulation_plugin,
+            cpu=cpu,
+            parallel=parallel,
+            dynamo_backend=dynamo_backend,
+            split_batches=split_batches,
+            dataloader_config=dataloader_config,
+            project_dir=project_dir,
+            project_config=project_config,
+            kwargs_handlers=kwargs_handlers,
+        )
+        self.device_placement = device_placement
+        self.runtime = process.start(options.cpu, options.init)
+        self._communicator = Communicator(self.runtime)
+        self._step = StepState(
+            accumulation_steps=options.accumulation.num_steps,
+            sync_with_dataloader=options.accumulation.sync_with_dataloader,
+            sync_each_batch=options.accumulation.sync_each_batch,
+            adjust_scheduler=options.accumulation.adjust_scheduler,
+        )
+        self._accumulation = Accumulation(
+            self._step, self.runtime, agreed_divisor=self._step.sync_each_batch or options.ddp.static_graph
+        )
+        self._scaler = (
+            LossScaler(self.runtime.device, options.scaler) if options.mixed_precision == "fp16" else None
+        )
+        self._preparation = Preparation(
+            options,
+            self.runtime,
+            self._step,
+            self._communicator,
+            self._scaler,
+            rng_types,
+            device_placement,
+            step_scheduler_with_optimizer,
+        )
+        self._registered: list[Any] = []
+        self._hooks = checkpoints.Hooks()
+        self._trackers = TrackerSet(log_with, options.project.logging_dir, self.is_main_process)
+        self._trigger = False
+        Accelerator._latest = weakref.ref(self)
+
+    @classmethod
+    def latest(cls) -> Accelerator | None:
+        """The ``Accelerator`` made last, if it still exists: what ``lockstep.state`` shows."""
+        return cls._latest() if cls._latest is not None else None
+
+    # What was asked for, and where the step is ------------------------------------------------------
+
+    @property
+    def mixed_precision(self) -> str:
+        return self._options.mixed_precision
+
+    @property
+    def state(self) -> RunState:
+        return RunState(self.mixed_precision)
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        return self._options.project
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        return self._options.loaders
+
+    @property
+    def project_dir(self) -> Any:
+        return self._options.project.project_dir
+
+    @property
+    def logging_dir(self) -> Any:
+        return self._options.project.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        return self._options.project.iteration
+
+    @property
+    def split_batches(self) -> bool:
+        return self._options.loaders.split_batches
+
+    @property
+    def even_batches(self) -> bool:
+        return self._options.loaders.even_batches
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler of fp16; None with other precisions."""
+        return self._scaler.scaler if self._scaler is not None else None
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self._step.accumulation_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self._step.accumulation_steps = GradientAccumulationPlugin(num_steps=steps).num_steps
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this micro-batch ends an accumulation window."""
+        return self._step.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self._step.sync_gradients = value
+
+    @property
+    def gradient_state(self) -> StepState:
+        return self._step
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether any optimizer's last fp16 step was skipped, on all ranks alike."""
+        return any(optimizer.step_was_skipped for optimizer in self._preparation.optimizers)
+
+    # Prepare ----------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
+        """Make models, optimizers, loaders and schedulers ready, in any order and number.
+
+        Objects of other types pass through. Returns them in the order given (one alone: itself).
+
+        Raises:
+            UsageError: an object was prepared before, or cannot give a correct result.
+        """
+        prepared = self._preparation.prepare(args, device_placement)
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """``prepare`` for one model; with ``evaluation_mode`` it is not replicated for training."""
+        return self._preparation.prepare_model(model, device_placement, evaluation_mode)
+
+    def prepare_optimizer(
+        self, optimizer: Optimizer, device_placement: bool | None = None
+    ) -> PreparedOptimizer:
+        """``prepare`` for one optimizer, whose state follows its parameters' device."""
+        return self._preparation.prepare_optimizer(optimizer)
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None
+    ) -> PreparedLoader:
+        """``prepare`` for one loader."""
+        return self._preparation.prepare_loader(data_loader, device_placement)
+
+    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """``prepare`` for one scheduler."""
+        return self._preparation.prepare_scheduler(scheduler)
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> Any:
+        """The object that was passed to ``prepare``; without ``keep_fp32_wrapper`` also without autocast."""
+        return unwrap(model, keep_autocast=keep_fp32_wrapper, keep_compile=keep_torch_compile)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader without its first batches; costs no data for map-style datasets."""
+        return skip_first_batches(dataloader, num_batches)
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Forget all prepared objects, and return None for each given one, so that memory can be freed."""
+        self._preparation.clear()
+        self._step.micro_batch = 0
+        return release_memory(*objects)
+
+    clear = free_memory
+
+    # Inside a step ----------------------------------------------------------------------------------
+
+    def backward(
+        self, loss: torch.Tensor, *, weight: torch.Tensor | float | None = None, **kwargs: Any
+    ) -> None:
+        """Add the gradient of this micro-batch.
+
+        Without ``weight``, the window's gradient is the mean over its micro-batches and ranks of
+        ``loss`` (as in Accelerate). With it, it is the gradient of ``sum(weight * loss) / sum(weight)``
+        over all of them: exactly that of one big batch when the weights are sample or token counts.
+
+        Args:
+            loss: 0-d, or with ``weight`` unreduced losses of any shape.
+            weight: What a 0-d loss is the mean of, or a weight for each element of ``loss``
+                (see ``sample_weights``). All ranks must pass one, or none.
+            kwargs: Of ``torch.Tensor.backward``.
+
+        Raises:
+            UsageError: no prepared model was called, or weights do not fit.
+        """
+        self._preparation.check_backward()
+        loss = self._accumulation.scale(loss, weight, self._preparation.parameters())
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        loss.backward(**kwargs)
+
+    def sample_weights(self) -> torch.Tensor | None:
+        """For each row of this rank's batch, 1 if it is a sample and 0 if it is padding.
+
+        Float32 of shape (rows,) on this device. None where the loader cannot count.
+        """
+        return sample_weights(self._step, self.runtime.rank, self.runtime.device)
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """One micro-batch of ``gradient_accumulation_steps``; gradients are averaged after the last."""
+        with self._accumulation.accumulate(models):
+            yield
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Backward inside adds to this rank's gradients without averaging them."""
+        with self._accumulation.no_sync([model]):
+            yield
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Run other code in the precision in which prepared models run."""
+        return autocast(self.mixed_precision, self.device, autocast_handler or self._options.autocast)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """With fp16, divide gradients by the loss scale before looking at them (all optimizers, or these)."""
+        if self._scaler is None or not self.sync_gradients:
+            return
+        optimizers = self._preparation.optimizers if optimizer is None else optimizer
+        for item in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+            self._scaler.unscale(getattr(item, "optimizer", item))
+
+    def clip_grad_norm_(
+        self, parameters: clipping.Parameters, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Clip the total norm of whole windows' gradients; returns the norm before (0-d).
+
+        Inside an accumulation window nothing is clipped.
+        """
+        parameters = clipping.as_list(parameters)
+        self._unscale_owners(parameters)
+        return clipping.clip_norm(parameters, max_norm, norm_type, self.sync_gradients)
+
+    def clip_grad_value_(self, parameters: clipping.Parameters, clip_value: float) -> None:
+        """Clamp whole windows' gradients to [-clip_value, clip_value]."""
+        parameters = clipping.as_list(parameters)
+        self._unscale_owners(parameters)
+        clipping.clip_value(parameters, clip_value, self.sync_gradients)
+
+    def _unscale_owners(self, parameters: list[torch.Tensor]) -> None:
+        if self._scaler is not None and self.sync_gradients:
+            self._scaler.unscale_owners(parameters)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Train although ranks have different numbers of batches; ``even_batches`` overrides the loaders'."""
+        loaders = self._preparation.loaders
+        before = [loader.even_batches for loader in loaders]
+        for loader in loaders if even_batches is not None else ():
+            loader.even_batches = even_batches
+        try:
+            with join_replicas(joinables, self.runtime.world_size), self._accumulation.uneven_inputs():
+                yield
+        finally:
+            for loader, value in zip(loaders, before, strict=False):
+                loader.even_batches = value
+
+    # Between ranks ----------------------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """Nested tensors of all ranks, concatenated in rank order on dim 0 (0-d ones become 1-d)."""
+        return self._communicator.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """``gather`` without the rows that pad the last batch: each sample exactly once."""
+        return gather_for_metrics(
+            self._communicator, self._step, input_data, self.runtime.rank, use_gather_object
+        )
+
+    def reduce(self, tensor: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
+        """Sum or mean over ranks of nested tensors, times ``scale``."""
+        return self._communicator.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """Nested tensors padded along ``dim`` to the longest of any rank."""
+        return self._communicator.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def set_trigger(self) -> None:
+        """Raise a flag on this rank that ``check_trigger`` shows to all."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Whether any rank raised the flag since the last check; collective, and clears the flag."""
+        flag = torch.tensor(int(self._trigger), device=self.runtime.control_device)
+        raised = bool(self._communicator.reduce(flag, "sum").item())
+        self._trigger = False
+        return raised
+
+    # Files ------------------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole model's ``state_dict``, under the names of the unwrapped model."""
+        return (self.unwrap_model(model, keep_torch_compile=False) if unwrap else model).state_dict()
+
+    def save(
+        self, obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False
+    ) -> None:
+        """``torch.save`` (or safetensors) on the main process, or on one process of each machine."""
+        if self.is_local_main_process if save_on_each_node else self.is_main_process:
+            save_object(obj, f, safe_serialization)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the unwrapped model's weights as safetensors, in shards with an index if they are larger.
+
+        Called on every rank; rank 0 writes. All return when the files are there.
+        """
+        with together(self._communicator):
+            refuse_later_options({} if safe_serialization else {"safe_serialization=False": True})
+            state = self.get_state_dict(model)
+            if self.is_main_process:
+                write_weights(state, save_directory, max_shard_size)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Include objects with ``state_dict`` and ``load_state_dict`` in saved states."""
+        self._registered.extend(checkpoints.checked_stateful(objects))
+
+    def register_save_state_pre_hook(self, hook: checkpoints.SaveHook) -> RemovableHandle:
+        """``hook(models, weights, output_dir)`` runs before each ``save_state``."""
+        return self._hooks.add(self._hooks.save, hook)
+
+    def register_load_state_pre_hook(self, hook: checkpoints.LoadHook) -> RemovableHandle:
+        """``hook(models, input_dir)`` runs before each ``load_state``."""
+        return self._hooks.add(self._hooks.load, hook)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True) -> str:
+        """Write models, optimizers, schedulers, loss scale, loaders, generators and registered objects.
+
+        Called on every rank. Returns the directory, which appears only when it is complete.
+        """
+        project = self._options.project
+        directory = checkpoints.next_directory(output_dir, project)
+        checkpoints.save(directory, self._training(), self._hooks, self.runtime, self._communicator)
+        if self.is_main_process:
+            checkpoints.prune(project)
+        project.iteration += 1
+        return str(directory)
+
+    def load_state(self, input_dir: str | None = None) -> None:
+        """Restore what ``save_state`` wrote (without a directory: the project's newest). On every rank."""
+        project = self._options.project
+        directory = checkpoints.latest_directory(input_dir, project)
+        checkpoints.load(directory, self._training(), self._hooks, self.runtime, self._communicator)
+        if project.automatic_checkpoint_naming:
+            project.iteration = checkpoints.number_after(directory, project.iteration)
+
+    def _training(self) -> checkpoints.Training:
+        prepared = self._preparation
+        return checkpoints.Training(
+            models=[self.unwrap_model(model, keep_torch_compile=False) for model in prepared.models],
+            parts={
+                "optimizer": list(prepared.optimizers),
+                "scheduler": list(prepared.schedulers),
+                "loader": list(prepared.loaders),
+                "scaler": [] if self.scaler is None else [self.scaler],
+                "object": self._registered,
+            },
+        )
+
+    # Look on ----------------------------------------------------------------------------------------
+
+    @property
+    def trackers(self) -> list[Any]:
+        return self._trackers.trackers
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Start the trackers named by ``log_with`` and store the run's configuration."""
+        self._trackers.start(project_name, config, init_kwargs)
+
+    def log(
+        self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Send values to all trackers; on other ranks than 0 nothing happens."""
+        self._trackers.log(values, step, log_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker of this name, or with ``unwrap`` its library's own run object."""
+        return self._trackers.get(name, unwrap)
+
+    def end_training(self) -> None:
+        """Finish the trackers and wait for all ranks."""
+        self._trackers.finish()
+        self.wait_for_everyone()
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
+        """``torch.profiler`` around the block."""
+        return build_profiler(profile_handler or self._options.profile, self.runtime)
+
+    def communication(self) -> AbstractContextManager[CommunicationLedger]:
+        """Count the collectives and bytes of the block; see ``CommunicationLedger``."""
+        return CommunicationLedger()

@@ -1,0 +1,124 @@
+"""Model weights as safetensors files, one or many with an index, as transformers reads them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_model, save_file
+from torch import nn
+
+from lockstep.errors import CheckpointError, ConfigError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
+
+
+def save_object(value: Any, file: Any, safe_serialization: bool) -> None:
+    """``safetensors.torch.save_file`` for a dict of tensors, or ``torch.save`` for any object."""
+    if safe_serialization:
+        save_file(_without_ties(value), file, metadata={"format": "pt"})
+    else:
+        torch.save(value, file)
+
+
+def write_weights(
+    state_dict: Mapping[str, torch.Tensor],
+    save_directory: str | os.PathLike[str],
+    max_shard_size: int | str = "10GB",
+) -> None:
+    """Write ``model.safetensors``, or numbered shards of at most ``max_shard_size`` bytes with an index.
+
+    Tensors that share memory (tied weights) are written once, under their first name; files of an
+    earlier save are removed.
+
+    Raises:
+        ConfigError: ``max_shard_size`` is not a number of bytes or a text such as ``"500MB"``.
+    """
+    directory = Path(save_directory)
+    shards = _shards(_without_ties(state_dict), parse_size(max_shard_size))
+    directory.mkdir(parents=True, exist_ok=True)
+    for old in directory.glob("model*.safetensors"):
+        if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", old.name):
+            old.unlink()
+    (directory / INDEX).unlink(missing_ok=True)
+    if len(shards) == 1:
+        save_file(shards[0], directory / WEIGHTS, metadata={"format": "pt"})
+        return
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, directory / name, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, name))
+    total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def read_weights(model: nn.Module, directory: Path, name: str = WEIGHTS) -> None:
+    """Load what ``write_weights`` or ``save_file`` wrote into ``model``, tied weights included.
+
+    Raises:
+        CheckpointError: the file has other names or shapes than the model.
+    """
+    path = directory / name
+    try:
+        load_model(model, path)
+    except (RuntimeError, OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} does not fit {type(model).__name__}: {error} Load it into the model that it was saved from."
+        ) from error
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of ``size``: a positive integer, or a text such as ``"10GB"`` or ``"512MiB"``."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", str(size).upper())
+    factor = _UNITS.get(match[2]) if match else None
+    number = int(float(match[1]) * factor) if match and factor else 0
+    if number < 1:
+        raise ConfigError(
+            f"max_shard_size={size!r} is not a size. Pass a number of bytes or a text such as '10GB' or '512MiB'."
+        )
+    return number
+
+
+def _without_ties(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    seen: dict[Any, str] = {}
+    kept = {}
+    for name, tensor in state_dict.items():
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and place in seen:
+            continue
+        seen[place] = name
+        tensor = tensor.detach().cpu().contiguous()
+        is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
+        kept[name] = tensor.clone() if is_view else tensor
+    return kept
+
+
+def _shards(tensors: dict[str, torch.Tensor], limit: int) -> list[dict[str, torch.Tensor]]:
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return shards

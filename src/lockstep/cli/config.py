@@ -1,0 +1,68 @@
+"""``lockstep config``: questions, or flags, to a configuration file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lockstep.config.checks import MAX_MACHINES, MAX_PORT, MAX_PROCESSES, MAX_THREADS
+from lockstep.config.sources import user_config_file
+
+PRECISION = click.Choice(["no", "fp16", "bf16"], case_sensitive=False)
+
+EPILOG = """\b
+Examples:
+  lockstep config
+  lockstep config --num-processes 2 --cpu --mixed-precision bf16
+  lockstep config --config-file two_machines.yaml --num-processes 16 --num-machines 2 \\
+      --main-process-ip 10.0.0.1 --main-process-port 29500
+"""
+
+
+@click.command("config", epilog=EPILOG)
+@click.option("--config-file", type=str, help="Where to write (default: the file that launch reads by itself).")
+@click.option("--num-processes", type=click.IntRange(1, MAX_PROCESSES), help="Processes over all machines.")
+@click.option("--num-machines", type=click.IntRange(1, MAX_MACHINES), help="Number of machines.")
+@click.option("--machine-rank", type=click.IntRange(0, MAX_MACHINES - 1), help="This machine's number, from 0.")
+@click.option("--main-process-ip", type=str, help="Address of the machine with rank 0.")
+@click.option("--main-process-port", type=click.IntRange(0, MAX_PORT), help="Port there.")
+@click.option("--mixed-precision", type=PRECISION, help="Precision of autocast.")
+@click.option("--cpu", "use_cpu", is_flag=True, default=None, help="Train on CPUs only.")
+@click.option("--num-cpu-threads", "num_cpu_threads_per_process", type=click.IntRange(1, MAX_THREADS),
+              help="Threads of each process.")  # fmt: skip
+@click.option("--gradient-accumulation-steps", type=click.IntRange(min=1), help="Micro-batches in a step.")
+@click.option("--yes", "-y", is_flag=True, help="Ask nothing: the defaults for whatever no flag says.")
+@click.option("--force", is_flag=True, help="Overwrite an existing file without asking.")
+def command(config_file: str | None, yes: bool, force: bool, **flags: Any) -> None:
+    """Write a configuration file. Without flags it asks."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    answers = given if given or yes else _ask()
+    from lockstep.config.write import write_config
+
+    path = Path(config_file) if config_file else user_config_file()
+    if path.exists() and not force and not click.confirm(f"{path} exists. Overwrite it?", default=False):
+        raise click.ClickException(f"{path} exists and was left as it is. Use --force, or another --config-file.")
+    write_config(path, answers)
+    click.echo(f"Wrote {path}. Use it with: lockstep launch" + (f" --config-file {path}" if config_file else ""))
+
+
+def _ask() -> dict[str, Any]:
+    """The answers to the questions that matter for the machine at hand."""
+    answers: dict[str, Any] = {
+        "num_machines": click.prompt("How many machines", default=1, type=click.IntRange(1, MAX_MACHINES))
+    }
+    machines = answers["num_machines"]
+    if machines > 1:
+        answers["machine_rank"] = click.prompt(
+            "Number of this machine, from 0", default=0, type=click.IntRange(0, machines - 1)
+        )
+        answers["main_process_ip"] = click.prompt("Address of machine 0")
+        answers["main_process_port"] = click.prompt("Port there", type=click.IntRange(1, MAX_PORT), default=29500)
+    answers["use_cpu"] = click.confirm("Train on CPUs only", default=False)
+    answers["num_processes"] = click.prompt(
+        "How many processes over all machines", default=machines, type=click.IntRange(1, MAX_PROCESSES)
+    )
+    answers["mixed_precision"] = click.prompt("Mixed precision", default="no", type=PRECISION)
+    return answers

@@ -1,0 +1,82 @@
+"""The command ``lockstep``: finds a subcommand by name and imports only that one."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from lockstep.errors import LockstepError
+
+BAD_INPUT = 2
+
+# name -> (module, one line of help); a subcommand `name` is the object `command` in its module
+COMMANDS = {
+    "launch": ("lockstep.cli.launch", "Run a training script on one or more processes."),
+    "config": ("lockstep.cli.config", "Write a configuration file for launch."),
+    "env": ("lockstep.cli.env", "Show what this machine and installation have."),
+    "test": ("lockstep.cli.test", "Check on this machine that distributed training is right."),
+}
+
+EPILOG = """\b
+Examples:
+  lockstep launch --nproc 2 train.py --epochs 3
+  lockstep config --num-processes 2 --cpu
+  lockstep env --no-torch
+  lockstep test --nproc 2
+"""
+
+
+class LazyGroup(click.Group):
+    """A group whose subcommands are imported when they are called; help needs none of them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(COMMANDS[cmd_name][0]).command
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[Any, Any, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            from lockstep.config.sources import suggestion
+
+            ctx.fail(f"there is no command {args[0][:60]!r}.{suggestion(args[0], COMMANDS)}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="lockstep-train", prog_name="lockstep")
+def cli() -> None:
+    """Distributed PyTorch training: the same script on one process or many."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point. Bad input ends with exit code 2 and one message, never a traceback."""
+    try:
+        code = cli.main(args=argv, prog_name="lockstep", standalone_mode=False)
+    except click.exceptions.Exit as error:
+        code = error.exit_code
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except click.Abort:
+        click.echo("Aborted.", err=True)
+        code = 130
+    except LockstepError as error:
+        click.echo(f"Error: {error}", err=True)
+        code = BAD_INPUT
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""Gather, reduce, broadcast and pad nested containers over the ranks of a run.
+
+Before a collective the ranks compare a digest of what each is about to do, in one all-gather of
+two integers. Ranks that differ all raise; none of them enters a collective that cannot end.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.agreement import Call, check_same, describe, line_of_user, tensors_only
+from lockstep.comm.tree import leaves, map_leaves
+from lockstep.errors import LockstepError, UsageError
+from lockstep.runtime.process import Runtime
+
+Reduction = Literal["mean", "sum", "none"]
+# Sums of these are taken in another type: halves are rounded once, the others have no sum in gloo.
+SUM_TYPES = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.bool: torch.int64,
+    torch.int16: torch.int64,
+}
+
+
+class Communicator:
+    """The collectives of one run, each called by all ranks, none differentiable.
+
+    Tensors may be of any shape, dtype and device; results are on the device of the input. In a
+    world of one nothing is communicated and no process group is needed.
+
+    Every method raises on all ranks alike: ``CollectiveMismatchError`` where the ranks called
+    different methods or passed different structures, shapes or dtypes; ``TypeError`` where a
+    tensor is needed and something else was found.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.world_size = runtime.world_size
+        pairs = (runtime.backend or "").split(",")
+        # "cpu:gloo,cuda:nccl" names the devices whose tensors the group takes; "gloo" takes cpu.
+        self._devices = {pair.split(":")[0] for pair in pairs if ":" in pair} or {runtime.control_device.type}
+
+    def gather(self, tree: Any) -> Any:
+        """Every tensor replaced by the concatenation along dim 0 of all ranks' tensors, in rank order.
+
+        (n_r, ...) on rank r becomes (sum of n_r, ...); a 0-d tensor counts as one row. The n_r may
+        differ, also be 0. In a world of one the tree comes back as it is.
+        """
+        if self.world_size == 1:
+            return tree
+        found = leaves(tree)
+        call = Call("gather", {path: describe(leaf, at_least_1d=True) for path, leaf in found.items()})
+        calls = self._meet(call, tensors_only("gather", found, "gather_object"), free_dim=0)
+        results = {}
+        for path in sorted(found):  # dicts of ranks may have been filled in different orders
+            rows = [other.leaves[path].shape[0] for other in calls]
+            results[path] = self._gather_tensor(found[path], rows)
+        return map_leaves(lambda path, _: results[path], tree)
+
+    def reduce(self, tree: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
+        """Every tensor replaced by its sum or mean over the ranks, times ``scale``, with its dtype.
+
+        float16 and bfloat16 are summed in float32 and rounded once. The mean of integers is
+        floating-point, the sum of booleans counts them. "none" returns the tree as it is.
+
+        Raises:
+            ValueError: another ``reduction``.
+        """
+        if reduction not in ("mean", "sum", "none"):
+            raise ValueError(f"reduction is {reduction!r}, but must be 'mean', 'sum' or 'none'.")
+        if reduction == "none":
+            return tree
+        found = leaves(tree)
+        name = f"reduce(reduction={reduction!r}, scale={scale!r})"
+        call = Call(name, {path: describe(leaf) for path, leaf in found.items()})
+        self._meet(call, tensors_only("reduce", found, "gather_object"))
+        results = {path: self._reduce_tensor(found[path], reduction, scale) for path in sorted(found)}
+        return map_leaves(lambda path, _: results[path], tree)
+
+    def broadcast(self, tree: Any, from_process: int = 0) -> Any:
+        """Overwrite every tensor, in place, with that of rank ``from_process``; returns the tree."""
+        if self.world_size == 1:
+            return tree
+        self._check_rank(from_process)
+        found = leaves(tree)
+        call = Call(
+            f"broadcast(from_process={from_process})", {p: describe(leaf) for p, leaf in found.items()}
+        )
+        self._meet(call, tensors_only("broadcast", found, "broadcast_object_list"))
+        for path in sorted(found):
+            tensor = found[path].detach()
+            data = as_bytes(self._carried(tensor))
+            if data.numel() > 0:
+                dist.broadcast(data, src=from_process)
+                if data.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+        return tree
+
+    def pad_across_processes(
+        self, tree: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+    ) -> Any:
+        """Every tensor padded with ``pad_index`` along ``dim`` to the largest size on any rank.
+
+        Padding goes to the end, or to the beginning with ``pad_first``. Tensors without such a dim
+        stay as they are; sizes along other dims may differ.
+        """
+        if self.world_size == 1:
+            return tree
+        found = leaves(tree)
+        call = Call(f"pad_across_processes(dim={dim})", {p: describe(leaf) for p, leaf in found.items()})
+        problem = tensors_only("pad_across_processes", found, "gather_object")
+        calls = self._meet(call, problem, any_shape=True)
+
+        def pad(path: str, tensor: torch.Tensor) -> torch.Tensor:
+            if not -tensor.ndim <= dim < tensor.ndim:
+                return tensor
+            largest = max(other.leaves[path].shape[dim] for other in calls)
+            if largest == tensor.shape[dim]:
+                return tensor
+            shape = list(tensor.shape)
+            shape[dim] = largest
+            padded = tensor.new_full(shape, pad_index)
+            start = largest - tensor.shape[dim] if pad_first else 0
+            padded.narrow(dim, start, tensor.shape[dim]).copy_(tensor)
+            return padded
+
+        return map_leaves(pad, tree)
+
+    def gather_object(self, value: Any) -> list[Any]:
+        """The lists of all ranks joined in rank order; a value that is no list counts as one element.
+
+        Values travel as pickles.
+        """
+        values = list(value) if isinstance(value, (list, tuple)) else [value]
+        if self.world_size == 1:
+            return values
+        payload, problem = pickled(values, "gather_object")
+        self._meet(Call("gather_object"), problem)
+        payloads: list[Any] = [None] * self.world_size
+        dist.all_gather_object(payloads, payload)
+        return [one for other in payloads for one in pickle.loads(other)]
+
+    def broadcast_object_list(self, values: list[Any], from_process: int = 0) -> list[Any]:
+        """Overwrite the elements, in place, with those of rank ``from_process``; returns the list."""
+        if self.world_size == 1:
+            return values
+        self._check_rank(from_process)
+        payload: bytes | None = None
+        problem: Exception | None = None
+        if self.runtime.rank == from_process:
+            payload, problem = pickled(values, "broadcast_object_list")
+        name = f"broadcast_object_list(list of {len(values)}, from_process={from_process})"
+        self._meet(Call(name), problem)
+        box: list[Any] = [payload]
+        dist.broadcast_object_list(box, src=from_process, device=self.runtime.control_device)
+        if self.runtime.rank != from_process:
+            values[:] = pickle.loads(box[0])
+        return values
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world_size > 1:
+            self._meet(Call("barrier"))
+
+    def agree(self, error: Exception | None = None) -> None:
+        """Fail together: where any rank passes an exception, every rank raises.
+
+        Raises:
+            Exception: the rank's own ``error``.
+            LockstepError: this rank passed None but another one failed; names it and its message.
+        """
+        if self.world_size > 1:
+            self._meet(Call("agree"), error)
+        elif error is not None:
+            raise error
+
+    def _meet(
+        self,
+        call: Call,
+        error: Exception | None = None,
+        free_dim: int | None = None,
+        any_shape: bool = False,
+    ) -> list[Call]:
+        """Wait for all ranks and return their calls, once it is clear that they belong together."""
+        if self.world_size == 1:
+            if error is not None:
+                raise error
+            return [call]
+        device = self.runtime.control_device
+        mine = torch.tensor([call.digest(), int(error is not None)], device=device)
+        all_ranks = mine.new_empty(2 * self.world_size)
+        dist.all_gather_into_tensor(all_ranks, mine)
+        numbers = all_ranks.tolist()
+        digests, failed = numbers[0::2], numbers[1::2]
+        calls = [call] * self.world_size
+        if len(set(digests)) > 1:
+            calls = self._exchange(call.at(line_of_user()))
+            check_same(calls, free_dim, any_shape)
+        if any(failed):
+            messages = self._exchange(f"{type(error).__name__}: {error}")
+            if error is not None:
+                raise error
+            rank = failed.index(1)
+            raise LockstepError(
+                f"Rank {rank} failed in {call.operation} with {messages[rank]} "
+                "This rank stops with it. Mend the cause on that rank."
+            )
+        return calls
+
+    def _exchange(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise UsageError(
+                f"from_process is {rank}, but the ranks are 0 to {self.world_size - 1}. Pass one of them."
+            )
+
+    def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on a device that the process group can communicate."""
+        return tensor if tensor.device.type in self._devices else tensor.to(self.runtime.control_device)
+
+    def _gather_tensor(self, tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """Concatenate (rows[r], ...) of every rank r; shorter ones travel padded."""
+        source = self._carried(tensor.detach())
+        source = source.reshape(1) if source.ndim == 0 else source
+        most, rest = max(rows), source.shape[1:]
+        if source.shape[0] < most:
+            source = torch.cat([source, source.new_zeros((most - source.shape[0], *rest))])
+        data = as_bytes(source)
+        out = data.new_empty(self.world_size * data.numel())
+        if data.numel() > 0:
+            dist.all_gather_into_tensor(out, data)
+        joined = out.view(tensor.dtype).view(self.world_size, most, *rest)
+        if min(rows) == most:
+            joined = joined.flatten(0, 1)
+        else:
+            joined = torch.cat([part[:count] for part, count in zip(joined, rows, strict=True)])
+        return joined.to(tensor.device)
+
+    def _reduce_tensor(self, tensor: torch.Tensor, reduction: Reduction, scale: float) -> torch.Tensor:
+        dtype = SUM_TYPES.get(tensor.dtype, tensor.dtype)
+        total = self._carried(tensor.detach()).to(dtype, copy=True, memory_format=torch.contiguous_format)
+        if self.world_size > 1 and total.numel() > 0:
+            dist.all_reduce(total)
+        if reduction == "mean":
+            total = total / self.world_size
+        if scale != 1:
+            total = total * scale
+        if tensor.dtype.is_floating_point or (tensor.dtype is torch.int16 and total.dtype is dtype):
+            total = total.to(tensor.dtype)
+        return total.to(tensor.device)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as a vector of bytes, a view where possible: every backend can move bytes."""
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def pickled(values: list[Any], operation: str) -> tuple[bytes, Exception | None]:
+    """The pickle, or empty bytes and the error to agree on."""
+    try:
+        return pickle.dumps(values), None
+    except Exception as error:  # pickling runs code of any class
+        return b"", TypeError(
+            f"{operation} sends values as pickles, but {type(error).__name__}: {error}. "
+            "Pass values that can be pickled, or tensors to gather or broadcast."
+        )

@@ -1,0 +1,203 @@
+"""Counts collectives and their bytes, whoever issues them.
+
+A dispatch mode sees torch's collective operators, also those of DDP's reducer, which is written
+in C++ but calls them through the dispatcher, under the modes of the thread that called backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(frozen=True)
+class Record:
+    """One collective on this rank. ``payload_bytes`` is the size of the full tensor: what is
+    reduced, what is gathered in the end, what is scattered in the beginning."""
+
+    operation: str
+    payload_bytes: int
+    dtype: torch.dtype | None
+    group_size: int
+
+    @property
+    def wire_bytes(self) -> Fraction:
+        """What this rank sends in a ring of the group's ranks."""
+        return WIRE_SHARES[self.operation](self.group_size) * self.payload_bytes
+
+
+# operation -> group size -> share of the payload that a rank sends (for broadcast and reduce, of
+# which a ring's last rank sends nothing, the mean over the ranks).
+WIRE_SHARES: dict[str, Callable[[int], Fraction]] = {
+    "all_reduce": lambda n: Fraction(2 * (n - 1), n),
+    "all_gather": lambda n: Fraction(n - 1, n),
+    "reduce_scatter": lambda n: Fraction(n - 1, n),
+    "all_to_all": lambda n: Fraction(n - 1, n),
+    "broadcast": lambda n: Fraction(n - 1, n),
+    "reduce": lambda n: Fraction(n - 1, n),
+    "gather": lambda n: Fraction(n - 1, n * n),
+    "scatter": lambda n: Fraction(n - 1, n * n),
+    "send": lambda n: Fraction(1),
+    "recv": lambda n: Fraction(0),
+    "barrier": lambda n: Fraction(0),
+}
+
+# operator -> operation, the argument that holds the payload, and whether that argument is only one
+# rank's part of it. The variants (in place, coalesced) share their base name.
+OPERATORS: dict[str, tuple[str, str, bool]] = {
+    "c10d::allreduce_": ("all_reduce", "tensors", False),
+    "c10d::allreduce_coalesced_": ("all_reduce", "tensors", False),
+    "c10d::allgather_": ("all_gather", "input_tensors", True),
+    "c10d::_allgather_base_": ("all_gather", "input_tensor", True),
+    "c10d::allgather_coalesced_": ("all_gather", "input_list", True),
+    "c10d::allgather_into_tensor_coalesced_": ("all_gather", "inputs", True),
+    "c10d::reduce_scatter_": ("reduce_scatter", "input_tensors", False),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", "input_tensor", False),
+    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs", False),
+    "c10d::alltoall_": ("all_to_all", "input_tensors", False),
+    "c10d::alltoall_base_": ("all_to_all", "input", False),
+    "c10d::broadcast_": ("broadcast", "tensors", False),
+    "c10d::reduce_": ("reduce", "tensors", False),
+    "c10d::gather_": ("gather", "input_tensors", True),
+    "c10d::scatter_": ("scatter", "output_tensors", True),
+    "c10d::send": ("send", "tensors", False),
+    "c10d::recv_": ("recv", "tensors", False),
+    "c10d::recv_any_source_": ("recv", "tensors", False),
+    "c10d::barrier": ("barrier", "", False),
+    "_c10d_functional::all_reduce": ("all_reduce", "input", False),
+    "_c10d_functional::all_reduce_": ("all_reduce", "input", False),
+    "_c10d_functional::all_reduce_coalesced": ("all_reduce", "inputs", False),
+    "_c10d_functional::all_reduce_coalesced_": ("all_reduce", "inputs", False),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", "input", True),
+    "_c10d_functional::all_gather_into_tensor_out": ("all_gather", "input", True),
+    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", "inputs", True),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", "input", False),
+    "_c10d_functional::reduce_scatter_tensor_out": ("reduce_scatter", "input", False),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", "inputs", False),
+    "_c10d_functional::all_to_all_single": ("all_to_all", "input", False),
+    "_c10d_functional::broadcast": ("broadcast", "input", False),
+    "_c10d_functional::broadcast_": ("broadcast", "input", False),
+}
+
+
+# Functions that communication hooks call from the backend's own threads when a first collective is
+# done (PowerSGD does), where the modes of the thread that called backward are not active.
+CALLED_BY_HOOKS = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all_single", "broadcast")
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Appends a record per collective operator of the thread in which it is active."""
+
+    def __init__(self, records: list[Record]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.records = records
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        known = OPERATORS.get(func._schema.name)
+        if known is not None:
+            self.records.append(record(func, known, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class CommunicationLedger:
+    """Context manager: ``records`` lists this rank's collectives issued inside, in order.
+
+    It sees calls of ``torch.distributed``, of this library and of torch's engines that are issued
+    by, or on behalf of, the thread that entered it, and those of communication hooks. It costs a
+    Python call per operator: for tests and measurements, not for every step.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self._exits = ExitStack()
+
+    def __enter__(self) -> CommunicationLedger:
+        owner = threading.get_ident()
+        for name in CALLED_BY_HOOKS:
+            original = getattr(dist, name)
+            setattr(dist, name, self._recorded_elsewhere(original, owner))
+            self._exits.callback(setattr, dist, name, original)
+        self._exits.enter_context(_Recorder(self.records))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._exits.close()
+
+    def _recorded_elsewhere(self, original: Callable[..., Any], owner: int) -> Callable[..., Any]:
+        """``original``, recorded when called in a thread other than ``owner``'s."""
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == owner:
+                return original(*args, **kwargs)
+            with _Recorder(self.records):
+                return original(*args, **kwargs)
+
+        return call
+
+    def count(self, operation: str | None = None) -> int:
+        """Number of collectives; of one operation such as "all_reduce", or of all."""
+        return len(self._of(operation))
+
+    def payload_bytes(self, operation: str | None = None) -> int:
+        return sum(one.payload_bytes for one in self._of(operation))
+
+    def wire_bytes(self, operation: str | None = None) -> float:
+        """Bytes that this rank sends by the ring formulas, e.g. 2 (N-1)/N of an all-reduce's payload."""
+        return float(sum(one.wire_bytes for one in self._of(operation)))
+
+    def table(self) -> str:
+        """One line per operation: count, payload and wire bytes."""
+        names = sorted({one.operation for one in self.records})
+        lines = [f"{'operation':<16}{'count':>8}{'payload bytes':>16}{'wire bytes':>16}"]
+        for name in names:
+            counts = f"{self.count(name):>8}{self.payload_bytes(name):>16}{self.wire_bytes(name):>16.0f}"
+            lines.append(f"{name:<16}{counts}")
+        return "\n".join(lines)
+
+    def _of(self, operation: str | None) -> list[Record]:
+        if operation is not None and operation not in WIRE_SHARES:
+            raise ValueError(f"operation is {operation!r}, but must be one of {', '.join(WIRE_SHARES)}.")
+        return [one for one in self.records if operation is None or one.operation == operation]
+
+
+def record(func: Any, known: tuple[str, str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
+    operation, name, is_part = known
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    size = group_size(given)
+    tensors = list(tensors_in(given.get(name)))
+    payload = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    dtype = tensors[0].dtype if tensors else None
+    return Record(operation, payload * size if is_part else payload, dtype, size)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_in(part)
+
+
+def group_size(given: dict[str, Any]) -> int:
+    """Number of ranks of the group in an operator's arguments: an object, or the name of one."""
+    if "group_name" in given:
+        name = given["group_name"]
+        group: Any = (
+            torch._C._distributed_c10d._resolve_process_group(name) if isinstance(name, str) else name
+        )
+    else:
+        group = dist.ProcessGroup.unbox(given["process_group"])
+    return int(group.size())

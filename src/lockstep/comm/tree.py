@@ -1,0 +1,164 @@
+"""Mapping over nested containers of tensors.
+
+A container is a list, tuple, named tuple, any mapping (dict, ``UserDict`` such as transformers'
+``BatchEncoding``, ``ModelOutput``) or a dataclass instance. Everything else is a leaf. Containers
+come back with their types; those that were given are not changed. A leaf's path reads like the
+code that reaches it: ``['labels'][0].mask``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+
+def children(tree: Any) -> list[tuple[str, Any]] | None:
+    """The parts of a container, each with its step of the path; None for a leaf."""
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return [(f".{name}", value) for name, value in zip(tree._fields, tree, strict=True)]
+    if isinstance(tree, (list, tuple)):
+        return [(f"[{index}]", value) for index, value in enumerate(tree)]
+    if isinstance(tree, Mapping):
+        return [(f"[{key!r}]", tree[key]) for key in tree]
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return [(f".{field.name}", getattr(tree, field.name)) for field in fields(tree)]
+    return None
+
+
+def rebuild(tree: Any, parts: Iterable[Any]) -> Any:
+    """A container like ``tree`` with other parts, in the order of ``children``."""
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*parts)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(parts)
+    if isinstance(tree, MutableMapping):
+        new = copy.copy(tree)  # keeps what the type holds besides its items
+        for key, part in zip(list(tree), parts, strict=True):
+            new[key] = part
+        return new
+    if isinstance(tree, Mapping):
+        return type(tree)(dict(zip(tree, parts, strict=True)))  # type: ignore[call-arg]
+    new = copy.copy(tree)
+    for field, part in zip(fields(tree), parts, strict=True):
+        object.__setattr__(new, field.name, part)  # frozen dataclasses too; __post_init__ has run once
+    return new
+
+
+def map_leaves(fn: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
+    """``tree`` with every leaf replaced by ``fn(path, leaf)``."""
+    parts = children(tree)
+    if parts is None:
+        return fn(path, tree)
+    return rebuild(tree, [map_leaves(fn, part, path + step) for step, part in parts])
+
+
+def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """``tree`` with every tensor replaced by ``fn(tensor)``; other leaves pass through."""
+    return map_leaves(lambda _, leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def leaves(tree: Any) -> dict[str, Any]:
+    """Path and leaf of every leaf, depth first."""
+    found: dict[str, Any] = {}
+    map_leaves(found.__setitem__, tree)
+    return found
+
+
+def find_batch_size(tree: Any) -> int:
+    """Size of dim 0 of the first tensor that has one.
+
+    Raises:
+        ValueError: there is no such tensor.
+    """
+    for leaf in leaves(tree).values():
+        if isinstance(leaf, torch.Tensor) and leaf.ndim > 0:
+            return leaf.shape[0]
+    raise ValueError(
+        f"A batch of type {type(tree).__name__} holds no tensor with a dimension, so its size is unknown. "
+        "Have the dataset or the collate function return tensors."
+    )
+
+
+def slice_rows(tree: Any, rows: slice) -> Any:
+    """The given rows (dim 0) of every tensor; 0-d tensors stay as they are."""
+    return map_tensors(lambda tensor: tensor[rows] if tensor.ndim > 0 else tensor, tree)
+
+
+def concatenate(trees: Sequence[Any], dim: int = 0) -> Any:
+    """Trees of one structure joined into one: tensors along ``dim``, 0-d tensors into a vector.
+
+    Other leaves are kept where they are equal in all trees.
+
+    Raises:
+        TypeError: leaves that are not tensors differ.
+        ValueError: no tree was given, or their structures differ.
+    """
+    if not trees:
+        raise ValueError("There is nothing to concatenate. Pass at least one tree.")
+    parts = [leaves(tree) for tree in trees]
+    if any(part.keys() != parts[0].keys() for part in parts):
+        raise ValueError(
+            f"Only trees of one structure can be concatenated, but their leaves are "
+            f"{' and '.join(str(sorted(part)) for part in parts)}. Make them alike."
+        )
+
+    def join(path: str, first: Any) -> Any:
+        values = [part[path] for part in parts]
+        if all(isinstance(value, torch.Tensor) for value in values):
+            return torch.cat([value.reshape(1) if value.ndim == 0 else value for value in values], dim=dim)
+        if any(isinstance(value, torch.Tensor) or value != first for value in values):
+            raise TypeError(
+                f"{path or 'The tree'} holds {type(first).__name__}s that differ; only tensors can be "
+                "concatenated. Convert them to tensors or leave them out."
+            )
+        return first
+
+    return map_leaves(join, trees[0])
+
+
+def send_to_device(
+    tree: Any,
+    device: torch.device | str | int,
+    non_blocking: bool = False,
+    skip_keys: str | Iterable[str] | None = None,
+) -> Any:
+    """``tree`` on ``device``: tensors, and objects that have a method ``to``.
+
+    ``skip_keys`` names entries of mappings, at any depth, that stay where they are.
+    """
+    skipped = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
+    if isinstance(tree, torch.Tensor):
+        return tree.to(device, non_blocking=non_blocking)
+    # BatchEncoding.to changes the object in place and knows no skip_keys: it is taken as a mapping.
+    if hasattr(tree, "to") and not isinstance(tree, (UserDict, type)):
+        try:
+            return tree.to(device, non_blocking=non_blocking)
+        except TypeError:
+            return tree.to(device)
+    parts = children(tree)
+    if parts is None:
+        return tree
+    keys: list[Any] = list(tree) if isinstance(tree, Mapping) else [None] * len(parts)
+    return rebuild(
+        tree,
+        [
+            part if key in skipped else send_to_device(part, device, non_blocking, skipped)
+            for key, (_, part) in zip(keys, parts, strict=True)
+        ],
+    )
+
+
+def to_float32(tree: Any) -> Any:
+    """float16 and bfloat16 tensors become float32."""
+    half = (torch.float16, torch.bfloat16)
+    return map_tensors(lambda tensor: tensor.float() if tensor.dtype in half else tensor, tree)
+
+
+def listify(tree: Any) -> Any:
+    """Tensors become (nested) lists of numbers, 0-d ones numbers."""
+    return map_tensors(lambda tensor: tensor.tolist(), tree)

@@ -1,0 +1,173 @@
+"""Accelerate's YAML, and ours, to :class:`RunConfig`.
+
+Every key that Accelerate writes is in one table: mapped, ignored, or refused by name while it asks for
+something that does not exist here yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from lockstep.config.enums import ComputeEnvironment, DistributedType
+from lockstep.config.run import RunConfig
+from lockstep.config.sources import FALSE_WORDS, suggestion
+from lockstep.config.values import shown
+from lockstep.config.yaml_file import YamlFile, read_yaml
+from lockstep.errors import ConfigError
+
+
+class Ignored(NamedTuple):
+    """A key without effect here; ``why`` is said when it is switched on."""
+
+    why: str
+
+
+class Later(NamedTuple):
+    """A key that is refused when it is switched on."""
+
+    what: str
+
+
+OTHER_KEYS: dict[str, Ignored | Later] = {
+    "downcast_bf16": Ignored("it concerns TPUs only"),
+    "tpu_env": Ignored("it concerns TPUs only"),
+    "tpu_name": Ignored("it concerns TPUs only"),
+    "tpu_zone": Ignored("it concerns TPUs only"),
+    "tpu_vm": Ignored("it concerns TPUs only"),
+    "commands": Ignored("it concerns TPU pods only"),
+    "command_file": Ignored("it concerns TPU pods only"),
+    "enable_cpu_affinity": Ignored("processes are not pinned to cores; start them under numactl for that"),
+    "main_training_function": Ignored("it concerns TPUs only"),
+    "same_network": Ignored("every machine meets at main_process_ip"),
+    "use_mps_device": Ignored("devices are found automatically"),
+    "ipex_config": Ignored("torch itself now has these optimisations"),
+    "deepspeed_config": Later("DeepSpeed settings"),
+    "fsdp_config": Later("sharding (FSDP)"),
+    "parallelism_config": Later("a parallelism layout"),
+    "megatron_lm_config": Later("Megatron-LM settings"),
+    "fp8_config": Later("fp8 training"),
+    "dynamo_config": Later("compilation by configuration"),
+    "dynamo_backend": Later("compilation by configuration"),
+    "mpirun_config": Later("launching by mpirun"),
+    "tpu_use_cluster": Later("training on TPU pods"),
+    "tpu_use_sudo": Later("training on TPU pods"),
+}
+
+# what Accelerate writes when nothing was asked
+DEFAULTS: dict[str, object] = {"main_training_function": "main", "same_network": True}
+
+AVAILABLE_TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+ACCELERATE_ONLY = ("compute_environment", "distributed_type")
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A configuration file after checking; ``origins`` gives file and line of each setting that it has."""
+
+    config: RunConfig
+    origins: dict[str, str]
+    warnings: list[str] = field(default_factory=list)
+
+
+def load(path: str | Path) -> LoadedConfig:
+    """Read a configuration file, in Lockstep's or Accelerate's form.
+
+    Raises:
+        ConfigError: one message with file, line, key and the nearest valid name.
+    """
+    return from_yaml(read_yaml(path))
+
+
+def from_yaml(file: YamlFile) -> LoadedConfig:
+    """Like :func:`load`, for a file that is already parsed."""
+    values: dict[str, Any] = {}
+    warnings: list[str] = []
+    known = (*RunConfig.model_fields, *OTHER_KEYS, *ACCELERATE_ONLY)
+    for key, value in file.data.items():
+        rule = OTHER_KEYS.get(key)
+        if key in RunConfig.model_fields:
+            if value is not None:
+                values[key] = value
+        elif key in ACCELERATE_ONLY:
+            _check_kind(file, key, value)
+        elif isinstance(rule, Ignored):
+            if not is_off(value) and value != DEFAULTS.get(key):
+                warnings.append(f"{file.at(key)} has no effect: {rule.why}.")
+        elif isinstance(rule, Later):
+            if not is_off(value):
+                raise ConfigError(
+                    f"{file.at(key)} asks for {rule.what}, which is not available yet. Remove it, or leave it empty."
+                )
+        else:
+            name = key if len(key) <= 60 else key[:57] + "..."
+            near = suggestion(key, known) or f" Known keys: {', '.join(RunConfig.model_fields)}."
+            at = f"{file.name}:{file.lines[(key,)]}"
+            raise ConfigError(f"{at}: {name!r} is not a known key.{near}")
+    _apply_type(file, values)
+    return LoadedConfig(_validate(file, values), {key: file.at(key) for key in values}, warnings)
+
+
+def is_off(value: Any) -> bool:
+    """Whether a value asks for nothing: empty, null, off, or a section of such."""
+    if isinstance(value, dict):
+        return all(is_off(item) for item in value.values())
+    if isinstance(value, str):
+        return value.strip().lower() in FALSE_WORDS | {"", "none"}
+    return value is None or value is False or value == []
+
+
+def _check_kind(file: YamlFile, key: str, value: Any) -> None:
+    words = ComputeEnvironment.list() if key == "compute_environment" else DistributedType.list()
+    if key == "distributed_type" and value is False:  # YAML reads an unquoted NO as false
+        return
+    if not isinstance(value, str) or value not in words:
+        near = suggestion(value, words) if isinstance(value, str) else ""
+        raise ConfigError(f"{file.at(key)}: {shown(value)} is not one of {', '.join(words)}.{near}")
+    if value == ComputeEnvironment.AMAZON_SAGEMAKER:
+        raise ConfigError(
+            f"{file.at(key)}: {value} is not available. Use {ComputeEnvironment.LOCAL_MACHINE}."
+        )
+    if key == "distributed_type" and value not in AVAILABLE_TYPES:
+        raise ConfigError(
+            f"{file.at(key)}: {value} is not available yet. Use one of {', '.join(AVAILABLE_TYPES)}."
+        )
+
+
+def _apply_type(file: YamlFile, values: dict[str, Any]) -> None:
+    """What ``distributed_type`` says beyond the other keys, and where it contradicts them."""
+    kind = file.data.get("distributed_type")
+    if kind == DistributedType.MULTI_CPU:
+        values.setdefault("use_cpu", True)
+    if kind == DistributedType.MULTI_GPU and values.get("use_cpu") is True:
+        raise ConfigError(
+            f"{file.at('use_cpu')} is true but distributed_type is MULTI_GPU. Set MULTI_CPU, or use_cpu: false."
+        )
+    if kind in (DistributedType.NO, False) and str(values.get("num_processes", 1)) != "1":
+        raise ConfigError(
+            f"{file.at('num_processes')} is {shown(values['num_processes'])} but distributed_type is NO. "
+            f"Set MULTI_CPU or MULTI_GPU, or num_processes: 1."
+        )
+
+
+def _validate(file: YamlFile, values: dict[str, Any]) -> RunConfig:
+    try:
+        return RunConfig(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = tuple(str(part) for part in first["loc"])[:1]
+        cause = first.get("ctx", {}).get("error")
+        reason = str(cause) if isinstance(cause, ConfigError) else first["msg"]
+        if not path:  # several keys together: the message begins with the one whose line is shown
+            line = file.lines.get((reason.split(" ", 1)[0],), 1)
+            raise ConfigError(f"{file.name}:{line}: {_sentence(reason)}") from None
+        reason = reason.removeprefix(path[0] + "=")
+        raise ConfigError(f"{file.at(*path)}: {_sentence(reason)}") from None
+
+
+def _sentence(reason: str) -> str:
+    return reason if reason.endswith((".", "?")) else reason + "."

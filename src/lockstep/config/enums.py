@@ -1,0 +1,82 @@
+"""The closed lists of words that a configuration may contain."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Word(str, Enum):
+    """A string enum that compares and prints as its value."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    @classmethod
+    def list(cls) -> list[str]:
+        """All values, in order of definition."""
+        return [member.value for member in cls]
+
+
+class DistributedType(Word):
+    """How the processes of a run work together."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    FSDP = "FSDP"
+    DEEPSPEED = "DEEPSPEED"
+    MEGATRON_LM = "MEGATRON_LM"
+    TP = "TP"
+    XLA = "XLA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_HPU = "MULTI_HPU"
+
+
+class PrecisionType(Word):
+    """Values of ``mixed_precision``."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+class LoggerType(Word):
+    """Values of ``log_with``."""
+
+    ALL = "all"
+    TENSORBOARD = "tensorboard"
+    JSONL = "jsonl"
+    WANDB = "wandb"
+    TRACKIO = "trackio"
+    COMETML = "comet_ml"
+    MLFLOW = "mlflow"
+    AIM = "aim"
+    CLEARML = "clearml"
+    DVCLIVE = "dvclive"
+    SWANLAB = "swanlab"
+
+
+class RNGType(Word):
+    """Random number generators that ``rng_types`` may name."""
+
+    TORCH = "torch"
+    CUDA = "cuda"
+    XLA = "xla"
+    GENERATOR = "generator"
+
+
+class ComputeEnvironment(Word):
+    LOCAL_MACHINE = "LOCAL_MACHINE"
+    AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
+
+
+class DDPCommunicationHookType(Word):
+    """Gradient compression of DDP's all-reduce (``torch.distributed.algorithms.ddp_comm_hooks``)."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"

@@ -1,0 +1,163 @@
+"""Options that are passed to ``Accelerator`` as objects: plain data, no torch.
+
+The field names and defaults are those that users of Accelerate know.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from typing import Any, Literal
+
+from lockstep.config.enums import DDPCommunicationHookType
+from lockstep.errors import ConfigError
+
+
+@dataclass
+class KwargsHandler:
+    """Base of the objects that ``Accelerator(kwargs_handlers=[...])`` takes."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields that differ from their defaults."""
+        default = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if default[name] != value}
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """Options of ``torch.autocast``."""
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Options of ``torch.nn.parallel.DistributedDataParallel`` and its communication hook."""
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """Options of ``torch.amp.GradScaler``."""
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """Options of ``torch.distributed.init_process_group``. ``timeout`` None is the backend's own."""
+
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """Options of ``torch.profiler.profile``; traces go to ``output_trace_dir``, one file a rank."""
+
+    activities: list[Literal["cpu", "cuda", "xpu", "mtia", "hpu"]] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+
+@dataclass
+class GradientAccumulationPlugin(KwargsHandler):
+    """How ``accumulate`` counts.
+
+    ``num_steps`` micro-batches make a step; with ``sync_with_dataloader`` the end of the loader
+    ends the window early; with ``sync_each_batch`` gradients are averaged at every micro-batch.
+    """
+
+    num_steps: int = 1
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+    def __post_init__(self) -> None:
+        check_positive("gradient_accumulation_steps", self.num_steps)
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """How ``prepare`` treats data loaders.
+
+    - ``split_batches``: the loader's batch is the global one; each rank takes a slice of it.
+    - ``dispatch_batches``: rank 0 reads and sends the slices (None: only for iterable datasets).
+    - ``even_batches``: complete the last round with samples from the beginning.
+    - ``use_seedable_sampler``: accepted for compatibility; order is always a function of seed and epoch.
+    - ``data_seed``: the seed of that order (None: the loader's generator's, else torch's seed on rank 0).
+    - ``non_blocking``: asynchronous copies to the device; they need ``pin_memory`` in the loader.
+    - ``use_stateful_dataloader``: build torchdata's ``StatefulDataLoader`` (extra ``torchdata``).
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = True
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dispatch_batches and not self.even_batches:
+            raise ConfigError(
+                "dispatch_batches=True sends every rank a slice of one batch and so needs even_batches=True, "
+                "but even_batches=False was given. Drop one of the two."
+            )
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where a run writes: ``logging_dir`` defaults to ``project_dir``."""
+
+    project_dir: str | os.PathLike[str] | None = None
+    logging_dir: str | os.PathLike[str] | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        self.set_directories(self.project_dir)
+        if self.total_limit is not None:
+            check_positive("total_limit", self.total_limit)
+
+    def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raise ConfigError unless ``value`` is an integer of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(
+            f"{name} is {value!r}, but must be an integer of at least 1. Pass a positive integer."
+        )

@@ -1,0 +1,142 @@
+"""The arguments of ``Accelerator``, checked and completed before anything else looks at them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lockstep.config.handlers import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
+from lockstep.config.parallel import Strategy
+from lockstep.config.sources import worker_settings
+from lockstep.errors import ConfigError
+
+HANDLERS = (
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    AutocastKwargs,
+    ProfileKwargs,
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything that one ``Accelerator`` was asked for."""
+
+    mixed_precision: str
+    cpu: bool
+    strategy: Strategy
+    compile_backend: str | None
+    accumulation: GradientAccumulationPlugin
+    loaders: DataLoaderConfiguration
+    project: ProjectConfiguration
+    ddp: DistributedDataParallelKwargs
+    scaler: GradScalerKwargs
+    init: InitProcessGroupKwargs
+    autocast: AutocastKwargs
+    profile: ProfileKwargs
+
+
+def resolve_options(
+    *,
+    mixed_precision: str | None,
+    gradient_accumulation_steps: int | None,
+    gradient_accumulation_plugin: GradientAccumulationPlugin | None,
+    cpu: bool | None,
+    parallel: str | None,
+    dynamo_backend: str | None,
+    split_batches: bool | None,
+    dataloader_config: DataLoaderConfiguration | None,
+    project_dir: str | os.PathLike[str] | None,
+    project_config: ProjectConfiguration | None,
+    kwargs_handlers: Sequence[KwargsHandler] | None,
+) -> Options:
+    """Merge code, environment and defaults.
+
+    Raises:
+        ConfigError: a value is unknown or contradicts another.
+    """
+    steps = gradient_accumulation_steps
+    if gradient_accumulation_plugin is not None and steps not in (
+        None,
+        1,
+        gradient_accumulation_plugin.num_steps,
+    ):
+        raise ConfigError(
+            f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin.num_steps="
+            f"{gradient_accumulation_plugin.num_steps}. Pass only one of them."
+        )
+    settings = worker_settings(
+        {
+            "mixed_precision": mixed_precision,
+            # 1 and False are the defaults of the signature that scripts know: the environment may say more.
+            "gradient_accumulation_steps": None if steps == 1 else steps,
+            "cpu": cpu or None,
+            "parallel": parallel,
+            "dynamo_backend": dynamo_backend,
+        }
+    )
+    loaders = dataloader_config or DataLoaderConfiguration()
+    if split_batches:
+        loaders = replace(loaders, split_batches=True)
+    project = project_config or ProjectConfiguration()
+    if project_dir is not None and project.project_dir is None:
+        project.set_directories(project_dir)
+    handlers = handlers_by_type(kwargs_handlers or ())
+    return Options(
+        mixed_precision=str(settings.mixed_precision),
+        cpu=settings.cpu,
+        strategy=Strategy.parse(settings.parallel),
+        compile_backend=None if settings.dynamo_backend == "no" else settings.dynamo_backend,
+        accumulation=gradient_accumulation_plugin
+        or GradientAccumulationPlugin(num_steps=settings.gradient_accumulation_steps),
+        loaders=loaders,
+        project=project,
+        ddp=handlers[DistributedDataParallelKwargs],
+        scaler=handlers[GradScalerKwargs],
+        init=handlers[InitProcessGroupKwargs],
+        autocast=handlers[AutocastKwargs],
+        profile=handlers[ProfileKwargs],
+    )
+
+
+def handlers_by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
+    """One handler of each kind, defaults where none was given.
+
+    Raises:
+        ConfigError: an unknown object, or two of one kind.
+    """
+    found: dict[type, Any] = {}
+    for handler in handlers:
+        kind = next((known for known in HANDLERS if isinstance(handler, known)), None)
+        if kind is None:
+            names = ", ".join(known.__name__ for known in HANDLERS)
+            raise ConfigError(
+                f"kwargs_handlers has an object of type {type(handler).__name__}. Pass any of {names}."
+            )
+        if kind in found:
+            raise ConfigError(f"kwargs_handlers has two objects of type {kind.__name__}. Pass one.")
+        found[kind] = handler
+    return {kind: found.get(kind, kind()) for kind in HANDLERS}
+
+
+def refuse_later_options(options: dict[str, Any]) -> None:
+    """Options of Accelerate that this version does not have: refused by name rather than ignored."""
+    for name, value in options.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name} was given, but this version trains with data parallel only. "
+                f"Remove {name}; the README's table says what works so far."
+            )

@@ -1,0 +1,29 @@
+"""Writing a configuration file that :func:`lockstep.config.accelerate.load` reads back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.config.accelerate import from_yaml
+from lockstep.config.yaml_file import YamlFile
+from lockstep.errors import ConfigError
+
+
+def write_config(path: Path, answers: Mapping[str, Any]) -> None:
+    """Check the answers as a file would be checked, then write them.
+
+    Raises:
+        ConfigError: an answer is not valid, or the file cannot be written.
+    """
+    settings = from_yaml(YamlFile(str(path), dict(answers))).config.model_dump(mode="json", exclude_none=True)
+    text = "# For `lockstep launch`; every key is also one of its flags.\n" + yaml.safe_dump(settings, sort_keys=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: cannot be written: {reason}. Name another file.") from None

@@ -1,0 +1,155 @@
+"""YAML read defensively: plain data with the line of every key, and limits on size and depth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from lockstep.errors import ConfigError
+
+MAX_BYTES = 64 * 1024
+MAX_DEPTH = 16
+MAX_NODES = 4096
+
+Path_ = tuple[str, ...]
+SCALARS = frozenset("tag:yaml.org,2002:" + name for name in ("null", "bool", "int", "float", "str"))
+
+
+@dataclass(frozen=True)
+class YamlFile:
+    """The mapping in a YAML file; ``lines`` maps the path of each key to its line, counted from 1."""
+
+    name: str
+    data: dict[str, Any]
+    lines: dict[Path_, int] = field(default_factory=dict)
+
+    def at(self, *path: str) -> str:
+        """``file:line: key`` for a message."""
+        where = f"{self.name}:{self.lines[path]}" if path in self.lines else self.name
+        return f"{where}: {'.'.join(path)}" if path else where
+
+
+def read_yaml(path: str | Path) -> YamlFile:
+    """Read a file whose top level is a mapping.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, not UTF-8 text, too large or too deep, not YAML, has a
+            duplicate key, an alias or a tag of an object.
+    """
+    name = str(path)
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(f"{name}: cannot read the configuration file: {reason}. Check its path.") from None
+    if len(content) > MAX_BYTES:
+        raise ConfigError(
+            f"{name}: larger than {MAX_BYTES} bytes, so not a configuration file. Check its path."
+        )
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{name}:{line}: not UTF-8 text. Give a YAML file.") from None
+    return parse_yaml(text, name)
+
+
+def parse_yaml(text: str, name: str) -> YamlFile:
+    """Like :func:`read_yaml`, from a text; ``name`` appears in messages."""
+    try:
+        loader = _BoundedLoader(text)
+        try:
+            root = loader.get_single_node()
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark else 1
+        problem = error.problem or error.context or "malformed"
+        raise ConfigError(f"{name}:{line}: not valid YAML: {_short(problem)}. Correct this line.") from None
+    except yaml.YAMLError as error:
+        problem = str(error).splitlines()[0]
+        raise ConfigError(f"{name}: not valid YAML: {_short(problem)}. Give a YAML text file.") from None
+    except ValueError:  # PyYAML on escapes beyond Unicode
+        raise ConfigError(f"{name}: not valid YAML: an escape is not a character. Correct it.") from None
+    if root is None:
+        raise ConfigError(f"{name}: the file is empty. Write one with `lockstep config`.")
+    if not isinstance(root, MappingNode):
+        raise ConfigError(
+            f"{name}:1: the top level must be `key: value` lines. Write one with `lockstep config`."
+        )
+    lines: dict[Path_, int] = {}
+    return YamlFile(name, _mapping(root, (), name, lines), lines)
+
+
+class _BoundedLoader(yaml.SafeLoader):
+    """Stops at the first alias, or when nodes are too many or too deep, before anything is built."""
+
+    depth = 0
+    nodes = 0
+
+    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
+        event = self.peek_event()
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(
+                problem="aliases (*name) are not allowed", problem_mark=event.start_mark
+            )
+        self.depth += 1
+        self.nodes += 1
+        if self.depth > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(
+                problem=f"nested deeper than {MAX_DEPTH}", problem_mark=event.start_mark
+            )
+        if self.nodes > MAX_NODES:
+            raise yaml.MarkedYAMLError(problem=f"more than {MAX_NODES} values", problem_mark=event.start_mark)
+        node: Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+def _mapping(node: MappingNode, path: Path_, name: str, lines: dict[Path_, int]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    _check_tag(node, name)
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, ScalarNode) or not key_node.value:
+            raise ConfigError(f"{name}:{line}: a key must be a word. Correct this line.")
+        key = key_node.value
+        here = (*path, key)
+        if key in data:
+            raise ConfigError(
+                f"{name}:{line}: {_short(key)} is given twice, first in line {lines[here]}. Remove one of them."
+            )
+        lines[here] = line
+        data[key] = _value(value_node, here, name, lines)
+    return data
+
+
+def _value(node: Node, path: Path_, name: str, lines: dict[Path_, int]) -> Any:
+    if isinstance(node, MappingNode):
+        return _mapping(node, path, name, lines)
+    _check_tag(node, name)
+    if isinstance(node, SequenceNode):
+        return [_value(item, path, name, lines) for item in node.value]
+    try:
+        return yaml.SafeLoader("").construct_object(node) if node.tag in SCALARS else node.value
+    except (ValueError, yaml.YAMLError, KeyError, IndexError):
+        return node.value  # `!!int x`, or an integer of thousands of digits: a text, for the field to refuse
+
+
+def _check_tag(node: Node, name: str) -> None:
+    # a tag that YAML itself resolves (a date, a merge key) is text to us; objects are nobody's business here
+    plain = node.tag.startswith("tag:yaml.org,2002:") and "python" not in node.tag
+    if not plain:
+        line = node.start_mark.line + 1
+        raise ConfigError(f"{name}:{line}: the tag {_short(node.tag)} is not allowed. Write plain values.")
+
+
+def _short(text: str) -> str:
+    clean = "".join(character if character.isprintable() else "?" for character in text)
+    return clean if len(clean) <= 80 else clean[:77] + "..."

@@ -1,0 +1,126 @@
+"""What can be known of a loader before it is read: plan, lengths, and whether it can be dealt at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from lockstep.config.handlers import DataLoaderConfiguration
+from lockstep.data.loader import PreparedLoader
+from lockstep.data.order import find_distributed_sampler
+from lockstep.data.readers import sample_count
+from lockstep.data.shard import ShardPlan
+from lockstep.errors import ConfigError, UsageError
+
+
+def is_iterable(loader: DataLoader[Any]) -> bool:
+    return isinstance(loader.dataset, IterableDataset)
+
+
+def batches_by_sampler(loader: DataLoader[Any]) -> Any:
+    """The sampler whose items are batches of indices, or None if the dataset makes batches itself."""
+    if loader.batch_sampler is not None:
+        return loader.batch_sampler
+    return loader.sampler if isinstance(loader.sampler, BatchSampler) else None
+
+
+def plan_for(loader: DataLoader[Any], config: DataLoaderConfiguration, world_size: int) -> ShardPlan:
+    sampler = None if is_iterable(loader) else batches_by_sampler(loader)
+    plan = ShardPlan(
+        world_size=world_size,
+        batch_size=loader.batch_size,
+        even_batches=config.even_batches,
+        drop_last=bool(getattr(sampler, "drop_last", loader.drop_last)),
+    )
+    if sampler is not None:
+        size = getattr(sampler, "batch_size", None)
+        plan = replace(plan, batch_size=size if isinstance(size, int) else None)
+    elif loader.batch_size is None:
+        if config.split_batches and world_size > 1:
+            raise ConfigError(
+                "split_batches=True cuts batches by rows, but this loader has batch_size=None: its dataset makes "
+                "whole batches. Use split_batches=False."
+            )
+        # Whatever the dataset yields is dealt as one piece.
+        return replace(plan, batch_size=1)
+    return replace(plan, split_batches=config.split_batches)
+
+
+def should_dispatch(loader: DataLoader[Any], config: DataLoaderConfiguration, world_size: int) -> bool:
+    if world_size == 1:
+        return False
+    if config.dispatch_batches is None:
+        return is_iterable(loader) and config.even_batches
+    return config.dispatch_batches
+
+
+def lengths(loader: DataLoader[Any]) -> tuple[int | None, int | None]:
+    """Numbers of batches and of samples in one pass over the whole order (None: not known)."""
+    try:
+        if is_iterable(loader):
+            samples = len(loader.dataset)  # type: ignore[arg-type]
+            size = loader.batch_size
+            if size is None:
+                return samples, None
+            return (samples // size if loader.drop_last else -(-samples // size)), samples
+        sampler = batches_by_sampler(loader)
+        if sampler is None:
+            return len(loader.sampler), None  # type: ignore[arg-type]
+        return len(sampler), sample_count(sampler)
+    except (TypeError, NotImplementedError):
+        return None, None
+
+
+def check_loader(loader: object, world_size: int) -> None:
+    if isinstance(loader, PreparedLoader):
+        raise UsageError(
+            "This loader has been prepared already. Pass the torch DataLoader, and pass it once."
+        )
+    if not isinstance(loader, DataLoader):
+        raise UsageError(
+            f"A torch DataLoader is needed, but this is a {type(loader).__name__}. Wrap it in one."
+        )
+    batches, samples = lengths(loader)
+    if batches == 0:
+        raise UsageError(
+            f"The loader has length 0: {samples if samples is not None else 'no'} samples, batch size "
+            f"{loader.batch_size}, drop_last={loader.drop_last}. Give it data, or set drop_last=False."
+        )
+    if samples is not None and samples < world_size:
+        raise UsageError(
+            f"The loader has {samples} samples for {world_size} processes. Use at most {samples} processes or more data."
+        )
+    if world_size == 1:
+        return
+    if find_distributed_sampler(loader) is not None:
+        raise UsageError(
+            "The loader has a DistributedSampler, but prepare() gives each process its part already. "
+            "Remove the sampler; use shuffle=True for a shuffled order."
+        )
+    if loader.num_workers > 0 and not getattr(loader, "in_order", True):
+        raise ConfigError(
+            f"in_order=False with {loader.num_workers} workers lets batches overtake each other, so that "
+            f"{world_size} processes do not form one global batch. Use in_order=True."
+        )
+
+
+def check_plan(loader: DataLoader[Any], plan: ShardPlan, dispatch: bool) -> None:
+    batches, _ = lengths(loader)
+    if batches is not None and plan.length(batches, 0) == 0:
+        raise UsageError(
+            f"With drop_last=True {batches} batches make no full round for {plan.world_size} processes. "
+            f"Use drop_last=False, a smaller batch size than {plan.batch_size}, or fewer processes."
+        )
+    if (
+        plan.world_size > 1
+        and is_iterable(loader)
+        and not plan.even_batches
+        and not dispatch
+        and loader.num_workers > 1
+    ):
+        raise ConfigError(
+            f"even_batches=False with an iterable dataset and {loader.num_workers} workers: each worker ends with "
+            "a ragged round of its own, and processes fall out of step. Use even_batches=True or num_workers=1."
+        )

@@ -1,0 +1,74 @@
+"""Dispatch: rank 0 alone reads, and every rank receives its batch of each round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lockstep.comm.collectives import Communicator
+from lockstep.comm.tree import leaves, map_tensors, send_to_device
+from lockstep.data.readers import Rounds
+from lockstep.errors import LockstepError
+from lockstep.runtime.step import BatchCounts
+
+# What rank 0 announces before each round: ("round", skeleton, counts), ("end",) or ("error", text).
+Announcement = tuple[Any, ...]
+
+
+def dispatched(source: Rounds | None, communicator: Communicator, rank: int, device: torch.device) -> Rounds:
+    """Yield this rank's batch of each round, on ``device``.
+
+    ``source`` is a reader for all ranks on rank 0 and None elsewhere. Every ``next`` is a collective
+    call, so all ranks must iterate in step.
+
+    Raises:
+        LockstepError: on the other ranks, when reading fails on rank 0, which raises the original.
+    """
+    while True:
+        parts: list[Any] = []
+        announcement: Announcement = ("end",)
+        failure: Exception | None = None
+        if source is not None:
+            try:
+                parts, announcement = _next_round(source, device)
+            except Exception as error:
+                failure = error
+                announcement = ("error", f"{type(error).__name__}: {error}")
+        announcement = communicator.broadcast_object_list([announcement], from_process=0)[0]
+        if failure is not None:
+            raise failure
+        if announcement[0] == "end":
+            return
+        if announcement[0] == "error":
+            raise LockstepError(
+                f"Rank 0, which reads the data for all ranks, failed with {announcement[1]}. "
+                "See the traceback of rank 0; dispatch_batches=False lets every rank read for itself."
+            )
+        _, skeleton, counts = announcement
+        parts = _share(parts, skeleton, communicator, device)
+        yield [parts[rank]], counts
+
+
+def _next_round(source: Rounds, device: torch.device) -> tuple[list[Any], Announcement]:
+    following: tuple[list[Any], BatchCounts | None] | None = next(source, None)
+    if following is None:
+        return [], ("end",)
+    parts, counts = following
+    parts = send_to_device(parts, device)
+    # Meta tensors have a shape and a dtype but no data: the skeleton is all that must be pickled.
+    return parts, ("round", map_tensors(lambda tensor: tensor.to("meta"), parts), counts)
+
+
+def _share(parts: list[Any], skeleton: Any, communicator: Communicator, device: torch.device) -> list[Any]:
+    """The parts of rank 0 on every rank: its tensors are broadcast, the rest is in the skeleton."""
+    tensors = [leaf for leaf in leaves(parts or skeleton).values() if isinstance(leaf, torch.Tensor)]
+    if parts:
+        tensors = [tensor.contiguous() for tensor in tensors]
+    else:
+        tensors = [torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in tensors]
+    if tensors:
+        tensors = list(communicator.broadcast(tensors, from_process=0))
+    received = iter(tensors)
+    rebuilt: list[Any] = map_tensors(lambda _: next(received), skeleton)
+    return rebuilt

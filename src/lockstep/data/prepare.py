@@ -1,0 +1,230 @@
+"""From the user's ``DataLoader`` to a ``PreparedLoader``: checks, seed, reader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from lockstep.comm.collectives import Communicator
+from lockstep.config.handlers import DataLoaderConfiguration
+from lockstep.data.checks import (
+    batches_by_sampler,
+    check_loader,
+    check_plan,
+    is_iterable,
+    lengths,
+    plan_for,
+    should_dispatch,
+)
+from lockstep.data.dispatch import dispatched
+from lockstep.data.loader import LoaderParts, PreparedLoader
+from lockstep.data.order import GlobalOrder, initial_seed_of
+from lockstep.data.readers import (
+    CollateParts,
+    MapReader,
+    PlainReader,
+    Reader,
+    ShardedBatches,
+    ShardedStream,
+    StreamReader,
+)
+from lockstep.data.rng import check_rng_types, synchronize_rng
+from lockstep.data.shard import ShardPlan
+from lockstep.errors import ConfigError, MissingExtraError, UsageError
+from lockstep.runtime.process import Runtime, start
+from lockstep.runtime.step import StepState
+
+# The options of a loader that have nothing to do with which rows it reads.
+CARRIED_OPTIONS = (
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+    "snapshot_every_n_steps",
+)
+
+
+def prepare_loader(
+    loader: DataLoader[Any],
+    *,
+    runtime: Runtime,
+    step: StepState,
+    config: DataLoaderConfiguration,
+    communicator: Communicator | None = None,
+    device: torch.device | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    rng_types: Sequence[Any] | None = None,
+) -> PreparedLoader:
+    """This rank's part of ``loader``.
+
+    ``device``: where batches go (None: they stay). ``rank`` and ``world_size`` stand in for those of
+    ``runtime``. With a ``communicator`` and several ranks this is a collective call.
+
+    Raises:
+        UsageError: the loader is empty, smaller than the world, already prepared or already sharded.
+        ConfigError: the configuration does not go with this loader.
+    """
+    rank = runtime.rank if rank is None else rank
+    world_size = runtime.world_size if world_size is None else world_size
+    # With ranks that stand in for others there is nobody to talk to.
+    shared = communicator if world_size > 1 and world_size == runtime.world_size else None
+    plan, error = None, None
+    try:
+        check_loader(loader, world_size)
+        dispatch = should_dispatch(loader, config, world_size)
+        plan = plan_for(loader, config, world_size)
+        check_plan(loader, plan, dispatch)
+        if dispatch and shared is None:
+            raise UsageError(
+                f"dispatch_batches=True needs {world_size} running processes, but this one is alone. "
+                "Pass dispatch_batches=False to look at one rank's part."
+            )
+        names = check_rng_types(rng_types)
+    except Exception as caught:
+        error = caught
+    if shared is not None:
+        shared.agree(error)
+    if error is not None:
+        raise error
+    assert plan is not None
+    seed = common_seed(loader, config, shared)
+    reader = make_reader(loader, plan, seed, range(world_size) if dispatch else (rank,), config)
+    batches, samples = lengths(loader)
+    return PreparedLoader(
+        LoaderParts(
+            original=loader,
+            reader=reader,
+            plan=plan,
+            rank=rank,
+            seed=seed,
+            step=step,
+            device=device,
+            non_blocking=config.non_blocking or loader.pin_memory,
+            batches=batches,
+            samples=samples,
+            keeps_inner_state=hasattr(reader.inner, "state_dict")
+            and hasattr(reader.inner.dataset, "state_dict"),
+            reads=rank == 0 or not dispatch,
+            dispatch=partial(dispatched, communicator=shared, rank=rank, device=runtime.device)
+            if dispatch and shared is not None
+            else None,
+            before_epoch=partial(synchronize_rng, names, shared),
+        )
+    )
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: Sequence[Any] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Any = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    *,
+    step: StepState | None = None,
+) -> PreparedLoader:
+    """``prepare_loader`` with the arguments of Accelerate's function of this name.
+
+    ``slice_fn_for_dispatch`` must be None: batches are cut before they are collated.
+    """
+    if slice_fn_for_dispatch is not None:
+        raise ConfigError(
+            "slice_fn_for_dispatch has no effect here: rank 0 collates each rank's batch by itself. Leave it out."
+        )
+    runtime = start()
+    config = DataLoaderConfiguration(
+        split_batches=split_batches,
+        dispatch_batches=dispatch_batches,
+        even_batches=even_batches,
+        use_seedable_sampler=use_seedable_sampler,
+        data_seed=data_seed,
+        non_blocking=non_blocking,
+        use_stateful_dataloader=use_stateful_dataloader,
+    )
+    return prepare_loader(
+        dataloader,
+        runtime=runtime,
+        step=step or StepState(),
+        config=config,
+        communicator=Communicator(runtime),
+        device=(device or runtime.device) if put_on_device else None,
+        rank=process_index,
+        world_size=num_processes,
+        rng_types=rng_types,
+    )
+
+
+def common_seed(
+    loader: DataLoader[Any], config: DataLoaderConfiguration, communicator: Communicator | None
+) -> int:
+    """The seed of the order: rank 0's, on all ranks."""
+    seed = initial_seed_of(loader) if config.data_seed is None else config.data_seed
+    if communicator is not None:
+        seed = communicator.broadcast_object_list([seed], from_process=0)[0]
+    return seed
+
+
+def make_reader(
+    loader: DataLoader[Any],
+    plan: ShardPlan,
+    seed: int,
+    ranks: Sequence[int],
+    config: DataLoaderConfiguration,
+) -> Reader:
+    options = carried_options(loader)
+    build = loader_class(loader, config)
+    if is_iterable(loader):
+        if plan.world_size == 1:
+            options.update(
+                batch_size=loader.batch_size, drop_last=loader.drop_last, collate_fn=loader.collate_fn
+            )
+            return PlainReader(build(loader.dataset, **options))
+        stream = ShardedStream(loader.dataset, plan, ranks, loader.batch_size, loader.drop_last)
+        collate = CollateParts(loader.collate_fn)
+        return StreamReader(build(stream, batch_size=None, collate_fn=collate, **options))
+    sampler = batches_by_sampler(loader)
+    order = GlobalOrder(loader.sampler if sampler is None else sampler, seed)
+    batches = ShardedBatches(order, plan, ranks, opaque=sampler is None)
+    if loader.batch_sampler is None:
+        options.update(sampler=batches, batch_size=None)
+    else:
+        options.update(batch_sampler=batches)
+    return MapReader(build(loader.dataset, collate_fn=loader.collate_fn, **options), batches)
+
+
+def carried_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Those of ``CARRIED_OPTIONS`` that the loader has and that mean something for it."""
+    options = {name: getattr(loader, name) for name in CARRIED_OPTIONS if hasattr(loader, name)}
+    if loader.num_workers == 0:
+        for name in ("prefetch_factor", "multiprocessing_context"):
+            options.pop(name, None)
+    return options
+
+
+def loader_class(loader: DataLoader[Any], config: DataLoaderConfiguration) -> type[DataLoader[Any]]:
+    """torchdata's ``StatefulDataLoader`` if asked for or given, else torch's ``DataLoader``."""
+    if not (config.use_stateful_dataloader or hasattr(loader, "load_state_dict")):
+        return DataLoader
+    try:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+    except ImportError as error:
+        raise MissingExtraError("use_stateful_dataloader", "torchdata", "torchdata") from error
+    return StatefulDataLoader  # type: ignore[no-any-return]

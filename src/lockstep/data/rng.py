@@ -1,0 +1,106 @@
+"""Random number generators: a private state per epoch, and equal states on all ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+
+from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lockstep.comm.collectives import Communicator
+
+T = TypeVar("T")
+
+RNG_TYPES = ("generator", "torch", "cuda", "python", "numpy")
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """``seed + epoch``, as torch's ``DistributedSampler`` adds them, within what a generator accepts."""
+    return (seed + epoch) % 2**64
+
+
+def epoch_generator(seed: int, epoch: int) -> torch.Generator:
+    """A CPU generator in the state that begins an epoch."""
+    return torch.Generator(device="cpu").manual_seed(epoch_seed(seed, epoch))
+
+
+def draw_privately(items: Iterable[T], seed: int, block_size: int = 256) -> Iterator[T]:
+    """Yield ``items`` as if the global generators of torch, Python and NumPy had been seeded with ``seed``.
+
+    Items are drawn in blocks; between blocks the global generators are the user's own, untouched.
+    """
+    state = _seeded_states(seed)
+    source: Iterator[T] | None = None
+    while True:
+        with _states(state):
+            source = iter(items) if source is None else source
+            block = list(islice(source, block_size))
+            state = _read_states()
+        yield from block
+        if len(block) < block_size:
+            return
+
+
+@contextmanager
+def _states(inner: dict[str, Any]) -> Iterator[None]:
+    outer = _read_states()
+    _write_states(inner)
+    try:
+        # Samplers call torch.randperm without a device; the order must not depend on the default one.
+        with torch.device("cpu"):
+            yield
+    finally:
+        _write_states(outer)
+
+
+def _seeded_states(seed: int) -> dict[str, Any]:
+    return {
+        "torch": torch.Generator(device="cpu").manual_seed(seed).get_state(),
+        "python": random.Random(seed).getstate(),
+        "numpy": np.random.RandomState(seed % 2**32).get_state(),
+    }
+
+
+def _read_states() -> dict[str, Any]:
+    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+
+
+def _write_states(states: dict[str, Any]) -> None:
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    if "python" in states:
+        random.setstate(states["python"])
+    if "numpy" in states:
+        np.random.set_state(states["numpy"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def check_rng_types(rng_types: Sequence[Any] | None) -> tuple[str, ...]:
+    """The names in ``rng_types`` (strings or enum members). Raises ConfigError for an unknown one."""
+    names = tuple(str(getattr(kind, "value", kind)) for kind in rng_types or ())
+    for name in names:
+        if name not in RNG_TYPES:
+            raise ConfigError(
+                f"rng_types contains {name!r}, which is unknown. Use any of {', '.join(RNG_TYPES)}."
+            )
+    return names
+
+
+def synchronize_rng(names: Sequence[str], communicator: Communicator | None) -> None:
+    """Give every rank the states of rank 0. ``"generator"`` needs nothing: the order is common already."""
+    wanted = set(names) - {"generator"}
+    if communicator is None or not wanted:
+        return
+    states = {name: state for name, state in _read_states().items() if name in wanted}
+    if "cuda" in wanted and torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    [states] = communicator.broadcast_object_list([states], from_process=0)
+    _write_states(states)

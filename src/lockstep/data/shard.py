@@ -1,0 +1,159 @@
+"""Which rows of the global order belong to which rank: arithmetic on lists, no processes.
+
+The order arrives as batches. Every step takes one *round*: without ``split_batches`` it is W batches,
+one a rank; with it, one batch cut into W contiguous slices. The rows of a round in rank order are the
+next rows of the global order, so that with ``batch_size x W`` held fixed W does not change the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, cycle, islice
+from typing import Generic, TypeVar
+
+from lockstep.errors import ConfigError
+from lockstep.runtime.step import BatchCounts
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """How batches are dealt to ``world_size`` ranks.
+
+    ``batch_size`` is that of the user's loader (None: batches of varying size). ``drop_last`` drops the
+    last round if it lacks batches; else ``even_batches`` completes it with samples from the beginning.
+    """
+
+    world_size: int
+    batch_size: int | None
+    split_batches: bool = False
+    even_batches: bool = True
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.split_batches and self.batch_size is not None and self.batch_size % self.world_size:
+            lower = self.batch_size - self.batch_size % self.world_size
+            raise ConfigError(
+                f"split_batches=True cuts each batch into {self.world_size} equal slices, but the batch size "
+                f"{self.batch_size} is not divisible by {self.world_size}. "
+                f"Use a batch size of {lower + self.world_size}" + (f" or {lower}." if lower else ".")
+            )
+
+    @property
+    def rank_batch_size(self) -> int | None:
+        """Rows of a full batch on one rank."""
+        if self.batch_size is None or not self.split_batches:
+            return self.batch_size
+        return self.batch_size // self.world_size
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Rows of a full round over all ranks."""
+        if self.batch_size is None or self.split_batches:
+            return self.batch_size
+        return self.batch_size * self.world_size
+
+    @property
+    def completes(self) -> bool:
+        return self.even_batches and self.world_size > 1
+
+    def length(self, batches: int, rank: int, samples: int | None = None) -> int:
+        """Number of batches that ``rank`` gets out of ``batches``.
+
+        ``samples`` (rows in all) is needed only for uneven slices of a ragged last batch, which may
+        leave the last ranks without one.
+        """
+        if not self.split_batches:
+            missing = 0 if self.drop_last else self.world_size - 1
+            if not self.drop_last and not self.even_batches:
+                missing -= rank
+            return (batches + missing) // self.world_size
+        if self.completes or samples is None or not self.batch_size or not batches:
+            return batches
+        last = samples - (batches - 1) * self.batch_size
+        first_row = rank * (self.batch_size // self.world_size)
+        return batches if last > first_row else batches - 1
+
+
+@dataclass(frozen=True)
+class Round(Generic[T]):
+    """One step of all ranks: ``parts[r]`` are the rows of rank ``r`` (empty: it has no batch)."""
+
+    parts: tuple[list[T], ...]
+    counts: BatchCounts
+
+
+def rounds(batches: Iterable[Sequence[T]], plan: ShardPlan) -> Iterator[Round[T]]:
+    """Deal ``batches`` to the ranks, round by round."""
+    if plan.split_batches:
+        return _rounds_of_slices(batches, plan)
+    return _rounds_of_batches(batches, plan)
+
+
+def grouped(samples: Iterable[T], batch_size: int, drop_last: bool) -> Iterator[list[T]]:
+    """Batches of ``batch_size`` samples; the last one may be smaller, unless dropped."""
+    source = iter(samples)
+    while batch := list(islice(source, batch_size)):
+        if len(batch) == batch_size or not drop_last:
+            yield batch
+
+
+def _rounds_of_batches(batches: Iterable[Sequence[T]], plan: ShardPlan) -> Iterator[Round[T]]:
+    first: list[list[T]] = []
+    held: list[list[T]] = []
+    for batch in batches:
+        # Held back although complete: a batch was short, and only the last round is filled up.
+        if len(held) == plan.world_size:
+            yield _as_they_are(held, plan)
+            held = []
+        held.append(list(batch))
+        if plan.completes and len(first) < plan.world_size:
+            first.append(list(batch))
+        if len(held) == plan.world_size and not _is_short(held, plan):
+            yield _as_they_are(held, plan)
+            held = []
+    if not held or (plan.drop_last and len(held) < plan.world_size):
+        return
+    yield _completed(held, first, plan) if plan.completes and not plan.drop_last else _as_they_are(held, plan)
+
+
+def _is_short(held: list[list[T]], plan: ShardPlan) -> bool:
+    return plan.completes and plan.batch_size is not None and any(len(b) < plan.batch_size for b in held)
+
+
+def _as_they_are(held: list[list[T]], plan: ShardPlan) -> Round[T]:
+    parts = (*held, *([] for _ in range(plan.world_size - len(held))))
+    sizes = tuple(len(part) for part in parts)
+    return Round(parts, BatchCounts(rows=sizes, real=sizes))
+
+
+def _completed(held: list[list[T]], first: list[list[T]], plan: ShardPlan) -> Round[T]:
+    """Fill short batches with samples, or where sizes vary add whole batches, from the beginning."""
+    real = _as_they_are(held, plan).counts.real
+    parts: tuple[list[T], ...]
+    if plan.batch_size is None:
+        parts = tuple(islice(chain(held, cycle(first)), plan.world_size))
+    else:
+        filling = cycle(chain.from_iterable(first))
+        missing: list[list[T]] = [[] for _ in range(plan.world_size - len(held))]
+        parts = tuple(
+            [*part, *islice(filling, max(0, plan.batch_size - len(part)))] for part in (*held, *missing)
+        )
+    return Round(parts, BatchCounts(rows=tuple(len(part) for part in parts), real=real))
+
+
+def _rounds_of_slices(batches: Iterable[Sequence[T]], plan: ShardPlan) -> Iterator[Round[T]]:
+    first: list[T] = []
+    for batch in batches:
+        first = first or list(batch)
+        # Batches of varying size are cut into the smallest equal slices that hold them.
+        per_rank = -(-max(plan.batch_size or 0, len(batch)) // plan.world_size)
+        row_starts = [rank * per_rank for rank in range(plan.world_size)]
+        rows = list(batch)
+        if plan.completes:
+            rows.extend(islice(cycle(first), per_rank * plan.world_size - len(rows)))
+        parts = tuple(rows[start : start + per_rank] for start in row_starts)
+        real = tuple(max(0, min(per_rank, len(batch) - start)) for start in row_starts)
+        yield Round(parts, BatchCounts(rows=tuple(len(part) for part in parts), real=real))

@@ -1,0 +1,80 @@
+"""Continue in the middle of an epoch: a loader without its first batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader, Sampler
+
+from lockstep.data.checks import is_iterable, lengths
+from lockstep.data.loader import PreparedLoader, check_skip
+from lockstep.data.prepare import carried_options
+
+
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+    """``dataloader`` without its first ``num_batches`` batches, in every iteration.
+
+    Of a map-style dataset the left out batches are not read; an iterable one is read and discarded up to
+    there. Everything else stays, and a prepared loader stays prepared.
+
+    Raises:
+        ConfigError: ``num_batches`` is negative.
+        UsageError: the loader has fewer than ``num_batches`` batches.
+    """
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader.skipping(num_batches)
+    check_skip(num_batches, lengths(dataloader)[0])
+    options = carried_options(dataloader)
+    options.pop("snapshot_every_n_steps", None)
+    options.update(collate_fn=dataloader.collate_fn)
+    if is_iterable(dataloader):
+        options.update(batch_size=dataloader.batch_size, drop_last=dataloader.drop_last)
+        return LaterBatches(dataloader.dataset, num_batches, **options)
+    if dataloader.batch_sampler is None:
+        return DataLoader(
+            dataloader.dataset,
+            batch_size=None,
+            sampler=LaterItems(dataloader.sampler, num_batches),
+            **options,
+        )
+    return DataLoader(
+        dataloader.dataset, batch_sampler=LaterItems(dataloader.batch_sampler, num_batches), **options
+    )
+
+
+class LaterItems(Sampler[Any]):
+    """What ``sampler`` yields after its first ``skipped`` items."""
+
+    def __init__(self, sampler: Any, skipped: int) -> None:
+        self.sampler = sampler
+        self.skipped = skipped
+
+    @property
+    def batch_size(self) -> int | None:
+        return getattr(self.sampler, "batch_size", None)
+
+    @property
+    def drop_last(self) -> bool:
+        return getattr(self.sampler, "drop_last", False)
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.sampler), self.skipped, None)
+
+    def __len__(self) -> int:
+        return max(0, len(self.sampler) - self.skipped)
+
+
+class LaterBatches(DataLoader[Any]):
+    """A loader over an iterable dataset that discards its first ``skipped`` batches."""
+
+    def __init__(self, dataset: Any, skipped: int, **options: Any) -> None:
+        super().__init__(dataset, **options)
+        self.skipped = skipped
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return islice(super().__iter__(), self.skipped, None)
+
+    def __len__(self) -> int:
+        return max(0, super().__len__() - self.skipped)

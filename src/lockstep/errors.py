@@ -1,0 +1,36 @@
+"""The exceptions of Lockstep, as a small tree.
+
+Every message is one sentence on what is wrong, with the numbers, and one on what to do.
+"""
+
+from __future__ import annotations
+
+
+class LockstepError(Exception):
+    """Base of every exception that Lockstep raises on purpose."""
+
+
+class ConfigError(LockstepError, ValueError):
+    """A setting is unknown, malformed, out of range or contradicts another one."""
+
+
+class UsageError(LockstepError, RuntimeError):
+    """The library was called in an order or with objects that cannot give a correct result."""
+
+
+class CollectiveMismatchError(LockstepError, RuntimeError):
+    """Ranks entered one collective with different operations, structures, shapes or dtypes."""
+
+
+class CheckpointError(LockstepError, RuntimeError):
+    """A checkpoint is missing, incomplete or does not fit what it is loaded into."""
+
+
+class MissingExtraError(LockstepError, ImportError):
+    """An optional dependency is needed that is not installed."""
+
+    def __init__(self, feature: str, package: str, extra: str) -> None:
+        super().__init__(
+            f"{feature} needs the package '{package}', which is not installed. "
+            f"Install it with: pip install 'lockstep-train[{extra}]'"
+        )

@@ -1,0 +1,165 @@
+"""Launching a function instead of a script: from a notebook, or to try something out on CPU processes."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lockstep.config.sources import (
+    export_environment,
+    inherited_environment,
+    parse_integer,
+    parse_precision,
+    restore_environment,
+)
+from lockstep.errors import ConfigError, UsageError
+from lockstep.launch.plan import available_cores
+
+LOOPBACK = "127.0.0.1"
+# what the rendezvous of torch's agent would take; a function is launched once and not restarted
+UNUSED_BY_DEFAULT = {"rdzv_endpoint": "", "rdzv_conf": None, "max_restarts": 0}
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int | None = None,
+    master_addr: str | None = None,
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: dict[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> None:
+    """Run ``function(*args)`` on ``num_processes`` forked processes of this machine.
+
+    ``num_processes`` None means one for each GPU, or one; a single process runs here, without a fork.
+    ``use_port`` None means a free one. With several nodes the same call runs on each of them, with its
+    own ``node_rank``, the same ``master_addr`` and the same ``use_port``.
+
+    Raises:
+        ConfigError: an argument is out of range, or a restart was asked for.
+        UsageError: this process already uses a GPU or belongs to a process group, which cannot be forked.
+        torch.multiprocessing.ProcessRaisedException: with the traceback of the process that failed first.
+    """
+    given = {"rdzv_endpoint": rdzv_endpoint, "rdzv_conf": rdzv_conf, "max_restarts": max_restarts}
+    for name, default in UNUSED_BY_DEFAULT.items():
+        if given[name] != default and given[name] is not None:
+            raise ConfigError(f"{name}={given[name]!r} needs an agent. Put the function in a script and use `lockstep launch`.")
+    if not callable(function):
+        raise ConfigError(f"function is a {type(function).__name__}. Pass a function, with its arguments in args=(...).")
+    precision = parse_precision(mixed_precision, "mixed_precision")
+    nodes = parse_integer(num_nodes, "num_nodes", at_least=1)
+    node = parse_integer(node_rank, "node_rank", at_least=0, at_most=nodes - 1)
+    nproc = _default_processes() if num_processes is None else parse_integer(num_processes, "num_processes", 1)
+    if nodes > 1 and (master_addr is None or use_port is None):
+        raise ConfigError(f"num_nodes is {nodes} but master_addr or use_port is missing. Give those of node 0.")
+    environment = {} if precision == "no" else {"LOCKSTEP_MIXED_PRECISION": str(precision)}
+    if nproc * nodes == 1:
+        _run_here(function, args, environment)
+        return
+    port = _free_port() if use_port is None else parse_integer(use_port, "use_port", 0, 65535) or _free_port()
+    environment |= {"MASTER_ADDR": master_addr or LOOPBACK, "MASTER_PORT": str(port)}
+    _run_forked(function, args, nproc, nodes, node, environment)
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
+    """Run ``function(*args)`` on ``num_processes`` forked CPU processes, to test distributed code anywhere.
+
+    Raises:
+        ConfigError: ``num_processes`` is not a positive integer.
+        UsageError: this process belongs to a process group already.
+        torch.multiprocessing.ProcessRaisedException: with the traceback of the process that failed first.
+    """
+    nproc = parse_integer(num_processes, "num_processes", at_least=1)
+    environment = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(_free_port()), "LOCKSTEP_USE_CPU": "true"}
+    _run_forked(function, args, nproc, 1, 0, environment)
+
+
+def _default_processes() -> int:
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def _run_here(function: Callable[..., Any], args: Sequence[Any], environment: dict[str, str]) -> None:
+    before = inherited_environment()
+    export_environment(environment)
+    try:
+        function(*args)
+    finally:
+        restore_environment(before)
+
+
+def _run_forked(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    nproc: int,
+    nodes: int,
+    node: int,
+    environment: dict[str, str],
+) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch import multiprocessing
+
+    if dist.is_available() and dist.is_initialized():
+        raise UsageError(
+            "this process already belongs to a process group, which its children cannot share. Restart the "
+            "notebook, and create the Accelerator inside the function only."
+        )
+    if torch.cuda.is_initialized() and environment.get("LOCKSTEP_USE_CPU") != "true":
+        raise UsageError(
+            "CUDA was already used in this process, so it cannot be forked. Restart the notebook, and create the "
+            "Accelerator and move tensors to a GPU inside the function only."
+        )
+    shared = {"OMP_NUM_THREADS": str(max(1, available_cores() // nproc)), **environment}
+    multiprocessing.start_processes(
+        _worker,
+        args=(function, tuple(args), nproc, nodes, node, shared),
+        nprocs=nproc,
+        join=True,
+        start_method="fork",  # the function may live in a notebook cell, which no child could import
+    )
+
+
+def _worker(
+    local_rank: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    nproc: int,
+    nodes: int,
+    node: int,
+    environment: dict[str, str],
+) -> None:
+    import torch
+
+    from lockstep.runtime import process
+
+    export_environment(
+        {
+            **environment,
+            "RANK": str(node * nproc + local_rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(nproc * nodes),
+            "LOCAL_WORLD_SIZE": str(nproc),
+            "GROUP_RANK": str(node),
+        }
+    )
+    process.end()  # what the parent found out about itself does not hold here
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # OpenMP read the parent's setting long ago
+    function(*args)
+    process.end()

@@ -1,0 +1,204 @@
+"""What a launch will do, decided before anything starts: flags > environment > file > default."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lockstep.config.checks import check_topology
+from lockstep.config.sources import SETTINGS
+from lockstep.errors import ConfigError
+
+
+class Setting(NamedTuple):
+    """A value and where it came from."""
+
+    value: Any
+    origin: str
+
+
+Settings = dict[str, Setting]
+
+DEFAULTS: dict[str, Any] = {
+    "num_processes": None,
+    "num_machines": 1,
+    "machine_rank": 0,
+    "main_process_ip": None,
+    "main_process_port": None,
+    "rdzv_backend": "static",
+    "mixed_precision": None,
+    "use_cpu": None,
+    "gpu_ids": None,
+    "debug": None,
+    "gradient_accumulation_steps": None,
+    "num_cpu_threads_per_process": None,
+}
+
+# settings that travel to the workers in the environment, under the name that they have there
+WORKER_NAMES = {
+    "mixed_precision": "mixed_precision",
+    "use_cpu": "cpu",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "debug": "debug",
+}
+
+
+@dataclass(frozen=True)
+class Program:
+    """What each worker runs: a script, a module (``-m``), or any command (``no_python``)."""
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    no_python: bool = False
+
+    def command(self) -> tuple[str, ...]:
+        """The argument vector of a worker. Raises ConfigError when the script is not there."""
+        if self.module and self.no_python:
+            raise ConfigError("--module and --no-python exclude each other. Drop one of them.")
+        if self.no_python:
+            return (self.target, *self.arguments)
+        if self.module:
+            return (sys.executable, "-m", self.target, *self.arguments)
+        try:
+            kind = (
+                "missing"
+                if not Path(self.target).exists()
+                else "directory"
+                if _is_package(self.target)
+                else ""
+            )
+        except (OSError, ValueError):  # a name too long for the file system, or with a NUL
+            kind = "missing"
+        if kind:
+            what = "does not exist" if kind == "missing" else "is a directory without __main__.py"
+            raise ConfigError(
+                f"the script {self.target[:200]!r} {what}. Check the path, or use -m for a module or --no-python "
+                f"for another program."
+            )
+        return (sys.executable, self.target, *self.arguments)
+
+
+def _is_package(target: str) -> bool:
+    path = Path(target)
+    return path.is_dir() and not (path / "__main__.py").exists()
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """One machine's part of a launch. ``environment`` is what the workers get beside the launcher's own."""
+
+    command: tuple[str, ...]
+    nproc: int
+    num_machines: int = 1
+    machine_rank: int = 0
+    address: str | None = None
+    port: int | None = None
+    rdzv_backend: str = "static"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    log_dir: str | None = None
+    tee: bool = False
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+
+
+def merge(flags: Mapping[str, Setting], file: Mapping[str, Setting], environ: Mapping[str, str]) -> Settings:
+    """Settings by precedence, each with its origin.
+
+    Raises:
+        ConfigError: two of them contradict each other, or an environment variable is malformed.
+    """
+    merged: Settings = {}
+    for name, default in DEFAULTS.items():
+        said = flags.get(name) or _from_environment(name, environ) or file.get(name)
+        merged[name] = said or Setting(default, "default")
+    if "nproc" in flags:  # for each machine, where num_processes is the total
+        total = flags["nproc"].value * merged["num_machines"].value
+        merged["num_processes"] = Setting(total, flags["nproc"].origin)
+    try:
+        check_topology({name: setting.value for name, setting in merged.items()})
+    except ConfigError as error:
+        first = str(error).split(" ", 1)[0]
+        origin = merged[first].origin if first in merged else "default"
+        raise ConfigError(
+            str(error) if origin == "default" else f"{error} ({first} is from {origin})"
+        ) from None
+    return merged
+
+
+def _from_environment(name: str, environ: Mapping[str, str]) -> Setting | None:
+    if name == "num_cpu_threads_per_process":
+        text = environ.get("OMP_NUM_THREADS")
+        return Setting(text, "environment variable OMP_NUM_THREADS") if text else None
+    if name not in WORKER_NAMES:
+        return None
+    source = SETTINGS[WORKER_NAMES[name]]
+    for variable in source.names:
+        if environ.get(variable):
+            return Setting(source.parse(environ[variable], variable), f"environment variable {variable}")
+    return None
+
+
+def make_plan(
+    program: Program,
+    settings: Mapping[str, Setting],
+    device_count: int,
+    cores: int,
+    log_dir: str | None = None,
+    tee: bool = False,
+) -> LaunchPlan:
+    """Turn merged settings into a plan; ``device_count`` GPUs and ``cores`` are what this machine has.
+
+    Raises:
+        ConfigError: the script is missing, or more GPUs are named than there are.
+    """
+    value = {name: setting.value for name, setting in settings.items()}
+    shown = dict(settings)
+    total = value["num_processes"]
+    if total is None:
+        total = device_count if device_count and not value["use_cpu"] else 1
+        shown["num_processes"] = Setting(total, "default: one for each GPU, else 1")
+    nproc = total // value["num_machines"]
+    if tee and log_dir is None:
+        raise ConfigError("--tee shows what goes to log files, but there is no --log-dir. Give one.")
+    threads = value["num_cpu_threads_per_process"]
+    if threads is None:
+        threads = max(1, cores // nproc)
+        shown["num_cpu_threads_per_process"] = Setting(
+            threads, f"default: {cores} cores over {nproc} processes"
+        )
+    environment = {"OMP_NUM_THREADS": str(threads)}
+    for name, worker_name in WORKER_NAMES.items():
+        if value[name] is not None:
+            word = str(value[name]).lower() if isinstance(value[name], bool) else str(value[name])
+            environment[SETTINGS[worker_name].names[0]] = word
+    if value["gpu_ids"] not in (None, "all"):
+        environment["CUDA_VISIBLE_DEVICES"] = str(value["gpu_ids"])
+    return LaunchPlan(
+        command=program.command(),
+        nproc=nproc,
+        num_machines=value["num_machines"],
+        machine_rank=value["machine_rank"],
+        address=value["main_process_ip"],
+        port=value["main_process_port"],
+        rdzv_backend=value["rdzv_backend"],
+        environment=environment,
+        log_dir=log_dir,
+        tee=tee,
+        settings=shown,
+    )
+
+
+def available_cores() -> int:
+    """Cores that this process may use, which under a scheduler are fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def describe(plan: LaunchPlan) -> Sequence[tuple[str, str, str]]:
+    """Rows (name, value, origin) of a plan's settings, for ``--dry-run``."""
+    return [(name, str(setting.value), setting.origin) for name, setting in plan.settings.items()]

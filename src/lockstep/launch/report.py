@@ -1,0 +1,104 @@
+"""Which rank failed first, and what to say about it. Pure: failures in, text and exit code out."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TAIL_LINES = 30
+TAIL_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one worker ended. ``report`` is the data of its error file, empty when it wrote none."""
+
+    rank: int
+    exit_code: int
+    report: Mapping[str, Any]
+    stderr_file: str | None = None
+
+    @property
+    def details(self) -> Mapping[str, Any]:
+        message = self.report.get("message")
+        extra = message.get("extraInfo") if isinstance(message, dict) else None
+        return extra if isinstance(extra, dict) else {}
+
+    @property
+    def own(self) -> Mapping[str, Any]:
+        ours = self.details.get("lockstep")
+        return ours if isinstance(ours, dict) else {}
+
+    @property
+    def summary(self) -> str:
+        """``ValueError: ...`` on one line, or the signal, or the exit code."""
+        message = self.report.get("message")
+        if isinstance(message, dict) and message.get("message"):
+            first = str(message["message"]).strip().splitlines()[0]
+            return first if len(first) <= 200 else first[:197] + "..."
+        if self.exit_code < 0:
+            return f"ended by {signal_name(-self.exit_code)}"
+        return f"exit code {self.exit_code}"
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def first_failure(failures: list[Failure]) -> Failure:
+    """The root cause: not a consequence of another rank's end, not ended by us, earliest, lowest rank."""
+
+    def order(failure: Failure) -> tuple[bool, bool, int, int]:
+        ended_by_us = failure.exit_code == -signal.SIGTERM
+        consequence = bool(failure.own.get("consequence"))
+        # a worker that was killed leaves no report, and is the cause of whatever the others report after it
+        return ended_by_us, consequence, int(failure.own.get("time_ns", 0)), failure.rank
+
+    return min(failures, key=order)
+
+
+def exit_code(failure: Failure) -> int:
+    """The launcher's exit code: the rank's own, or 128 + signal as shells do."""
+    return 128 - failure.exit_code if failure.exit_code < 0 else failure.exit_code
+
+
+def describe(failure: Failure, num_processes: int) -> str:
+    """What the launcher prints at the end. A traceback is included only if it went to a log file."""
+    lines = []
+    if failure.stderr_file is not None:
+        lines += _traceback(failure)
+    others = ""
+    if num_processes > 1:
+        others = (
+            f"; the other {num_processes - 1} processes were ended"
+            if num_processes > 2
+            else ("; the other process was ended")
+        )
+    lines.append(f"lockstep launch: rank {failure.rank} failed first ({failure.summary}){others}.")
+    if failure.exit_code == -signal.SIGKILL:
+        lines.append(
+            "SIGKILL without an error is usually the system's lack of memory (see dmesg) or a person."
+        )
+    if failure.stderr_file is not None:
+        lines.append(f"Its output is in {failure.stderr_file}.")
+    return "\n".join(lines)
+
+
+def _traceback(failure: Failure) -> list[str]:
+    stack = failure.details.get("py_callstack")
+    if stack:
+        return str(stack).rstrip().splitlines()
+    try:
+        with Path(failure.stderr_file or "").open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - TAIL_BYTES))
+            return file.read().decode("utf-8", "replace").splitlines()[-TAIL_LINES:]
+    except OSError:
+        return []

@@ -1,0 +1,6 @@
+"""Names that scripts import from ``accelerate.optimizer``."""
+
+from lockstep.train.optimizer import PreparedOptimizer
+from lockstep.train.optimizer import PreparedOptimizer as AcceleratedOptimizer
+
+__all__ = ["AcceleratedOptimizer", "PreparedOptimizer"]

@@ -1,0 +1,145 @@
+"""Data parallel: every process, or every GPU of one process, holds the whole model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DataParallel
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from lockstep.config.enums import DDPCommunicationHookType as Hook
+from lockstep.config.handlers import DistributedDataParallelKwargs
+from lockstep.errors import ConfigError, UsageError
+from lockstep.runtime.process import Runtime
+
+GradientHook = Callable[[Any, GradBucket], "torch.futures.Future[torch.Tensor]"]
+
+
+class DistributedDataParallel(TorchDDP):
+    """torch's DDP whose missing attributes are looked up in the model it wraps."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+
+def distributed_data_parallel(
+    model: nn.Module, runtime: Runtime, options: DistributedDataParallelKwargs
+) -> nn.Module:
+    """Replicate ``model`` on all ranks; gradients are averaged during backward.
+
+    A model without trainable parameters needs no averaging and is returned as it is.
+    Reference: Li et al., PyTorch Distributed, VLDB 2020.
+
+    Raises:
+        ConfigError: contradictory or unknown hook options.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return model
+    device_ids = [runtime.device.index] if runtime.device.type == "cuda" else None
+    replica = DistributedDataParallel(model, device_ids=device_ids, **_arguments(options))
+    hook = gradient_hook(options)
+    if hook is not None:
+        replica.register_comm_hook(*hook)
+    return replica
+
+
+def data_parallel(model: nn.Module, runtime: Runtime) -> nn.Module:
+    """``torch.nn.DataParallel``: one process drives all GPUs of the machine.
+
+    Raises:
+        UsageError: several processes, or fewer than two GPUs.
+    """
+    if runtime.world_size > 1:
+        raise UsageError(
+            f"parallel='dataparallel' is for one process, but {runtime.world_size} were started. "
+            "Start one process, or drop the option: several processes use DistributedDataParallel."
+        )
+    count = torch.cuda.device_count() if runtime.device.type == "cuda" else 0
+    if count < 2:
+        raise UsageError(
+            f"parallel='dataparallel' needs at least 2 GPUs, but this process sees {count}. Drop the option."
+        )
+    warnings.warn(
+        f"torch.nn.DataParallel drives {count} GPUs from one process: it copies the model at every forward and "
+        f"is held back by one Python interpreter. 'lockstep launch --nproc {count}' runs the same script faster.",
+        stacklevel=2,
+    )
+    return DataParallel(model)
+
+
+def gradient_hook(options: DistributedDataParallelKwargs) -> tuple[Any, GradientHook] | None:
+    """The (state, hook) that ``register_comm_hook`` takes for these options; None: DDP's own all-reduce."""
+    hook, wrapper = Hook(options.comm_hook), Hook(options.comm_wrapper)
+    state: Any = None
+    function: GradientHook
+    if hook == Hook.NO:
+        if wrapper == Hook.NO:
+            return None
+        function = default_hooks.allreduce_hook
+    elif hook in (Hook.FP16, Hook.BF16):
+        function = _HALF_HOOKS[hook]
+    else:
+        state = powerSGD_hook.PowerSGDState(process_group=None, **options.comm_state_option)
+        function = (
+            powerSGD_hook.powerSGD_hook if hook == Hook.POWER_SGD else powerSGD_hook.batched_powerSGD_hook
+        )
+    if wrapper in _HALF_TYPES:
+        function = _in_half(function, _HALF_TYPES[wrapper])
+    elif wrapper != Hook.NO:
+        raise ConfigError(
+            f"comm_wrapper is '{wrapper}', but only 'fp16' or 'bf16' can wrap a hook. Use one of these."
+        )
+    return state, function
+
+
+def _arguments(options: DistributedDataParallelKwargs) -> dict[str, Any]:
+    arguments = options.to_kwargs()
+    for name in ("comm_hook", "comm_wrapper", "comm_state_option", "check_reduction"):
+        arguments.pop(name, None)
+    return arguments
+
+
+def _half_all_reduce(dtype: torch.dtype) -> GradientHook:
+    """Average gradients in a 16-bit type. Torch's own bf16 hook refuses to run without CUDA."""
+
+    def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        compressed = buffer.to(dtype).div_(dist.get_world_size())
+        future = dist.all_reduce(compressed, async_op=True).get_future()
+        return future.then(lambda done: buffer.copy_(done.value()[0]))
+
+    return hook
+
+
+def _in_half(inner: GradientHook, dtype: torch.dtype) -> GradientHook:
+    """Cast a bucket to ``dtype``, run ``inner`` on it, and cast the result back."""
+
+    def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        original = bucket.buffer()
+        bucket.set_buffer(original.to(dtype))
+
+        def restore(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            value = done.value()
+            result = value[0] if isinstance(value, list) else value
+            bucket.set_buffer(original)
+            return original.copy_(result)
+
+        return inner(state, bucket).then(restore)
+
+    return hook
+
+
+_HALF_TYPES = {Hook.FP16: torch.float16, Hook.BF16: torch.bfloat16}
+_HALF_HOOKS = {hook: _half_all_reduce(dtype) for hook, dtype in _HALF_TYPES.items()}

@@ -1,0 +1,224 @@
+"""What ``prepare`` does with each object, and what it remembers of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from lockstep.comm.collectives import Communicator
+from lockstep.config.options import Options
+from lockstep.data.loader import PreparedLoader
+from lockstep.data.prepare import prepare_loader
+from lockstep.errors import UsageError
+from lockstep.parallel.compose import ModelOptions, spread
+from lockstep.runtime.process import Runtime
+from lockstep.runtime.step import StepState
+from lockstep.train.loss_scale import LossScaler
+from lockstep.train.optimizer import PreparedOptimizer
+from lockstep.train.scheduler import PreparedScheduler
+from lockstep.watch.log import get_logger
+
+logger = get_logger(__name__)
+
+
+class Preparation:
+    """Prepares objects for one ``Accelerator`` and is the owner of the lists of them."""
+
+    def __init__(
+        self,
+        options: Options,
+        runtime: Runtime,
+        step: StepState,
+        communicator: Communicator,
+        scaler: LossScaler | None,
+        rng_types: list[str] | None,
+        device_placement: bool,
+        step_scheduler_with_optimizer: bool,
+    ) -> None:
+        self._options = options
+        self._runtime = runtime
+        self._step = step
+        self._communicator = communicator
+        self._scaler = scaler
+        self._rng_types = rng_types
+        self._device_placement = device_placement
+        self._step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self._originals: list[object] = []
+        self._forward_seen = False
+        self.models: list[nn.Module] = []
+        self.optimizers: list[PreparedOptimizer] = []
+        self.schedulers: list[PreparedScheduler] = []
+        self.loaders: list[PreparedLoader] = []
+
+    def prepare(self, objects: tuple[Any, ...], device_placement: list[bool | None] | None) -> list[Any]:
+        """The prepared forms, in the order given; objects of other types pass through.
+
+        Raises:
+            UsageError: an object was prepared before, or ``device_placement`` has another length.
+        """
+        placement = device_placement or [None] * len(objects)
+        if len(placement) != len(objects):
+            raise UsageError(
+                f"prepare got {len(objects)} objects and {len(placement)} values of device_placement. "
+                "Pass one value for each object."
+            )
+        self._refuse_tensors_on_meta(objects)
+        prepared = list(objects)
+        # Models first, because optimizers are checked against them; schedulers last, they follow optimizers.
+        makers: tuple[tuple[Any, Callable[[Any, bool | None], Any]], ...] = (
+            (nn.Module, self.prepare_model),
+            (Optimizer, lambda optimizer, _: self.prepare_optimizer(optimizer)),
+            (DataLoader, self.prepare_loader),
+            ((LRScheduler, ReduceLROnPlateau), lambda scheduler, _: self.prepare_scheduler(scheduler)),
+        )
+        for kind, make in makers:
+            for i, item in enumerate(objects):
+                if isinstance(item, kind):
+                    prepared[i] = make(item, placement[i])
+        return prepared
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        self._remember(model)
+        options = self._options
+        prepared = spread(
+            model,
+            self._runtime,
+            ModelOptions(
+                strategy=options.strategy,
+                mixed_precision=options.mixed_precision,
+                autocast=options.autocast,
+                ddp=options.ddp,
+                compile_backend=options.compile_backend,
+            ),
+            device_placement=self._device_placement if device_placement is None else device_placement,
+            evaluation_mode=evaluation_mode,
+        )
+        if not self._forward_seen:
+            self._watch_first_forward(prepared)
+        self._remember_result(prepared, model)
+        self.models.append(prepared)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        self._remember(optimizer)
+        prepared = PreparedOptimizer(optimizer, self._step, self._scaler, self._check_parameters)
+        self._remember_result(prepared, optimizer)
+        self.optimizers.append(prepared)
+        return prepared
+
+    def prepare_loader(self, loader: DataLoader[Any], device_placement: bool | None = None) -> PreparedLoader:
+        self._remember(loader)
+        place = self._device_placement if device_placement is None else device_placement
+        prepared = prepare_loader(
+            loader,
+            runtime=self._runtime,
+            step=self._step,
+            config=self._options.loaders,
+            communicator=self._communicator,
+            device=self._runtime.device if place else None,
+            rng_types=self._rng_types,
+        )
+        self._remember_result(prepared, loader)
+        self.loaders.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        self._remember(scheduler)
+        own = [o for o in self.optimizers if scheduler.optimizer is o or scheduler.optimizer is o.optimizer]
+        one_step_a_call = self._options.loaders.split_batches or not self._step_scheduler_with_optimizer
+        prepared = PreparedScheduler(
+            scheduler,
+            own or self.optimizers,
+            self._step,
+            steps_per_call=1 if one_step_a_call else self._runtime.world_size,
+            step_with_optimizer=self._step_scheduler_with_optimizer,
+        )
+        if prepared.steps_per_call > 1:
+            logger.warning(
+                "%s Pass step_scheduler_with_optimizer=False to count its steps yourself.",
+                prepared.describe(),
+            )
+        self._remember_result(prepared, scheduler)
+        self.schedulers.append(prepared)
+        return prepared
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """All parameters of the prepared models."""
+        for model in self.models:
+            yield from model.parameters()
+
+    def check_backward(self) -> None:
+        """Raise UsageError unless some prepared model's forward has run.
+
+        A loss of an unprepared model would train without averaging over ranks, and without a sign of it.
+        """
+        if self._forward_seen:
+            return
+        if not self.models:
+            raise UsageError(
+                "backward was called, but no model was prepared. Pass the model to accelerator.prepare()."
+            )
+        raise UsageError(
+            "backward was called, but no prepared model has been called yet: the loss comes from another object, whose "
+            "gradients would not be averaged. Call the model that accelerator.prepare() returned."
+        )
+
+    def clear(self) -> None:
+        self._originals.clear()
+        self.models.clear()
+        self.optimizers.clear()
+        self.schedulers.clear()
+        self.loaders.clear()
+
+    def _watch_first_forward(self, model: nn.Module) -> None:
+        def seen(module: nn.Module, args: Any) -> None:
+            self._forward_seen = True
+            handle.remove()
+
+        handle = model.register_forward_pre_hook(seen)
+
+    def _check_parameters(self, optimizer: Optimizer) -> None:
+        if self._runtime.world_size == 1:
+            return
+        known = {id(parameter) for parameter in self.parameters()}
+        groups = optimizer.param_groups
+        strangers = [p for group in groups for p in group["params"] if p.requires_grad and id(p) not in known]
+        if strangers:
+            shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
+            raise UsageError(
+                f"{type(optimizer).__name__} holds {len(strangers)} parameters (shapes {shapes}"
+                f"{', ...' if len(strangers) > 3 else ''}) of no prepared model: their gradients are not averaged, so "
+                "the ranks would drift apart. Pass their model to accelerator.prepare(), and make the optimizer from "
+                "that model's parameters."
+            )
+
+    def _remember(self, item: object) -> None:
+        if any(item is known for known in self._originals):
+            raise UsageError(
+                f"A {type(item).__name__} was passed to prepare twice. Prepare each object once and use what prepare "
+                "returned."
+            )
+        self._originals.append(item)
+
+    def _remember_result(self, prepared: object, original: object) -> None:
+        if prepared is not original:
+            self._originals.append(prepared)
+
+    @staticmethod
+    def _refuse_tensors_on_meta(objects: tuple[Any, ...]) -> None:
+        for item in objects:
+            if isinstance(item, nn.Module):
+                names = [name for name, parameter in item.named_parameters() if parameter.is_meta]
+                if names:
+                    raise UsageError(
+                        f"{type(item).__name__} has {len(names)} parameters on the meta device ('{names[0]}', ...), which "
+                        "hold no values. Load or initialise them first: model.to_empty(device=...), then its weights."
+                    )

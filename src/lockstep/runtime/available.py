@@ -1,0 +1,182 @@
+"""Which optional packages and devices this machine has, under the names that scripts import.
+
+Nothing is imported to find out about a package, and torch is imported only when a device is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Callable
+
+
+def is_available(package: str) -> bool:
+    """Whether ``import package`` would find an installed package.
+
+    A bare directory of that name does not count (wandb, for one, leaves such a directory behind).
+    """
+    if package in sys.modules:
+        return sys.modules[package] is not None
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and spec.origin is not None
+
+
+def has_version(package: str, minimum: str) -> bool:
+    """Whether the installed distribution ``package`` is at least ``minimum`` (release numbers only)."""
+    try:
+        installed = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return _release(installed) >= _release(minimum)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    numbers = []
+    for part in version.split("+")[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def _any_of(*packages: str) -> Callable[[], bool]:
+    """A function that says whether one of ``packages`` is installed."""
+
+    def check() -> bool:
+        return any(is_available(package) for package in packages)
+
+    return check
+
+
+is_aim_available = _any_of("aim")
+is_boto3_available = _any_of("boto3")
+is_clearml_available = _any_of("clearml")
+is_comet_ml_available = _any_of("comet_ml")
+is_datasets_available = _any_of("datasets")
+is_deepspeed_available = _any_of("deepspeed")
+is_dvclive_available = _any_of("dvclive")
+is_lomo_available = _any_of("lomo_optim")
+is_matplotlib_available = _any_of("matplotlib")
+is_megatron_lm_available = _any_of("megatron.core")
+is_mlflow_available = _any_of("mlflow")
+is_msamp_available = _any_of("msamp")
+is_numpy_available = _any_of("numpy")
+is_pandas_available = _any_of("pandas")
+is_peft_available = _any_of("peft")
+is_pynvml_available = _any_of("pynvml")
+is_pytest_available = _any_of("pytest")
+is_rich_available = _any_of("rich")
+is_sagemaker_available = _any_of("sagemaker")
+is_schedulefree_available = _any_of("schedulefree")
+is_swanlab_available = _any_of("swanlab")
+is_tensorboard_available = _any_of("tensorboard")
+is_timm_available = _any_of("timm")
+is_torchao_available = _any_of("torchao")
+is_torchdata_available = _any_of("torchdata")
+is_torchdata_stateful_dataloader_available = _any_of("torchdata.stateful_dataloader")
+is_torchvision_available = _any_of("torchvision")
+is_tqdm_available = _any_of("tqdm")
+is_trackio_available = _any_of("trackio")
+is_transformer_engine_available = _any_of("transformer_engine")
+is_transformers_available = _any_of("transformers")
+is_triton_available = _any_of("triton")
+is_wandb_available = _any_of("wandb")
+is_fp8_available = _any_of("torchao", "transformer_engine", "msamp")
+
+
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """bitsandbytes, of at least ``min_version``."""
+    return is_available("bitsandbytes") and (min_version is None or has_version("bitsandbytes", min_version))
+
+
+def is_4bit_bnb_available() -> bool:
+    return is_bnb_available("0.39.0")
+
+
+def is_8bit_bnb_available() -> bool:
+    return is_bnb_available("0.37.2")
+
+
+def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+    """Always False: Lockstep does not drive XLA devices."""
+    return False
+
+
+def _has_device(kind: str, plugin: str | None = None) -> bool:
+    """Whether ``torch.<kind>`` exists and sees a device; ``plugin`` is the package that adds it."""
+    if plugin is not None and not is_available(plugin):
+        return False
+    import torch
+
+    module = getattr(torch, kind, None)
+    return module is not None and bool(module.is_available())
+
+
+def is_cuda_available() -> bool:
+    return _has_device("cuda")
+
+
+def is_rocm_available() -> bool:
+    import torch
+
+    return torch.version.hip is not None and is_cuda_available()
+
+
+def is_xpu_available(check_device: bool = False) -> bool:
+    return _has_device("xpu")
+
+
+def is_npu_available(check_device: bool = False) -> bool:
+    return _has_device("npu", "torch_npu")
+
+
+def is_mlu_available(check_device: bool = False) -> bool:
+    return _has_device("mlu", "torch_mlu")
+
+
+def is_musa_available(check_device: bool = False) -> bool:
+    return _has_device("musa", "torch_musa")
+
+
+def is_sdaa_available(check_device: bool = False) -> bool:
+    return _has_device("sdaa", "torch_sdaa")
+
+
+def is_hpu_available(init_hccl: bool = False) -> bool:
+    return _has_device("hpu", "habana_frameworks")
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    import torch
+
+    return torch.backends.mps.is_built() and torch.backends.mps.is_available()
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Whether the device that a run would use computes in bfloat16 (every CPU does)."""
+    import torch
+
+    if is_cuda_available():
+        return torch.cuda.is_bf16_supported()
+    if is_xpu_available():
+        return bool(torch.xpu.is_bf16_supported())
+    if is_mps_available():
+        return bool(torch.backends.mps.is_macos_or_newer(14, 0))
+    return True
+
+
+def is_fp16_available() -> bool:
+    return True
+
+
+def is_torch_distributed_available() -> bool:
+    import torch
+
+    return torch.distributed.is_available()

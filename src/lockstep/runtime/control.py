@@ -1,0 +1,249 @@
+"""What a script asks of its process: who am I, print once, wait, go first, take my part.
+
+``PartialState`` and ``Accelerator`` share these methods; the facts are those of one ``Runtime``.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+
+from lockstep.config.enums import DistributedType
+from lockstep.config.handlers import InitProcessGroupKwargs
+from lockstep.errors import UsageError
+from lockstep.runtime import process
+from lockstep.runtime.process import Runtime
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class ProcessControl:
+    """Methods that need nothing but this process's ``Runtime``."""
+
+    runtime: Runtime
+
+    @property
+    def num_processes(self) -> int:
+        return self.runtime.world_size
+
+    @property
+    def process_index(self) -> int:
+        return self.runtime.rank
+
+    @property
+    def local_process_index(self) -> int:
+        return self.runtime.local_rank
+
+    @property
+    def device(self) -> torch.device:
+        return self.runtime.device
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        if self.runtime.backend is None:
+            return DistributedType.NO
+        kinds = {"cuda": DistributedType.MULTI_GPU, "xpu": DistributedType.MULTI_XPU}
+        return kinds.get(self.runtime.device.type, DistributedType.MULTI_CPU)
+
+    @property
+    def use_distributed(self) -> bool:
+        return self.runtime.world_size > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """Rank 0 of the run."""
+        return self.runtime.is_main
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Rank 0 on this machine."""
+        return self.runtime.is_local_main
+
+    @property
+    def is_last_process(self) -> bool:
+        return self.runtime.is_last
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print``, once on each machine."""
+        if self.runtime.is_local_main:
+            builtins.print(*args, **kwargs)
+
+    def wait_for_everyone(self) -> None:
+        """Return when every rank has called this."""
+        if self.runtime.world_size > 1:
+            device_ids = [self.runtime.device.index] if self.runtime.control_device.type == "cuda" else None
+            dist.barrier(device_ids=device_ids)
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Rank 0 runs the block first; the others when it is done (also when it failed)."""
+        with self._first(self.runtime.is_main):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Local rank 0 of each machine runs the block first; the others when all of them are done."""
+        with self._first(self.runtime.is_local_main):
+            yield
+
+    @contextmanager
+    def _first(self, first: bool) -> Iterator[None]:
+        if not first:
+            self.wait_for_everyone()
+        try:
+            yield
+        finally:
+            if first:
+                self.wait_for_everyone()
+
+    def on_main_process(self, function: Function) -> Function:
+        """Decorator: run on rank 0 only; None is returned elsewhere."""
+        return _only_if(lambda: self.runtime.is_main, function)
+
+    def on_local_main_process(self, function: Function) -> Function:
+        """Decorator: run on local rank 0 of each machine only."""
+        return _only_if(lambda: self.runtime.is_local_main, function)
+
+    def on_last_process(self, function: Function) -> Function:
+        """Decorator: run on the last rank only."""
+        return _only_if(lambda: self.runtime.is_last, function)
+
+    @overload
+    def on_process(self, function: Function, process_index: int | None = None) -> Function: ...
+    @overload
+    def on_process(
+        self, function: None = None, process_index: int | None = None
+    ) -> Callable[[Function], Function]: ...
+    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
+        """Decorator ``@on_process(process_index=r)``: run on rank ``r`` only."""
+        index = self._checked_index("process_index", process_index, self.runtime.world_size)
+        return _decorator(lambda: self.runtime.rank == index, function)
+
+    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
+        """Decorator ``@on_local_process(local_process_index=r)``: run on local rank ``r`` only."""
+        index = self._checked_index("local_process_index", local_process_index, self.runtime.local_world_size)
+        return _decorator(lambda: self.runtime.local_rank == index, function)
+
+    def _checked_index(self, name: str, index: int | None, size: int) -> int:
+        if index is None or index < 0:
+            raise UsageError(
+                f"{name} is {index}, but must be a rank from 0 to {size - 1}. Pass {name}=<rank>."
+            )
+        return index
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This rank's contiguous part of a list, tuple, tensor, ``datasets.Dataset`` or mapping of those.
+
+        The first ``len % world_size`` ranks get one element more; with ``apply_padding`` the others
+        repeat their last element so that all parts are equally long.
+
+        Raises:
+            UsageError: a mapping whose values have different lengths.
+        """
+        yield split_between(inputs, self.runtime.rank, self.runtime.world_size, apply_padding)
+
+
+class PartialState(ProcessControl):
+    """This process among the others, without anything of training.
+
+    Args:
+        cpu: Compute on the CPU although there is an accelerator.
+        kwargs: ``backend``, ``init_method``, ``timeout`` of ``init_process_group``.
+    """
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        self.runtime = process.start(cpu, InitProcessGroupKwargs(**kwargs))
+
+    @property
+    def initialized(self) -> bool:
+        return True
+
+    @property
+    def backend(self) -> str | None:
+        return self.runtime.backend
+
+    @property
+    def debug(self) -> bool:
+        return False
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Leave the run. A later ``PartialState()`` or ``Accelerator()`` joins anew."""
+        if group is None:
+            process.end()
+        else:
+            dist.destroy_process_group(group)
+
+    def __repr__(self) -> str:
+        return (
+            f"Distributed environment: {self.distributed_type}{f'  Backend: {self.backend}' if self.backend else ''}\n"
+            f"Num processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+
+class RunState(PartialState):
+    """``PartialState`` with the precision of a run."""
+
+    def __init__(self, mixed_precision: str) -> None:
+        super().__init__()
+        self.mixed_precision = mixed_precision
+
+    def __repr__(self) -> str:
+        return super().__repr__() + f"\nMixed precision type: {self.mixed_precision}\n"
+
+
+def split_between(inputs: Any, rank: int, world_size: int, apply_padding: bool = False) -> Any:
+    """Part ``rank`` of ``world_size`` of ``inputs``; see ``ProcessControl.split_between_processes``."""
+    if world_size == 1:
+        return inputs
+    if isinstance(inputs, Mapping):
+        lengths = {key: len(value) for key, value in inputs.items()}
+        if len(set(lengths.values())) > 1:
+            raise UsageError(
+                f"split_between_processes got a mapping whose values have different lengths: {lengths}. "
+                "Pass values of one length."
+            )
+        parts = {key: split_between(value, rank, world_size, apply_padding) for key, value in inputs.items()}
+        return parts if type(inputs) is dict else type(inputs)(parts)  # type: ignore[call-arg]
+    share, extra = divmod(len(inputs), world_size)
+    start = rank * share + min(rank, extra)
+    stop = start + share + (rank < extra)
+    if hasattr(inputs, "select") and not isinstance(inputs, torch.Tensor):
+        indices = list(range(start, stop))
+        return inputs.select(_padded(indices, share, extra, len(inputs) - 1) if apply_padding else indices)
+    part = inputs[start:stop]
+    if not apply_padding or not len(inputs):
+        return part
+    missing = share + (extra > 0) - len(part)
+    last = part[-1:] if len(part) else inputs[-1:]
+    if isinstance(part, torch.Tensor):
+        return torch.cat([part, last.repeat_interleave(missing, dim=0)])
+    return part + last * missing
+
+
+def _padded(indices: list[int], share: int, extra: int, default: int) -> list[int]:
+    missing = share + (extra > 0) - len(indices)
+    return indices + [indices[-1] if indices else default] * missing
+
+
+def _only_if(condition: Callable[[], bool], function: Function) -> Function:
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if condition() else None
+
+    return run  # type: ignore[return-value]
+
+
+def _decorator(condition: Callable[[], bool], function: Any) -> Any:
+    if function is not None:
+        return _only_if(condition, function)
+    return lambda decorated: _only_if(condition, decorated)

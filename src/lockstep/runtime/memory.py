@@ -1,0 +1,119 @@
+"""Running out of device memory: recognise it, free what is free, try again with a smaller batch."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lockstep.errors import UsageError
+
+# What torch and its libraries say when an allocation fails, or when cuDNN finds no algorithm that fits.
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "DefaultCPUAllocator",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
+
+def is_out_of_memory(exception: BaseException) -> bool:
+    """Whether ``exception`` says that a device or the CPU had no memory left."""
+    if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(exception, RuntimeError) and any(text in str(exception) for text in _OUT_OF_MEMORY)
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Give cached device memory back to the driver; ``garbage_collection`` collects first, which is slow."""
+    if garbage_collection:
+        gc.collect()
+    # An uninitialised CUDA has no cache, and asking for it would create a context.
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    elif torch.backends.mps.is_available():
+        torch.mps.empty_cache()
+    elif torch.xpu.is_available():
+        torch.xpu.empty_cache()
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Free device memory; returns one None per object, to be assigned to the names that held them.
+
+    The memory is given back only where the caller's names were the last references, so assign the
+    result: ``model, optimizer = release_memory(model, optimizer)``.
+    """
+    count = len(objects)
+    del objects
+    clear_device_cache(garbage_collection=True)
+    return [None] * count
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Any:
+    """Call ``function(batch_size, ...)`` with smaller batches until it no longer runs out of memory.
+
+    Use it as a decorator, with or without arguments; the decorated function is called without the
+    batch size. After each failure the batch size becomes ``reduce_batch_size_fn()``, or else
+    ``int(batch_size * 0.9)``. A size that failed is not tried again in later calls.
+
+    Raises:
+        TypeError: when the decorated function is called with the batch size as well.
+        UsageError: when the batch size has reached zero.
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    batch_size = starting_batch_size
+
+    @functools.wraps(function)
+    def with_batch_size(*args: Any, **kwargs: Any) -> Any:
+        nonlocal batch_size
+        _check_arguments(function, args)
+        clear_device_cache(garbage_collection=True)
+        failure: str | None = None
+        while batch_size > 0:
+            try:
+                return function(batch_size, *args, **kwargs)
+            except Exception as exception:
+                if not is_out_of_memory(exception):
+                    raise
+                failure = str(exception)
+            # Outside of the handler: its traceback kept the failed call's tensors alive.
+            clear_device_cache(garbage_collection=True)
+            batch_size = int(batch_size * 0.9) if reduce_batch_size_fn is None else reduce_batch_size_fn()
+        last = f" The last failure was: {failure}" if failure else ""
+        raise UsageError(
+            "No executable batch size found, reached zero. "
+            f"Use a smaller model or input, or free memory before the call.{last}"
+        )
+
+    return with_batch_size
+
+
+def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Raise TypeError where ``args`` leaves no place for the batch size."""
+    parameters = list(inspect.signature(function).parameters.values())
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    name = getattr(function, "__name__", "the function")
+    if not positional:
+        raise TypeError(f"{name}() takes no positional argument; make batch_size its first parameter.")
+    if len(positional) < len(args) + 1:
+        call = ", ".join(f"{key}={value!r}" for key, value in zip(positional[1:], args[1:], strict=False))
+        raise TypeError(
+            f"{name}() was called with {len(args)} positional arguments, but find_executable_batch_size "
+            f"passes the batch size as the first itself. Call it without: {name}({call})"
+        )

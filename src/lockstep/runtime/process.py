@@ -1,0 +1,144 @@
+"""Where this process stands among the others: rank, world size, device and process group."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.config.handlers import InitProcessGroupKwargs
+from lockstep.config.sources import ProcessEnvironment, process_environment
+from lockstep.errors import UsageError
+from lockstep.runtime.device import choose_backend, choose_device
+from lockstep.runtime.failure import install_excepthook
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """One process of a run. Made once a process by ``start`` and never changed.
+
+    ``backend`` is None where there is no process group (a single process that was not launched).
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    backend: str | None
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        return self.local_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.world_size - 1
+
+    @property
+    def control_device(self) -> torch.device:
+        """A device whose collectives need no synchronisation with an accelerator, where one exists."""
+        if self.backend is None or "gloo" in self.backend or "mpi" in self.backend:
+            return torch.device("cpu")
+        return self.device
+
+
+class _Process:
+    """Owner of this process's one ``Runtime``; the process group is torch's global one."""
+
+    runtime: Runtime | None = None
+    made_process_group: bool = False
+
+
+def current() -> Runtime | None:
+    """This process's ``Runtime``, or None before ``start``."""
+    return _Process.runtime
+
+
+def start(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Runtime:
+    """Join the run that the environment describes and return where this process stands.
+
+    The first call decides; later ones return the same ``Runtime``. A process group that the script
+    made itself is used as it is. Under ``torchrun``, ``mpirun``, ``srun``, ``mp.spawn`` with the
+    usual variables and ``lockstep launch`` the ranks come from the environment; a plain ``python``
+    process is a world of one and gets no process group.
+
+    Raises:
+        ConfigError: the environment describes an impossible rank or world.
+        UsageError: ``cpu=True`` after the process has started on an accelerator.
+    """
+    if _Process.runtime is not None:
+        if cpu and _Process.runtime.device.type != "cpu":
+            raise UsageError(
+                f"cpu=True was asked for, but this process already runs on {_Process.runtime.device}. "
+                "Pass cpu=True to the first Accelerator or PartialState of the process."
+            )
+        return _Process.runtime
+    install_excepthook()
+    init = init or InitProcessGroupKwargs()
+    environment = process_environment(need_rendezvous=init.init_method is None)
+    device = choose_device(environment.local_rank, cpu)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = _join_process_group(environment, device, init)
+    joined = dist.is_available() and dist.is_initialized()
+    _Process.runtime = Runtime(
+        rank=dist.get_rank() if joined else environment.rank,
+        world_size=dist.get_world_size() if joined else environment.world_size,
+        local_rank=environment.local_rank if environment.distributed or not joined else dist.get_rank(),
+        local_world_size=environment.local_world_size
+        if environment.distributed or not joined
+        else dist.get_world_size(),
+        device=device,
+        backend=backend,
+    )
+    return _Process.runtime
+
+
+def end() -> None:
+    """Leave the run: destroy the process group if ``start`` made it, and forget the ``Runtime``."""
+    if _Process.made_process_group and dist.is_initialized():
+        dist.destroy_process_group()
+    _Process.runtime = None
+    _Process.made_process_group = False
+
+
+def _join_process_group(
+    environment: ProcessEnvironment, device: torch.device, init: InitProcessGroupKwargs
+) -> str | None:
+    if not dist.is_available():
+        return None
+    if not dist.is_initialized():
+        if not environment.distributed:
+            return None
+        dist.init_process_group(**_init_arguments(environment, device, init))
+        _Process.made_process_group = True
+        # Sockets closed at interpreter exit in arbitrary order read as a crash on the other ranks.
+        atexit.register(end)
+    config = dist.get_backend_config()
+    return str(config)
+
+
+def _init_arguments(
+    environment: ProcessEnvironment, device: torch.device, init: InitProcessGroupKwargs
+) -> Mapping[str, Any]:
+    arguments: dict[str, Any] = {
+        "backend": init.backend or choose_backend(device),
+        "rank": environment.rank,
+        "world_size": environment.world_size,
+    }
+    if init.timeout is not None:
+        arguments["timeout"] = init.timeout
+    if init.init_method is not None:
+        arguments["init_method"] = init.init_method
+    if device.type == "cuda":
+        arguments["device_id"] = device
+    return arguments

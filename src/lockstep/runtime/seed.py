@@ -1,0 +1,166 @@
+"""The random number generators of a process: seed them, save them, make ranks agree on them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lockstep.config.enums import RNGType
+from lockstep.config.sources import suggestion
+from lockstep.errors import ConfigError, UsageError
+from lockstep.runtime import process
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed Python, NumPy and torch on all devices.
+
+    - ``device_specific``: add the rank, so that ranks draw different numbers.
+    - ``deterministic``: let torch use deterministic algorithms only; it raises where there is none.
+    """
+    if device_specific:
+        seed += _rank()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of all generators as a flat dict of ints, floats, strings, None and CPU tensors.
+
+    The plain values survive JSON and the tensors safetensors, so that
+    ``set_rng_state`` restores the sequence of numbers exactly.
+
+    Raises:
+        UsageError: when NumPy's global generator was replaced by one other than MT19937.
+    """
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python.version": version,
+        "python.words": torch.tensor(words, dtype=torch.int64),
+        "python.gauss": gauss,
+        "torch": torch.get_rng_state(),
+    }
+    state.update(_numpy_state())
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            state[f"cuda.{index}"] = torch.cuda.get_rng_state(index)
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Restore what ``rng_state`` returned; states of devices that this machine lacks are left out.
+
+    Raises:
+        UsageError: when ``state`` is incomplete.
+    """
+    # All reads come first: a broken state must not leave half of the generators changed.
+    python = (
+        _read(state, "python.version"),
+        tuple(_read(state, "python.words").tolist()),
+        _read(state, "python.gauss"),
+    )
+    torch_state = _read(state, "torch")
+    numpy_state: Any = {
+        "bit_generator": _read(state, "numpy.generator"),
+        "state": {"key": _read(state, "numpy.words").numpy(), "pos": _read(state, "numpy.position")},
+        "has_gauss": _read(state, "numpy.has_gauss"),
+        "gauss": _read(state, "numpy.gauss"),
+    }
+    random.setstate(python)
+    np.random.set_state(numpy_state)
+    torch.set_rng_state(torch_state)
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            if f"cuda.{index}" in state:
+                torch.cuda.set_rng_state(state[f"cuda.{index}"], index)
+
+
+def synchronize_rng_states(
+    rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None
+) -> None:
+    """Give every rank the generator states of rank 0. Without a process group, only check the arguments.
+
+    Every rank must call it, with the same ``rng_types``.
+
+    Raises:
+        ConfigError: for a name that is not an ``RNGType``, or a device this machine lacks.
+        UsageError: for ``"generator"`` without a ``generator``.
+    """
+    kinds = [_rng_type(name) for name in rng_types]
+    for kind in kinds:
+        _check_rng_type(kind, generator)
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    for kind in kinds:
+        if kind is RNGType.TORCH:
+            torch.set_rng_state(_from_rank_0(torch.get_rng_state()))
+        elif kind is RNGType.CUDA:
+            torch.cuda.set_rng_state(_from_rank_0(torch.cuda.get_rng_state()))
+        elif generator is not None:
+            generator.set_state(_from_rank_0(generator.get_state()))
+
+
+def _rank() -> int:
+    runtime = process.current()
+    if runtime is not None:
+        return runtime.rank
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _numpy_state() -> dict[str, Any]:
+    state: Any = np.random.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":
+        raise UsageError(
+            f"NumPy's global generator is {state['bit_generator']}, whose state cannot be saved; "
+            "only MT19937's can. Use numpy.random.Generator objects for other kinds and save those yourself."
+        )
+    return {
+        "numpy.generator": state["bit_generator"],
+        "numpy.words": torch.from_numpy(state["state"]["key"].copy()),
+        "numpy.position": int(state["state"]["pos"]),
+        "numpy.has_gauss": int(state["has_gauss"]),
+        "numpy.gauss": float(state["gauss"]),
+    }
+
+
+def _read(state: Mapping[str, Any], key: str) -> Any:
+    if key not in state:
+        raise UsageError(
+            f"The state of the random number generators lacks '{key}'; it has {', '.join(sorted(state))}. "
+            "Pass the whole dict that rng_state() returned."
+        )
+    return state[key]
+
+
+def _rng_type(name: str | RNGType) -> RNGType:
+    try:
+        return RNGType(name)
+    except ValueError:
+        valid = RNGType.list()
+        hint = suggestion(str(name), valid)
+        raise ConfigError(f"rng_types has {name!r}, but may name only {', '.join(valid)}.{hint}") from None
+
+
+def _check_rng_type(kind: RNGType, generator: torch.Generator | None) -> None:
+    if kind is RNGType.XLA:
+        raise ConfigError("rng_types has 'xla', but Lockstep does not drive XLA devices. Remove it.")
+    if kind is RNGType.CUDA and not torch.cuda.is_available():
+        raise ConfigError("rng_types has 'cuda', but this process sees no CUDA device. Remove it.")
+    if kind is RNGType.GENERATOR and generator is None:
+        raise UsageError("rng_types has 'generator', but no generator was given. Pass generator=...")
+
+
+def _from_rank_0(state: torch.Tensor) -> torch.Tensor:
+    """``state`` (uint8, CPU) as rank 0 has it."""
+    backends = str(dist.get_backend_config())
+    # NCCL alone moves only tensors on the GPU.
+    on_wire = state.clone() if "gloo" in backends or "mpi" in backends else state.cuda()
+    dist.broadcast(on_wire, src=0)
+    return on_wire.cpu()

@@ -1,0 +1,77 @@
+"""What the parts of one training step share: one small object, handed to each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class BatchCounts:
+    """Rows of one global batch, rank by rank.
+
+    ``rows[r]`` is the number of rows that rank ``r`` holds, padding included (0: it has no batch).
+    ``real[r]`` is how many of them, counted from the first, are samples; the rest repeat samples
+    so that all ranks hold equally many.
+    """
+
+    rows: tuple[int, ...]
+    real: tuple[int, ...]
+
+    @property
+    def is_padded(self) -> bool:
+        return self.rows != self.real
+
+    @property
+    def total(self) -> int:
+        """Number of samples in the global batch."""
+        return sum(self.real)
+
+
+@dataclass(eq=False)
+class LoaderProgress:
+    """How far one running iteration over a prepared loader is; written by the loader alone.
+
+    ``counts`` is None when the loader cannot know them.
+    """
+
+    loader: object = None
+    end_of_data: bool = False
+    counts: BatchCounts | None = None
+
+
+@dataclass
+class StepState:
+    """The state of the current step of one ``Accelerator``.
+
+    ``sync_gradients``: this backward ends an accumulation window, so gradients are averaged over
+    the ranks and the optimizer steps.
+    """
+
+    accumulation_steps: int = 1
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+    adjust_scheduler: bool = True
+    sync_gradients: bool = True
+    micro_batch: int = 0
+    running: list[LoaderProgress] = field(default_factory=list)
+
+    def begin(self, progress: LoaderProgress) -> None:
+        """A prepared loader starts an iteration; the latest to start is the active one."""
+        self.running.append(progress)
+
+    def finish(self, progress: LoaderProgress) -> None:
+        self.running = [other for other in self.running if other is not progress]
+
+    @property
+    def active(self) -> LoaderProgress | None:
+        return self.running[-1] if self.running else None
+
+    @property
+    def end_of_data(self) -> bool:
+        """The active loader has handed out its last batch (False outside of any loader)."""
+        return self.active is not None and self.active.end_of_data
+
+    @property
+    def counts(self) -> BatchCounts | None:
+        """Row counts of the active loader's current global batch, where known."""
+        return self.active.counts if self.active is not None else None

@@ -1,0 +1,101 @@
+"""When gradients are averaged over the ranks, and by what a loss is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import UsageError
+from lockstep.runtime.process import Runtime
+from lockstep.runtime.step import StepState
+from lockstep.train.weighting import WeightedMean
+
+
+class Accumulation:
+    """Counts micro-batches into windows. Only the last backward of a window averages over the ranks."""
+
+    def __init__(self, step: StepState, runtime: Runtime, agreed_divisor: bool = False) -> None:
+        self._step = step
+        self._runtime = runtime
+        self._weighted = WeightedMean(runtime, agreed_divisor)
+        self._inputs_are_uneven = False
+        self._unsynchronised = 0
+        self._window_is_weighted: bool | None = None
+
+    @contextmanager
+    def accumulate(self, models: Iterable[nn.Module]) -> Iterator[None]:
+        """One micro-batch: sets ``sync_gradients``, and holds back averaging inside a window."""
+        step = self._step
+        ends = step.sync_with_dataloader and step.end_of_data
+        step.micro_batch = 0 if ends else step.micro_batch + 1
+        step.sync_gradients = ends or step.micro_batch % step.accumulation_steps == 0
+        held_back = () if step.sync_gradients or step.sync_each_batch else tuple(models)
+        with self.no_sync(held_back):
+            yield
+
+    @contextmanager
+    def no_sync(self, models: Iterable[nn.Module]) -> Iterator[None]:
+        """Backward inside adds to each rank's own gradients, without averaging."""
+        models = tuple(models)
+        with ExitStack() as stack:
+            for model in models:
+                stack.enter_context(_no_sync(model))
+            if not models:
+                yield
+                return
+            self._unsynchronised += 1
+            try:
+                yield
+            finally:
+                self._unsynchronised -= 1
+
+    def scale(
+        self, loss: torch.Tensor, weight: torch.Tensor | float | None, parameters: Iterable[torch.Tensor]
+    ) -> torch.Tensor:
+        """The loss to call backward on: by weight, or divided by the number of accumulation steps.
+
+        Raises:
+            UsageError: some micro-batches of one window have weights and others not.
+        """
+        last = self._step.sync_gradients and self._unsynchronised == 0
+        weighted = weight is not None
+        if self._window_is_weighted not in (None, weighted):
+            raise UsageError(
+                "Some backward calls of this accumulation window got a weight and others did not, so their "
+                "gradients do not add up to one mean. Pass weight=... to all of them or to none."
+            )
+        self._window_is_weighted = None if last else weighted
+        if weight is None:
+            return loss / self._step.accumulation_steps
+        if self._inputs_are_uneven and self._runtime.world_size > 1:
+            raise UsageError(
+                "backward got a weight inside join_uneven_inputs, where ranks that have run out of batches cannot "
+                "take part in adding the weights up. Drop the weight, or use even batches and "
+                "accelerator.sample_weights()."
+            )
+        return self._weighted.scale(loss, weight, last, parameters)
+
+    @contextmanager
+    def uneven_inputs(self) -> Iterator[None]:
+        """Ranks may end earlier than others inside."""
+        self._inputs_are_uneven = True
+        try:
+            yield
+        finally:
+            self._inputs_are_uneven = False
+
+
+def _no_sync(model: nn.Module) -> Any:
+    if not hasattr(model, "no_sync"):
+        return ExitStack()
+    if getattr(model, "static_graph", False) and not getattr(model, "_saw_backward", False):
+        # With a static graph DDP records the graph in its first backward, which must be a synchronised
+        # one. Averaging early leaves the window's result the same: a mean of equal means is that mean.
+        model._saw_backward = True  # type: ignore[assignment]
+        return ExitStack()
+    no_sync: Any = model.no_sync
+    return no_sync()

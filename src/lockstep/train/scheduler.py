@@ -1,0 +1,93 @@
+"""A learning-rate scheduler that follows its optimizer's real steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lockstep.runtime.step import StepState
+from lockstep.train.optimizer import PreparedOptimizer
+
+
+class PreparedScheduler:
+    """Stands for the user's scheduler, which is at ``.scheduler``.
+
+    ``step`` does nothing inside an accumulation window or after a skipped fp16 step. A schedule
+    written for one process counts that process's batches; so each step advances it ``world_size``
+    times (once with ``split_batches``), because that many of those batches were used.
+
+    Args:
+        steps_per_call: How often one call advances the schedule.
+        step_with_optimizer: False unlinks it: each call is one plain ``scheduler.step``.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: list[PreparedOptimizer],
+        step: StepState,
+        steps_per_call: int = 1,
+        step_with_optimizer: bool = True,
+    ) -> None:
+        self.scheduler = scheduler
+        self.optimizers = optimizers
+        self._step_state = step
+        self.steps_per_call = steps_per_call
+        self.step_with_optimizer = step_with_optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # not yet set: while copying
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        if not self.step_with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+            return
+        if not self._step_state.sync_gradients:
+            if self._step_state.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
+                # torch warns of a scheduler that steps without its optimizer: keep its count right.
+                self.scheduler._step_count += 1
+            return
+        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            return
+        for _ in range(self.steps_per_call):
+            if self._has_steps_left():
+                self.scheduler.step(*args, **kwargs)
+
+    def _has_steps_left(self) -> bool:
+        total = getattr(self.scheduler, "total_steps", None)
+        return total is None or self.scheduler.last_epoch + 1 < total
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state_dict)
+
+    def get_last_lr(self) -> list[float]:
+        return self.scheduler.get_last_lr()
+
+    def describe(self) -> str:
+        """One sentence on how fast the schedule runs and where it ends."""
+        name = type(self.scheduler).__name__
+        total = schedule_length(self.scheduler)
+        end = (
+            f" and ends after {math.ceil(total / self.steps_per_call)} optimizer steps (its length is {total})"
+            if total
+            else ""
+        )
+        return f"{name} advances {self.steps_per_call} times at each optimizer step{end}."
+
+
+def schedule_length(scheduler: Any) -> int | None:
+    """Number of ``step`` calls after which the schedule is over, where its attributes tell."""
+    for name in ("total_steps", "T_max", "total_iters"):
+        value = getattr(scheduler, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    for function in getattr(scheduler, "lr_lambdas", []):
+        keywords = getattr(function, "keywords", {})
+        if isinstance(keywords.get("num_training_steps"), int):
+            return int(keywords["num_training_steps"])
+    return None

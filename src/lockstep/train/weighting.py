@@ -1,0 +1,111 @@
+"""Gradients of the weighted mean over a whole accumulation window and all ranks.
+
+The mean of means, sum_i mean(loss_i) / k, is the big batch's mean only if all k micro-batches of all
+ranks hold equally many samples or tokens. With weights w (the number of samples or tokens, or one
+weight an element) the gradient here is exactly that of sum(w * loss) / sum(w).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import UsageError
+from lockstep.runtime.process import Runtime
+
+
+class WeightedMean:
+    """Scales the losses of one accumulation window.
+
+    The denominator is known only at the window's last micro-batch. Until then losses are divided by
+    the first micro-batch's weight, so that gradients stay in fp16's range; then what was
+    accumulated is rescaled, once.
+
+    Args:
+        agreed_divisor: Gradients may be averaged over ranks before the window ends, so until then
+            all ranks must divide by the same number.
+    """
+
+    def __init__(self, runtime: Runtime, agreed_divisor: bool = False) -> None:
+        self._runtime = runtime
+        self.agreed_divisor = agreed_divisor
+        self._window_weight: torch.Tensor | None = None
+        self._divisor: torch.Tensor | None = None
+
+    @property
+    def window_open(self) -> bool:
+        return self._window_weight is not None
+
+    def scale(
+        self,
+        loss: torch.Tensor,
+        weight: torch.Tensor | float,
+        last: bool,
+        parameters: Iterable[torch.Tensor],
+    ) -> torch.Tensor:
+        """The 0-d loss to call backward on. Collective when ``last``.
+
+        Args:
+            loss: 0-d mean loss, or a tensor of losses.
+            weight: A number (what a 0-d ``loss`` is the mean of), or a tensor of ``loss``'s shape.
+            last: This micro-batch ends the window.
+            parameters: Those whose accumulated gradients belong to the window.
+
+        Raises:
+            UsageError: ``weight`` is negative or of another shape than ``loss``.
+        """
+        weights = _as_weights(loss, weight)
+        batch_weight = weights.sum()
+        first = self._window_weight is None
+        if first:
+            self._window_weight = torch.zeros_like(batch_weight)
+            self._divisor = (
+                torch.ones_like(batch_weight)
+                if self.agreed_divisor
+                else torch.where(batch_weight > 0, batch_weight, torch.ones_like(batch_weight))
+            )
+        assert self._window_weight is not None
+        assert self._divisor is not None
+        self._window_weight += batch_weight
+        weighted = (loss * weights).sum()
+        if not last:
+            return weighted / self._divisor
+        total = self._window_weight
+        if self._runtime.world_size > 1:
+            dist.all_reduce(total)
+        # All weights 0: the gradient is 0, not NaN.
+        factor = torch.where(total > 0, self._runtime.world_size / total, torch.zeros_like(total))
+        if not first:
+            _rescale(parameters, factor * self._divisor)
+        self._window_weight = self._divisor = None
+        return weighted * factor
+
+
+def _as_weights(loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:
+    dtype = torch.promote_types(loss.dtype, torch.float32)
+    weights = torch.as_tensor(weight, dtype=dtype, device=loss.device).detach()
+    if weights.dim() == 0:
+        if not isinstance(weight, torch.Tensor) and weight < 0:
+            raise UsageError(
+                f"backward got weight={weight}. Weights count samples or tokens: pass 0 or more."
+            )
+        return weights.expand(loss.shape)
+    if weights.shape != loss.shape:
+        raise UsageError(
+            f"backward got a loss of shape {tuple(loss.shape)} and weights of shape {tuple(weights.shape)}. "
+            "Pass one number for the micro-batch, or unreduced losses (reduction='none') and as many weights."
+        )
+    return weights
+
+
+def _rescale(parameters: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+    gradients: dict[Any, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            key = (parameter.grad.device, parameter.grad.dtype)
+            gradients.setdefault(key, []).append(parameter.grad)
+    for (device, dtype), group in gradients.items():
+        torch._foreach_mul_(group, factor.to(device=device, dtype=dtype))

@@ -1,0 +1,80 @@
+"""Names that scripts import from ``accelerate.utils``. Re-exports only."""
+
+from lockstep.comm.functional import (
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    is_torch_tensor,
+    pad_across_processes,
+    recursively_apply,
+    reduce,
+    slice_tensors,
+    wait_for_everyone,
+)
+from lockstep.comm.tree import concatenate, find_batch_size, listify, send_to_device
+from lockstep.comm.tree import to_float32 as convert_to_fp32
+from lockstep.config.enums import (
+    ComputeEnvironment,
+    DDPCommunicationHookType,
+    DistributedType,
+    LoggerType,
+    PrecisionType,
+    RNGType,
+)
+from lockstep.config.handlers import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
+from lockstep.parallel.compose import extract_model_from_parallel
+from lockstep.runtime.available import *  # noqa: F403  (is_<package>_available)
+from lockstep.runtime.memory import clear_device_cache, find_executable_batch_size, release_memory
+from lockstep.runtime.seed import set_seed, synchronize_rng_states
+from lockstep.watch.progress import tqdm
+
+__all__ = [
+    "AutocastKwargs",
+    "ComputeEnvironment",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "LoggerType",
+    "PrecisionType",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "RNGType",
+    "broadcast",
+    "broadcast_object_list",
+    "clear_device_cache",
+    "concatenate",
+    "convert_to_fp32",
+    "extract_model_from_parallel",
+    "find_batch_size",
+    "find_executable_batch_size",
+    "gather",
+    "gather_object",
+    "is_torch_tensor",
+    "listify",
+    "pad_across_processes",
+    "recursively_apply",
+    "reduce",
+    "release_memory",
+    "send_to_device",
+    "set_seed",
+    "slice_tensors",
+    "synchronize_rng_states",
+    "tqdm",
+    "wait_for_everyone",
+]

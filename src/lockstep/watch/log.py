@@ -1,0 +1,75 @@
+"""Loggers that know their rank: once per run, on every rank, or rank by rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from lockstep.runtime import process
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter
+
+
+class MultiProcessAdapter(_Adapter):
+    """A logger whose methods take two more arguments.
+
+    - ``main_process_only`` (default True): log on rank 0 only.
+    - ``in_order`` (default False): log on every rank, one after the other; every rank must make the call.
+
+    Records carry the rank. Until the runtime has started, the process counts as the main one.
+    """
+
+    def __init__(self, logger: logging.Logger, extra: dict[str, Any] | None = None) -> None:
+        super().__init__(logger, extra or {})
+        self._warned: set[tuple[str, str]] = set()
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        msg, kwargs = super().process(msg, kwargs)
+        # One frame more than the default: the caller of log(), not log() itself.
+        kwargs.setdefault("stacklevel", 2)
+        runtime = process.current()
+        return (msg if runtime is None else f"[RANK {runtime.rank}] {msg}"), kwargs
+
+    def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
+        main_process_only = kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
+        if not self.isEnabledFor(level):
+            return
+        runtime = process.current()
+        msg, options = self.process(msg, kwargs)
+        if runtime is None or (in_order and runtime.world_size == 1):
+            self.logger.log(level, msg, *args, **options)
+        elif in_order:
+            for rank in range(runtime.world_size):
+                if rank == runtime.rank:
+                    self.logger.log(level, msg, *args, **options)
+                _barrier()
+        elif runtime.is_main or not main_process_only:
+            self.logger.log(level, msg, *args, **options)
+
+    def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
+        """Like ``warning``, but each message with the same arguments only the first time."""
+        key = (str(msg), repr(args))
+        if key not in self._warned:
+            self._warned.add(key)
+            kwargs.setdefault("stacklevel", 3)
+            self.warning(msg, *args, **kwargs)
+
+
+def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+    """The logger ``name`` for several processes; ``log_level``, if given, is set on it and the root."""
+    logger = logging.getLogger(name)
+    if log_level is not None:
+        logger.setLevel(log_level.upper())
+        logger.root.setLevel(log_level.upper())
+    return MultiProcessAdapter(logger)
+
+
+def _barrier() -> None:
+    import torch.distributed as dist
+
+    dist.barrier()

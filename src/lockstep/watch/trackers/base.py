@@ -1,0 +1,132 @@
+"""What a tracker is: the class that users subclass, and its blank stand-in on other ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lockstep.errors import UsageError
+from lockstep.runtime import process
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+REQUIRED = ("name", "requires_logging_directory", "tracker")
+
+
+def on_main_process(function: Method) -> Method:
+    """Make a tracker's method do nothing on other ranks, unless its ``main_process_only`` is False."""
+
+    @functools.wraps(function)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        runtime = process.current()
+        if getattr(self, "main_process_only", False) and runtime is not None and not runtime.is_main:
+            return None
+        return function(self, *args, **kwargs)
+
+    return method  # type: ignore[return-value]
+
+
+class GeneralTracker:
+    """Base of all trackers. A subclass defines three attributes and what it needs of the methods.
+
+    - ``name``: the word for it in ``get_tracker(name)`` and ``init_kwargs``.
+    - ``requires_logging_directory``: whether it writes files.
+    - ``tracker``: the object underneath, such as a ``SummaryWriter``; may exist only after ``start``.
+    - ``main_process_only``: False starts it and logs on every rank.
+
+    A class given to ``log_with`` is called with the project's name, then the logging directory if it
+    requires one, then its ``init_kwargs``.
+    """
+
+    name: str
+    requires_logging_directory: bool
+    main_process_only: bool = True
+
+    if TYPE_CHECKING:
+
+        @property
+        def tracker(self) -> Any: ...
+
+    def __init__(self, _blank: bool = False) -> None:
+        if not _blank:
+            check_complete(self)
+
+    def start(self) -> None:
+        """Open the run. ``__init__`` may come before the process group; this does not."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store ``values`` as the hyperparameters of the run."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log ``values``; ``kwargs`` are ``log_kwargs[name]`` of ``Accelerator.log``."""
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log ``values``, lists of images; a tracker that cannot hold images ignores them."""
+
+    def finish(self) -> None:
+        """Close the run."""
+
+
+class BlankTracker(GeneralTracker):
+    """Stands for a tracker that runs on the main process only: takes any call and does nothing."""
+
+    name = "blank"
+    requires_logging_directory = False
+
+    @property
+    def tracker(self) -> BlankTracker:
+        return self
+
+    def __getattr__(self, attribute: str) -> Any:
+        # copy and pickle ask for special methods and must not get this object for one.
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> BlankTracker:
+        return self
+
+    def __getitem__(self, key: object) -> BlankTracker:
+        return self
+
+    def __setitem__(self, key: object, value: object) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __enter__(self) -> BlankTracker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def check_complete(tracker: GeneralTracker | type[GeneralTracker]) -> None:
+    """Raise UsageError when ``tracker``, or its class, lacks a required attribute."""
+    # dir, not hasattr: a property such as tracker may fail until start() has run.
+    missing = [attribute for attribute in REQUIRED if attribute not in dir(tracker)]
+    if missing:
+        kind = tracker if isinstance(tracker, type) else type(tracker)
+        raise UsageError(
+            f"The tracker class {kind.__name__} is missing the required attributes: "
+            f"{', '.join(missing)}. Define them in the class, for example "
+            "name = 'my_tracker', requires_logging_directory = False and a property tracker."
+        )
+
+
+def plain(value: Any) -> Any:
+    """``value`` with tensors, arrays and NumPy scalars as Python numbers or lists, at any depth.
+
+    A tensor or array with one element becomes a number, whatever its shape.
+    """
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+        while isinstance(value, list) and len(value) == 1:
+            value = value[0]
+    return value

@@ -1,0 +1,155 @@
+"""Mapping over nested containers: types are kept, inputs are not changed."""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from lockstep.comm import tree
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclass
+class Batch:
+    inputs: torch.Tensor
+    name: str = "batch"
+
+
+@dataclass(frozen=True)
+class FrozenBatch:
+    inputs: torch.Tensor
+    total: int = field(init=False, default=0)
+
+
+class Encoding(UserDict):
+    """Like transformers' BatchEncoding: state beside the items, and ``to`` in place."""
+
+    def __init__(self, data: dict, encodings: str = "") -> None:
+        super().__init__(data)
+        self.encodings = encodings
+
+    def to(self, device: str) -> Encoding:
+        self.data = {key: "moved in place" for key in self.data}
+        return self
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        [torch.ones(2), 3],
+        (torch.ones(2), "text"),
+        Pair(torch.ones(2), None),
+        {"a": torch.ones(2), "b": 1.5},
+        OrderedDict(a=torch.ones(2)),
+        types.MappingProxyType({"a": torch.ones(2)}),
+        Encoding({"a": torch.ones(2)}, encodings="kept"),
+        Batch(torch.ones(2)),
+        FrozenBatch(torch.ones(2)),
+        torch.ones(2),
+        {"deep": [(Pair(torch.ones(2), [Batch(torch.ones(2))]),)]},
+    ],
+    ids=lambda container: type(container).__name__,
+)
+def test_mapping_keeps_types_and_other_leaves_and_leaves_the_input_alone(container):
+    doubled = tree.map_tensors(lambda tensor: tensor * 2, container)
+    assert type(doubled) is type(container)
+    before, after = tree.leaves(container), tree.leaves(doubled)
+    assert list(before) == list(after)
+    for path, leaf in before.items():
+        if isinstance(leaf, torch.Tensor):
+            assert leaf.tolist() == [1, 1] and after[path].tolist() == [2, 2]
+        else:
+            assert after[path] is leaf
+
+
+def test_a_mapping_keeps_what_it_holds_besides_its_items():
+    assert tree.map_tensors(torch.neg, Encoding({"a": torch.ones(1)}, encodings="kept")).encodings == "kept"
+    assert tree.map_tensors(torch.neg, defaultdict(list, a=torch.ones(1))).default_factory is list
+
+
+def test_transformers_containers_keep_their_types():
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_outputs import SequenceClassifierOutput
+
+    output = SequenceClassifierOutput(loss=torch.tensor(1.0), logits=torch.ones(2, 3))
+    doubled = tree.map_tensors(lambda tensor: tensor * 2, output)
+    assert type(doubled) is SequenceClassifierOutput
+    assert doubled.loss == 2 and doubled["logits"].sum() == 12 and output.loss == 1
+    batch = transformers.BatchEncoding({"input_ids": torch.ones(2, 3)})
+    moved = tree.send_to_device(batch, "meta")
+    assert type(moved) is transformers.BatchEncoding
+    assert moved["input_ids"].device.type == "meta" and batch["input_ids"].device.type == "cpu"
+
+
+def test_paths_read_like_code():
+    nested = {"a": [Pair(torch.ones(1), 1)], "b": Batch(torch.ones(1))}
+    assert list(tree.leaves(nested)) == [
+        "['a'][0].first",
+        "['a'][0].second",
+        "['b'].inputs",
+        "['b'].name",
+    ]
+
+
+def test_the_batch_size_is_dim_0_of_the_first_tensor_that_has_one():
+    assert tree.find_batch_size({"scale": torch.tensor(2.0), "x": [torch.ones(5, 2)]}) == 5
+
+
+@pytest.mark.parametrize("batch", [[], {"a": "text"}, torch.tensor(1.0)], ids=str)
+def test_a_batch_without_rows_has_no_size(batch):
+    with pytest.raises(ValueError, match="holds no tensor"):
+        tree.find_batch_size(batch)
+
+
+def test_slicing_and_concatenating_are_inverse():
+    batch = {"x": torch.arange(10).reshape(5, 2), "tag": "same", "scale": torch.tensor(1.0)}
+    parts = [tree.slice_rows(batch, slice(0, 2)), tree.slice_rows(batch, slice(2, 5))]
+    joined = tree.concatenate(parts)
+    assert joined["x"].equal(batch["x"]) and joined["tag"] == "same"
+    assert joined["scale"].tolist() == [1.0, 1.0]
+
+
+def test_concatenating_what_is_no_tensor_or_not_alike_is_refused():
+    with pytest.raises(TypeError, match="only tensors can be"):
+        tree.concatenate([{"tag": "a"}, {"tag": "b"}])
+    with pytest.raises(ValueError, match="one structure"):
+        tree.concatenate([{"a": torch.ones(1)}, {"b": torch.ones(1)}])
+    with pytest.raises(ValueError, match="nothing"):
+        tree.concatenate([])
+
+
+def test_sending_to_a_device_skips_keys_at_any_depth_and_uses_the_method_to():
+    class Movable:
+        def to(self, device: str) -> str:
+            return f"on {device}"
+
+    batch = {"x": torch.ones(1), "inner": [{"stay": torch.ones(1)}], "graph": Movable(), "n": 3}
+    moved = tree.send_to_device(batch, "meta", skip_keys="stay")
+    assert moved["x"].device.type == "meta" and moved["inner"][0]["stay"].device.type == "cpu"
+    assert moved["graph"] == "on meta" and moved["n"] == 3
+
+
+def test_sending_an_encoding_makes_a_new_one():
+    encoding = Encoding({"a": torch.ones(1)})
+    moved = tree.send_to_device(encoding, "meta")
+    assert moved["a"].device.type == "meta" and encoding["a"].device.type == "cpu"
+
+
+def test_halves_become_float32_and_integers_stay():
+    converted = tree.to_float32(
+        [torch.ones(1, dtype=dtype) for dtype in (torch.half, torch.bfloat16, torch.int)]
+    )
+    assert [tensor.dtype for tensor in converted] == [torch.float32, torch.float32, torch.int32]
+
+
+def test_listify_gives_plain_numbers():
+    assert tree.listify({"a": torch.tensor([1, 2]), "b": torch.tensor(0.5), "c": "x"}) == {
+        "a": [1, 2],
+        "b": 0.5,
+        "c": "x",
+    }

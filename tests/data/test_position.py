@@ -1,0 +1,213 @@
+"""Continuing in the middle of an epoch: skipped batches and saved positions."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from lockstep.data.skip import skip_first_batches
+from lockstep.errors import ConfigError, MissingExtraError, UsageError
+from tests.data.helpers import Numbers, SizedStream, Stream, consume, prepare, rows_of, shuffled
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("skipped", [0, 1, 2])
+def test_skipping_gives_the_rest_of_the_epoch_with_its_counts(skipped, split, drop_last):
+    def make():
+        loader = DataLoader(Numbers(22), batch_size=4, shuffle=True, drop_last=drop_last)
+        return prepare(loader, rank=1, world=2, split_batches=split, data_seed=2)
+
+    whole = make()
+    loader = skip_first_batches(make(), skipped)
+    assert len(loader) == len(whole) - skipped
+    assert consume(loader) == consume(whole)[skipped:]
+
+
+def test_skipped_batches_of_map_style_data_are_never_read():
+    data = Numbers(100)
+    loader = skip_first_batches(prepare(DataLoader(data, batch_size=10), rank=1, world=2), 3)
+    assert [rows_of(batch) for batch in loader] == [list(range(70, 80)), list(range(90, 100))]
+    assert data.asked == [*range(70, 80), *range(90, 100)]
+    data.asked.clear()
+    assert len(list(skip_first_batches(DataLoader(data, batch_size=10), 9))) == 1
+    assert data.asked == list(range(90, 100))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_of_an_iterable_dataset_are_skipped_with_workers_too(workers):
+    def make():
+        return prepare(
+            DataLoader(Stream(20, striped=True), batch_size=2, num_workers=workers), rank=1, world=2
+        )
+
+    assert consume(skip_first_batches(make(), 2)) == consume(make())[2:]
+
+
+def test_skipping_all_batches_gives_none_and_more_is_an_error():
+    loader = prepare(DataLoader(Numbers(8), batch_size=2), world=2)
+    empty = skip_first_batches(loader, 2)
+    assert len(empty) == 0
+    assert list(empty) == []
+    with pytest.raises(UsageError, match="3 batches cannot be skipped: the loader has 2"):
+        skip_first_batches(loader, 3)
+    with pytest.raises(ConfigError, match="num_batches is -1"):
+        skip_first_batches(loader, -1)
+    with pytest.raises(UsageError, match="5 batches cannot be skipped: the loader has 4"):
+        skip_first_batches(DataLoader(Numbers(8), batch_size=2), 5)
+
+
+def test_epochs_go_on_behind_a_skipped_beginning():
+    loader = prepare(DataLoader(Numbers(8), batch_size=4, shuffle=True), data_seed=0)
+    loader.set_epoch(3)
+    assert [rows_of(batch) for batch in skip_first_batches(loader, 1)] == [shuffled(8, 3)[4:]]
+    assert [row for batch in loader for row in rows_of(batch)] == shuffled(8, 4)
+
+
+@pytest.mark.parametrize("data", [Numbers(9), Stream(9)])
+def test_a_plain_loader_can_skip_too(data):
+    loader = DataLoader(data, batch_size=2, collate_fn=tuple, drop_last=True)
+    skipping = skip_first_batches(loader, 1)
+    assert [list(skipping) for _ in range(2)] == [[(2, 3), (4, 5), (6, 7)]] * 2
+    if isinstance(data, Numbers):
+        assert len(skipping) == 3
+
+
+def test_a_plain_loader_without_automatic_batching_can_skip_too():
+    assert list(skip_first_batches(DataLoader([1, 2, 3], batch_size=None), 2)) == [3]
+    assert len(skip_first_batches(DataLoader(SizedStream(6), batch_size=2), 2)) == 1
+
+
+def resume_everywhere(make) -> None:
+    """Interrupt after each batch; what remains must be what an uninterrupted epoch has there."""
+    whole = consume(make())
+    for handed_out in range(1, len(whole) + 1):
+        first = make()
+        running = iter(first)
+        for _ in range(handed_out):
+            next(running)
+        state = first.state_dict()
+        second = make()
+        second.load_state_dict(state)
+        remaining = consume(second)
+        if handed_out < len(whole):
+            assert remaining == whole[handed_out:]
+            third = make()
+            third.load_state_dict(state)
+            assert third.state_dict() == state
+        else:
+            assert second.epoch == 2
+            assert len(remaining) == len(whole)
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_saved_position_continues_shuffled_map_style_data(world, stateful):
+    resume_everywhere(
+        lambda: prepare(
+            DataLoader(Numbers(14), batch_size=2, shuffle=True),
+            world=world,
+            data_seed=1,
+            use_stateful_dataloader=stateful,
+        )
+    )
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_saved_position_continues_a_stream(world, stateful):
+    resume_everywhere(
+        lambda: prepare(DataLoader(Stream(11), batch_size=2), world=world, use_stateful_dataloader=stateful)
+    )
+
+
+class StatefulStream(IterableDataset):
+    """Knows its own position; counts the samples it has read."""
+
+    def __init__(self):
+        self.next = 0
+        self.read = 0
+
+    def __iter__(self):
+        while self.next < 12:
+            self.next += 1
+            self.read += 1
+            yield self.next - 1
+        self.next = 0
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_state_of_a_stateful_dataset_is_saved_through_torchdata(workers):
+    def make():
+        return prepare(
+            DataLoader(StatefulStream(), batch_size=2, num_workers=workers), use_stateful_dataloader=True
+        )
+
+    resume_everywhere(make)
+    first = make()
+    running = iter(first)
+    assert [rows_of(next(running)) for _ in range(3)][-1] == [4, 5]
+    second = make()
+    second.load_state_dict(first.state_dict())
+    assert [rows_of(batch) for batch in second][0] == [6, 7]
+    if workers == 0:
+        assert second.dataset.read == 6
+
+
+class StatefulNumbers(Numbers):
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_map_style_dataset_continues_behind_skipped_batches(workers):
+    def make():
+        loader = DataLoader(StatefulNumbers(24), batch_size=2, shuffle=True, num_workers=workers)
+        return skip_first_batches(prepare(loader, world=2, data_seed=0, use_stateful_dataloader=True), 2)
+
+    whole = consume(make())
+    first = make()
+    running = iter(first)
+    next(running)
+    second = make()
+    second.load_state_dict(first.state_dict())
+    remaining = iter(second)
+    assert rows_of(next(remaining)) == whole[1][0]
+    third = make()
+    third.load_state_dict(second.state_dict())
+    assert consume(third) == whole[2:]
+
+
+def test_a_loader_of_torchdata_stays_one():
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    loader = prepare(StatefulDataLoader(Numbers(8), batch_size=2, snapshot_every_n_steps=3))
+    assert isinstance(loader.inner, StatefulDataLoader)
+    assert loader.snapshot_every_n_steps == 3
+
+
+def test_without_torchdata_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'lockstep-train\[torchdata\]'"):
+        prepare(DataLoader(Numbers(8)), use_stateful_dataloader=True)
+
+
+def test_a_position_survives_torch_save(tmp_path):
+    loader = prepare(DataLoader(Numbers(8), batch_size=2))
+    next(iter(loader))
+    torch.save(loader.state_dict(), tmp_path / "loader")
+    other = prepare(DataLoader(Numbers(8), batch_size=2))
+    other.load_state_dict(torch.load(tmp_path / "loader"))
+    assert [rows_of(batch) for batch in other] == [[2, 3], [4, 5], [6, 7]]

@@ -1,0 +1,144 @@
+"""The arithmetic of shards against list slices, brute force and Accelerate's documented cases."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.data.shard import Round, ShardPlan, grouped, rounds
+from lockstep.errors import ConfigError
+
+plans = st.fixed_dictionaries(
+    {
+        "samples": st.integers(1, 40),
+        "batch": st.integers(1, 5),
+        "world": st.integers(1, 4),
+        "split": st.booleans(),
+        "even": st.booleans(),
+        "drop": st.booleans(),
+    }
+)
+
+
+def deal(samples: int, batch: int, world: int, split: bool, even: bool, drop: bool) -> list[Round[int]]:
+    """Rounds of ``range(samples)``; ``batch`` is per rank, whether or not batches are split."""
+    size = batch * world if split else batch
+    plan = ShardPlan(world, size, split, even, drop)
+    return list(rounds(grouped(range(samples), size, drop), plan))
+
+
+def union(this: Round[int]) -> list[int]:
+    return [row for part in this.parts for row in part]
+
+
+def real_rows(this: Round[int]) -> list[int]:
+    return [row for part, real in zip(this.parts, this.counts.real, strict=True) for row in part[:real]]
+
+
+@given(plans)
+def test_every_sample_is_real_exactly_once_and_in_order(case):
+    seen = [row for this in deal(**case) for row in real_rows(this)]
+    total = case["batch"] * case["world"]
+    expected = case["samples"] // total * total if case["drop"] else case["samples"]
+    assert seen == list(range(expected))
+
+
+@given(plans)
+def test_even_batches_are_equally_large_on_all_ranks(case):
+    if case["world"] == 1 or not case["even"]:
+        return
+    for this in deal(**case):
+        assert {len(part) for part in this.parts} == {case["batch"]}
+
+
+@given(plans)
+def test_counts_are_the_rows_held(case):
+    for this in deal(**case):
+        assert this.counts.rows == tuple(len(part) for part in this.parts)
+        assert all(0 <= real <= rows for real, rows in zip(this.counts.real, this.counts.rows, strict=True))
+
+
+@given(st.integers(1, 50), st.booleans(), st.booleans(), st.booleans())
+def test_order_does_not_depend_on_the_number_of_processes(samples, split, even, drop):
+    def steps(world: int) -> list[list[int]]:
+        return [real_rows(this) for this in deal(samples, 12 // world, world, split, even, drop)]
+
+    assert steps(1) == steps(2) == steps(3) == steps(4)
+
+
+@given(st.integers(1, 50), st.booleans(), st.booleans())
+def test_padded_order_does_not_depend_on_the_number_of_processes(samples, split, drop):
+    def steps(world: int) -> list[list[int]]:
+        return [union(this) for this in deal(samples, 12 // world, world, split, True, drop)]
+
+    assert steps(2) == steps(3) == steps(4)
+
+
+@given(plans)
+def test_padding_is_the_order_from_its_beginning(case):
+    dealt = deal(**case)
+    if case["world"] == 1 or not case["even"] or not dealt:
+        return
+    total = case["batch"] * case["world"]
+    tail = dealt[-1].counts.total
+    start = min(case["samples"], total)
+    expected = [row % start for row in range(total - tail)]
+    assert union(dealt[-1])[tail:] == expected
+
+
+@given(plans)
+def test_length_is_the_number_of_batches_yielded(case):
+    size = case["batch"] * case["world"] if case["split"] else case["batch"]
+    plan = ShardPlan(case["world"], size, case["split"], case["even"], case["drop"])
+    batches = case["samples"] // size if case["drop"] else math.ceil(case["samples"] / size)
+    dealt = deal(**case)
+    for rank in range(case["world"]):
+        yielded = sum(bool(this.parts[rank]) for this in dealt)
+        if not (case["drop"] and case["split"] and not case["even"]):
+            assert plan.length(batches, rank, case["samples"]) == yielded
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=12), st.integers(1, 4), st.booleans(), st.booleans())
+def test_batches_of_varying_size_are_dealt_exactly(sizes, world, split, even):
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    batches = [list(range(s, s + n)) for s, n in zip(starts, sizes, strict=True)]
+    dealt = list(rounds(batches, ShardPlan(world, None, split, even)))
+    assert [row for this in dealt for row in real_rows(this)] == list(range(sum(sizes)))
+    if not split:
+        for rank in range(world):
+            own = [this.parts[rank] for this in dealt if this.counts.real[rank]]
+            assert own == batches[rank::world]
+        if even:
+            assert all(all(this.parts) for this in dealt)
+    if even and split and world > 1:
+        assert all(len(set(this.counts.rows)) == 1 for this in dealt)
+
+
+def test_a_bucketed_sampler_is_filled_only_at_the_end():
+    batches = [[0, 1], [2], [3, 4], [5]]
+    dealt = list(rounds(batches, ShardPlan(2, 2)))
+    assert [this.parts for this in dealt] == [([0, 1], [2]), ([3, 4], [5, 0])]
+    assert dealt[-1].counts.real == (2, 1)
+
+
+def test_split_batch_size_must_divide():
+    with pytest.raises(ConfigError, match=r"batch size 7 is not divisible by 2.*8 or 6"):
+        ShardPlan(2, 7, split_batches=True)
+
+
+@given(plans)
+def test_agrees_with_accelerates_batch_sampler_shard(case):
+    from accelerate.data_loader import BatchSamplerShard
+    from torch.utils.data import BatchSampler, SequentialSampler
+
+    if case["world"] == 1:
+        return
+    size = case["batch"] * case["world"] if case["split"] else case["batch"]
+    dealt = deal(**case)
+    for rank in range(case["world"]):
+        sampler = BatchSampler(SequentialSampler(range(case["samples"])), size, case["drop"])
+        theirs = BatchSamplerShard(sampler, case["world"], rank, case["split"], case["even"])
+        assert [this.parts[rank] for this in dealt if this.parts[rank]] == list(theirs)

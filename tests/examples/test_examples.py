@@ -1,0 +1,182 @@
+"""Each example runs as a user would run it, and what it prints and writes is checked."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+BIN = Path(sys.executable).parent
+NUMBER = r"(\d+\.\d+(?:e[+-]\d+)?)"
+
+PYTHON = [sys.executable]
+LOCKSTEP = [str(BIN / "lockstep"), "launch", "--nproc", "2"]
+
+
+def torchrun(processes: int) -> list[str]:
+    return [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(processes)]
+
+
+def run(launcher: list[str], script: str, *arguments: object) -> str:
+    """What the script prints; with its complaints, if it fails."""
+    command = [*launcher, str(EXAMPLES / script), *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    """All values of the pattern's NUMBER in the text, in order."""
+    return [float(value) for value in re.findall(pattern.replace("NUMBER", NUMBER), text)]
+
+
+def test_gpt_learns_on_two_processes_and_leaves_a_model_that_another_program_loads(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    text = run(LOCKSTEP, "gpt/train.py", "--steps", 60, "--out", out)
+
+    (unigram,) = numbers("unigram entropy NUMBER nats", text)
+    (final,) = numbers("validation loss NUMBER nats =", text)
+    assert final < 0.97 * unigram  # 60 of 1000 steps
+    records = [json.loads(line) for line in next(out.rglob("*.jsonl")).read_text().splitlines()]
+    values = [record["values"] for record in records if "values" in record]
+    checks = [value["validation/loss"] for value in values if "validation/loss" in value]
+    assert len(checks) == 5
+    assert checks[-1] == pytest.approx(final, abs=1e-3)
+    assert checks[-1] < checks[0]
+    losses = [value["train/loss"] for value in values if "train/loss" in value]
+    assert losses[0] > 4  # near the start, log(256) = 5.5
+    assert losses[-1] < 3.2
+    assert all(value["train/tokens_per_s"] > 0 for value in values if "train/loss" in value)
+    assert list(out.rglob("events.out.tfevents.*"))
+    assert {"model.safetensors", "config.json"} <= {path.name for path in out.iterdir()}
+    assert text.count("a sample, from the prompt") == 1  # one process prints
+
+    sample = run(PYTHON, "gpt/sample.py", out, "--prompt", "def main", "--length", 40)
+    assert sample.startswith("def main")
+    assert len(sample) > 20
+    assert sample == run(PYTHON, "gpt/sample.py", out, "--prompt", "def main", "--length", 40)
+
+
+def test_gpt_runs_on_one_process_with_bf16_and_accumulation(tmp_path: Path) -> None:
+    text = run(PYTHON, "gpt/train.py", "--steps", 8, "--accumulation", 2, "--bf16", "--out", tmp_path)
+    (unigram,) = numbers("unigram entropy NUMBER nats", text)
+    (final,) = numbers("validation loss NUMBER nats =", text)
+    assert final < 5.0  # from log(256) = 5.5
+    assert 3.0 < unigram < 3.5
+
+
+DIGITS = {
+    "plain": (PYTHON, "digits/plain.py"),
+    "ddp on 1": (torchrun(1), "digits/ddp.py"),
+    "ddp on 2": (torchrun(2), "digits/ddp.py"),
+    "accelerated on 1": (PYTHON, "digits/accelerated.py"),
+    "accelerated on 2": (LOCKSTEP, "digits/accelerated.py"),
+}
+
+
+@pytest.fixture(scope="module")
+def plain_result() -> list[float]:
+    return digits_result("plain")
+
+
+def digits_result(name: str) -> list[float]:
+    text = run(*DIGITS[name], "--epochs", 4)
+    (result,) = re.findall(rf"test loss {NUMBER}, accuracy {NUMBER} on (\d+) images", text)
+    return [float(value) for value in result]
+
+
+def test_plain_digits_are_learnt(plain_result: list[float]) -> None:
+    loss, accuracy, images = plain_result
+    assert loss < 0.35
+    assert accuracy > 0.9
+    assert images == 360
+
+
+@pytest.mark.parametrize("name", [name for name in DIGITS if name != "plain"])
+def test_digits_give_the_numbers_of_the_plain_loop(name: str, plain_result: list[float]) -> None:
+    assert digits_result(name) == pytest.approx(plain_result, abs=2e-6)
+
+
+def test_the_accelerated_digits_differ_from_the_plain_ones_in_five_numbered_lines() -> None:
+    plain, accelerated = (code_lines(EXAMPLES / "digits" / name) for name in ("plain.py", "accelerated.py"))
+    changes = list(difflib.ndiff(plain, accelerated))
+    added = [line for line in changes if line.startswith("+ ")]
+    removed = [line for line in changes if line.startswith("- ")]
+    assert [re.search(r"# (\d)", line).group(1) for line in added] == list("12345")
+    assert len(removed) == 2  # the backward call and the report, written anew
+
+
+def code_lines(path: Path) -> list[str]:
+    """The file's lines after its docstring, without blank ones."""
+    source = path.read_text()
+    docstring = ast.parse(source).body[0]
+    assert docstring.end_lineno is not None
+    return [line for line in source.splitlines()[docstring.end_lineno :] if line.strip()]
+
+
+def test_the_text_classifier_learns_and_counts_each_validation_passage_once() -> None:
+    text = run(LOCKSTEP, "text_classifier.py", "--epochs", 2, "--limit", 1515)
+    losses, accuracies = numbers("train loss NUMBER", text), numbers("accuracy NUMBER", text)
+    assert losses[1] < losses[0]
+    assert accuracies[-1] > 0.85
+    assert numbers("F1 NUMBER", text)[-1] > 0.85
+    # 303 passages: four batches of 64 and a ragged one of 47, odd on two processes.
+    assert text.count("on 303 of 303 passages") == 2
+
+
+@pytest.mark.parametrize("launcher", [PYTHON, LOCKSTEP], ids=["1 process", "2 processes"])
+def test_weighted_accumulation_is_the_big_batch_and_the_mean_of_means_is_not(launcher: list[str]) -> None:
+    text = run(launcher, "accumulation.py")
+    distance = dict(re.findall(rf"^ +(\w+) +{NUMBER}$", text, flags=re.MULTILINE))
+    assert float(distance["mean_of_means"]) > 0.05
+    assert float(distance["weighted_by_count"]) < 1e-6
+    assert float(distance["weighted_by_token"]) < 1e-6
+
+
+@pytest.mark.parametrize(("mode", "inside"), [("no", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
+def test_mixed_precision_computes_in_the_lower_type_and_keeps_the_rest_in_float32(
+    mode: str, inside: str
+) -> None:
+    text = run(LOCKSTEP if mode == "fp16" else PYTHON, "mixed_precision.py", "--mixed-precision", mode)
+    assert (
+        f"mixed precision {mode}: parameters float32, inside the model {inside}, outputs float32, "
+        "gradients float32"
+    ) in text
+    first, second = numbers("loss NUMBER", text)
+    assert second < first < 2.4  # log(10) = 2.30
+    ((steps, skipped),) = re.findall(r"(\d+) steps, (\d+) skipped", text)
+    assert int(steps) == 56
+    assert 0 < int(skipped) < 20 if mode == "fp16" else int(skipped) == 0
+
+
+def test_tracking_writes_to_every_tracker(tmp_path: Path) -> None:
+    run(PYTHON, "tracking.py", "--epochs", 3, "--out", tmp_path)
+    assert list(tmp_path.rglob("events.out.tfevents.*"))
+    records = [json.loads(line) for line in next(tmp_path.rglob("*.jsonl")).read_text().splitlines()]
+    assert records[0]["config"] == {"epochs": 3, "learning_rate": 0.02}
+    losses = [record["values"]["loss"] for record in records[1:]]
+    assert len(losses) == 39
+    assert sum(losses[-13:]) < sum(losses[:13])
+    rows = (tmp_path / "values.csv").read_text().splitlines()
+    assert rows[0] == "step,name,value"
+    assert rows[-1] == "39,note,done"
+    assert len(rows) == 1 + 2 * 39 + 1
+
+
+def test_the_readme_lists_every_script() -> None:
+    listed = set(re.findall(r"\]\(([\w/]+\.py)\)", (EXAMPLES / "README.md").read_text()))
+    scripts = {
+        path.relative_to(EXAMPLES).as_posix()
+        for path in EXAMPLES.rglob("*.py")
+        if "__main__" in path.read_text()
+    }
+    assert listed == scripts

@@ -1,0 +1,152 @@
+"""Out-of-memory: recognised, retried, given up on."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.errors import UsageError
+from lockstep.runtime.memory import (
+    clear_device_cache,
+    find_executable_batch_size,
+    is_out_of_memory,
+    release_memory,
+)
+
+
+def fails_above(limit: int, tried: list[int]) -> Any:
+    def train(batch_size: int, *rest: Any, **options: Any) -> tuple[Any, ...]:
+        tried.append(batch_size)
+        if batch_size > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return batch_size, rest, options
+
+    return train
+
+
+def test_the_batch_shrinks_by_a_tenth_until_it_fits() -> None:
+    tried: list[int] = []
+    run = find_executable_batch_size(fails_above(90, tried), starting_batch_size=128)
+    assert run("x", key=1) == (82, ("x",), {"key": 1})
+    assert tried == [128, 115, 103, 92, 82]
+
+
+def test_a_size_that_failed_is_not_tried_again() -> None:
+    tried: list[int] = []
+    run = find_executable_batch_size(fails_above(9, tried), starting_batch_size=10)
+    assert [run()[0], run()[0]] == [9, 9]
+    assert tried == [10, 9, 9]
+
+
+def test_it_decorates_with_and_without_arguments() -> None:
+    @find_executable_batch_size
+    def plain(batch_size: int) -> int:
+        return batch_size
+
+    @find_executable_batch_size(starting_batch_size=16)
+    def smaller(batch_size: int, factor: int) -> int:
+        """Docs."""
+        return batch_size * factor
+
+    assert plain() == 128
+    assert smaller(2) == 32
+    assert smaller.__doc__ == "Docs."
+
+
+def test_the_caller_may_say_how_to_shrink() -> None:
+    sizes = iter([64, 32, 8])
+    tried: list[int] = []
+    run = find_executable_batch_size(fails_above(10, tried), 100, reduce_batch_size_fn=lambda: next(sizes))
+    assert run()[0] == 8
+    assert tried == [100, 64, 32, 8]
+
+
+def test_at_zero_it_gives_up_and_shows_the_last_failure() -> None:
+    tried: list[int] = []
+    with pytest.raises(UsageError, match=r"No executable batch size found, reached zero\..*2 GiB"):
+        find_executable_batch_size(fails_above(0, tried), starting_batch_size=3)()
+    assert tried == [3, 2, 1]
+
+
+def test_other_errors_pass_through_at_once() -> None:
+    @find_executable_batch_size
+    def train(batch_size: int) -> None:
+        raise ValueError("not memory")
+
+    with pytest.raises(ValueError, match="not memory"):
+        train()
+
+
+def test_passing_the_batch_size_oneself_is_explained() -> None:
+    @find_executable_batch_size
+    def train(batch_size: int, model: str) -> None: ...
+
+    with pytest.raises(TypeError, match=r"passes the batch size as the first itself.*train\(model='gpt'\)"):
+        train(64, "gpt")
+
+
+def test_a_function_without_parameters_is_explained() -> None:
+    with pytest.raises(TypeError, match="make batch_size its first parameter"):
+        find_executable_batch_size(lambda: None)()
+
+
+def test_what_the_failed_attempt_held_is_free_at_the_next() -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    @find_executable_batch_size(starting_batch_size=10)
+    def train(batch_size: int) -> list[Any]:
+        alive = [ref() for ref in held]
+        big = torch.ones(batch_size)
+        held.append(weakref.ref(big))
+        if batch_size == 10:
+            raise torch.OutOfMemoryError("out of memory")
+        return alive
+
+    assert train() == [None]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("any"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear"), True),
+        (MemoryError(), True),
+        (RuntimeError("shapes cannot be multiplied"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_out_of_memory_is_recognised(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+
+
+def test_the_error_of_torchs_own_cpu_allocator_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+
+
+def test_release_memory_lets_go_of_cycles_and_gives_nones() -> None:
+    class Node:
+        me: Any = None
+
+    node, other = Node(), Node()
+    node.me = node
+    seen = weakref.ref(node)
+    gc.disable()
+    try:
+        del node
+        assert release_memory(other, other) == [None, None]
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_clearing_the_cache_does_not_start_a_device() -> None:
+    clear_device_cache()
+    assert not torch.cuda.is_initialized() or torch.cuda.is_available()
