@@ -66,16 +66,17 @@ def test_gather_is_the_exact_concatenation_in_rank_order(run_distributed, rows):
             assert found.dtype == expected.dtype and found.equal(expected), path
 
 
-def gather_dtypes(dtypes: list[torch.dtype]) -> list[torch.Tensor]:
+def gather_dtypes(dtypes: list[torch.dtype]) -> list[tuple[torch.dtype, list]]:
     comm = communicator()
-    return comm.gather([rank_input(comm.runtime.rank, 2, dtype) for dtype in dtypes])
+    gathered = comm.gather([rank_input(comm.runtime.rank, 2, dtype) for dtype in dtypes])
+    return [(tensor.dtype, tensor.tolist()) for tensor in gathered]
 
 
 def test_gather_takes_every_dtype(run_distributed):
     for result in run_distributed(gather_dtypes, 2, DTYPES):
         for dtype, found in zip(DTYPES, result, strict=True):
             expected = [*rank_input(0, 2, dtype).tolist(), *rank_input(1, 2, dtype).tolist()]
-            assert found.dtype == dtype and found.tolist() == expected
+            assert found == (dtype, expected)
 
 
 def reduce_dtypes(reduction: str, dtypes: list[torch.dtype], scale: float) -> list[torch.Tensor]:

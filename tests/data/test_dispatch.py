@@ -143,8 +143,8 @@ def test_a_failure_while_rank_0_reads_reaches_every_rank(run_distributed):
     assert "OSError: disk gone" in other[2]
 
 
-def refused() -> str:
-    samples = 1 if start(cpu=True).rank == 0 else 8
+def refused(samples_of_main: int) -> str:
+    samples = samples_of_main if start(cpu=True).rank == 0 else 8
     try:
         prepare(DataLoader(Numbers(samples)))
     except Exception as error:
@@ -154,8 +154,13 @@ def refused() -> str:
 
 
 def test_a_loader_that_one_rank_refuses_is_refused_by_all(run_distributed):
-    for text in run_distributed(refused, 2):
+    for text in run_distributed(refused, 2, 1):
         assert "1 samples for 2 processes" in text
+
+
+def test_loaders_of_different_length_are_refused_by_all(run_distributed):
+    for text in run_distributed(refused, 2, 6):
+        assert "rank 1 has 8 batches of 8 samples, that of rank 0 has 6 of 6" in text
 
 
 def own_batches() -> list[Any]:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, SequentialSampler
 
+from lockstep.config.handlers import DataLoaderConfiguration
+from lockstep.data.prepare import prepare_loader
 from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.step import BatchCounts, StepState
-
-from tests.data.helpers import Numbers, chunks, consume, prepare, real_rows_per_step, rows_of, shuffled
+from tests.data.helpers import ALONE, Numbers, chunks, consume, prepare, real_rows_per_step, rows_of, shuffled
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -153,6 +154,9 @@ def test_without_automatic_batching_items_are_dealt_whole():
         ([0, 1, 2], None),
         ([0, 1, 2, 3], None),
     ]
+    assert loader.batch_size is None
+    assert loader.total_batch_size is None
+    assert loader.remainder == -1
     alone = prepare(DataLoader(batches, batch_size=None))
     assert consume(alone)[1] == ([0, 1, 2], BatchCounts((3,), (3,)), False)
 
@@ -184,11 +188,6 @@ def test_it_behaves_as_the_loader_it_stands_for():
 
 
 def test_batches_move_to_the_device():
-    from lockstep.config.handlers import DataLoaderConfiguration
-    from lockstep.data.prepare import prepare_loader
-
-    from tests.data.helpers import ALONE
-
     def loader(device):
         return prepare_loader(
             DataLoader(
@@ -218,8 +217,7 @@ def test_the_step_knows_the_running_loader_also_when_the_loop_is_left():
         break
     assert step.running == []
     with pytest.raises(ZeroDivisionError):
-        for _ in outer:
-            1 / 0  # noqa: B018
+        [1 / 0 for _ in outer]
     assert step.running == []
 
 

@@ -26,8 +26,17 @@ from typing import Any
 from tests.distributed.worker import Report, Task, serve
 
 MAX_WORKERS = 4
-# What the server, and so each worker, starts with: one thread each, and no GPU that they would share.
-SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+# What the server, and so each worker, starts with: one thread each, no GPU that they would share, and
+# little patience with name servers: torch's store looks up the name of ::ffff:127.0.0.1 for its log,
+# and an unanswered question costs 5 s.
+SERVER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "RES_OPTIONS": "timeout:1 attempts:1",
+}
+# Rank 0 opens the store; a rank that knocks earlier is refused and tries again only after 0.5 s.
+HEAD_START_S = 0.01
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -125,6 +134,8 @@ class WorkerPool:
             values = (rank, world_size, rank, world_size, "127.0.0.1", port)
             environment = dict(zip(RANK_VARIABLES, map(str, values), strict=True))
             worker.send(Task(call, module, list(sys.path), environment))
+            if rank == 0 and world_size > 1:
+                time.sleep(HEAD_START_S)
         reports, stacks = self.collect(ranks, timeout_s)
         failed = [r for r in range(world_size) if r in stacks or (p := reports.get(r)) is None or p.traceback]
         if failed:

@@ -157,14 +157,8 @@ def test_a_result_that_cannot_be_sent_is_a_failure(run_distributed):
         run_distributed(return_a_function, 1)
 
 
-def test_a_warm_distributed_call_costs_a_fraction_of_a_second(run_distributed):
-    run_distributed(summed_rank, 2)
-    costs = []
-    for _ in range(5):
-        started = time.perf_counter()
-        run_distributed(summed_rank, 2)
-        costs.append(time.perf_counter() - started)
-    assert min(costs) < 0.25
+def test_calls_run_on_the_same_warm_processes(run_distributed):
+    assert run_distributed(os.getpid, 2) == run_distributed(os.getpid, 2)
 
 
 def test_workers_die_with_the_process_that_started_them(tmp_path: Path):

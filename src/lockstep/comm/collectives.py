@@ -27,6 +27,10 @@ SUM_TYPES = {
 }
 
 
+# torch 2.13 renamed it and warns of the old name; 2.11 has only the old one.
+all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class Communicator:
     """The collectives of one run, each called by all ranks, none differentiable.
 
@@ -194,7 +198,7 @@ class Communicator:
         device = self.runtime.control_device
         mine = torch.tensor([call.digest(), int(error is not None)], device=device)
         all_ranks = mine.new_empty(2 * self.world_size)
-        dist.all_gather_into_tensor(all_ranks, mine)
+        all_gather_into_tensor(all_ranks, mine)
         numbers = all_ranks.tolist()
         digests, failed = numbers[0::2], numbers[1::2]
         calls = [call] * self.world_size
@@ -237,7 +241,7 @@ class Communicator:
         data = as_bytes(source)
         out = data.new_empty(self.world_size * data.numel())
         if data.numel() > 0:
-            dist.all_gather_into_tensor(out, data)
+            all_gather_into_tensor(out, data)
         joined = out.view(tensor.dtype).view(self.world_size, most, *rest)
         if min(rows) == most:
             joined = joined.flatten(0, 1)
@@ -261,6 +265,8 @@ class Communicator:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The elements as a vector of bytes, a view where possible: every backend can move bytes."""
+    if tensor.numel() == 0:  # its strides may be anything
+        return tensor.new_empty(0, dtype=torch.uint8)
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 

@@ -194,10 +194,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def group_size(given: dict[str, Any]) -> int:
     """Number of ranks of the group in an operator's arguments: an object, or the name of one."""
     if "group_name" in given:
-        name = given["group_name"]
-        group: Any = (
-            torch._C._distributed_c10d._resolve_process_group(name) if isinstance(name, str) else name
-        )
+        name: Any = given["group_name"]
+        is_name = isinstance(name, str)
+        group: Any = torch._C._distributed_c10d._resolve_process_group(name) if is_name else name
     else:
         group = dist.ProcessGroup.unbox(given["process_group"])
     return int(group.size())

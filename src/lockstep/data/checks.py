@@ -15,6 +15,17 @@ from lockstep.data.shard import ShardPlan
 from lockstep.errors import ConfigError, UsageError
 
 
+def decide(
+    loader: DataLoader[Any], config: DataLoaderConfiguration, world_size: int
+) -> tuple[ShardPlan, bool]:
+    """How the loader is dealt, and whether rank 0 dispatches it. Raises UsageError or ConfigError if it cannot be."""
+    check_loader(loader, world_size)
+    dispatch = should_dispatch(loader, config, world_size)
+    plan = plan_for(loader, config, world_size)
+    check_plan(loader, plan, dispatch)
+    return plan, dispatch
+
+
 def is_iterable(loader: DataLoader[Any]) -> bool:
     return isinstance(loader.dataset, IterableDataset)
 
@@ -90,7 +101,8 @@ def check_loader(loader: object, world_size: int) -> None:
         )
     if samples is not None and samples < world_size:
         raise UsageError(
-            f"The loader has {samples} samples for {world_size} processes. Use at most {samples} processes or more data."
+            f"The loader has {samples} samples for {world_size} processes. "
+            f"Use at most {samples} processes or more data."
         )
     if world_size == 1:
         return
@@ -123,4 +135,16 @@ def check_plan(loader: DataLoader[Any], plan: ShardPlan, dispatch: bool) -> None
         raise ConfigError(
             f"even_batches=False with an iterable dataset and {loader.num_workers} workers: each worker ends with "
             "a ragged round of its own, and processes fall out of step. Use even_batches=True or num_workers=1."
+        )
+
+
+Lengths = tuple[int | None, ...]
+
+
+def check_lengths(own: Lengths, main: Lengths, rank: int, dispatch: bool) -> None:
+    """Raise UsageError where a rank that reads for itself has other data than rank 0."""
+    if own != main and not dispatch:
+        raise UsageError(
+            f"The loader of rank {rank} has {own[0]} batches of {own[1]} samples, that of rank 0 has {main[0]} of "
+            f"{main[1]}. Give every rank the whole data: prepare() takes each one's part of it."
         )

@@ -43,8 +43,10 @@ class EpochCounter:
 class LoaderParts:
     """What ``prepare_loader`` decided, for a ``PreparedLoader``.
 
-    ``original`` is the user's loader. ``lengths``: samples and batches of the whole order (None: unknown).
-    ``dispatch`` turns the rounds read on rank 0 into this rank's. ``before_epoch`` runs first in each.
+    ``original`` is the user's loader. ``batches`` and ``samples`` are those of the whole order (None:
+    unknown). ``opaque``: the dataset makes whole batches itself. ``keeps_inner_state``: the dataset saves
+    its own position, through torchdata. ``reads``: this rank reads. ``dispatch`` turns the rounds read on
+    rank 0 into this rank's. ``before_epoch`` runs first in each epoch.
     """
 
     original: DataLoader[Any]
@@ -57,6 +59,7 @@ class LoaderParts:
     non_blocking: bool
     batches: int | None
     samples: int | None
+    opaque: bool
     keeps_inner_state: bool
     reads: bool
     dispatch: Callable[[Rounds | None], Rounds] | None
@@ -115,7 +118,7 @@ class PreparedLoader(DataLoader[Any]):
     def drop_last(self) -> bool:  # type: ignore[override]
         return self._parts.plan.drop_last
 
-    @property
+    @property  # type: ignore[misc]
     def multiprocessing_context(self) -> Any:
         return self.original.multiprocessing_context
 
@@ -126,12 +129,12 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def batch_size(self) -> int | None:  # type: ignore[override]
         """Rows of a full batch on this rank (None: they vary)."""
-        return self._parts.plan.rank_batch_size
+        return None if self._parts.opaque else self._parts.plan.rank_batch_size
 
     @property
     def total_batch_size(self) -> int | None:
         """Rows of a full batch over all ranks (None: they vary)."""
-        return self._parts.plan.total_batch_size
+        return None if self._parts.opaque else self._parts.plan.total_batch_size
 
     @property
     def total_dataset_length(self) -> int:
@@ -169,8 +172,6 @@ class PreparedLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch ``epoch``."""
-        if epoch != self._epochs.next:
-            self._resume = None
         self._epochs.next = epoch
 
     def skipping(self, num_batches: int) -> PreparedLoader:
@@ -222,7 +223,9 @@ class PreparedLoader(DataLoader[Any]):
         epoch = self._epochs.next
         resume, self._resume = self._resume, None
         self._epochs.next = epoch + 1
-        begin = resume or Position(epoch, self._skip, self._skip)
+        # A loaded position is stale once another epoch was chosen.
+        continues = resume is not None and resume.epoch == epoch
+        begin = resume if resume is not None and continues else Position(epoch, self._skip, self._skip)
         # Without a state of its own to continue from, the reader leaves out what was handed out.
         start = begin.start if begin.inner is not None else begin.batches
         source = self._source(begin, start)

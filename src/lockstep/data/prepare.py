@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.comm.collectives import Communicator
+from lockstep.comm.together import together
 from lockstep.config.handlers import DataLoaderConfiguration
-from lockstep.data.checks import (
-    batches_by_sampler,
-    check_loader,
-    check_plan,
-    is_iterable,
-    lengths,
-    plan_for,
-    should_dispatch,
-)
+from lockstep.data.checks import batches_by_sampler, check_lengths, decide, is_iterable, lengths
 from lockstep.data.dispatch import dispatched
 from lockstep.data.loader import LoaderParts, PreparedLoader
 from lockstep.data.order import GlobalOrder, initial_seed_of
@@ -78,28 +72,21 @@ def prepare_loader(
     world_size = runtime.world_size if world_size is None else world_size
     # With ranks that stand in for others there is nobody to talk to.
     shared = communicator if world_size > 1 and world_size == runtime.world_size else None
-    plan, error = None, None
-    try:
-        check_loader(loader, world_size)
-        dispatch = should_dispatch(loader, config, world_size)
-        plan = plan_for(loader, config, world_size)
-        check_plan(loader, plan, dispatch)
+    with together(shared) if shared is not None else nullcontext():
+        plan, dispatch = decide(loader, config, world_size)
+        names = check_rng_types(rng_types)
         if dispatch and shared is None:
             raise UsageError(
                 f"dispatch_batches=True needs {world_size} running processes, but this one is alone. "
                 "Pass dispatch_batches=False to look at one rank's part."
             )
-        names = check_rng_types(rng_types)
-    except Exception as caught:
-        error = caught
-    if shared is not None:
-        shared.agree(error)
-    if error is not None:
-        raise error
-    assert plan is not None
-    seed = common_seed(loader, config, shared)
-    reader = make_reader(loader, plan, seed, range(world_size) if dispatch else (rank,), config)
+    seed = initial_seed_of(loader) if config.data_seed is None else config.data_seed
     batches, samples = lengths(loader)
+    if shared is not None:
+        seed, *lengths_of_main = shared.broadcast_object_list([seed, batches, samples], from_process=0)
+        with together(shared):
+            check_lengths((batches, samples), tuple(lengths_of_main), rank, dispatch)
+    reader = make_reader(loader, plan, seed, range(world_size) if dispatch else (rank,), config)
     return PreparedLoader(
         LoaderParts(
             original=loader,
@@ -112,6 +99,7 @@ def prepare_loader(
             non_blocking=config.non_blocking or loader.pin_memory,
             batches=batches,
             samples=samples,
+            opaque=batches_by_sampler(loader) is None,
             keeps_inner_state=hasattr(reader.inner, "state_dict")
             and hasattr(reader.inner.dataset, "state_dict"),
             reads=rank == 0 or not dispatch,
@@ -172,16 +160,6 @@ def prepare_data_loader(
     )
 
 
-def common_seed(
-    loader: DataLoader[Any], config: DataLoaderConfiguration, communicator: Communicator | None
-) -> int:
-    """The seed of the order: rank 0's, on all ranks."""
-    seed = initial_seed_of(loader) if config.data_seed is None else config.data_seed
-    if communicator is not None:
-        seed = communicator.broadcast_object_list([seed], from_process=0)[0]
-    return seed
-
-
 def make_reader(
     loader: DataLoader[Any],
     plan: ShardPlan,
@@ -197,8 +175,10 @@ def make_reader(
                 batch_size=loader.batch_size, drop_last=loader.drop_last, collate_fn=loader.collate_fn
             )
             return PlainReader(build(loader.dataset, **options))
-        stream = ShardedStream(loader.dataset, plan, ranks, loader.batch_size, loader.drop_last)
-        collate = CollateParts(loader.collate_fn)
+        stream = ShardedStream(
+            cast(IterableDataset[Any], loader.dataset), plan, ranks, loader.batch_size, loader.drop_last
+        )
+        collate: Any = CollateParts(loader.collate_fn)
         return StreamReader(build(stream, batch_size=None, collate_fn=collate, **options))
     sampler = batches_by_sampler(loader)
     order = GlobalOrder(loader.sampler if sampler is None else sampler, seed)
@@ -227,4 +207,4 @@ def loader_class(loader: DataLoader[Any], config: DataLoaderConfiguration) -> ty
         from torchdata.stateful_dataloader import StatefulDataLoader
     except ImportError as error:
         raise MissingExtraError("use_stateful_dataloader", "torchdata", "torchdata") from error
-    return StatefulDataLoader  # type: ignore[no-any-return]
+    return StatefulDataLoader

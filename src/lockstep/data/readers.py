@@ -8,7 +8,7 @@ has behind it (0: no state was loaded).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import count, islice
 from typing import Any, Protocol
 
@@ -92,7 +92,7 @@ class ShardedBatches(Sampler[Any]):
 def sample_count(batch_sampler: Any) -> int | None:
     """Number of indices a batch sampler draws in an epoch, where it can be known."""
     sampler = getattr(batch_sampler, "sampler", None)
-    return len(sampler) if hasattr(sampler, "__len__") else None
+    return len(sampler) if isinstance(sampler, Sized) else None
 
 
 class MapReader:
@@ -204,8 +204,9 @@ class StreamReader:
 
     def read(self, epoch: int, start: int, loaded: int = 0) -> Rounds:
         skip = 0 if loaded else start
-        for parts, counts in islice(iter(self.inner), skip, None):
-            yield parts, counts
+        for dealt in islice(iter(self.inner), skip, None):
+            # Pinning turns the pair into a list.
+            yield dealt[0], dealt[1]
 
 
 class PlainReader:

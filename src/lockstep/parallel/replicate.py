@@ -48,7 +48,11 @@ def distributed_data_parallel(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return model
     device_ids = [runtime.device.index] if runtime.device.type == "cuda" else None
-    replica = DistributedDataParallel(model, device_ids=device_ids, **_arguments(options))
+    arguments = _arguments(options)
+    if Hook(options.comm_hook) in _POWER_SGD and runtime.device.type == "cpu":
+        # Its callbacks issue further all-reduces; gloo runs those of several buckets in any order.
+        arguments["bucket_cap_mb"] = 1 << 20
+    replica = DistributedDataParallel(model, device_ids=device_ids, **arguments)
     hook = gradient_hook(options)
     if hook is not None:
         replica.register_comm_hook(*hook)
@@ -141,5 +145,6 @@ def _in_half(inner: GradientHook, dtype: torch.dtype) -> GradientHook:
     return hook
 
 
+_POWER_SGD = (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD)
 _HALF_TYPES = {Hook.FP16: torch.float16, Hook.BF16: torch.bfloat16}
 _HALF_HOOKS = {hook: _half_all_reduce(dtype) for hook, dtype in _HALF_TYPES.items()}
