@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import weakref
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.checkpoint import state as checkpoints
-from lockstep.checkpoint.model import save_object, write_weights
+from lockstep.checkpoint.model import save, write_weights
 from lockstep.comm.collectives import Communicator, Reduction
 from lockstep.comm.ledger import CommunicationLedger
 from lockstep.comm.metrics import gather_for_metrics, sample_weights
@@ -28,10 +29,12 @@ from lockstep.config.handlers import (
     KwargsHandler,
     ProfileKwargs,
     ProjectConfiguration,
+    TorchDynamoPlugin,
 )
 from lockstep.config.options import refuse_later_options, resolve_options
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.skip import skip_first_batches
+from lockstep.errors import UsageError
 from lockstep.parallel.autocast import autocast
 from lockstep.parallel.compose import unwrap
 from lockstep.parallel.join import join_replicas
@@ -41,7 +44,7 @@ from lockstep.runtime.control import ProcessControl, RunState
 from lockstep.runtime.memory import release_memory
 from lockstep.runtime.step import StepState
 from lockstep.train import clipping
-from lockstep.train.accumulation import Accumulation
+from lockstep.train.accumulation import Accumulation, trigger_sync
 from lockstep.train.loss_scale import LossScaler
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.scheduler import PreparedScheduler
@@ -67,6 +70,7 @@ class Accelerator(ProcessControl):
         step_scheduler_with_optimizer: Prepared schedulers advance only with their optimizer.
         kwargs_handlers: Options of DDP, loss scale, process group, autocast and profiler.
         dynamo_backend: A ``torch.compile`` backend to compile prepared models with.
+        dynamo_plugin: The same with more of ``torch.compile``'s options; instead of the name.
         parallel: ``auto``, ``ddp``, or ``dataparallel`` (several GPUs in one process).
         later: Options of Accelerate that are refused by name.
 
@@ -93,10 +97,11 @@ class Accelerator(ProcessControl):
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: list[KwargsHandler] | None = None,
         dynamo_backend: str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
         parallel: str | None = None,
         **later: Any,
     ) -> None:
-        refuse_later_options(later)
+        refuse_later_options(later, inspect.signature(type(self)).parameters)
         self._options = options = resolve_options(
             mixed_precision=mixed_precision,
             gradient_accumulation_steps=gradient_accumulation_steps,
@@ -104,6 +109,7 @@ class Accelerator(ProcessControl):
             cpu=cpu,
             parallel=parallel,
             dynamo_backend=dynamo_backend,
+            dynamo_plugin=dynamo_plugin,
             split_batches=split_batches,
             dataloader_config=dataloader_config,
             project_dir=project_dir,
@@ -263,7 +269,7 @@ class Accelerator(ProcessControl):
     def free_memory(self, *objects: Any) -> list[Any]:
         """Forget all prepared objects, and return None for each given one, so that memory can be freed."""
         self._preparation.clear()
-        self._step.micro_batch = 0
+        self._accumulation.reset()
         return release_memory(*objects)
 
     clear = free_memory
@@ -301,17 +307,18 @@ class Accelerator(ProcessControl):
         """
         return sample_weights(self._step, self.runtime.rank, self.runtime.device)
 
-    @contextmanager
-    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """One micro-batch of ``gradient_accumulation_steps``; gradients are averaged after the last."""
-        with self._accumulation.accumulate(models):
-            yield
+        return self._accumulation.accumulate(models)
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Backward inside adds to this rank's gradients without averaging them."""
-        with self._accumulation.no_sync([model]):
-            yield
+        return self._accumulation.no_sync([model])
+
+    @staticmethod
+    def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, backward averages gradients although the last forward ran in ``no_sync``."""
+        return trigger_sync(model)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Run other code in the precision in which prepared models run."""
@@ -348,16 +355,20 @@ class Accelerator(ProcessControl):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Train although ranks have different numbers of batches; ``even_batches`` overrides the loaders'."""
-        loaders = self._preparation.loaders
+        """Train although ranks have different numbers of batches.
+
+        ``even_batches`` overrides that of the prepared loaders inside, where they read map-style data on
+        every rank; others are warned about. Several micro-batches a step are refused inside.
+        """
+        loaders = list(self._preparation.loaders)
         before = [loader.even_batches for loader in loaders]
-        for loader in loaders if even_batches is not None else ():
-            loader.even_batches = even_batches
         try:
+            if even_batches is not None and self.num_processes > 1:
+                self._preparation.override_even_batches(even_batches)
             with join_replicas(joinables, self.runtime.world_size), self._accumulation.uneven_inputs():
                 yield
         finally:
-            for loader, value in zip(loaders, before, strict=False):
+            for loader, value in zip(loaders, before, strict=True):
                 loader.even_batches = value
 
     # Between ranks ----------------------------------------------------------------------------------
@@ -403,8 +414,7 @@ class Accelerator(ProcessControl):
         self, obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False
     ) -> None:
         """``torch.save`` (or safetensors) on the main process, or on one process of each machine."""
-        if self.is_local_main_process if save_on_each_node else self.is_main_process:
-            save_object(obj, f, safe_serialization)
+        save(obj, f, save_on_each_node, safe_serialization)
 
     def save_model(
         self,
@@ -418,7 +428,11 @@ class Accelerator(ProcessControl):
         Called on every rank; rank 0 writes. All return when the files are there.
         """
         with together(self._communicator):
-            refuse_later_options({} if safe_serialization else {"safe_serialization=False": True})
+            if not safe_serialization:
+                raise UsageError(
+                    "save_model got safe_serialization=False, but weights are written as safetensors only, which no "
+                    "pickle can hide in. Drop the argument, or save accelerator.get_state_dict(model) yourself."
+                )
             state = self.get_state_dict(model)
             if self.is_main_process:
                 write_weights(state, save_directory, max_shard_size)
@@ -443,8 +457,9 @@ class Accelerator(ProcessControl):
         project = self._options.project
         directory = checkpoints.next_directory(output_dir, project)
         checkpoints.save(directory, self._training(), self._hooks, self.runtime, self._communicator)
-        if self.is_main_process:
-            checkpoints.prune(project)
+        with together(self._communicator):
+            if self.is_main_process:
+                checkpoints.prune(project)
         project.iteration += 1
         return str(directory)
 
@@ -464,7 +479,7 @@ class Accelerator(ProcessControl):
                 "optimizer": list(prepared.optimizers),
                 "scheduler": list(prepared.schedulers),
                 "loader": list(prepared.loaders),
-                "scaler": [] if self.scaler is None else [self.scaler],
+                "scaler": [] if self._scaler is None else [self._scaler],
                 "object": self._registered,
             },
         )

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm.collectives import Communicator
 from lockstep.config.options import Options
@@ -86,6 +87,7 @@ class Preparation:
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
+        self._refuse_replicas(model)
         self._remember(model)
         options = self._options
         prepared = spread(
@@ -96,7 +98,7 @@ class Preparation:
                 mixed_precision=options.mixed_precision,
                 autocast=options.autocast,
                 ddp=options.ddp,
-                compile_backend=options.compile_backend,
+                compile_options=options.compile_options,
             ),
             device_placement=self._device_placement if device_placement is None else device_placement,
             evaluation_mode=evaluation_mode,
@@ -150,6 +152,14 @@ class Preparation:
         self.schedulers.append(prepared)
         return prepared
 
+    def override_even_batches(self, even_batches: bool) -> None:
+        """Set it on all loaders that can still be changed, and warn about the others."""
+        for loader in self.loaders:
+            try:
+                loader.even_batches = even_batches
+            except UsageError as error:
+                logger.warning("%s", error)
+
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """All parameters of the prepared models."""
         for model in self.models:
@@ -173,17 +183,20 @@ class Preparation:
 
     def clear(self) -> None:
         self._originals.clear()
+        self._forward_seen = False
+        if self._scaler is not None:
+            self._scaler.clear()
         self.models.clear()
         self.optimizers.clear()
         self.schedulers.clear()
         self.loaders.clear()
 
     def _watch_first_forward(self, model: nn.Module) -> None:
-        def seen(module: nn.Module, args: Any) -> None:
-            self._forward_seen = True
-            handle.remove()
+        watch = _FirstForward(self)
+        watch.handle = model.register_forward_pre_hook(watch)
 
-        handle = model.register_forward_pre_hook(seen)
+    def forward_was_seen(self) -> None:
+        self._forward_seen = True
 
     def _check_parameters(self, optimizer: Optimizer) -> None:
         if self._runtime.world_size == 1:
@@ -213,12 +226,45 @@ class Preparation:
             self._originals.append(prepared)
 
     @staticmethod
+    def _refuse_replicas(model: nn.Module) -> None:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise UsageError(
+                f"prepare got a {type(model).__name__}, but it spreads models itself. Pass the model inside it, and "
+                "DDP's options as DistributedDataParallelKwargs."
+            )
+
+    @staticmethod
     def _refuse_tensors_on_meta(objects: tuple[Any, ...]) -> None:
         for item in objects:
             if isinstance(item, nn.Module):
                 names = [name for name, parameter in item.named_parameters() if parameter.is_meta]
                 if names:
                     raise UsageError(
-                        f"{type(item).__name__} has {len(names)} parameters on the meta device ('{names[0]}', ...), which "
-                        "hold no values. Load or initialise them first: model.to_empty(device=...), then its weights."
+                        f"{type(item).__name__} has {len(names)} parameters on the meta device ('{names[0]}', ...), "
+                        "which hold no values. Load or initialise them first: model.to_empty(device=...), then the "
+                        "weights."
                     )
+
+
+class _FirstForward:
+    """A hook that tells once that a prepared model was called. Copies and pickles of the model lose it."""
+
+    def __init__(self, preparation: Preparation) -> None:
+        self._preparation = preparation
+        self.handle: RemovableHandle | None = None
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self._preparation.forward_was_seen()
+        if self.handle is not None:
+            self.handle.remove()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _copy_of_watch, ()
+
+
+def _copy_of_watch() -> Callable[[nn.Module, Any], None]:
+    return _ignore
+
+
+def _ignore(module: nn.Module, args: Any) -> None:
+    """What is left of ``_FirstForward`` in a copy."""

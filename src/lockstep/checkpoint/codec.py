@@ -6,7 +6,7 @@ refused by its path. Containers that JSON lacks are written as ``{"<kind>": ...}
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, deque
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,9 @@ def encode(value: Any, tensors: Tensors, path: str = "state") -> Any:
         return value
     if isinstance(value, (int, float)) and type(value) in (int, float):
         return value if _is_plain_number(value) else {_TAG: "float", "value": repr(value)}
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        while path in tensors:  # keys with dots in them, or 1 beside "1"
+            path += "'"
     if isinstance(value, torch.Tensor):
         tensors[path] = value.detach().cpu().contiguous().clone()
         return {_TAG: "tensor", "name": path}
@@ -39,12 +42,12 @@ def encode(value: Any, tensors: Tensors, path: str = "state") -> Any:
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         items = [encode(item, tensors, f"{path}.{i}") for i, item in enumerate(value)]
         return items if type(value) is list else {_TAG: _sequence_kind(value), "items": items}
-    if isinstance(value, (dict, OrderedDict, defaultdict)):
+    if isinstance(value, dict):
         pairs = [
             [encode(key, tensors, f"{path}.key"), encode(item, tensors, f"{path}.{key}")]
             for key, item in value.items()
         ]
-        return {_TAG: "dict", "items": pairs}
+        return {_TAG: "counter" if isinstance(value, Counter) else "dict", "items": pairs}
     if isinstance(value, torch.dtype):
         return {_TAG: "dtype", "value": str(value).removeprefix("torch.")}
     raise UsageError(
@@ -68,8 +71,9 @@ def decode(value: Any, tensors: Tensors) -> Any:
         return float(value["value"])
     if kind == "dtype":
         return getattr(torch, value["value"])
-    if kind == "dict":
-        return {decode(key, tensors): decode(item, tensors) for key, item in value["items"]}
+    if kind in ("dict", "counter"):
+        decoded = {decode(key, tensors): decode(item, tensors) for key, item in value["items"]}
+        return decoded if kind == "dict" else Counter(decoded)
     items = [decode(item, tensors) for item in value["items"]]
     return _SEQUENCES[kind](items)
 

@@ -15,9 +15,13 @@ from safetensors.torch import load_model, save_file
 from torch import nn
 
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.runtime import process
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# What scripts import for files that others wrote.
+PICKLED_WEIGHTS = "pytorch_model.bin"
+PICKLED_INDEX = "pytorch_model.bin.index.json"
 _UNITS = {
     "": 1,
     "KB": 10**3,
@@ -36,6 +40,13 @@ def save_object(value: Any, file: Any, safe_serialization: bool) -> None:
         save_file(_without_ties(value), file, metadata={"format": "pt"})
     else:
         torch.save(value, file)
+
+
+def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+    """``save_object`` on rank 0, or on local rank 0 of each machine; nothing on the others."""
+    runtime = process.start()
+    if runtime.is_local_main if save_on_each_node else runtime.is_main:
+        save_object(obj, f, safe_serialization)
 
 
 def write_weights(

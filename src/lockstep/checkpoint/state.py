@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file, save_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.checkpoint.codec import decode, encode
-from lockstep.checkpoint.model import read_weights
+from lockstep.checkpoint.model import read_weights, save_object
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.together import together
 from lockstep.config.handlers import ProjectConfiguration
@@ -39,7 +39,10 @@ LoadHook = Callable[[list[nn.Module], str], None]
 
 @dataclass
 class Hooks:
-    """Functions of the user that run before a state is saved or loaded."""
+    """Functions of the user that run before a state is saved or loaded.
+
+    A model whose entry a hook takes out of the list of weights (of models, when loading) is left to it.
+    """
 
     save: OrderedDict[int, SaveHook] = field(default_factory=OrderedDict)
     load: OrderedDict[int, LoadHook] = field(default_factory=OrderedDict)
@@ -74,13 +77,13 @@ def save(
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
     with together(communicator):
-        models = list(training.models)
+        weights: list[dict[str, Any]] = [model.state_dict() for model in training.models]
         for hook in list(hooks.save.values()):
-            hook(models, [model.state_dict() for model in models], str(partial))
+            hook(list(training.models), weights, str(partial))
         _write_tree(rng_state(), partial, f"rng_{runtime.rank}")
         if runtime.is_main:
-            for i, model in enumerate(models):
-                save_model(model, str(partial / _model_name(i)), metadata={"format": "pt"})
+            for i, state in enumerate(weights):
+                save_object(state, partial / _model_name(i), safe_serialization=True)
             _write_tree({name: item.state_dict() for name, item in training.stateful()}, partial, "state")
     with together(communicator):
         if runtime.is_main:

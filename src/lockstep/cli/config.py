@@ -22,10 +22,14 @@ Examples:
 
 
 @click.command("config", epilog=EPILOG)
-@click.option("--config-file", type=str, help="Where to write (default: the file that launch reads by itself).")
+@click.option(
+    "--config-file", type=str, help="Where to write (default: the file that launch reads by itself)."
+)
 @click.option("--num-processes", type=click.IntRange(1, MAX_PROCESSES), help="Processes over all machines.")
 @click.option("--num-machines", type=click.IntRange(1, MAX_MACHINES), help="Number of machines.")
-@click.option("--machine-rank", type=click.IntRange(0, MAX_MACHINES - 1), help="This machine's number, from 0.")
+@click.option(
+    "--machine-rank", type=click.IntRange(0, MAX_MACHINES - 1), help="This machine's number, from 0."
+)
 @click.option("--main-process-ip", type=str, help="Address of the machine with rank 0.")
 @click.option("--main-process-port", type=click.IntRange(0, MAX_PORT), help="Port there.")
 @click.option("--mixed-precision", type=PRECISION, help="Precision of autocast.")
@@ -43,9 +47,13 @@ def command(config_file: str | None, yes: bool, force: bool, **flags: Any) -> No
 
     path = Path(config_file) if config_file else user_config_file()
     if path.exists() and not force and not click.confirm(f"{path} exists. Overwrite it?", default=False):
-        raise click.ClickException(f"{path} exists and was left as it is. Use --force, or another --config-file.")
+        raise click.ClickException(
+            f"{path} exists and was left as it is. Use --force, or another --config-file."
+        )
     write_config(path, answers)
-    click.echo(f"Wrote {path}. Use it with: lockstep launch" + (f" --config-file {path}" if config_file else ""))
+    click.echo(
+        f"Wrote {path}. Use it with: lockstep launch" + (f" --config-file {path}" if config_file else "")
+    )
 
 
 def _ask() -> dict[str, Any]:
@@ -59,7 +67,9 @@ def _ask() -> dict[str, Any]:
             "Number of this machine, from 0", default=0, type=click.IntRange(0, machines - 1)
         )
         answers["main_process_ip"] = click.prompt("Address of machine 0")
-        answers["main_process_port"] = click.prompt("Port there", type=click.IntRange(1, MAX_PORT), default=29500)
+        answers["main_process_port"] = click.prompt(
+            "Port there", type=click.IntRange(1, MAX_PORT), default=29500
+        )
     answers["use_cpu"] = click.confirm("Train on CPUs only", default=False)
     answers["num_processes"] = click.prompt(
         "How many processes over all machines", default=machines, type=click.IntRange(1, MAX_PROCESSES)

@@ -245,7 +245,6 @@ def _print(plan: LaunchPlan) -> None:
     import shlex
 
     from rich.console import Console
-    from rich.table import Table
 
     from lockstep.launch.plan import describe
 
@@ -255,7 +254,6 @@ def _print(plan: LaunchPlan) -> None:
     console.print("with the environment:", style="bold")
     for name, value in sorted(plan.environment.items()):
         console.print(f"  {name}={value}", markup=False)
-    table = Table("setting", "value", "from", title="configuration", title_justify="left")
-    for row in describe(plan):
-        table.add_row(*row)
-    console.print(table)
+    console.print("from the configuration:", style="bold")
+    for name, value, origin in describe(plan):
+        console.print(f"  {name:<28} {value:<12} {origin}", markup=False)

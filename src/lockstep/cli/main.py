@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from lockstep import __version__
 from lockstep.errors import LockstepError
 
 BAD_INPUT = 2
@@ -44,7 +45,7 @@ class LazyGroup(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[Any, Any, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            from lockstep.config.sources import suggestion
+            from lockstep.config.values import suggestion
 
             ctx.fail(f"there is no command {args[0][:60]!r}.{suggestion(args[0], COMMANDS)}")
         return super().resolve_command(ctx, args)
@@ -55,7 +56,7 @@ class LazyGroup(click.Group):
 
 
 @click.group(cls=LazyGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="lockstep-train", prog_name="lockstep")
+@click.version_option(__version__, prog_name="lockstep")
 def cli() -> None:
     """Distributed PyTorch training: the same script on one process or many."""
 

@@ -14,8 +14,7 @@ from pydantic import ValidationError
 
 from lockstep.config.enums import ComputeEnvironment, DistributedType
 from lockstep.config.run import RunConfig
-from lockstep.config.sources import FALSE_WORDS, suggestion
-from lockstep.config.values import shown
+from lockstep.config.values import FALSE_WORDS, shown, suggestion
 from lockstep.config.yaml_file import YamlFile, read_yaml
 from lockstep.errors import ConfigError
 
@@ -109,7 +108,12 @@ def from_yaml(file: YamlFile) -> LoadedConfig:
             at = f"{file.name}:{file.lines[(key,)]}"
             raise ConfigError(f"{at}: {name!r} is not a known key.{near}")
     _apply_type(file, values)
-    return LoadedConfig(_validate(file, values), {key: file.at(key) for key in values}, warnings)
+    return LoadedConfig(_validate(file, values), _origins(file, values), warnings)
+
+
+def _origins(file: YamlFile, values: dict[str, Any]) -> dict[str, str]:
+    """Where each setting is said; those that a distributed_type implies are said there."""
+    return {key: file.at(key if key in file.data else "distributed_type") for key in values}
 
 
 def is_off(value: Any) -> bool:
@@ -143,6 +147,8 @@ def _apply_type(file: YamlFile, values: dict[str, Any]) -> None:
     kind = file.data.get("distributed_type")
     if kind == DistributedType.MULTI_CPU:
         values.setdefault("use_cpu", True)
+    if kind in (DistributedType.NO, False):
+        values.setdefault("num_processes", 1)
     if kind == DistributedType.MULTI_GPU and values.get("use_cpu") is True:
         raise ConfigError(
             f"{file.at('use_cpu')} is true but distributed_type is MULTI_GPU. Set MULTI_CPU, or use_cpu: false."

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, Literal
 
-from lockstep.config.enums import DDPCommunicationHookType
+from lockstep.config.enums import DDPCommunicationHookType, DynamoBackend
 from lockstep.errors import ConfigError
 
 
@@ -131,6 +131,22 @@ class DataLoaderConfiguration:
                 "dispatch_batches=True sends every rank a slice of one batch and so needs even_batches=True, "
                 "but even_batches=False was given. Drop one of the two."
             )
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """Options of ``torch.compile``; the backend ``no`` leaves models as they are."""
+
+    backend: DynamoBackend | str | None = None
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: dict[str, Any] | None = None
+    disable: bool = False
+
+    def compile_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``torch.compile`` besides the backend."""
+        return {name: value for name, value in self.to_kwargs().items() if name != "backend"}
 
 
 @dataclass

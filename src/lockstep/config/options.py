@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +17,10 @@ from lockstep.config.handlers import (
     KwargsHandler,
     ProfileKwargs,
     ProjectConfiguration,
+    TorchDynamoPlugin,
 )
 from lockstep.config.parallel import Strategy
-from lockstep.config.sources import worker_settings
+from lockstep.config.sources import suggestion, worker_settings
 from lockstep.errors import ConfigError
 
 HANDLERS = (
@@ -30,6 +31,17 @@ HANDLERS = (
     ProfileKwargs,
 )
 
+# Of Accelerate's Accelerator, for strategies that this version does not have.
+LATER_OPTIONS = (
+    "deepspeed_plugin",
+    "deepspeed_plugins",
+    "fp8_recipe_handler",
+    "fsdp_plugin",
+    "megatron_lm_plugin",
+    "parallelism_config",
+    "torch_tp_plugin",
+)
+
 
 @dataclass(frozen=True)
 class Options:
@@ -38,7 +50,7 @@ class Options:
     mixed_precision: str
     cpu: bool
     strategy: Strategy
-    compile_backend: str | None
+    compile_options: dict[str, Any] | None
     accumulation: GradientAccumulationPlugin
     loaders: DataLoaderConfiguration
     project: ProjectConfiguration
@@ -57,6 +69,7 @@ def resolve_options(
     cpu: bool | None,
     parallel: str | None,
     dynamo_backend: str | None,
+    dynamo_plugin: TorchDynamoPlugin | None,
     split_batches: bool | None,
     dataloader_config: DataLoaderConfiguration | None,
     project_dir: str | os.PathLike[str] | None,
@@ -68,6 +81,10 @@ def resolve_options(
     Raises:
         ConfigError: a value is unknown or contradicts another.
     """
+    if dynamo_plugin is not None and dynamo_backend is not None:
+        raise ConfigError(
+            f"dynamo_backend={dynamo_backend!r} and dynamo_plugin were both given. Pass only one of them."
+        )
     steps = gradient_accumulation_steps
     if gradient_accumulation_plugin is not None and steps not in (
         None,
@@ -85,7 +102,7 @@ def resolve_options(
             "gradient_accumulation_steps": None if steps == 1 else steps,
             "cpu": cpu or None,
             "parallel": parallel,
-            "dynamo_backend": dynamo_backend,
+            "dynamo_backend": dynamo_plugin.backend if dynamo_plugin is not None else dynamo_backend,
         }
     )
     loaders = dataloader_config or DataLoaderConfiguration()
@@ -99,7 +116,12 @@ def resolve_options(
         mixed_precision=str(settings.mixed_precision),
         cpu=settings.cpu,
         strategy=Strategy.parse(settings.parallel),
-        compile_backend=None if settings.dynamo_backend == "no" else settings.dynamo_backend,
+        compile_options=None
+        if settings.dynamo_backend == "no"
+        else {
+            "backend": settings.dynamo_backend,
+            **(dynamo_plugin.compile_options() if dynamo_plugin else {}),
+        },
         accumulation=gradient_accumulation_plugin
         or GradientAccumulationPlugin(num_steps=settings.gradient_accumulation_steps),
         loaders=loaders,
@@ -132,9 +154,17 @@ def handlers_by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
     return {kind: found.get(kind, kind()) for kind in HANDLERS}
 
 
-def refuse_later_options(options: dict[str, Any]) -> None:
-    """Options of Accelerate that this version does not have: refused by name rather than ignored."""
+def refuse_later_options(options: dict[str, Any], known: Iterable[str] = ()) -> None:
+    """Options of Accelerate that this version does not have: refused by name rather than ignored.
+
+    Raises:
+        ConfigError: one of them has a value, or a name is no option at all.
+    """
     for name, value in options.items():
+        if name not in LATER_OPTIONS:
+            raise ConfigError(
+                f"Accelerator has no option {name!r}.{suggestion(name, known) or ' Remove it.'}"
+            )
         if value is not None:
             raise ConfigError(
                 f"{name} was given, but this version trains with data parallel only. "

@@ -9,8 +9,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from lockstep.config import checks
 from lockstep.config.enums import PrecisionType
-from lockstep.config.sources import parse_bool, parse_integer, parse_precision, suggestion
-from lockstep.config.values import parse_gpus, parse_host, shown
+from lockstep.config.values import (
+    parse_bool,
+    parse_gpus,
+    parse_host,
+    parse_integer,
+    parse_precision,
+    shown,
+    suggestion,
+)
 from lockstep.errors import ConfigError
 
 

@@ -6,20 +6,20 @@ worker reads this first.
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.config.enums import PrecisionType
+from lockstep.config.values import parse_bool as parse_bool
+from lockstep.config.values import parse_integer as parse_integer
+from lockstep.config.values import parse_precision as parse_precision
+from lockstep.config.values import suggestion as suggestion
 from lockstep.errors import ConfigError
 
 Environ = Mapping[str, str]
-
-TRUE_WORDS = frozenset({"1", "true", "t", "yes", "y", "on"})
-FALSE_WORDS = frozenset({"0", "false", "f", "no", "n", "off"})
 
 
 @dataclass(frozen=True)
@@ -239,46 +239,6 @@ def worker_settings(code: Mapping[str, Any] | None = None, environ: Environ | No
     return WorkerSettings(**values, origins=origins)
 
 
-def parse_precision(value: Any, origin: str) -> PrecisionType:
-    """``no``, ``fp16`` or ``bf16``, in any case; raises ConfigError."""
-    word = str(value).lower()
-    if word == "fp8":
-        raise ConfigError(f"{origin}={value}: fp8 is not available yet. Use 'bf16', 'fp16' or 'no'.")
-    if word not in PrecisionType.list():
-        raise ConfigError(
-            f"{origin}={value} is not one of {', '.join(PrecisionType.list())}.{suggestion(word, PrecisionType.list())}"
-        )
-    return PrecisionType(word)
-
-
-def parse_bool(value: Any, origin: str) -> bool:
-    """True or False from a bool or from words such as ``yes`` and ``0``; raises ConfigError."""
-    word = str(value).strip().lower()
-    if word in TRUE_WORDS:
-        return True
-    if word in FALSE_WORDS:
-        return False
-    raise ConfigError(f"{origin}={value} is not a truth value. Use 'true' or 'false'.")
-
-
-def parse_integer(value: Any, origin: str, at_least: int, at_most: int | None = None) -> int:
-    """An integer within bounds; raises ConfigError."""
-    text = str(value).strip()
-    digits = text[1:] if text[:1] == "-" else text
-    # isdecimal alone also accepts digits of other scripts; int() refuses huge texts with its own error
-    number = int(text) if digits.isascii() and digits.isdecimal() and len(digits) <= 18 else None
-    if (
-        number is None
-        or isinstance(value, bool)
-        or number < at_least
-        or (at_most is not None and number > at_most)
-    ):
-        shown = text if len(text) <= 40 else text[:37] + "..."
-        bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-        raise ConfigError(f"{origin}={shown} is not an integer {bounds}. Set a number in that range.")
-    return number
-
-
 def _parse_steps(value: Any, origin: str) -> int:
     return parse_integer(value, origin, at_least=1)
 
@@ -303,13 +263,6 @@ SETTINGS: dict[str, SettingSource] = {
     "parallel": SettingSource(("LOCKSTEP_PARALLEL",), _parse_text),
     "dynamo_backend": SettingSource(("LOCKSTEP_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_BACKEND"), _parse_backend),
 }
-
-
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """`` Did you mean 'x'?`` for the nearest known name, or nothing when none is near."""
-    by_lower = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(word[:100].lower(), by_lower, n=1, cutoff=0.5)
-    return f" Did you mean {by_lower[near[0]]!r}?" if near else ""
 
 
 # -- other reads of the environment --------------------------------------------------------------------

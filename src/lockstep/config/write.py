@@ -20,7 +20,9 @@ def write_config(path: Path, answers: Mapping[str, Any]) -> None:
         ConfigError: an answer is not valid, or the file cannot be written.
     """
     settings = from_yaml(YamlFile(str(path), dict(answers))).config.model_dump(mode="json", exclude_none=True)
-    text = "# For `lockstep launch`; every key is also one of its flags.\n" + yaml.safe_dump(settings, sort_keys=False)
+    text = "# For `lockstep launch`; every key is also one of its flags.\n" + yaml.safe_dump(
+        settings, sort_keys=False
+    )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -16,7 +16,15 @@ MAX_DEPTH = 16
 MAX_NODES = 4096
 
 Path_ = tuple[str, ...]
-SCALARS = frozenset("tag:yaml.org,2002:" + name for name in ("null", "bool", "int", "float", "str"))
+
+
+def _tags(*names: str) -> frozenset[str]:
+    return frozenset("tag:yaml.org,2002:" + name for name in names)
+
+
+BUILT = _tags("null", "bool", "int", "float", "str")
+AS_TEXT = _tags("timestamp")
+MAP, SEQUENCE = _tags("map"), _tags("seq")
 
 
 @dataclass(frozen=True)
@@ -119,6 +127,7 @@ def _mapping(node: MappingNode, path: Path_, name: str, lines: dict[Path_, int])
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, ScalarNode) or not key_node.value:
             raise ConfigError(f"{name}:{line}: a key must be a word. Correct this line.")
+        _check_tag(key_node, name)
         key = key_node.value
         here = (*path, key)
         if key in data:
@@ -137,15 +146,21 @@ def _value(node: Node, path: Path_, name: str, lines: dict[Path_, int]) -> Any:
     if isinstance(node, SequenceNode):
         return [_value(item, path, name, lines) for item in node.value]
     try:
-        return yaml.SafeLoader("").construct_object(node) if node.tag in SCALARS else node.value
-    except (ValueError, yaml.YAMLError, KeyError, IndexError):
-        return node.value  # `!!int x`, or an integer of thousands of digits: a text, for the field to refuse
+        return yaml.SafeLoader("").construct_object(node) if node.tag in BUILT else node.value
+    except (ValueError, yaml.YAMLError, KeyError, IndexError):  # `!!int x`, or thousands of digits
+        at = f"{name}:{node.start_mark.line + 1}: {'.'.join(path)}"
+        kind = node.tag.rpartition(":")[2]
+        raise ConfigError(f"{at}: {_short(repr(node.value))} is not a valid {kind}. Correct it.") from None
 
 
 def _check_tag(node: Node, name: str) -> None:
-    # a tag that YAML itself resolves (a date, a merge key) is text to us; objects are nobody's business here
-    plain = node.tag.startswith("tag:yaml.org,2002:") and "python" not in node.tag
-    if not plain:
+    """Refuse every tag but those that YAML resolves by itself from plain values."""
+    allowed: frozenset[str] = BUILT | AS_TEXT
+    if isinstance(node, MappingNode):
+        allowed = MAP
+    elif isinstance(node, SequenceNode):
+        allowed = SEQUENCE
+    if node.tag not in allowed:
         line = node.start_mark.line + 1
         raise ConfigError(f"{name}:{line}: the tag {_short(node.tag)} is not allowed. Write plain values.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.comm.tree import send_to_device
 from lockstep.data.order import announce_epoch
-from lockstep.data.readers import Reader, Rounds
+from lockstep.data.readers import MapReader, Reader, Rounds
 from lockstep.data.shard import ShardPlan
 from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.step import LoaderProgress, StepState
@@ -135,6 +135,31 @@ class PreparedLoader(DataLoader[Any]):
     def total_batch_size(self) -> int | None:
         """Rows of a full batch over all ranks (None: they vary)."""
         return None if self._parts.opaque else self._parts.plan.total_batch_size
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the last round is completed so that all ranks have equally many batches.
+
+        Set it before an iteration, on every rank alike.
+
+        Raises:
+            UsageError: iterable data, or batches that rank 0 dispatches.
+        """
+        return self._parts.plan.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        if even == self.even_batches:
+            return
+        reader = self._parts.reader
+        if not isinstance(reader, MapReader) or self._parts.dispatch is not None:
+            raise UsageError(
+                f"even_batches={even} was set on a prepared loader of {type(self.dataset).__name__}, but only loaders "
+                "that read map-style data on every rank can be changed after prepare. Set it in "
+                "DataLoaderConfiguration instead."
+            )
+        self._parts = replace(self._parts, plan=replace(self._parts.plan, even_batches=even))
+        reader.batches.plan = self._parts.plan
 
     @property
     def total_dataset_length(self) -> int:

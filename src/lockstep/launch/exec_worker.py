@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        print(f"lockstep launch: cannot run {command[0]}: {error.strerror}.", file=sys.stderr)
+        sys.stderr.write(f"lockstep launch: cannot run {command[0]}: {error.strerror}.\n")
         raise SystemExit(NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE) from None
 
 

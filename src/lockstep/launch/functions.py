@@ -9,10 +9,9 @@ from typing import Any
 from lockstep.config.sources import (
     export_environment,
     inherited_environment,
-    parse_integer,
-    parse_precision,
     restore_environment,
 )
+from lockstep.config.values import parse_integer, parse_precision
 from lockstep.errors import ConfigError, UsageError
 from lockstep.launch.plan import available_cores
 
@@ -52,15 +51,22 @@ def notebook_launcher(
     given = {"rdzv_endpoint": rdzv_endpoint, "rdzv_conf": rdzv_conf, "max_restarts": max_restarts}
     for name, default in UNUSED_BY_DEFAULT.items():
         if given[name] != default and given[name] is not None:
-            raise ConfigError(f"{name}={given[name]!r} needs an agent. Put the function in a script and use `lockstep launch`.")
+            raise ConfigError(
+                f"{name}={given[name]!r} needs an agent. Put the function in a script and use `lockstep launch`."
+            )
     if not callable(function):
-        raise ConfigError(f"function is a {type(function).__name__}. Pass a function, with its arguments in args=(...).")
+        kind = type(function).__name__
+        raise ConfigError(f"function is a {kind}. Pass a function, with its arguments in args=(...).")
     precision = parse_precision(mixed_precision, "mixed_precision")
     nodes = parse_integer(num_nodes, "num_nodes", at_least=1)
     node = parse_integer(node_rank, "node_rank", at_least=0, at_most=nodes - 1)
-    nproc = _default_processes() if num_processes is None else parse_integer(num_processes, "num_processes", 1)
+    nproc = (
+        _default_processes() if num_processes is None else parse_integer(num_processes, "num_processes", 1)
+    )
     if nodes > 1 and (master_addr is None or use_port is None):
-        raise ConfigError(f"num_nodes is {nodes} but master_addr or use_port is missing. Give those of node 0.")
+        raise ConfigError(
+            f"num_nodes is {nodes} but master_addr or use_port is missing. Give those of node 0."
+        )
     environment = {} if precision == "no" else {"LOCKSTEP_MIXED_PRECISION": str(precision)}
     if nproc * nodes == 1:
         _run_here(function, args, environment)
@@ -114,7 +120,7 @@ def _run_forked(
 ) -> None:
     import torch
     import torch.distributed as dist
-    from torch import multiprocessing
+    from torch.multiprocessing.spawn import start_processes
 
     if dist.is_available() and dist.is_initialized():
         raise UsageError(
@@ -127,7 +133,7 @@ def _run_forked(
             "Accelerator and move tensors to a GPU inside the function only."
         )
     shared = {"OMP_NUM_THREADS": str(max(1, available_cores() // nproc)), **environment}
-    multiprocessing.start_processes(
+    start_processes(
         _worker,
         args=(function, tuple(args), nproc, nodes, node, shared),
         nprocs=nproc,

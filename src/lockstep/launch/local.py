@@ -9,21 +9,25 @@ import gc
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config.sources import export_environment, inherited_environment
 from lockstep.errors import ConfigError
 from lockstep.launch import exec_worker, guard
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.report import Failure, describe, exit_code, first_failure
+
+if TYPE_CHECKING:
+    from lockstep.launch.logs import RankLogs
 
 # between the polite signal and SIGKILL; with it a launch is over within 2 s of its end being decided
 GRACE_S = 1.5
@@ -74,10 +78,9 @@ def _run_agent(plan: LaunchPlan, work_dir: str) -> int:
     gc.enable()
     _silence_agent()
     if plan.num_machines > 1:
-        print(
+        _say(
             f"lockstep launch: machine {plan.machine_rank} of {plan.num_machines}, {plan.nproc} processes; "
-            f"meeting at {plan.address}:{plan.port}.",
-            file=sys.stderr,
+            f"meeting at {plan.address}:{plan.port}."
         )
     logs = RankLogs(work_dir, plan.log_dir, plan.tee)
     handler = rendezvous_handler(plan)
@@ -97,17 +100,24 @@ def _run_agent(plan: LaunchPlan, work_dir: str) -> int:
     try:
         result = agent.run()
     except SignalException as error:
-        print(f"lockstep launch: ended by {error.sigval.name}; all processes were ended.", file=sys.stderr)
+        _say(f"lockstep launch: ended by {error.sigval.name}; all processes were ended.")
         return 128 + int(error.sigval)
     finally:
         handler.shutdown()
     if not result.is_failed():
         return 0
-    failures = [_failure(rank, process, logs) for rank, process in result.failures.items()]
+    failures = [
+        _failure(rank, process, logs, agent.failed_by_themselves) for rank, process in result.failures.items()
+    ]
     first = first_failure(failures)
-    sys.stdout.flush()
-    print(describe(first, plan.nproc * plan.num_machines), file=sys.stderr)
+    _say(describe(first, plan.nproc * plan.num_machines))
     return exit_code(first)
+
+
+def _say(text: str) -> None:
+    sys.stdout.flush()
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
 
 
 def worker_arguments(command: tuple[str, ...]) -> tuple[str, ...]:
@@ -119,17 +129,26 @@ def worker_arguments(command: tuple[str, ...]) -> tuple[str, ...]:
 
 def _environment(plan: LaunchPlan, launch_id: str) -> dict[str, str]:
     values = {**plan.environment, guard.ID_VARIABLE: launch_id, "TORCHELASTIC_SIGNALS_TO_HANDLE": SIGNALS}
-    if plan.num_machines == 1 and not inherited_environment().get("GLOO_SOCKET_IFNAME"):
-        if LOOPBACK_INTERFACE in (name for _, name in socket.if_nameindex()):
-            values["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE  # nobody outside this machine is concerned
+    said = inherited_environment().get("GLOO_SOCKET_IFNAME")
+    if plan.num_machines == 1 and not said and LOOPBACK_INTERFACE in _interfaces():
+        values["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE  # nobody outside this machine is concerned
     return values
 
 
-def _failure(rank: int, process: Any, logs: Any) -> Failure:
+def _interfaces() -> list[str]:
+    return [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
+
+
+def _failure(rank: int, process: Any, logs: RankLogs, by_themselves: frozenset[int] | None) -> Failure:
     data = process.error_file_data if isinstance(process.error_file_data, dict) else {}
-    report = data if isinstance(data.get("message"), dict) else {}
-    stderr = None if logs.tee else logs.stderr_of.get(process.local_rank)
-    return Failure(rank=rank, exit_code=process.exitcode, report=report, stderr_file=stderr)
+    local_rank, code = process.local_rank, process.exitcode
+    return Failure(
+        rank=rank,
+        exit_code=code,
+        report=data if isinstance(data.get("message"), dict) else {},
+        stderr_file=None if logs.tee else logs.stderr_of.get(local_rank),
+        ended_by_us=code == -signal.SIGTERM if by_themselves is None else local_rank not in by_themselves,
+    )
 
 
 def _make_directory(path: str) -> None:
@@ -161,10 +180,8 @@ def _guarded(launch_id: str) -> Iterator[Any]:
     pipe = process.stdin
 
     def finished() -> None:
-        try:
+        with suppress(OSError):  # the guard was killed; nothing to tell
             pipe.write(guard.DONE)
-        except OSError:  # the guard was killed; nothing to tell
-            pass
 
     try:
         yield finished

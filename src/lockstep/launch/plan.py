@@ -159,7 +159,8 @@ def make_plan(
     shown = dict(settings)
     total = value["num_processes"]
     if total is None:
-        total = device_count if device_count and not value["use_cpu"] else 1
+        devices = device_count if value["gpu_ids"] in (None, "all") else len(value["gpu_ids"].split(","))
+        total = 1 if value["use_cpu"] else max(1, devices)
         shown["num_processes"] = Setting(total, "default: one for each GPU, else 1")
     nproc = total // value["num_machines"]
     if tee and log_dir is None:

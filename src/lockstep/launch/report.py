@@ -14,12 +14,16 @@ TAIL_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class Failure:
-    """How one worker ended. ``report`` is the data of its error file, empty when it wrote none."""
+    """How one worker ended. ``report`` is the data of its error file, empty when it wrote none.
+
+    ``ended_by_us``: the launcher ended it after another one's failure.
+    """
 
     rank: int
     exit_code: int
     report: Mapping[str, Any]
     stderr_file: str | None = None
+    ended_by_us: bool = False
 
     @property
     def details(self) -> Mapping[str, Any]:
@@ -56,10 +60,9 @@ def first_failure(failures: list[Failure]) -> Failure:
     """The root cause: not a consequence of another rank's end, not ended by us, earliest, lowest rank."""
 
     def order(failure: Failure) -> tuple[bool, bool, int, int]:
-        ended_by_us = failure.exit_code == -signal.SIGTERM
         consequence = bool(failure.own.get("consequence"))
         # a worker that was killed leaves no report, and is the cause of whatever the others report after it
-        return ended_by_us, consequence, int(failure.own.get("time_ns", 0)), failure.rank
+        return failure.ended_by_us, consequence, int(failure.own.get("time_ns", 0)), failure.rank
 
     return min(failures, key=order)
 
@@ -74,14 +77,12 @@ def describe(failure: Failure, num_processes: int) -> str:
     lines = []
     if failure.stderr_file is not None:
         lines += _traceback(failure)
-    others = ""
-    if num_processes > 1:
-        others = (
-            f"; the other {num_processes - 1} processes were ended"
-            if num_processes > 2
-            else ("; the other process was ended")
-        )
+    others = "" if num_processes == 1 else "; the other process was ended"
+    if num_processes > 2:
+        others = f"; the other {num_processes - 1} processes were ended"
     lines.append(f"lockstep launch: rank {failure.rank} failed first ({failure.summary}){others}.")
+    if failure.own.get("consequence"):
+        lines.append("It only lost contact with another rank; the cause is in the output of another machine.")
     if failure.exit_code == -signal.SIGKILL:
         lines.append(
             "SIGKILL without an error is usually the system's lack of memory (see dmesg) or a person."

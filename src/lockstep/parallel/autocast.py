@@ -6,7 +6,9 @@ the lower precision, and what ``forward`` returns is fp32 again.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -40,6 +42,41 @@ class AutocastForward:
             outputs = super().__call__(*args, **kwargs)  # type: ignore[misc]
         return to_float32(outputs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with _plain_class(self):  # as the user's class is copied
+            copied = copy.deepcopy(self, memo)
+        copied.__class__ = type(self)
+        return copied
+
+    def __copy__(self) -> Any:
+        with _plain_class(self):
+            copied = copy.copy(self)
+        copied.__class__ = type(self)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Pickled as the user's own class, because nobody can import the subclass. So the file can be
+        # loaded without Lockstep, and what is loaded computes in fp32.
+        plain: Any = object.__new__(_plain(self))
+        plain.__dict__.update(self.__dict__)
+        del plain._autocast_settings
+        # Of protocol 1 is the form that does not insist on the class of the object at hand.
+        return plain.__reduce_ex__(1)
+
+
+def _plain(model: Any) -> type:
+    return type(model).__bases__[1]
+
+
+@contextmanager
+def _plain_class(model: Any) -> Iterator[None]:
+    cls = type(model)
+    model.__class__ = _plain(model)
+    try:
+        yield
+    finally:
+        model.__class__ = cls
+
 
 def autocast_forward(
     model: nn.Module, mixed_precision: str, device: torch.device, options: AutocastKwargs
@@ -47,7 +84,7 @@ def autocast_forward(
     """Make calls of ``model`` run under autocast, in place.
 
     As in torch's ``fully_shard``, the object gets a subclass of its own class: attributes, hooks,
-    ``isinstance`` and ``deepcopy`` work as before, and ``remove_autocast`` gives the class back.
+    ``isinstance``, ``deepcopy`` and ``torch.save`` work as before, and ``remove_autocast`` gives the class back.
     """
     if mixed_precision not in DTYPES or isinstance(model, AutocastForward):
         return model
@@ -60,6 +97,6 @@ def autocast_forward(
 def remove_autocast(model: nn.Module) -> nn.Module:
     """Undo ``autocast_forward``; other models are returned as they are."""
     if isinstance(model, AutocastForward):
-        model.__class__ = type(model).__bases__[1]
+        model.__class__ = _plain(model)
         del model._autocast_settings
     return model

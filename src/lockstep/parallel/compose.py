@@ -6,6 +6,7 @@ device → autocast → compile → spread over the processes
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ class ModelOptions:
     mixed_precision: str = "no"
     autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
     ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
-    compile_backend: str | None = None
+    compile_options: dict[str, Any] | None = None
 
 
 def spread(
@@ -42,8 +43,8 @@ def spread(
     if device_placement:
         model = model.to(runtime.device)
     model = autocast_forward(model, options.mixed_precision, runtime.device, options.autocast)
-    if options.compile_backend is not None:
-        model = torch.compile(model, backend=options.compile_backend)  # type: ignore[assignment]
+    if options.compile_options is not None:
+        model = torch.compile(model, **options.compile_options)  # type: ignore[assignment]
     if evaluation_mode:
         return model
     if options.strategy is Strategy.DATA_PARALLEL:
@@ -61,6 +62,11 @@ def unwrap(model: nn.Module, keep_autocast: bool = True, keep_compile: bool = Tr
     if not keep_autocast:
         remove_autocast(inner)
     return model if keep_compile else inner
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` returned this module."""
+    return hasattr(module, "_orig_mod")
 
 
 def extract_model_from_parallel(

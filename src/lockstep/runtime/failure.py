@@ -1,4 +1,4 @@
-"""How a worker fails: its error reaches the launcher, and the root cause is printed before its consequences."""
+"""How a worker fails: its error reaches the launcher, and the root cause is printed first."""
 
 from __future__ import annotations
 
@@ -54,6 +54,8 @@ def install_excepthook() -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            return  # the launcher was interrupted, passed it on to all ranks, and says so once
         consequence = is_consequence(error)
         _write_report(path, error, consequence)
         if consequence:
@@ -61,8 +63,7 @@ def install_excepthook() -> None:
             time.sleep(CONSEQUENCE_WAIT_S)
         previous(kind, error, trace)
         _flush()
-        if not issubclass(kind, KeyboardInterrupt):
-            _limit_teardown()
+        _limit_teardown()
 
     hook.reports_to_agent = True  # type: ignore[attr-defined]
     sys.excepthook = hook
@@ -89,7 +90,7 @@ def _write_report(path: str, error: BaseException, consequence: bool) -> None:
             json.dump(describe(error, consequence, time.time_ns()), file)
         os.replace(path + ".part", path)
     except OSError as problem:  # the traceback itself is still printed
-        print(f"lockstep: cannot write the error report {path}: {problem}", file=sys.stderr)
+        sys.stderr.write(f"lockstep: cannot write the error report {path}: {problem}\n")
 
 
 def _flush() -> None:

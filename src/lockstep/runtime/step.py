@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,29 @@ class StepState:
 
     def finish(self, progress: LoaderProgress) -> None:
         self.running = [other for other in self.running if other is not progress]
+
+    # The names that scripts written for Accelerate read.
+
+    @property
+    def num_steps(self) -> int:
+        return self.accumulation_steps
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        return self.end_of_data
+
+    @property
+    def in_dataloader(self) -> bool:
+        return self.active is not None
+
+    @property
+    def active_dataloader(self) -> Any:
+        return self.active.loader if self.active is not None else None
+
+    @property
+    def remainder(self) -> int:
+        """Samples in the active loader's last, incomplete global batch; 0: none, -1: not known."""
+        return int(getattr(self.active_dataloader, "remainder", -1))
 
     @property
     def active(self) -> LoaderProgress | None:

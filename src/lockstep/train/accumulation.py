@@ -25,16 +25,30 @@ class Accumulation:
         self._inputs_are_uneven = False
         self._unsynchronised = 0
         self._window_is_weighted: bool | None = None
+        self._backward_calls = 0
 
     @contextmanager
     def accumulate(self, models: Iterable[nn.Module]) -> Iterator[None]:
-        """One micro-batch: sets ``sync_gradients``, and holds back averaging inside a window."""
+        """One micro-batch: sets ``sync_gradients``, and holds back averaging inside a window.
+
+        Raises:
+            UsageError: windows of several micro-batches where ranks may end in the middle of one.
+        """
         step = self._step
+        if self._inputs_are_uneven and step.accumulation_steps > 1 and self._runtime.world_size > 1:
+            raise UsageError(
+                f"accumulate with {step.accumulation_steps} steps was used inside join_uneven_inputs, where ranks that "
+                "end earlier would average while the others are in the middle of a window. Set "
+                "gradient_accumulation_steps to 1, or use even batches and accelerator.sample_weights()."
+            )
+        self._backward_calls = 0
         ends = step.sync_with_dataloader and step.end_of_data
         step.micro_batch = 0 if ends else step.micro_batch + 1
         step.sync_gradients = ends or step.micro_batch % step.accumulation_steps == 0
-        held_back = () if step.sync_gradients or step.sync_each_batch else tuple(models)
-        with self.no_sync(held_back):
+        if step.sync_gradients or step.sync_each_batch:
+            yield
+            return
+        with self.no_sync(models):
             yield
 
     @contextmanager
@@ -59,10 +73,18 @@ class Accumulation:
         """The loss to call backward on: by weight, or divided by the number of accumulation steps.
 
         Raises:
-            UsageError: some micro-batches of one window have weights and others not.
+            UsageError: some micro-batches of one window have weights and others not, or a micro-batch of
+                a longer window has several weighted losses.
         """
         last = self._step.sync_gradients and self._unsynchronised == 0
         weighted = weight is not None
+        self._backward_calls += 1
+        if weighted and self._step.accumulation_steps > 1 and self._backward_calls > 1 and not last:
+            raise UsageError(
+                "backward was called twice with a weight in one micro-batch of an accumulation window. Each loss has a "
+                "mean of its own, and their gradients cannot be told apart afterwards. Add the losses up and call "
+                "backward once, or accumulate several losses without weights."
+            )
         if self._window_is_weighted not in (None, weighted):
             raise UsageError(
                 "Some backward calls of this accumulation window got a weight and others did not, so their "
@@ -70,7 +92,8 @@ class Accumulation:
             )
         self._window_is_weighted = None if last else weighted
         if weight is None:
-            return loss / self._step.accumulation_steps
+            steps = self._step.accumulation_steps
+            return loss if steps == 1 else loss / steps
         if self._inputs_are_uneven and self._runtime.world_size > 1:
             raise UsageError(
                 "backward got a weight inside join_uneven_inputs, where ranks that have run out of batches cannot "
@@ -78,6 +101,13 @@ class Accumulation:
                 "accelerator.sample_weights()."
             )
         return self._weighted.scale(loss, weight, last, parameters)
+
+    def reset(self) -> None:
+        """Forget an unfinished window."""
+        self._step.micro_batch = 0
+        self._step.sync_gradients = True
+        self._window_is_weighted = None
+        self._weighted.reset()
 
     @contextmanager
     def uneven_inputs(self) -> Iterator[None]:
@@ -87,6 +117,21 @@ class Accumulation:
             yield
         finally:
             self._inputs_are_uneven = False
+
+
+@contextmanager
+def trigger_sync(model: nn.Module) -> Iterator[None]:
+    """Inside, backward averages gradients although the last forward ran in ``no_sync``."""
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        yield
+        return
+    before = model.require_backward_grad_sync, model.require_forward_param_sync
+    model.require_backward_grad_sync = model.require_forward_param_sync = True
+    model.reducer.prepare_for_backward([])
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync, model.require_forward_param_sync = before
 
 
 def _no_sync(model: nn.Module) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch.optim import Optimizer
 
@@ -12,8 +15,8 @@ class LossScaler:
     """The dynamic loss scale of fp16, shared by all optimizers of one ``Accelerator``.
 
     The scale is updated once for each round of steps: when every optimizer has stepped, or at the
-    next backward if only some did. So no optimizer unscales gradients by another scale than the one
-    that their loss was multiplied by.
+    next backward if only some did. Gradients of the others, which still wait for their step, are
+    then brought to the new scale, so that none is unscaled by another scale than its own.
 
     Reference: Micikevicius et al., Mixed Precision Training, ICLR 2018; ``torch.amp.GradScaler``.
     """
@@ -48,6 +51,7 @@ class LossScaler:
     def step(self, optimizer: Optimizer) -> None:
         """Step unless a gradient is infinite or NaN. An optimizer without gradients does nothing."""
         if not _has_gradients(optimizer):
+            optimizer.step()  # as without a scaler, it has nothing to do but to run its hooks
             return
         if id(optimizer) in self._stepped:
             self._update()
@@ -56,12 +60,50 @@ class LossScaler:
         if len(self._stepped) == len(self._optimizers):
             self._update()
 
+    def state_dict(self) -> dict[str, Any]:
+        """The scaler's state after the steps taken so far."""
+        self._update()
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._stepped.clear()
+        self._unscaled.clear()
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state_dict)
+
+    def clear(self) -> None:
+        """Forget all optimizers; the scale stays."""
+        self._update()
+        self._optimizers.clear()
+
     def _update(self) -> None:
-        if self._stepped:
-            self.scaler.update()
-            self._stepped.clear()
-            self._unscaled.clear()
+        if not self._stepped:
+            return
+        waiting = [o for o in self._optimizers if id(o) not in self._stepped and _has_gradients(o)]
+        before = self._scale() if waiting else None
+        self.scaler.update()
+        if before is not None:
+            after = self._scale()
+            done = {id(p) for o in self._optimizers if id(o) in self._stepped for p in _with_gradients(o)}
+            for optimizer in waiting:
+                # What was unscaled becomes scaled again: ``update`` has forgotten that it was.
+                factor = after if id(optimizer) in self._unscaled else after / before
+                gradients = [p.grad for p in _with_gradients(optimizer) if id(p) not in done]
+                for gradient in gradients:
+                    gradient.mul_(factor.to(gradient.device))
+        self._stepped.clear()
+        self._unscaled.clear()
+
+    def _scale(self) -> torch.Tensor:
+        """A copy of the scale, 0-d on the device: reading it as a number would wait for the device."""
+        scale = self.scaler._get_scale_async()
+        assert scale is not None  # an optimizer has stepped, so a loss was scaled
+        return scale.clone()
+
+
+def _with_gradients(optimizer: Optimizer) -> Iterator[Any]:
+    return (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+    return next(_with_gradients(optimizer), None) is not None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lockstep.errors import UsageError
 from lockstep.runtime.step import StepState
 from lockstep.train.loss_scale import LossScaler
 
@@ -82,7 +83,11 @@ class PreparedOptimizer(Optimizer):
             self.optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Any = None) -> Any:
-        """Step, except inside an accumulation window or, with fp16, on infinite gradients."""
+        """Step, except inside an accumulation window or, with fp16, on infinite gradients.
+
+        Raises:
+            UsageError: a closure with fp16, whose gradients cannot be looked at before the step.
+        """
         if not self._step_state.sync_gradients:
             return None
         if self._before_first_step is not None:
@@ -90,6 +95,11 @@ class PreparedOptimizer(Optimizer):
             self._before_first_step = None
         if self._scaler is None:
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        if closure is not None:
+            raise UsageError(
+                f"{type(self.optimizer).__name__}.step got a closure under mixed_precision='fp16', where gradients "
+                "must be unscaled before the step. Use 'bf16' or 'no', or call step() without a closure."
+            )
         self._ran, self._found_inf = False, None
         self._scaler.step(self.optimizer)
         return None

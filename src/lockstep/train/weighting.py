@@ -39,6 +39,10 @@ class WeightedMean:
     def window_open(self) -> bool:
         return self._window_weight is not None
 
+    def reset(self) -> None:
+        """Forget an unfinished window."""
+        self._window_weight = self._divisor = None
+
     def scale(
         self,
         loss: torch.Tensor,
@@ -87,10 +91,19 @@ class WeightedMean:
 def _as_weights(loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:
     dtype = torch.promote_types(loss.dtype, torch.float32)
     weights = torch.as_tensor(weight, dtype=dtype, device=loss.device).detach()
+    # On an accelerator looking at the values would wait for it.
+    if weights.device.type == "cpu" and bool((weights < 0).any()):
+        raise UsageError(
+            f"backward got weight={weight}. Weights count samples or tokens: pass 0 or more."
+            if weights.dim() == 0
+            else f"backward got {int((weights < 0).sum())} negative weights. Weights count samples or tokens: pass "
+            "0 or more."
+        )
     if weights.dim() == 0:
-        if not isinstance(weight, torch.Tensor) and weight < 0:
+        if loss.numel() != 1:
             raise UsageError(
-                f"backward got weight={weight}. Weights count samples or tokens: pass 0 or more."
+                f"backward got a loss of shape {tuple(loss.shape)} and one number as its weight. Pass the mean of the "
+                "losses with the number of them, or as many weights as losses."
             )
         return weights.expand(loss.shape)
     if weights.shape != loss.shape:

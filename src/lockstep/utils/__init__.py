@@ -1,5 +1,10 @@
 """Names that scripts import from ``accelerate.utils``. Re-exports only."""
 
+from lockstep.checkpoint.model import INDEX as SAFE_WEIGHTS_INDEX_NAME
+from lockstep.checkpoint.model import PICKLED_INDEX as WEIGHTS_INDEX_NAME
+from lockstep.checkpoint.model import PICKLED_WEIGHTS as WEIGHTS_NAME
+from lockstep.checkpoint.model import WEIGHTS as SAFE_WEIGHTS_NAME
+from lockstep.checkpoint.model import save
 from lockstep.comm.functional import (
     broadcast,
     broadcast_object_list,
@@ -18,6 +23,7 @@ from lockstep.config.enums import (
     ComputeEnvironment,
     DDPCommunicationHookType,
     DistributedType,
+    DynamoBackend,
     LoggerType,
     PrecisionType,
     RNGType,
@@ -32,20 +38,27 @@ from lockstep.config.handlers import (
     KwargsHandler,
     ProfileKwargs,
     ProjectConfiguration,
+    TorchDynamoPlugin,
 )
-from lockstep.parallel.compose import extract_model_from_parallel
+from lockstep.parallel.compose import extract_model_from_parallel, is_compiled_module
 from lockstep.runtime.available import *  # noqa: F403  (is_<package>_available)
+from lockstep.runtime.environ import clear_environment, patch_environment, str_to_bool
 from lockstep.runtime.memory import clear_device_cache, find_executable_batch_size, release_memory
 from lockstep.runtime.seed import set_seed, synchronize_rng_states
 from lockstep.watch.progress import tqdm
 
 __all__ = [
+    "SAFE_WEIGHTS_INDEX_NAME",
+    "SAFE_WEIGHTS_NAME",
+    "WEIGHTS_INDEX_NAME",
+    "WEIGHTS_NAME",
     "AutocastKwargs",
     "ComputeEnvironment",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "DynamoBackend",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
@@ -55,9 +68,11 @@ __all__ = [
     "ProfileKwargs",
     "ProjectConfiguration",
     "RNGType",
+    "TorchDynamoPlugin",
     "broadcast",
     "broadcast_object_list",
     "clear_device_cache",
+    "clear_environment",
     "concatenate",
     "convert_to_fp32",
     "extract_model_from_parallel",
@@ -65,15 +80,19 @@ __all__ = [
     "find_executable_batch_size",
     "gather",
     "gather_object",
+    "is_compiled_module",
     "is_torch_tensor",
     "listify",
     "pad_across_processes",
+    "patch_environment",
     "recursively_apply",
     "reduce",
     "release_memory",
+    "save",
     "send_to_device",
     "set_seed",
     "slice_tensors",
+    "str_to_bool",
     "synchronize_rng_states",
     "tqdm",
     "wait_for_everyone",

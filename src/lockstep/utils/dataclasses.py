@@ -7,6 +7,7 @@ from lockstep.utils import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     DistributedType,
+    DynamoBackend,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
@@ -16,6 +17,7 @@ from lockstep.utils import (
     ProfileKwargs,
     ProjectConfiguration,
     RNGType,
+    TorchDynamoPlugin,
 )
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "DynamoBackend",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
@@ -34,4 +37,5 @@ __all__ = [
     "ProfileKwargs",
     "ProjectConfiguration",
     "RNGType",
+    "TorchDynamoPlugin",
 ]

@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lockstep.cli.main import COMMANDS, main
+from lockstep.config.accelerate import load
+from tests.config.accelerate_examples import TWO_PROCESSES
+
+LIMIT_S = 0.4
+
+
+@pytest.fixture(autouse=True)
+def no_user_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    path = tmp_path / "user" / "config.yaml"
+    monkeypatch.setenv("LOCKSTEP_CONFIG_FILE", str(path))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return path
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.touch()
+    return path
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["env", "--no-torch"], ["config", "--help"], ["launch", "--help"]]
+)
+def test_light_commands_do_not_import_torch_and_are_quick(arguments: list[str], tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom lockstep.cli.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: assert not {'torch', 'pydantic'} & set(sys.modules), 'imported'"
+    )
+    times = []
+    for _ in range(3):
+        started = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=30, check=False
+        )
+        times.append(time.monotonic() - started)
+        assert done.returncode == 0, done.stderr
+    assert min(times) < LIMIT_S
+
+
+def test_config_writes_a_file_without_importing_torch(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    code = (
+        "import sys\nfrom lockstep.cli.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    arguments = ["config", "--num-processes", "2", "--cpu", "--config-file", str(path)]
+    started = time.monotonic()
+    subprocess.run([sys.executable, "-c", code, *arguments], timeout=30, check=True)
+    assert time.monotonic() - started < 3 * LIMIT_S  # a loose bound on one cold run
+    assert load(path).config.num_processes == 2
+
+
+def test_help_shows_examples_for_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in COMMANDS:
+        code, out, _ = call(capsys, name, "--help")
+        assert code == 0
+        assert f"lockstep {name}" in out.partition("Examples:")[2]
+
+
+def test_dry_run_shows_command_environment_and_origins(
+    capsys: pytest.CaptureFixture[str], script: Path
+) -> None:
+    file = script.parent / "run.yaml"
+    file.write_text(TWO_PROCESSES)
+    code, out, _ = call(
+        capsys,
+        "launch",
+        "--config_file",
+        file,
+        "--mixed_precision",
+        "bf16",
+        "--dry-run",
+        script,
+        "--lr",
+        "a b",
+    )
+    assert code == 0
+    assert f"{sys.executable} {script} --lr 'a b'" in out
+    assert "LOCKSTEP_MIXED_PRECISION=bf16" in out
+    assert "flag --mixed-precision" in out
+    assert "run.yaml:10: num_processes" in out
+
+
+def test_command_lines_of_accelerate_launch_work(capsys: pytest.CaptureFixture[str], script: Path) -> None:
+    line = (
+        "--num_processes 2 --num_machines 1 --machine_rank 0 --mixed_precision=fp16 --cpu --same_network "
+        "--num_cpu_threads_per_process 1 --main_process_port 0 --gradient_accumulation_steps 2 --rdzv_backend static"
+    )
+    code, out, err = call(capsys, "launch", *line.split(), "--dry-run", script)
+    assert (code, err) == (0, "")
+    assert "LOCKSTEP_GRADIENT_ACCUMULATION_STEPS=2" in out
+    assert (
+        call(capsys, "launch", "--multi_gpu", "--gpu_ids", "0,1", "--num_processes", 2, "--dry-run", script)[
+            0
+        ]
+        == 0
+    )
+
+
+def test_the_users_own_file_is_used_and_said(
+    capsys: pytest.CaptureFixture[str], script: Path, no_user_file: Path
+) -> None:
+    assert call(capsys, "config", "--num-processes", 3, "--cpu")[0] == 0
+    code, out, err = call(capsys, "launch", "--dry-run", script)
+    assert (code, err) == (0, f"lockstep launch: settings from {no_user_file}\n")
+    assert "3 processes on this machine" in out
+
+
+def test_config_asks_when_nothing_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_user_file: Path
+) -> None:
+    import io
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("2\n1\n10.0.0.1\n29500\ny\n4\nbf16\n"))
+    assert call(capsys, "config")[0] == 0
+    written = yaml.safe_load(no_user_file.read_text())
+    assert (written["num_machines"], written["machine_rank"], written["main_process_ip"]) == (
+        2,
+        1,
+        "10.0.0.1",
+    )
+    assert (written["use_cpu"], written["num_processes"], written["mixed_precision"]) == (True, 4, "bf16")
+
+
+def test_config_does_not_overwrite_unasked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import io
+
+    path = tmp_path / "c.yaml"
+    path.write_text("mine")
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    assert call(capsys, "config", "--yes", "--config-file", path)[0] == 1
+    assert path.read_text() == "mine"
+
+
+def test_env_prints_json_and_no_secrets(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "a secret")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    code, out, _ = call(capsys, "env", "--no-torch", "--json")
+    assert code == 0
+    facts = json.loads(out)
+    assert facts["$NCCL_DEBUG"] == "INFO"
+    assert "a secret" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lanch"], "Did you mean 'launch'?"),
+        (["launch"], "Missing argument 'SCRIPT'"),
+        (["launch", "--nproc", "-4", "x.py"], "-4 is not in the range"),
+        (["launch", "--nproc", "abc", "x.py"], "'abc' is not a valid integer"),
+        (["launch", "--nprc", "2", "x.py"], "Did you mean '--nproc'?"),
+        (["launch", "missing.py"], "the script 'missing.py' does not exist"),
+        (
+            ["launch", "--use_fsdp", "SCRIPT"],
+            "--use-fsdp asks for sharding (FSDP), which is not available yet",
+        ),
+        (["launch", "--nproc", "2", "--num-processes", "2", "SCRIPT"], "Give one of them"),
+        (["launch", "--cpu", "--multi-gpu", "SCRIPT"], "contradict each other"),
+        (["launch", "--tee", "SCRIPT"], "there is no --log-dir"),
+        (["launch", "--config-file", "/nonexistent.yaml", "SCRIPT"], "cannot read the configuration file"),
+        (["launch", "--main-process-ip", "1.2.3", "SCRIPT"], "is not a host name or IP address"),
+        (
+            ["config", "--num-processes", "3", "--num-machines", "2", "--config-file", "/tmp/none.yaml"],
+            "main_process_ip",
+        ),
+    ],
+)
+def test_bad_input_is_exit_code_2_and_one_message(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], script: Path
+) -> None:
+    code, _, err = call(capsys, *(str(script) if word == "SCRIPT" else word for word in arguments))
+    assert code == 2
+    assert message in err
+    assert err.count("Error: ") == 1
+    assert "Traceback" not in err
+
+
+def test_the_self_check_passes_on_two_processes_and_says_what_it_verified() -> None:
+    command = [sys.executable, "-m", "lockstep.cli.main", "test", "--nproc", "2", "--cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "All 5 checks passed." in done.stdout
+    for title in ("process group", "reduce", "broadcast", "data order", "gradient"):
+        assert title in done.stdout
+
+
+WORDS = [
+    "0",
+    "1",
+    "2",
+    "-4",
+    "abc",
+    "9e9",
+    "1.5",
+    "no",
+    "bf16",
+    "fp8",
+    "all",
+    "0,1",
+    "0,,1",
+    "10.0.0.1",
+    "1.2.3",
+    "::",
+    "true",
+    "x=y",
+    "é",
+    "--",
+    "''",
+    "static",
+    "c10d",
+]
+FLAGS = [
+    "--nproc",
+    "--num_processes",
+    "--num-cpu-threads",
+    "--mixed_precision",
+    "--gradient-accumulation-steps",
+    "--cpu",
+    "--multi_gpu",
+    "--gpu_ids",
+    "--nnodes",
+    "--node-rank",
+    "--main_process_ip",
+    "--main-process-port",
+    "--rdzv_backend",
+    "--debug",
+    "-m",
+    "--no_python",
+    "--tee",
+    "--log-dir",
+    "--nprc",
+    "--use_deepspeed",
+    "--machine_rank",
+    "--master_port",
+]
+
+
+def test_random_command_lines_end_in_a_plan_or_one_message(
+    capsys: pytest.CaptureFixture[str], script: Path
+) -> None:
+    codes = []
+    for seed in range(300):
+        dice = random.Random(seed)
+        line: list[str] = []
+        for _ in range(dice.randint(0, 4)):
+            line.append(dice.choice(FLAGS))
+            if dice.random() < 0.8:
+                line.append(dice.choice(WORDS))
+        started = time.monotonic()
+        code, out, err = call(capsys, "launch", "--dry-run", *line, script)
+        assert time.monotonic() - started < 1, line
+        assert code in (0, 2), line
+        if code == 2:
+            assert err.count("Error: ") == 1, line
+        else:
+            assert " processes on this machine, each:" in out, line
+            assert int(out.split(" ", 1)[0]) >= 1, line
+        assert "Traceback" not in err, line
+        codes.append(code)
+    assert 10 < codes.count(0) < 290

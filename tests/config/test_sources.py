@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.config.enums import PrecisionType
+from lockstep.config.sources import process_environment, user_config_file, worker_settings
+from lockstep.errors import ConfigError
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "1234",
+}
+
+
+def test_a_plain_process_is_a_world_of_one() -> None:
+    here = process_environment({})
+    assert (here.rank, here.world_size, here.local_rank, here.distributed) == (0, 1, 0, False)
+
+
+def test_torchruns_variables_are_read() -> None:
+    here = process_environment(TORCHRUN)
+    assert (here.rank, here.world_size, here.local_rank, here.local_world_size) == (3, 4, 1, 2)
+    assert (here.node_rank, here.master_addr, here.master_port, here.distributed) == (
+        1,
+        "10.0.0.1",
+        1234,
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "sentence"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set but RANK is missing"),
+        ({"RANK": "0"}, "RANK=0 is set but WORLD_SIZE is missing"),
+        ({**TORCHRUN, "RANK": "4"}, "RANK=4 with WORLD_SIZE=4"),
+        ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 is not an integer"),
+        ({**TORCHRUN, "WORLD_SIZE": "0"}, "WORLD_SIZE=0 is not an integer"),
+        ({**TORCHRUN, "WORLD_SIZE": "four"}, "WORLD_SIZE=four is not an integer"),
+        ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT=99999 is not an integer from 0 to 65535"),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK=2 with LOCAL_WORLD_SIZE=2"),
+        ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR is missing"),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "MASTER_ADDR and MASTER_PORT are missing"),
+        (
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+            "MASTER_ADDR and MASTER_PORT are missing",
+        ),
+    ],
+)
+def test_contradictions_are_refused_with_the_variables_named(environ: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        process_environment(environ)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        (
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ),
+        (
+            "MV2_COMM_WORLD_RANK",
+            "MV2_COMM_WORLD_SIZE",
+            "MV2_COMM_WORLD_LOCAL_RANK",
+            "MV2_COMM_WORLD_LOCAL_SIZE",
+        ),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    ],
+)
+def test_other_launchers_are_read_when_there_is_a_place_to_meet(names: tuple[str, ...]) -> None:
+    environ = dict(zip(names, ("5", "8", "1", "4"), strict=True)) | {
+        "MASTER_ADDR": "node0",
+        "MASTER_PORT": "29500",
+    }
+    here = process_environment(environ)
+    assert (here.rank, here.world_size, here.local_rank, here.local_world_size) == (5, 8, 1, 4)
+
+
+def test_a_slurm_batch_script_itself_is_one_process() -> None:
+    batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}
+    assert process_environment(batch).world_size == 1
+
+
+def test_without_local_ranks_all_processes_on_the_loopback_are_on_one_machine() -> None:
+    spawned = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    here = process_environment(spawned)
+    assert (here.local_rank, here.local_world_size) == (1, 2)
+    elsewhere = process_environment({**spawned, "MASTER_ADDR": "10.0.0.1"})
+    assert (elsewhere.local_rank, elsewhere.local_world_size) == (0, 1)
+
+
+def test_code_wins_over_the_environment_and_that_over_defaults() -> None:
+    environ = {"LOCKSTEP_MIXED_PRECISION": "bf16", "LOCKSTEP_USE_CPU": "yes"}
+    settings = worker_settings({"mixed_precision": "fp16", "cpu": None}, environ)
+    assert (settings.mixed_precision, settings.cpu) == (PrecisionType.FP16, True)
+    assert settings.origins["mixed_precision"] == "code"
+    assert settings.origins["cpu"] == "environment variable LOCKSTEP_USE_CPU"
+    assert settings.origins["debug"] == "default"
+
+
+def test_accelerates_variables_count_where_ours_are_not_set() -> None:
+    theirs = {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"}
+    assert worker_settings({}, theirs).mixed_precision == PrecisionType.FP16
+    assert worker_settings({}, theirs).gradient_accumulation_steps == 3
+    both = theirs | {"LOCKSTEP_MIXED_PRECISION": "bf16"}
+    assert worker_settings({}, both).mixed_precision == PrecisionType.BF16
+
+
+@pytest.mark.parametrize(
+    ("environ", "sentence"),
+    [
+        ({"LOCKSTEP_MIXED_PRECISION": "bf61"}, "LOCKSTEP_MIXED_PRECISION=bf61 .* Did you mean 'bf16'"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "fp8 is not available yet"),
+        ({"LOCKSTEP_USE_CPU": "perhaps"}, "LOCKSTEP_USE_CPU=perhaps is not a truth value"),
+        ({"LOCKSTEP_GRADIENT_ACCUMULATION_STEPS": "0"}, "integer of at least 1"),
+        ({"LOCKSTEP_GRADIENT_ACCUMULATION_STEPS": "9" * 5000}, "integer of at least 1"),
+    ],
+)
+def test_bad_values_name_the_variable(environ: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        worker_settings({}, environ)
+
+
+def test_an_unknown_setting_in_code_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'mixed_precision'"):
+        worker_settings({"mixed_precison": "bf16"}, {})
+
+
+def test_the_users_file_follows_the_environment() -> None:
+    assert str(user_config_file({"LOCKSTEP_CONFIG_FILE": "/a/b.yaml"})) == "/a/b.yaml"
+    assert str(user_config_file({"XDG_CONFIG_HOME": "/x"})) == "/x/lockstep/config.yaml"
+
+
+def test_reading_the_environment_imports_neither_torch_nor_pydantic() -> None:
+    code = (
+        "import sys, lockstep.config.sources as s; s.process_environment(); s.worker_settings();"
+        "sys.exit(bool({'torch', 'pydantic', 'yaml'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.launch import exec_worker, guard
+from tests.config.accelerate_examples import TWO_MACHINES
+from tests.launch.helpers import alive, pids_in, run, start, wait_until
+
+GONE_WITHIN_S = 2.0
+ENDED_WITHIN_S = 5.0
+
+SHOW = """
+import json, os, sys
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+names += ("OMP_NUM_THREADS", "LOCKSTEP_MIXED_PRECISION", "LOCKSTEP_USE_CPU")
+facts = {name: os.environ.get(name) for name in names}
+facts |= {"argv": sys.argv[1:], "name": __name__, "file": sys.modules["__main__"].__file__, "path0": sys.path[0]}
+facts["torch"] = "torch" in sys.modules
+print(json.dumps(facts), flush=True)
+"""
+
+WAIT = """
+import os, pathlib, subprocess, sys, time
+here = pathlib.Path(sys.argv[1])
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(300)"], start_new_session=True)
+(here / str(child.pid)).touch()
+(here / str(os.getpid())).touch()
+time.sleep(300)
+"""
+
+
+@pytest.fixture
+def show(tmp_path: Path) -> Path:
+    path = tmp_path / "show.py"
+    path.write_text(SHOW)
+    return path
+
+
+def facts_of(output: str) -> list[dict[str, object]]:
+    return sorted((json.loads(line) for line in output.splitlines()), key=lambda facts: str(facts["RANK"]))
+
+
+def test_each_worker_gets_its_place_its_settings_and_an_untouched_main(show: Path) -> None:
+    done = run("--nproc", 2, "--num-cpu-threads", 3, "--mixed-precision", "bf16", show, "--lr", "$${x} 'a b'")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    workers = facts_of(done.stdout)
+    assert [worker["RANK"] for worker in workers] == ["0", "1"]
+    for worker in workers:
+        assert worker["WORLD_SIZE"] == worker["LOCAL_WORLD_SIZE"] == "2"
+        assert worker["MASTER_ADDR"] == "127.0.0.1"
+        assert worker["OMP_NUM_THREADS"] == "3"
+        assert worker["LOCKSTEP_MIXED_PRECISION"] == "bf16"
+        assert worker["argv"] == ["--lr", "$${x} 'a b'"]
+        assert (worker["name"], worker["file"], worker["path0"]) == ("__main__", str(show), str(show.parent))
+        assert worker["torch"] is False
+
+
+def test_output_goes_to_a_file_for_each_rank(show: Path, tmp_path: Path) -> None:
+    done = run("--nproc", 2, "--log-dir", tmp_path / "logs", show)
+    assert (done.returncode, done.stdout) == (0, "")
+    for rank in "01":
+        assert json.loads((tmp_path / "logs" / f"rank-{rank}.out").read_text())["RANK"] == rank
+        assert (tmp_path / "logs" / f"rank-{rank}.err").read_text() == ""
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
+def test_no_process_survives_the_launcher_not_even_workers_children(name: str, tmp_path: Path) -> None:
+    script, pids = tmp_path / "wait.py", tmp_path / "pids"
+    script.write_text(WAIT)
+    pids.mkdir()
+    launcher = start("--nproc", 2, script, pids)
+    processes = pids_in(pids, count=4)
+    assert all(alive(pid) for pid in processes)
+    number = signal.Signals[name]
+    launcher.send_signal(number)
+    wait_until(lambda: not any(alive(pid) for pid in processes), GONE_WITHIN_S)
+    _, stderr = launcher.communicate(timeout=ENDED_WITHIN_S)
+    assert launcher.returncode == (-9 if name == "SIGKILL" else 128 + number)
+    if name in ("SIGTERM", "SIGUSR1"):
+        assert stderr == f"lockstep launch: ended by {name}; all processes were ended.\n"
+
+
+def test_the_first_failing_rank_is_shown_first_and_once_and_all_end_soon(tmp_path: Path) -> None:
+    script = tmp_path / "fail.py"
+    script.write_text(
+        "import pathlib, sys, time, torch, torch.distributed as dist\n"
+        "from lockstep.runtime.failure import install_excepthook\n"
+        "install_excepthook()\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        "if dist.get_rank() == 1:\n"
+        "    pathlib.Path(sys.argv[1]).write_text(str(time.time()))\n"
+        "    raise ValueError('the root cause')\n"
+        "dist.all_reduce(torch.ones(2))\n"
+    )
+    done = run("--nproc", 2, script, tmp_path / "when")
+    took = time.time() - float((tmp_path / "when").read_text())
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+    assert done.stderr.count("ValueError: the root cause") == 2  # the traceback, and the last line
+    last = done.stderr.splitlines()[-1]
+    assert last == (
+        "lockstep launch: rank 1 failed first (ValueError: the root cause); the other process was ended."
+    )
+    assert took < ENDED_WITHIN_S
+
+
+def test_a_killed_rank_is_the_cause_and_its_consequences_are_not_printed(tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(
+        "import os, signal, torch, torch.distributed as dist\n"
+        "from lockstep.runtime.failure import install_excepthook\n"
+        "install_excepthook()\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        "if dist.get_rank() == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "dist.all_reduce(torch.ones(2))\n"
+    )
+    done = run("--nproc", 2, script)
+    assert done.returncode == 137
+    assert "Traceback" not in done.stderr
+    assert (
+        "lockstep launch: rank 1 failed first (ended by SIGKILL); the other process was ended." in done.stderr
+    )
+
+
+def test_a_rank_that_ignores_the_polite_signal_is_ended_too(tmp_path: Path) -> None:
+    script = tmp_path / "stubborn.py"
+    script.write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "pathlib.Path(sys.argv[1], os.environ['RANK']).touch()\n"
+        "while len(os.listdir(sys.argv[1])) < 2: time.sleep(0.01)\n"
+        "if os.environ['RANK'] == '1': pathlib.Path(sys.argv[2]).write_text(str(time.time())); sys.exit(7)\n"
+        "time.sleep(300)\n"
+    )
+    (tmp_path / "ready").mkdir()
+    done = run("--nproc", 2, script, tmp_path / "ready", tmp_path / "when")
+    assert time.time() - float((tmp_path / "when").read_text()) < ENDED_WITHIN_S
+    assert done.returncode == 7
+    assert done.stderr == "lockstep launch: rank 1 failed first (exit code 7); the other process was ended.\n"
+
+
+def test_with_log_files_the_traceback_of_the_failing_rank_is_still_shown(tmp_path: Path) -> None:
+    script = tmp_path / "fail.py"
+    script.write_text(
+        "import os, time\nif os.environ['RANK'] == '1': raise KeyError('lost')\ntime.sleep(300)\n"
+    )
+    done = run("--nproc", 2, "--log-dir", tmp_path / "logs", script)
+    assert done.returncode == 1
+    assert done.stderr.count("KeyError: 'lost'") == 1
+    assert "rank 1 failed first" in done.stderr
+    assert f"Its output is in {tmp_path}/logs/rank-1.err." in done.stderr
+
+
+def test_a_program_that_cannot_be_run_is_said_without_a_traceback() -> None:
+    done = run("--nproc", 1, "--no-python", "/nonexistent/program")
+    assert done.returncode == 127
+    assert "cannot run /nonexistent/program: No such file or directory." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_that_is_taken_is_refused() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = run("--nproc", 2, "--main-process-port", port, "--no-python", "true")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"Error: main_process_port {port} cannot be used: ")
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_two_machines_of_one_file_form_one_world(backend: str, show: Path, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    text = TWO_MACHINES.replace("192.168.20.1", "127.0.0.1").replace("8080", str(port))
+    text = text.replace("num_processes: 16", "num_processes: 2").replace(
+        "backend: static", f"backend: {backend}"
+    )
+    machines = []
+    for rank in (0, 1):
+        path = tmp_path / f"machine{rank}.yaml"
+        path.write_text(text.replace("machine_rank: 1", f"machine_rank: {rank}"))
+        machines.append(start("--config-file", path, show))
+    workers = []
+    for machine in machines:
+        stdout, stderr = machine.communicate(timeout=90)
+        assert machine.returncode == 0, stderr
+        workers += facts_of(stdout)
+    assert sorted(str(worker["RANK"]) for worker in workers) == ["0", "1"]
+    assert {worker["WORLD_SIZE"] for worker in workers} == {"2"}
+    assert {worker["LOCAL_WORLD_SIZE"] for worker in workers} == {"1"}
+    assert {worker["GROUP_RANK"] for worker in workers} == {"0", "1"}
+    assert {worker["LOCKSTEP_MIXED_PRECISION"] for worker in workers} == {"fp16"}
+
+
+def test_a_worker_whose_parent_is_gone_already_does_not_start() -> None:
+    command = [sys.executable, "-I", "-S", exec_worker.__file__, "1", "echo", "started"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (137, "")
+
+
+def test_the_guard_spares_processes_of_others_and_of_a_launch_that_is_done() -> None:
+    sleepers = {
+        name: subprocess.Popen(["sleep", "300"], env={**os.environ, guard.ID_VARIABLE: name})
+        for name in ("mine", "other")
+    }
+    try:
+        command = [sys.executable, "-I", "-S", guard.__file__, "mine"]
+        subprocess.run(command, input=guard.DONE, timeout=30, check=True)
+        assert all(alive(sleeper.pid) for sleeper in sleepers.values())
+        subprocess.run(command, input=b"", timeout=30, check=True)
+        assert not alive(sleepers["mine"].pid)
+        assert alive(sleepers["other"].pid)
+    finally:
+        for sleeper in sleepers.values():
+            sleeper.kill()
+            sleeper.wait()

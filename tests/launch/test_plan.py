@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.launch.plan import LaunchPlan, Program, Setting, make_plan, merge
+
+
+def plan(flags: dict[str, object], devices: int = 0, cores: int = 8, **file: object) -> LaunchPlan:
+    settings = merge(
+        {name: Setting(value, f"flag --{name}") for name, value in flags.items()},
+        {name: Setting(value, f"c.yaml:1: {name}") for name, value in file.items()},
+        {},
+    )
+    return make_plan(Program("true", no_python=True), settings, device_count=devices, cores=cores)
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file() -> None:
+    file = {name: Setting("fp16", "file") for name in ("mixed_precision",)}
+    environ = {"LOCKSTEP_MIXED_PRECISION": "bf16"}
+    assert merge({}, file, {})["mixed_precision"].value == "fp16"
+    assert merge({}, file, environ)["mixed_precision"].value == "bf16"
+    assert merge({"mixed_precision": Setting("no", "flag")}, file, environ)["mixed_precision"].value == "no"
+
+
+def test_processes_of_a_machine_are_the_total_divided_by_the_machines() -> None:
+    two = plan(
+        {"machine_rank": 1}, num_processes=16, num_machines=2, main_process_ip="a", main_process_port=1
+    )
+    assert (two.nproc, two.machine_rank) == (8, 1)
+
+
+def test_nproc_counts_the_processes_of_one_machine() -> None:
+    two = plan({"nproc": 3}, num_processes=16, num_machines=2, main_process_ip="a", main_process_port=1)
+    assert two.nproc == 3
+    assert two.settings["num_processes"].value == 6
+
+
+def test_without_a_number_there_is_one_process_for_each_gpu_or_one() -> None:
+    assert plan({}, devices=4).nproc == 4
+    assert plan({"use_cpu": True}, devices=4).nproc == 1
+    assert plan({"gpu_ids": "1,3"}, devices=4).nproc == 2
+    assert plan({}).nproc == 1
+
+
+def test_threads_share_the_cores_unless_told() -> None:
+    assert plan({"nproc": 2}, cores=8).environment["OMP_NUM_THREADS"] == "4"
+    assert plan({"nproc": 16}, cores=8).environment["OMP_NUM_THREADS"] == "1"
+    assert plan({"nproc": 2, "num_cpu_threads_per_process": 3}).environment["OMP_NUM_THREADS"] == "3"
+
+
+def test_only_what_was_said_travels_to_the_workers() -> None:
+    assert set(plan({"nproc": 1}).environment) == {"OMP_NUM_THREADS"}
+    said = plan({"use_cpu": True, "gpu_ids": "0,1", "gradient_accumulation_steps": 4}).environment
+    assert (said["LOCKSTEP_USE_CPU"], said["LOCKSTEP_GRADIENT_ACCUMULATION_STEPS"]) == ("true", "4")
+    assert said["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"num_machines": 2, "nproc": 1}, "main_process_ip is not set"),
+        ({"machine_rank": 1}, r"machine_rank is 1 .* \(machine_rank is from flag --machine_rank\)"),
+        ({"nproc": 3, "gpu_ids": "0,1"}, "names 2 GPUs"),
+        (
+            {"num_processes": 3, "num_machines": 2, "main_process_ip": "a", "main_process_port": 1},
+            "num_processes is 3 in total, which does not divide over num_machines 2",
+        ),
+    ],
+)
+def test_contradictions_are_refused(flags: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        plan(flags)
+
+
+def test_commands_are_argument_vectors(tmp_path: Path) -> None:
+    script = tmp_path / "a b.py"
+    script.touch()
+    assert Program(str(script), ("--x", "y z")).command() == (sys.executable, str(script), "--x", "y z")
+    assert Program("p.m", ("1",), module=True).command() == (sys.executable, "-m", "p.m", "1")
+    assert Program("./run.sh", no_python=True).command() == ("./run.sh",)
+
+
+@pytest.mark.parametrize("target", ["none.py", ".", "a\0b", "x" * 5000])
+def test_a_script_that_is_not_there_is_refused(target: str) -> None:
+    with pytest.raises(ConfigError, match="the script"):
+        Program(target).command()
