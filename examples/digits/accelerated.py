@@ -11,9 +11,9 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from data import classifier, datasets, evaluate
 from torch.utils.data import DataLoader
 
+from digits import classifier, datasets, evaluate
 from lockstep import Accelerator  # 1
 
 

@@ -13,9 +13,10 @@ import os
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from data import classifier, datasets
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+from digits import classifier, datasets
 
 
 def main() -> None:
@@ -68,6 +69,7 @@ def main() -> None:
     loss, accuracy, count = totals[0] / totals[2], totals[1] / totals[2], int(totals[2])
     if rank == 0:
         print(f"test loss {loss:.6f}, accuracy {accuracy:.4f} on {count} images")
+    dist.barrier()  # gloo's threads may abort the interpreter's exit while they hold the sum's tensor
     dist.destroy_process_group()
 
 

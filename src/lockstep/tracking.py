@@ -1,6 +1,6 @@
 """Names that scripts import from ``accelerate.tracking``."""
 
-from lockstep.watch.trackers.base import GeneralTracker
+from lockstep.watch.trackers.base import GeneralTracker, on_main_process
 from lockstep.watch.trackers.clearml import ClearMLTracker
 from lockstep.watch.trackers.hosted import (
     AimTracker,
@@ -25,4 +25,5 @@ __all__ = [
     "TensorBoardTracker",
     "TrackioTracker",
     "WandBTracker",
+    "on_main_process",
 ]

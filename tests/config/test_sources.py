@@ -107,7 +107,7 @@ def test_code_wins_over_the_environment_and_that_over_defaults() -> None:
     assert (settings.mixed_precision, settings.cpu) == (PrecisionType.FP16, True)
     assert settings.origins["mixed_precision"] == "code"
     assert settings.origins["cpu"] == "environment variable LOCKSTEP_USE_CPU"
-    assert settings.origins["debug"] == "default"
+    assert settings.origins["dynamo_backend"] == "default"
 
 
 def test_accelerates_variables_count_where_ours_are_not_set() -> None:

@@ -158,7 +158,7 @@ PRECISION = click.Choice(["no", "fp16", "bf16"], case_sensitive=False)
     type=click.Choice(["static", "c10d"]),
     help="How several machines find each other.",
 )
-@click.option("--debug", "debug", is_flag=True, default=None, help="Check every collective across ranks.")
+@click.option("--debug", "debug", is_flag=True, default=None, help="Set TORCH_DISTRIBUTED_DEBUG=DETAIL.")
 @click.option("--module", "-m", "module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.option("--no-python", "no_python", is_flag=True, help="SCRIPT is any program, run without python.")
 @click.option(

@@ -94,11 +94,11 @@ OPERATORS: dict[str, tuple[str, str, bool]] = {
 CALLED_BY_HOOKS = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all_single", "broadcast")
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(TorchDispatchMode):
     """Appends a record per collective operator of the thread in which it is active."""
 
     def __init__(self, records: list[Record]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.records = records
 
     def __torch_dispatch__(

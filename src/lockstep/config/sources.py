@@ -199,7 +199,6 @@ class WorkerSettings:
     mixed_precision: PrecisionType = PrecisionType.NO
     cpu: bool = False
     gradient_accumulation_steps: int = 1
-    debug: bool = False
     parallel: str | None = None
     dynamo_backend: str = "no"
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -259,7 +258,6 @@ SETTINGS: dict[str, SettingSource] = {
     "gradient_accumulation_steps": SettingSource(
         ("LOCKSTEP_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"), _parse_steps
     ),
-    "debug": SettingSource(("LOCKSTEP_DEBUG", "ACCELERATE_DEBUG_MODE"), parse_bool),
     "parallel": SettingSource(("LOCKSTEP_PARALLEL",), _parse_text),
     "dynamo_backend": SettingSource(("LOCKSTEP_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_BACKEND"), _parse_backend),
 }

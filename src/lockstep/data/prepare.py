@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.together import together
+from lockstep.config.enums import RNGType
 from lockstep.config.handlers import DataLoaderConfiguration
 from lockstep.data.checks import batches_by_sampler, check_lengths, decide, is_iterable, lengths
 from lockstep.data.dispatch import dispatched
@@ -26,10 +27,10 @@ from lockstep.data.readers import (
     ShardedStream,
     StreamReader,
 )
-from lockstep.data.rng import check_rng_types, synchronize_rng
 from lockstep.data.shard import ShardPlan
 from lockstep.errors import ConfigError, MissingExtraError, UsageError
 from lockstep.runtime.process import Runtime, start
+from lockstep.runtime.seed import check_rng_types, synchronize_rng_states
 from lockstep.runtime.step import StepState
 
 # The options of a loader that have nothing to do with which rows it reads.
@@ -74,7 +75,7 @@ def prepare_loader(
     shared = communicator if world_size > 1 and world_size == runtime.world_size else None
     with together(shared) if shared is not None else nullcontext():
         plan, dispatch = decide(loader, config, world_size)
-        names = check_rng_types(rng_types)
+        kinds = [kind for kind in check_rng_types(rng_types or ()) if kind is not RNGType.GENERATOR]
         if dispatch and shared is None:
             raise UsageError(
                 f"dispatch_batches=True needs {world_size} running processes, but this one is alone. "
@@ -106,7 +107,8 @@ def prepare_loader(
             dispatch=partial(dispatched, communicator=shared, rank=rank, device=runtime.device)
             if dispatch and shared is not None
             else None,
-            before_epoch=partial(synchronize_rng, names, shared),
+            # The generator needs nothing: the order is common already.
+            before_epoch=partial(synchronize_rng_states, kinds),
         )
     )
 

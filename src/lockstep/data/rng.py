@@ -1,25 +1,17 @@
-"""Random number generators: a private state per epoch, and equal states on all ranks."""
+"""Random number generators with a private state for each epoch."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from lockstep.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lockstep.comm.collectives import Communicator
-
 T = TypeVar("T")
-
-RNG_TYPES = ("generator", "torch", "cuda", "python", "numpy")
-
 
 def epoch_seed(seed: int, epoch: int) -> int:
     """``seed + epoch``, as torch's ``DistributedSampler`` adds them, within what a generator accepts."""
@@ -73,34 +65,6 @@ def _read_states() -> dict[str, Any]:
 
 
 def _write_states(states: dict[str, Any]) -> None:
-    if "torch" in states:
-        torch.set_rng_state(states["torch"])
-    if "python" in states:
-        random.setstate(states["python"])
-    if "numpy" in states:
-        np.random.set_state(states["numpy"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
-
-
-def check_rng_types(rng_types: Sequence[Any] | None) -> tuple[str, ...]:
-    """The names in ``rng_types`` (strings or enum members). Raises ConfigError for an unknown one."""
-    names = tuple(str(getattr(kind, "value", kind)) for kind in rng_types or ())
-    for name in names:
-        if name not in RNG_TYPES:
-            raise ConfigError(
-                f"rng_types contains {name!r}, which is unknown. Use any of {', '.join(RNG_TYPES)}."
-            )
-    return names
-
-
-def synchronize_rng(names: Sequence[str], communicator: Communicator | None) -> None:
-    """Give every rank the states of rank 0. ``"generator"`` needs nothing: the order is common already."""
-    wanted = set(names) - {"generator"}
-    if communicator is None or not wanted:
-        return
-    states = {name: state for name, state in _read_states().items() if name in wanted}
-    if "cuda" in wanted and torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    [states] = communicator.broadcast_object_list([states], from_process=0)
-    _write_states(states)
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])

@@ -43,7 +43,6 @@ WORKER_NAMES = {
     "mixed_precision": "mixed_precision",
     "use_cpu": "cpu",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "debug": "debug",
 }
 
 
@@ -178,6 +177,8 @@ def make_plan(
             environment[SETTINGS[worker_name].names[0]] = word
     if value["gpu_ids"] not in (None, "all"):
         environment["CUDA_VISIBLE_DEVICES"] = str(value["gpu_ids"])
+    if value["debug"]:
+        environment["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     return LaunchPlan(
         command=program.command(),
         nproc=nproc,

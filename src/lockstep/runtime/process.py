@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import gc
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +51,9 @@ class Runtime:
         if self.backend is None or "gloo" in self.backend or "mpi" in self.backend:
             return torch.device("cpu")
         return self.device
+
+
+THREADS_LET_GO_S = 0.05
 
 
 class _Process:
@@ -105,8 +110,15 @@ def start(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Runt
 
 def end() -> None:
     """Leave the run: destroy the process group if ``start`` made it, and forget the ``Runtime``."""
-    if _Process.made_process_group and dist.is_initialized():
-        dist.destroy_process_group()
+    if dist.is_available() and dist.is_initialized():
+        # Replicas in reference cycles own a share of the group. Collected after it, they would end its threads
+        # while holding the interpreter's lock, for which one of those may be waiting.
+        gc.collect()
+        if _Process.made_process_group:
+            dist.destroy_process_group()
+            # gloo's threads let go of the last collective's tensors a moment after it is done; if the
+            # interpreter is gone by then, they abort the process.
+            time.sleep(THREADS_LET_GO_S)
     _Process.runtime = None
     _Process.made_process_group = False
 

@@ -82,6 +82,23 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
                 torch.cuda.set_rng_state(state[f"cuda.{index}"], index)
 
 
+def check_rng_types(rng_types: Iterable[str | RNGType]) -> list[RNGType]:
+    """The generators of these names. Raises ConfigError for an unknown one, or a device this process lacks."""
+    kinds = []
+    for name in rng_types:
+        if name not in RNGType.list():
+            valid = ", ".join(RNGType.list())
+            raise ConfigError(
+                f"rng_types has {str(name)!r}, but may name only {valid}.{suggestion(str(name), RNGType.list())}"
+            )
+        kinds.append(RNGType(name))
+    if RNGType.XLA in kinds:
+        raise ConfigError("rng_types has 'xla', but Lockstep does not drive XLA devices. Remove it.")
+    if RNGType.CUDA in kinds and not torch.cuda.is_available():
+        raise ConfigError("rng_types has 'cuda', but this process sees no CUDA device. Remove it.")
+    return kinds
+
+
 def synchronize_rng_states(
     rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None
 ) -> None:
@@ -93,9 +110,9 @@ def synchronize_rng_states(
         ConfigError: for a name that is not an ``RNGType``, or a device this machine lacks.
         UsageError: for ``"generator"`` without a ``generator``.
     """
-    kinds = [_rng_type(name) for name in rng_types]
-    for kind in kinds:
-        _check_rng_type(kind, generator)
+    kinds = check_rng_types(rng_types)
+    if RNGType.GENERATOR in kinds and generator is None:
+        raise UsageError("rng_types has 'generator', but no generator was given. Pass generator=...")
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     for kind in kinds:
@@ -137,24 +154,6 @@ def _read(state: Mapping[str, Any], key: str) -> Any:
             "Pass the whole dict that rng_state() returned."
         )
     return state[key]
-
-
-def _rng_type(name: str | RNGType) -> RNGType:
-    try:
-        return RNGType(name)
-    except ValueError:
-        valid = RNGType.list()
-        hint = suggestion(str(name), valid)
-        raise ConfigError(f"rng_types has {name!r}, but may name only {', '.join(valid)}.{hint}") from None
-
-
-def _check_rng_type(kind: RNGType, generator: torch.Generator | None) -> None:
-    if kind is RNGType.XLA:
-        raise ConfigError("rng_types has 'xla', but Lockstep does not drive XLA devices. Remove it.")
-    if kind is RNGType.CUDA and not torch.cuda.is_available():
-        raise ConfigError("rng_types has 'cuda', but this process sees no CUDA device. Remove it.")
-    if kind is RNGType.GENERATOR and generator is None:
-        raise UsageError("rng_types has 'generator', but no generator was given. Pass generator=...")
 
 
 def _from_rank_0(state: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,227 @@
+"""The documentation says what the source does: its code runs, its commands parse, its tables are complete.
+
+A Python block after the comment ``<!-- runs -->`` is executed together with those before it on the page, one
+after ``<!-- sketch -->`` or without a comment is only compiled.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+
+from lockstep.cli import main as cli
+from lockstep.config.accelerate import ACCELERATE_ONLY, OTHER_KEYS, Ignored, from_yaml
+from lockstep.config.enums import LoggerType
+from lockstep.config.run import RunConfig
+from lockstep.config.sources import SETTINGS
+from lockstep.config.yaml_file import parse_yaml
+from lockstep.watch.trackers.run import TRACKERS
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+BLOCK = re.compile(r"^(?:<!-- (runs|sketch) -->\n)?```(\w+)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+
+
+def blocks(name: str, language: str) -> list[tuple[bool, str]]:
+    """Blocks of one page: whether it runs, and its text."""
+    return [(mark == "runs", text) for mark, kind, text in BLOCK.findall(TEXTS[name]) if kind == language]
+
+
+def code(name: str) -> str:
+    return "\n".join(text for runs, text in blocks(name, "python") if runs)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_python_block_compiles(name: str) -> None:
+    for _, text in blocks(name, "python"):
+        compile(text, name, "exec")
+
+
+@pytest.mark.parametrize("name", [name for name in TEXTS if code(name)])
+def test_the_code_of_a_page_runs(name: str, tmp_path: Path) -> None:
+    (tmp_path / "page.py").write_text(code(name), encoding="utf-8")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "page.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, f"{name}\n{done.stdout}\n{done.stderr}"
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """(page, words) of every ``lockstep`` command in a block, and of those with options and a script in the text."""
+    found = []
+    for name, text in TEXTS.items():
+        lines = "".join(body for _, body in blocks(name, "bash")).replace("\\\n", " ").splitlines()
+        inline = re.findall(r"`(lockstep \w+ --[^`]+)`", BLOCK.sub("", text))
+        found += [(name, shlex.split(line, comments=True)) for line in [*lines, *inline]]
+    return [(name, words) for name, words in found if words and words[0] == "lockstep"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), commands(), ids=lambda value: " ".join(value) if type(value) is list else ""
+)
+def test_a_lockstep_command_parses(name: str, words: list[str]) -> None:
+    subcommand = cli.cli.get_command(click.Context(cli.cli), words[1])
+    assert subcommand is not None, f"{name}: {words}"
+    context = subcommand.make_context(words[1], words[2:])
+    if words[1] == "launch":
+        assert context.params["script"] == "train.py"
+
+
+def test_every_option_of_launch_is_documented() -> None:
+    command = cli.cli.get_command(click.Context(cli.cli), "launch")
+    assert command is not None
+    options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
+    real = {word for option in options for word in option.opts}
+    table = section("launching.md", "Options")
+    assert set(re.findall(r"`(--?[a-z][a-z-]*)`", "".join(first_cells(table)))) == real
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_internal_links_lead_to_pages_files_and_headings(name: str) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", TEXTS[name]):
+        path, _, anchor = target.partition("#")
+        page = DOCS / (path or name)
+        assert page.is_file(), f"{name}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            assert anchor in [slug(heading) for heading in headings], f"{name}: {target}"
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert set(re.findall(r": ([\w-]+\.md)$", text, flags=re.MULTILINE)) == set(TEXTS)
+
+
+def section(name: str, heading: str) -> str:
+    return re.split(r"^## ", TEXTS[name].split(f"\n## {heading}\n")[1], flags=re.MULTILINE)[0]
+
+
+def first_cells(text: str) -> list[str]:
+    """The first cells of the table rows in a text, without the head."""
+    rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")]
+    return [cell for cell in rows[1:] if set(cell) != {"-"}]
+
+
+def test_the_table_of_yaml_keys_is_that_of_the_source() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \| (\w+)", section("launching.md", "Configuration file"), flags=re.MULTILINE
+    )
+    expected = dict.fromkeys(RunConfig.model_fields, "used")
+    expected |= dict.fromkeys(ACCELERATE_ONLY, "checked")
+    expected |= {key: "No" if isinstance(rule, Ignored) else "refused" for key, rule in OTHER_KEYS.items()}
+    assert {key: word.replace("no", "No") if word == "no" else word for key, word in rows} == expected
+
+
+def test_yaml_examples_are_accepted() -> None:
+    examples = [text for name in TEXTS for _, text in blocks(name, "yaml")]
+    assert examples
+    for text in examples:
+        assert from_yaml(parse_yaml(text, "docs")).config.given()
+
+
+def test_every_environment_variable_of_a_setting_is_documented() -> None:
+    documented = set(
+        re.findall(r"`([A-Z]\w+)`", "".join(first_cells(section("launching.md", "Environment variables"))))
+    )
+    assert {variable for source in SETTINGS.values() for variable in source.names} <= documented
+    source = (ROOT / "src/lockstep/config/sources.py").read_text(encoding="utf-8")
+    assert [
+        variable for variable in documented if variable not in source and variable != "OMP_NUM_THREADS"
+    ] == []
+
+
+def test_every_tracker_is_documented_with_its_extra() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (?:`(\w+)`|none) \|$", TEXTS["tracking.md"], flags=re.MULTILINE)
+    assert dict(rows) == {entry.name: entry.extra for entry in TRACKERS.values()}
+    assert {name for name, _ in rows} == set(LoggerType.list()) - {"all"}
+
+
+def test_every_dependency_has_its_line() -> None:
+    project = re.findall(
+        r'^(?:  |\w+ = \[)?"?([\w-]+)(?:\[\w+\])?[><=]=', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    names = {name for name in project if name.lower() not in ("requires", "setuptools")}
+    text = TEXTS["dependencies.md"]
+    assert [name for name in names if f"`{name}`" not in text] == []
+
+
+def test_quoted_messages_are_those_of_the_source() -> None:
+    templates = [
+        text for path in (ROOT / "src").rglob("*.py") for text in strings(ast.parse(path.read_text()))
+    ]
+    quoted = re.findall(
+        r"^\| `(.+?)` \|", section("troubleshooting.md", "What common messages mean"), flags=re.MULTILINE
+    )
+    assert len(quoted) > 10
+    for message in quoted:
+        parts = message.split("…")
+        assert any(in_order(parts, template) for template in templates), message
+
+
+def strings(tree: ast.AST) -> list[str]:
+    """Every string of a module; the values of an f-string are left out."""
+    joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    found = [
+        "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+        for node in joined
+    ]
+    return found + [
+        n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+    ]
+
+
+def in_order(parts: list[str], text: str) -> bool:
+    position = 0
+    for part in parts:
+        position = text.find(part.strip(), position)
+        if position < 0:
+            return False
+    return True
+
+
+def test_the_tree_in_the_architecture_page_names_every_module() -> None:
+    (tree,) = [text for _, text in blocks("architecture.md", "text") if text.startswith("src/lockstep/")]
+    source = ROOT / "src/lockstep"
+    named: set[str] = set()
+    folder = ""
+    for line in tree.splitlines()[1:]:
+        entry = re.split(r"  +", line.split("──", 1)[1].strip())[0]
+        if not line.startswith("│"):
+            folder = entry if entry.endswith("/") else ""
+        named |= {folder + name for name in re.findall(r"\w+\.py", entry)}
+    packages = {name.split("/")[0] for name in named if "/" in name}
+    modules = {
+        path.relative_to(source).as_posix()
+        for package in packages
+        for path in (source / package).glob("*.py")
+        if path.name != "__init__.py"
+    }
+    assert {name for name in named if "/" in name} == modules
+    assert all((source / name).is_file() for name in named)
+
+
+def test_the_site_configuration_loads_nothing_from_the_network() -> None:
+    site = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader=yaml.BaseLoader)
+    assert site["theme"]["font"] == "false"
+    assert "analytics" not in site.get("extra", {})

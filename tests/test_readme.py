@@ -1,0 +1,105 @@
+"""The README's commands and code run, and its five-line change is that of the two example scripts."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+ENVIRONMENT = {
+    **os.environ,
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",  # two processes also where there is one GPU
+    "LOCKSTEP_CONFIG_FILE": "no-such-file.yaml",
+}
+
+
+def blocks(language: str) -> list[str]:
+    return [text for kind, text in BLOCKS if kind == language]
+
+
+def commands() -> list[str]:
+    """The lines of all bash blocks, continued ones joined, without comments."""
+    lines = "".join(blocks("bash")).replace("\\\n", " ").splitlines()
+    return [" ".join(shlex.split(line, comments=True)) for line in lines if line.strip()]
+
+
+MAKE = [command for command in commands() if command.startswith("make ")]
+PIP = [command for command in commands() if command.startswith("pip ")]
+RUN = [command for command in commands() if command not in MAKE + PIP]
+
+
+def run(command: list[str], folder: Path) -> str:
+    """What the command prints; with its complaints, if it fails."""
+    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_the_readme_begins_with_the_two_commands() -> None:
+    assert MAKE == ["make demo", "make test"]
+    assert README.index("make demo") < README.index("\n## ")
+
+
+@pytest.mark.parametrize("command", MAKE)
+def test_a_make_command_is_a_target(command: str) -> None:
+    run([*command.split(), "--dry-run"], ROOT)
+
+
+def test_the_installation_names_files_that_exist() -> None:
+    (command,) = PIP
+    words = command.split()
+    assert words[:2] == ["pip", "install"]
+    assert (ROOT / words[words.index("--constraint") + 1]).is_file()
+
+
+def test_the_digits_commands_print_the_same_result(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    shown = {run(command.split(), tmp_path) for command in RUN if "--dry-run" not in command}
+    assert len(shown) == 1
+    assert "accuracy" in shown.pop()
+
+
+def test_the_dry_run_shows_eight_processes(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (command,) = (command for command in RUN if "--dry-run" in command)
+    text = run(command.split(), tmp_path)
+    assert text.startswith("8 processes on this machine")
+    assert "10.0.0.1" in text
+
+
+@pytest.mark.parametrize("code", blocks("python"), ids=lambda code: re.findall(r"\w+", code)[-1])
+def test_a_python_block_runs(code: str, tmp_path: Path) -> None:
+    (tmp_path / "block.py").write_text(code)
+    run([sys.executable, "block.py"], tmp_path)
+
+
+def test_the_five_lines_are_the_difference_of_the_two_scripts() -> None:
+    (shown,) = blocks("diff")
+    plain, accelerated = (
+        code_lines(ROOT / "examples/digits" / name) for name in ("plain.py", "accelerated.py")
+    )
+    changes = [line[0] + line[2:] for line in difflib.ndiff(plain, accelerated) if line[0] in "+-"]
+    assert [line for line in shown.splitlines() if line[0] in "+-"] == changes
+
+
+def code_lines(path: Path) -> list[str]:
+    """The file's lines from its first import on."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return lines[next(i for i, line in enumerate(lines) if line.startswith("import ")) :]
+
+
+def test_every_link_leads_to_a_file() -> None:
+    targets = re.findall(r"\]\(([^)#]+)", README)
+    assert len(targets) > 10
+    assert [target for target in targets if not (ROOT / target).is_file()] == []
