@@ -78,7 +78,7 @@ class Accelerator(ProcessControl):
         ConfigError: a value is unknown or contradicts another; the message names it.
     """
 
-    _latest: ClassVar[weakref.ref[Accelerator] | None] = None
+    _made: ClassVar[list[weakref.ref[Accelerator]]] = []
 
     def __init__(
         self,
@@ -145,12 +145,12 @@ class Accelerator(ProcessControl):
         self._hooks = checkpoints.Hooks()
         self._trackers = TrackerSet(log_with, options.project.logging_dir, self.is_main_process)
         self._trigger = False
-        Accelerator._latest = weakref.ref(self)
+        Accelerator._made.append(weakref.ref(self, Accelerator._made.remove))
 
     @classmethod
     def latest(cls) -> Accelerator | None:
-        """The ``Accelerator`` made last, if it still exists: what ``lockstep.state`` shows."""
-        return cls._latest() if cls._latest is not None else None
+        """The latest ``Accelerator`` that still exists: what ``lockstep.state`` shows."""
+        return cls._made[-1]() if cls._made else None
 
     # What was asked for, and where the step is ------------------------------------------------------
 

@@ -191,7 +191,11 @@ class PartialState(ProcessControl):
 
 
 class RunState(PartialState):
-    """``PartialState`` with the precision of a run."""
+    """``PartialState`` with the precision of a run. Scripts ask it for plugins; there are none."""
+
+    deepspeed_plugin: None = None
+    fsdp_plugin: None = None
+    megatron_lm_plugin: None = None
 
     def __init__(self, mixed_precision: str) -> None:
         super().__init__()
