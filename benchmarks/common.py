@@ -1,0 +1,165 @@
+"""What the benchmarks share: workers, medians, one table and one JSON file each."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+BENCHMARKS = Path(__file__).resolve().parent
+RESULTS = BENCHMARKS / "results"
+PACKAGES = ("lockstep-train", "torch", "accelerate", "lightning")
+TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Median and quartiles of some measurements, in their unit."""
+
+    median: float
+    q1: float
+    q3: float
+    count: int
+
+    @property
+    def iqr(self) -> float:
+        return self.q3 - self.q1
+
+    def to_dict(self) -> dict[str, float]:
+        rounded = {name: float(f"{getattr(self, name):.5g}") for name in ("median", "q1", "q3")}
+        return {**rounded, "count": self.count}
+
+    def show(self, digits: int = 3) -> str:
+        return f"{self.median:.{digits}f}  ({self.q1:.{digits}f} to {self.q3:.{digits}f})"
+
+
+def summary(values: Sequence[float]) -> Summary:
+    """Median and quartiles; of a single value three times that value."""
+    if len(values) == 1:
+        return Summary(values[0], values[0], values[0], 1)
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+    return Summary(median, q1, q3, len(values))
+
+
+def ratios(values: Sequence[float], references: Sequence[float]) -> list[float]:
+    """Each value over the reference of the same round: what drifts between rounds cancels."""
+    return [value / reference for value, reference in zip(values, references, strict=True)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_workers(script: str, arguments: Sequence[str], world_size: int) -> None:
+    """Run a script on ``world_size`` processes of one thread each, told their ranks as ``torchrun`` tells them.
+
+    With one process no rank is told: it is what ``python script`` is.
+
+    Raises:
+        SystemExit: a process failed or took too long; the others are ended first.
+    """
+    base = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    group = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "TORCHELASTIC_RUN_ID": "benchmark",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    workers = []
+    for rank in range(world_size):
+        told = {} if world_size == 1 else {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        workers.append(subprocess.Popen([sys.executable, script, *arguments], env={**base, **told}))
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        while any(worker.poll() is None for worker in workers):
+            failed = [rank for rank, worker in enumerate(workers) if worker.returncode]
+            if failed or time.monotonic() > deadline:
+                raise SystemExit(
+                    f"rank {failed[0]} failed." if failed else f"no end after {TIMEOUT_S:.0f} s."
+                )
+            time.sleep(0.2)
+    finally:
+        for worker in workers:
+            if worker.poll() is None:
+                worker.kill()
+                worker.wait()
+    if any(worker.returncode for worker in workers):
+        raise SystemExit("a worker failed.")
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the contenders; those not installed are left out."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+class Report:
+    """One table on the screen and one file ``results/NAME.json``.
+
+    The load average is noted at both ends: on a busy machine absolute times mean little.
+    """
+
+    def __init__(self, name: str, title: str) -> None:
+        self.name = name
+        self.title = title
+        self.load_before = os.getloadavg()
+        self.started = datetime.now(timezone.utc)
+
+    def finish(
+        self,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        figures: Any,
+        settings: Mapping[str, Any],
+        output: Path | None,
+        notes: Sequence[str] = (),
+    ) -> None:
+        """Print the table and the notes; write everything to ``output`` (None: the results folder)."""
+        table = Table(*columns, title=self.title, title_justify="left")
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for row in rows:
+            table.add_row(*row)
+        console = Console(width=None if sys.stdout.isatty() else 180)
+        console.print(table)
+        for note in notes:
+            console.print(note, style="dim")
+        content = {
+            "benchmark": self.name,
+            "date": self.started.strftime("%Y-%m-%d %H:%M UTC"),
+            "command": " ".join(["python", f"benchmarks/{self.name}.py", *sys.argv[1:]]),
+            "versions": versions(),
+            "machine": {"cores": os.cpu_count(), "architecture": platform.machine()},
+            "load_average": {"before": self.load_before, "after": os.getloadavg()},
+            "settings": dict(settings),
+            "figures": figures,
+            "notes": list(notes),
+        }
+        path = output or RESULTS / f"{self.name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n")
+        console.print(f"written: {os.path.relpath(path)}", style="dim")
