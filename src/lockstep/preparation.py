@@ -87,8 +87,8 @@ class Preparation:
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        self._refuse_replicas(model)
         self._remember(model)
+        self._refuse_replicas(model)
         options = self._options
         prepared = spread(
             model,

@@ -15,6 +15,7 @@ from lockstep.data.order import announce_epoch
 from lockstep.data.readers import MapReader, Reader, Rounds
 from lockstep.data.shard import ShardPlan
 from lockstep.errors import ConfigError, UsageError
+from lockstep.runtime.seed import rng_state, set_rng_state
 from lockstep.runtime.step import LoaderProgress, StepState
 
 
@@ -213,13 +214,14 @@ class PreparedLoader(DataLoader[Any]):
         return other
 
     def state_dict(self) -> dict[str, Any]:
-        """The exact position: epoch and number of batches handed out in it."""
+        """The exact position: epoch and number of batches handed out in it, and the seed of the order."""
         position = self._position or self._resume or Position(self._epochs.next, self._skip, self._skip)
         return {
             "epoch": position.epoch,
             "batches": position.batches,
             "start": position.start,
             "inner": position.inner,
+            "seed": self._parts.seed,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -227,6 +229,10 @@ class PreparedLoader(DataLoader[Any]):
         position = Position(**{name: state_dict[name] for name in ("epoch", "batches", "start", "inner")})
         if not self._parts.keeps_inner_state:
             position.inner = None
+        self._parts = replace(self._parts, seed=state_dict.get("seed", self._parts.seed))
+        reader = self._parts.reader
+        if isinstance(reader, MapReader):
+            reader.batches.order = replace(reader.batches.order, seed=self._parts.seed)
         self._position = None
         self._resume = position
         self._epochs.next = position.epoch
@@ -255,12 +261,17 @@ class PreparedLoader(DataLoader[Any]):
         start = begin.start if begin.inner is not None else begin.batches
         source = self._source(begin, start)
         handed_out = begin.batches
+        device, non_blocking = self._parts.device, self._parts.non_blocking
+        generators = rng_state() if continues and handed_out else None
         current = next(source, None)
+        if generators is not None:
+            # This batch had been read when the position was saved: reading it again must draw nothing.
+            set_rng_state(generators)
         while current is not None:
             [batch], counts = current
-            if self.device is not None:
+            if device is not None:
                 # Enqueued before the next batch is read, so that copy and reading overlap.
-                batch = send_to_device(batch, self.device, non_blocking=self._parts.non_blocking)
+                batch = place(batch, device, non_blocking)
             inner_state = self._inner_state()
             current = next(source, None)
             progress.end_of_data = current is None
@@ -289,6 +300,13 @@ class PreparedLoader(DataLoader[Any]):
             return None
         state: dict[str, Any] = self.inner.state_dict()  # type: ignore[attr-defined]
         return state
+
+
+def place(batch: Any, device: torch.device, non_blocking: bool) -> Any:
+    """``batch`` on ``device``. A list of tensors, what ``default_collate`` mostly makes, needs no walk over a tree."""
+    if type(batch) is list and all(type(part) is torch.Tensor for part in batch):
+        return [part.to(device, non_blocking=non_blocking) for part in batch]
+    return send_to_device(batch, device, non_blocking=non_blocking)
 
 
 def check_skip(num_batches: int, length: int | None) -> None:

@@ -1,7 +1,6 @@
 """Data parallel: every process, or every GPU of one process, holds the whole model."""
 
-from __future__ import annotations
-
+# Without postponed annotations: DDP compares those of a communication hook with types, not with strings.
 import warnings
 from collections.abc import Callable
 from typing import Any

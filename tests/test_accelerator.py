@@ -1,0 +1,463 @@
+"""The front, as scripts use it; where Accelerate documents a result, it is the oracle."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+)
+
+import lockstep.utils
+from lockstep import Accelerator, DataLoaderConfiguration, PartialState
+from lockstep.errors import ConfigError, LockstepError, UsageError
+from lockstep.runtime.control import split_between
+from lockstep.state import AcceleratorState, GradientState
+from train import problems
+
+# -- processes ------------------------------------------------------------------------------------------
+
+
+def place() -> dict[str, Any]:
+    accelerator = Accelerator(cpu=True)
+    calls = []
+    for name, decorate in {
+        "main": accelerator.on_main_process,
+        "local": accelerator.on_local_main_process,
+        "last": accelerator.on_last_process,
+        "one": accelerator.on_process(process_index=1),
+        "local one": accelerator.on_local_process(local_process_index=1),
+    }.items():
+        if decorate(lambda: True)():
+            calls.append(name)
+    accelerator.print("hello", accelerator.process_index)
+    return {
+        "rank": accelerator.process_index,
+        "local rank": accelerator.local_process_index,
+        "world": accelerator.num_processes,
+        "flags": (
+            accelerator.is_main_process,
+            accelerator.is_local_main_process,
+            accelerator.is_last_process,
+        ),
+        "type": str(accelerator.distributed_type),
+        "device": str(accelerator.device),
+        "calls": calls,
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_each_process_knows_its_place(run_distributed, world_size: int) -> None:
+    for rank, found in enumerate(run_distributed(place, world_size)):
+        first, last = rank == 0, rank == world_size - 1
+        assert found["rank"] == found["local rank"] == rank
+        assert found["world"] == world_size
+        assert found["flags"] == (first, first, last)
+        assert found["device"] == "cpu"
+        expected = [
+            ("main", first),
+            ("local", first),
+            ("last", last),
+            ("one", rank == 1),
+            ("local one", rank == 1),
+        ]
+        assert found["calls"] == [name for name, runs in expected if runs]
+
+
+def order_of_blocks(fails: bool) -> list[Any]:
+    accelerator = Accelerator(cpu=True)
+    store = torch.distributed.distributed_c10d._get_default_store()
+    order = []
+    try:
+        with accelerator.main_process_first():
+            order.append(store.add("turn", 1))
+            if fails and accelerator.is_main_process:
+                raise ValueError("failed")
+    except ValueError as error:
+        order.append(str(error))
+    return order
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_main_process_goes_first_also_when_it_fails(run_distributed, fails: bool) -> None:
+    first, *others = run_distributed(order_of_blocks, 4, fails)
+    assert first == ([1, "failed"] if fails else [1])
+    assert sorted(turn for [turn] in others) == [2, 3, 4]
+
+
+def triggers() -> list[bool]:
+    accelerator = Accelerator(cpu=True)
+    found = [accelerator.check_trigger()]
+    if accelerator.is_last_process:
+        accelerator.set_trigger()
+    return [*found, accelerator.check_trigger(), accelerator.check_trigger()]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_trigger_of_any_rank_is_seen_by_all_once(run_distributed, world_size: int) -> None:
+    assert run_distributed(triggers, world_size) == [[False, True, False]] * world_size
+
+
+# -- split_between_processes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize(
+    "inputs",
+    [list(range(7)), tuple("abcdef"), {"a": [1, 2, 3, 4, 5], "b": list("vwxyz")}, list(range(8))],
+    ids=["list", "tuple", "mapping", "even"],
+)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_inputs_are_split_as_accelerate_documents(world_size: int, inputs: Any, padding: bool) -> None:
+    lengths = len(inputs["a"]) if isinstance(inputs, dict) else len(inputs)
+    share, extra = divmod(lengths, world_size)
+    start = 0
+    for rank in range(world_size):
+        count = share + (rank < extra)
+
+        def part(values: Any, start: int = start, count: int = count) -> Any:
+            own = values[start : start + count]
+            missing = share + (extra > 0) - count if padding else 0
+            return own + own[-1:] * missing
+
+        expected = {k: part(v) for k, v in inputs.items()} if isinstance(inputs, dict) else part(inputs)
+        assert split_between(inputs, rank, world_size, padding) == expected
+        start += count
+
+
+def test_tensors_are_split_along_their_first_dim() -> None:
+    rows = torch.arange(10).view(5, 2)
+    assert torch.equal(split_between(rows, 0, 2), rows[:3])
+    assert torch.equal(split_between(rows, 1, 2), rows[3:])
+    assert torch.equal(split_between(rows, 1, 2, True), rows[[3, 4, 4]])
+    assert split_between([1], 1, 2) == []
+    assert split_between([1], 1, 2, True) == [1]
+    with pytest.raises(UsageError, match="different lengths"):
+        split_between({"a": [1], "b": [1, 2]}, 0, 2)
+
+
+# -- gather_for_metrics ---------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self):
+        return iter(torch.arange(self.count))
+
+
+class Uneven(BatchSampler):
+    """Batches of 1, 2, 3, 1, 2, 3, ... indices."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self):
+        start, size = 0, 1
+        while start < self.count:
+            yield list(range(start, min(start + size, self.count)))
+            start, size = start + size, size % 3 + 1
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def evaluation_loader(kind: str, count: int) -> DataLoader:
+    data: Dataset = TensorDataset(torch.arange(count))
+    if kind == "iterable":
+        return DataLoader(Stream(count), batch_size=3, collate_fn=lambda rows: [torch.stack(rows)])
+    if kind == "dynamic":
+        return DataLoader(data, batch_sampler=Uneven(count))
+    if kind == "batch sampler":
+        return DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 3, drop_last=False))
+    return DataLoader(data, batch_size=3, drop_last=kind == "drop_last", num_workers=2 * (kind == "workers"))
+
+
+def evaluate(kind: str, count: int, config: dict[str, Any]) -> dict[str, Any]:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
+    loader = accelerator.prepare(evaluation_loader(kind, count))
+    found: dict[str, list[Any]] = {"tensors": [], "nested": [], "strings": [], "objects": []}
+    for [rows] in loader:
+        found["tensors"] += accelerator.gather_for_metrics(rows).tolist()
+        nested = accelerator.gather_for_metrics({"a": (rows * 2, [rows.view(-1, 1)])})
+        assert torch.equal(nested["a"][0], 2 * nested["a"][1][0].flatten())
+        found["nested"] += nested["a"][0].tolist()
+        found["strings"] += accelerator.gather_for_metrics([str(row.item()) for row in rows])
+        found["objects"] += accelerator.gather_for_metrics([{"row": row.item()} for row in rows])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "batch sampler", "drop_last", "iterable", "dynamic", "workers"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_sample_is_gathered_exactly_once(run_distributed, world_size: int, kind: str) -> None:
+    for count in (13, 16) if kind != "workers" else (13,):
+        size = count if kind != "drop_last" else count - count % (3 * world_size)
+        if kind == "drop_last" and world_size == 1:
+            size = count // 3 * 3
+        for found in run_distributed(evaluate, world_size, kind, count, {}):
+            assert sorted(found["tensors"]) == list(range(size))
+            assert found["nested"] == [2 * row for row in found["tensors"]]
+            assert found["strings"] == [str(row) for row in found["tensors"]]
+            assert found["objects"] == [{"row": row} for row in found["tensors"]]
+
+
+@pytest.mark.parametrize("config", [{"split_batches": True}, {"dispatch_batches": True}], ids=str)
+def test_every_sample_is_gathered_once_however_batches_are_dealt(
+    run_distributed, config: dict[str, Any]
+) -> None:
+    if "split_batches" in config:
+        results = run_distributed(evaluate, 3, "plain", 13, config)  # 3 divides the batch
+    else:
+        results = run_distributed(evaluate, 2, "plain", 13, config)
+    for found in results:
+        assert found["tensors"] == list(range(13))
+
+
+# -- prepare --------------------------------------------------------------------------------------------
+
+
+def test_objects_are_prepared_in_any_order_and_others_pass_through() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = problems.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.zeros(4)))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    other = object()
+    found = accelerator.prepare(schedule, loader, other, optimizer, None, model)
+    assert found[0].scheduler is schedule
+    assert found[1].original is loader
+    assert found[2] is other
+    assert found[3].optimizer is optimizer
+    assert found[4] is None
+    assert found[5] is model
+    assert accelerator.prepare(other) is other
+    assert accelerator.free_memory(*found[:2]) == [None, None]
+
+
+def misuse(kind: str) -> str:
+    accelerator = Accelerator(cpu=True)
+    model = problems.make_model()
+    rows, labels = problems.make_rows(0, 0, 4)
+    try:
+        if kind == "twice":
+            accelerator.prepare(accelerator.prepare(model))
+        elif kind == "empty":
+            accelerator.prepare(DataLoader(TensorDataset(torch.zeros(2)), batch_size=4, drop_last=True))
+        elif kind == "too few":
+            accelerator.prepare(DataLoader(TensorDataset(torch.zeros(1))))
+        elif kind == "no model":
+            accelerator.backward(model(rows).sum())
+        elif kind == "unprepared":
+            accelerator.prepare(problems.make_model())
+            accelerator.backward(F.cross_entropy(model(rows), labels))
+        elif kind == "placement":
+            accelerator.prepare(model, device_placement=[True, False])
+        elif kind == "meta":
+            accelerator.prepare(nn.Linear(2, 2, device="meta"))
+        elif kind == "fsdp":
+            Accelerator(cpu=True, fsdp_plugin=object())
+        elif kind == "typo":
+            Accelerator(cpu=True, mixed_precison="bf16")
+        elif kind == "precision":
+            Accelerator(cpu=True, mixed_precision="bf15")
+        elif kind == "handler":
+            Accelerator(cpu=True, kwargs_handlers=[object()])  # type: ignore[list-item]
+    except LockstepError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "words"),
+    [
+        ("twice", 1, ("Sequential was passed to prepare twice", "Prepare each object once")),
+        ("twice", 2, ("was passed to prepare twice",)),
+        ("empty", 1, ("length 0", "Give it data")),
+        ("too few", 2, ("1 samples for 2 processes", "Use at most 1 processes or more data")),
+        ("no model", 1, ("no model was prepared", "Pass the model to accelerator.prepare()")),
+        ("unprepared", 2, ("Call the model that accelerator.prepare() returned",)),
+        ("placement", 1, ("1 objects and 2 values", "one value for each")),
+        ("meta", 1, ("meta device ('weight', ...)", "model.to_empty")),
+        ("fsdp", 1, ("fsdp_plugin was given", "Remove fsdp_plugin")),
+        ("typo", 1, ("no option 'mixed_precison'", "Did you mean 'mixed_precision'?")),
+        ("precision", 1, ("bf15", "Did you mean 'bf16'?")),
+        ("handler", 1, ("an object of type object", "AutocastKwargs")),
+    ],
+)
+def test_wrong_use_says_what_to_do(
+    run_distributed, kind: str, world_size: int, words: tuple[str, ...]
+) -> None:
+    for message in run_distributed(misuse, world_size, kind):
+        assert all(word in message for word in words), message
+
+
+# -- what scripts import and read -----------------------------------------------------------------------
+
+
+def test_state_objects_show_the_latest_accelerator() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+    assert AcceleratorState().mixed_precision == "bf16"
+    assert AcceleratorState().num_processes == PartialState().num_processes == 1
+    state = GradientState()
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.zeros(5)), batch_size=2))
+    assert (state.num_steps, state.in_dataloader, state.active_dataloader) == (2, False, None)
+    assert (state.end_of_dataloader, state.remainder, state.sync_gradients) == (False, -1, True)
+    ends = []
+    for _ in loader:
+        assert state.in_dataloader
+        assert state.active_dataloader is loader
+        assert state.remainder == 1
+        ends.append(state.end_of_dataloader)
+    assert ends == [False, False, True]
+    assert not state.in_dataloader
+
+
+NAMES = [
+    "AutocastKwargs",
+    "ComputeEnvironment",
+    "DataLoaderConfiguration",
+    "DDPCommunicationHookType",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "DynamoBackend",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "LoggerType",
+    "PrecisionType",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "RNGType",
+    "SAFE_WEIGHTS_INDEX_NAME",
+    "SAFE_WEIGHTS_NAME",
+    "TorchDynamoPlugin",
+    "WEIGHTS_INDEX_NAME",
+    "WEIGHTS_NAME",
+    "broadcast",
+    "broadcast_object_list",
+    "clear_environment",
+    "concatenate",
+    "convert_to_fp32",
+    "extract_model_from_parallel",
+    "find_batch_size",
+    "find_executable_batch_size",
+    "gather",
+    "gather_object",
+    "is_bf16_available",
+    "is_compiled_module",
+    "is_cuda_available",
+    "is_tensorboard_available",
+    "is_wandb_available",
+    "is_xpu_available",
+    "listify",
+    "pad_across_processes",
+    "patch_environment",
+    "recursively_apply",
+    "reduce",
+    "release_memory",
+    "save",
+    "send_to_device",
+    "set_seed",
+    "str_to_bool",
+    "synchronize_rng_states",
+    "tqdm",
+    "wait_for_everyone",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_accelerate_utils_exist(name: str) -> None:
+    assert hasattr(lockstep.utils, name)
+
+
+def test_environment_helpers_restore_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEPT", "1")
+    with lockstep.utils.patch_environment(kept=2, added="x"):
+        assert (os.environ["KEPT"], os.environ["ADDED"]) == ("2", "x")
+        os.environ["OTHER_OF_THE_BLOCK"] = "stays"
+    assert os.environ["KEPT"] == "1"
+    assert "ADDED" not in os.environ
+    assert os.environ.pop("OTHER_OF_THE_BLOCK") == "stays"
+    with lockstep.utils.clear_environment():
+        assert not os.environ
+    assert os.environ["KEPT"] == "1"
+    assert lockstep.utils.str_to_bool("Yes") == 1
+    assert lockstep.utils.str_to_bool("off", to_bool=True) is False
+    with pytest.raises(ValueError, match="maybe"):
+        lockstep.utils.str_to_bool("maybe")
+
+
+def script(library: str, accumulation: int, precision: str) -> list[float]:
+    """A script written for Accelerate; only where it imports from differs."""
+    imported: Callable[..., Any] = __import__
+    module = imported(library)
+    accelerator = module.Accelerator(
+        cpu=True,
+        mixed_precision=precision,
+        gradient_accumulation_steps=accumulation,
+        dataloader_config=imported(f"{library}.utils", fromlist=["x"]).DataLoaderConfiguration(
+            use_seedable_sampler=True, data_seed=42
+        ),
+    )
+    torch.manual_seed(3)
+    model = problems.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    loader = DataLoader(TensorDataset(*problems.make_rows(0, 0, 22)), batch_size=3, shuffle=True)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    losses = []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        for rows, labels in loader:
+            with accelerator.accumulate(model):
+                loss = F.cross_entropy(model(rows), labels)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                losses.append(accelerator.gather(loss.detach()).mean().item())
+        losses.append(schedule.get_last_lr()[0])
+    if library == "accelerate":
+        from accelerate.state import AcceleratorState as State
+        from accelerate.state import GradientState as Gradients
+        from accelerate.state import PartialState as Partial
+
+        for state in (State, Gradients, Partial):
+            state._shared_state.clear()
+    return losses
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_script_for_accelerate_gives_the_same_losses_with_its_import_changed(
+    run_distributed, world_size: int, accumulation: int, precision: str
+) -> None:
+    expected = run_distributed(script, world_size, "accelerate", accumulation, precision)
+    actual = run_distributed(script, world_size, "lockstep", accumulation, precision)
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-6)
+
+
+def test_a_precision_in_code_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert Accelerator(cpu=True).mixed_precision == "bf16"
+    assert Accelerator(cpu=True, mixed_precision="no").mixed_precision == "no"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf17")
+    with pytest.raises(ConfigError, match="ACCELERATE_MIXED_PRECISION"):
+        Accelerator(cpu=True)

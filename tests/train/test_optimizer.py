@@ -1,0 +1,145 @@
+"""The prepared optimizer: real steps only, everything else is the user's optimizer's own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lockstep import Accelerator
+from lockstep.errors import UsageError
+from train import problems
+
+
+def test_step_and_zero_grad_do_nothing_inside_a_window() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    plain = problems.make_model()
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    before = problems.parameters(plain)
+    changed = []
+    for i in range(6):
+        with accelerator.accumulate(model):
+            rows, labels = problems.make_rows(0, i, 4)
+            accelerator.backward(F.cross_entropy(model(rows), labels))
+            optimizer.step()
+            optimizer.zero_grad()
+            changed.append(problems.difference(problems.parameters(plain), before) > 0)
+            before = problems.parameters(plain)
+            assert (plain[0].weight.grad is None) == accelerator.sync_gradients
+    assert changed == [False, False, True, False, False, True]
+
+
+def test_the_users_optimizer_shows_through() -> None:
+    accelerator = Accelerator(cpu=True)
+    plain = problems.make_model()
+    own = torch.optim.AdamW(plain.parameters(), lr=0.1, betas=(0.8, 0.9))
+    _, optimizer = accelerator.prepare(plain, own)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.optimizer is own
+    assert optimizer.param_groups is own.param_groups
+    assert optimizer.state is own.state
+    assert optimizer.defaults["betas"] == (0.8, 0.9)
+    assert repr(optimizer) == repr(own)
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert own.param_groups[0]["lr"] == 0.5
+    extra = nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [extra], "lr": 0.2})
+    assert own.param_groups[1]["lr"] == 0.2
+    steps: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    optimizer.step()
+    assert steps == [1]
+    optimizer.train()
+    optimizer.eval()
+
+
+def test_its_state_dict_is_that_of_the_users_optimizer() -> None:
+    accelerator = Accelerator(cpu=True)
+    plain = problems.make_model()
+    own = torch.optim.Adam(plain.parameters())
+    model, optimizer = accelerator.prepare(plain, own)
+    rows, labels = problems.make_rows(0, 0, 4)
+    accelerator.backward(F.cross_entropy(model(rows), labels))
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved.keys() == own.state_dict().keys()
+    other = torch.optim.Adam(problems.make_model().parameters())
+    other.load_state_dict(saved)
+    optimizer.load_state_dict(saved)
+    for one, two in zip(own.state.values(), other.state.values(), strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def closure_training(world_size_of_rows: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    accelerator = Accelerator(cpu=True)
+    plain = problems.make_model()
+    optimizer = torch.optim.LBFGS(plain.parameters(), max_iter=3)
+    model, optimizer = accelerator.prepare(plain, optimizer)
+    rows, labels = problems.make_rows(0, 0, 12)
+    part = slice(accelerator.process_index, None, accelerator.num_processes)
+    losses = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(rows[part]), labels[part])
+        accelerator.backward(loss)
+        # L-BFGS branches on the loss, so all ranks must see the same one.
+        return accelerator.reduce(loss.detach(), "mean")
+
+    for _ in range(4):
+        losses.append(float(optimizer.step(closure)))
+    return losses, problems.parameters(plain)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_optimizers_that_take_closures_train_as_plain_ones(run_distributed, world_size: int) -> None:
+    plain = problems.make_model()
+    own = torch.optim.LBFGS(plain.parameters(), max_iter=3)
+    rows, labels = problems.make_rows(0, 0, 12)
+    losses = []
+
+    def closure() -> torch.Tensor:
+        own.zero_grad()
+        loss = F.cross_entropy(plain(rows), labels)
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        losses.append(own.step(closure).item())
+    for actual, parameters in run_distributed(closure_training, world_size, 12):
+        assert actual == pytest.approx(losses, rel=1e-4)
+        assert problems.difference(parameters, problems.parameters(plain)) < 1e-3
+
+
+def test_a_closure_under_fp16_is_refused() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    plain = problems.make_model()
+    _, optimizer = accelerator.prepare(plain, torch.optim.LBFGS(plain.parameters()))
+    with pytest.raises(UsageError, match="without a closure"):
+        optimizer.step(lambda: torch.tensor(0.0))
+
+
+def stranger(kind: str) -> str:
+    accelerator = Accelerator(cpu=True)
+    plain, other = problems.make_model(), nn.Linear(4, 3)
+    parameters: Any = [*plain.parameters(), *other.parameters()] if kind == "stranger" else plain.parameters()
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(parameters, lr=0.1))
+    rows, labels = problems.make_rows(0, 0, 4)
+    accelerator.backward(F.cross_entropy(model(rows), labels))
+    try:
+        optimizer.step()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_parameters_of_no_prepared_model_are_refused_where_ranks_would_drift_apart(run_distributed) -> None:
+    for message in run_distributed(stranger, 2, "stranger"):
+        assert "SGD holds 2 parameters (shapes (3, 4), (3,)) of no prepared model" in message
+        assert "accelerator.prepare()" in message
+    assert run_distributed(stranger, 2, "own") == ["", ""]
+    assert run_distributed(stranger, 1, "stranger") == [""]

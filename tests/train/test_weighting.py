@@ -1,0 +1,284 @@
+"""Weighted backward: the gradient of one big batch, however it was cut into ranks and micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin
+from lockstep.errors import UsageError
+from train import problems
+
+TOLERANCE = 1e-6
+
+
+def window(
+    form: str,
+    micro_batches: int,
+    zero_ranks: tuple[int, ...] = (),
+    sync_each_batch: bool = False,
+    precision: str = "no",
+    **ddp: Any,
+) -> dict[str, torch.Tensor]:
+    """Gradients after one accumulation window. ``form`` says how the weight is passed."""
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision=precision,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=micro_batches, sync_each_batch=sync_each_batch
+        ),
+        kwargs_handlers=[DistributedDataParallelKwargs(**ddp)],
+    )
+    plain = problems.make_model()
+    model = accelerator.prepare(plain)
+    for i in range(micro_batches):
+        count = problems.COUNTS[accelerator.process_index][i]
+        rows, labels = problems.make_rows(accelerator.process_index, i, count)
+        zero = accelerator.process_index in zero_ranks
+        with accelerator.accumulate(model):
+            logits = model(rows)
+            if form == "number":
+                loss = F.cross_entropy(logits, labels)
+                accelerator.backward(loss, weight=0 if zero else count)
+            elif form == "0-d tensor":
+                # As token losses with padding are written: the mean over no token is NaN.
+                labels = torch.full_like(labels, -100) if zero else labels
+                loss = F.cross_entropy(logits, labels, ignore_index=-100)
+                accelerator.backward(loss, weight=(labels != -100).sum())
+            elif form == "rows":
+                losses = F.cross_entropy(logits, labels, reduction="none")
+                accelerator.backward(losses, weight=torch.full((count,), 0.0 if zero else 1.0))
+            elif form == "weighted rows":
+                losses = F.cross_entropy(logits, labels, reduction="none")
+                accelerator.backward(losses, weight=torch.arange(1, count + 1))
+            else:
+                accelerator.backward(F.cross_entropy(logits, labels))
+    assert accelerator.sync_gradients
+    return problems.gradients(plain)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("form", ["number", "0-d tensor", "rows", "weighted rows"])
+def test_unequal_micro_batches_give_the_gradient_of_the_big_batch(
+    run_distributed, form: str, world_size: int, micro_batches: int
+) -> None:
+    expected = problems.one_big_batch(
+        problems.places(world_size, micro_batches), row_weights=form == "weighted rows"
+    )
+    for actual in run_distributed(window, world_size, form, micro_batches):
+        assert problems.difference(actual, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(("world_size", "micro_batches"), [(1, 3), (2, 1), (4, 3)])
+def test_the_mean_of_means_is_another_gradient(run_distributed, world_size: int, micro_batches: int) -> None:
+    expected = problems.one_big_batch(problems.places(world_size, micro_batches))
+    for actual in run_distributed(window, world_size, "classic", micro_batches):
+        assert problems.difference(actual, expected) > 1e-2
+
+
+@pytest.mark.parametrize("form", ["number", "0-d tensor", "rows"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_rank_without_tokens_adds_nothing(run_distributed, form: str, micro_batches: int) -> None:
+    counted = [place for place in problems.places(2, micro_batches) if place[0] != 1]
+    expected = problems.one_big_batch(counted)
+    for actual in run_distributed(window, 2, form, micro_batches, zero_ranks=(1,)):
+        assert problems.difference(actual, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_weights_that_are_all_zero_give_gradients_of_zero(
+    run_distributed, world_size: int, micro_batches: int
+) -> None:
+    for actual in run_distributed(window, world_size, "rows", micro_batches, zero_ranks=(0, 1)):
+        assert actual
+        assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in actual.values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sync_each_batch": True},
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True},
+        {"find_unused_parameters": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_way_of_averaging_gives_the_gradient_of_the_big_batch(
+    run_distributed, world_size: int, options: dict[str, Any]
+) -> None:
+    expected = problems.one_big_batch(problems.places(world_size, 3))
+    for actual in run_distributed(window, world_size, "number", 3, **options):
+        assert problems.difference(actual, expected) < TOLERANCE
+
+
+def test_loss_scale_and_weights_go_together(run_distributed) -> None:
+    expected = problems.one_big_batch(problems.places(2, 3))
+    for actual in run_distributed(window, 2, "number", 3, precision="fp16"):
+        unscaled = {name: gradient / 65536 for name, gradient in actual.items()}
+        assert problems.difference(unscaled, expected) < 5e-3  # half precision inside
+
+
+def ragged_epoch(split_batches: bool) -> list[dict[str, torch.Tensor]]:
+    """Gradients of each step over 11 samples in batches of 4 rows in all."""
+    accelerator = Accelerator(cpu=True, split_batches=split_batches)
+    plain = problems.make_model()
+    batch_size = 4 if split_batches else 4 // accelerator.num_processes
+    loader = DataLoader(TensorDataset(*problems.make_rows(0, 0, 11)), batch_size=batch_size)
+    model, loader = accelerator.prepare(plain, loader)
+    steps = []
+    for rows, labels in loader:
+        with accelerator.accumulate(model):
+            losses = F.cross_entropy(model(rows), labels, reduction="none")
+            accelerator.backward(losses, weight=accelerator.sample_weights())
+            steps.append(problems.gradients(plain))
+            plain.zero_grad()
+    return steps
+
+
+@pytest.mark.parametrize("split_batches", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_padding_of_the_last_batch_weighs_nothing(
+    run_distributed, world_size: int, split_batches: bool
+) -> None:
+    rows, labels = problems.make_rows(0, 0, 11)
+    expected = []
+    for part, targets in zip(rows.split(4), labels.split(4), strict=True):
+        model = problems.make_model()
+        F.cross_entropy(model(part), targets).backward()
+        expected.append(problems.gradients(model))
+    for steps in run_distributed(ragged_epoch, world_size, split_batches):
+        assert len(steps) == 3
+        for actual, gradient in zip(steps, expected, strict=True):
+            assert problems.difference(actual, gradient) < TOLERANCE
+
+
+def accumulated_ragged_epoch(weighted: bool) -> list[dict[str, torch.Tensor]]:
+    """Windows of 2 micro-batches over 11 samples in batches of 4 rows in all: the last window is short."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    plain = problems.make_model()
+    dataset = TensorDataset(*problems.make_rows(0, 0, 11))
+    model, loader = accelerator.prepare(plain, DataLoader(dataset, batch_size=4 // accelerator.num_processes))
+    steps = []
+    for rows, labels in loader:
+        with accelerator.accumulate(model):
+            losses = F.cross_entropy(model(rows), labels, reduction="none")
+            if weighted:
+                accelerator.backward(losses, weight=accelerator.sample_weights())
+            else:
+                accelerator.backward(losses.mean())
+            if accelerator.sync_gradients:
+                steps.append(problems.gradients(plain))
+                plain.zero_grad()
+    return steps
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_short_last_window_is_the_mean_of_its_own_samples(run_distributed, world_size: int) -> None:
+    rows, labels = problems.make_rows(0, 0, 11)
+    expected = []
+    for part, targets in ((rows[:8], labels[:8]), (rows[8:], labels[8:])):
+        model = problems.make_model()
+        F.cross_entropy(model(part), targets).backward()
+        expected.append(problems.gradients(model))
+    for steps in run_distributed(accumulated_ragged_epoch, world_size, True):
+        for actual, gradient in zip(steps, expected, strict=True):
+            assert problems.difference(actual, gradient) < TOLERANCE
+    for steps in run_distributed(accumulated_ragged_epoch, world_size, False):
+        assert problems.difference(steps[1], expected[1]) > 1e-2
+
+
+def adversaries(steps: int) -> list[dict[str, torch.Tensor]]:
+    """Two models with an optimizer each and weighted losses of their own, as in a GAN."""
+    accelerator = Accelerator(cpu=True)
+    plains = [problems.make_model(0), problems.make_model(1)]
+    optimizers = [torch.optim.SGD(plain.parameters(), lr=0.5) for plain in plains]
+    first, second, one, other = accelerator.prepare(*plains, *optimizers)
+    for i in range(steps):
+        count = problems.COUNTS[accelerator.process_index][i]
+        rows, labels = problems.make_rows(accelerator.process_index, i, count)
+        with accelerator.accumulate(first, second):
+            one.zero_grad()
+            accelerator.backward(F.cross_entropy(first(rows), labels), weight=count)
+            one.step()
+            other.zero_grad()
+            logits = second(rows) + first(rows).detach()
+            accelerator.backward(F.cross_entropy(logits, labels), weight=count)
+            other.step()
+    return [problems.parameters(plain) for plain in plains]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_two_models_with_optimizers_of_their_own_train_as_on_the_big_batch(
+    run_distributed, world_size: int
+) -> None:
+    first, second = problems.make_model(0), problems.make_model(1)
+    one, other = (torch.optim.SGD(model.parameters(), lr=0.5) for model in (first, second))
+    for i in range(3):
+        parts = [problems.make_rows(r, i, problems.COUNTS[r][i]) for r in range(world_size)]
+        rows, labels = (torch.cat(column) for column in zip(*parts, strict=True))
+        one.zero_grad()
+        F.cross_entropy(first(rows), labels).backward()
+        one.step()
+        other.zero_grad()
+        F.cross_entropy(second(rows) + first(rows).detach(), labels).backward()
+        other.step()
+    for result in run_distributed(adversaries, world_size, 3):
+        assert problems.difference(result[0], problems.parameters(first)) < TOLERANCE
+        assert problems.difference(result[1], problems.parameters(second)) < TOLERANCE
+
+
+def refusal(kind: str) -> str:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2 if kind in ("mixed", "twice") else 1)
+    model = accelerator.prepare(problems.make_model())
+    rows, labels = problems.make_rows(accelerator.process_index, 0, 4)
+    losses = F.cross_entropy(model(rows), labels, reduction="none")
+    with pytest.raises(UsageError) as error:  # noqa: PT012
+        if kind == "mixed":
+            with accelerator.accumulate(model):
+                accelerator.backward(losses.mean(), weight=4)
+            with accelerator.accumulate(model):
+                accelerator.backward(F.cross_entropy(model(rows), labels))
+        elif kind == "twice":
+            with accelerator.accumulate(model):
+                accelerator.backward(losses.mean(), weight=4)
+                accelerator.backward(F.cross_entropy(model(rows), labels), weight=4)
+        elif kind == "negative":
+            accelerator.backward(losses.mean(), weight=-1)
+        elif kind == "negative rows":
+            accelerator.backward(losses, weight=torch.tensor([1.0, -1.0, 1.0, 1.0]))
+        elif kind == "shape":
+            accelerator.backward(losses, weight=torch.ones(3))
+        elif kind == "number for rows":
+            accelerator.backward(losses, weight=4)
+        elif kind == "join":
+            with accelerator.join_uneven_inputs([model]):
+                accelerator.backward(losses.mean(), weight=4)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "words"),
+    [
+        ("mixed", 1, "all of them or to none"),
+        ("mixed", 2, "all of them or to none"),
+        ("twice", 1, "call backward once"),
+        ("negative", 1, "weight=-1"),
+        ("negative rows", 1, "1 negative weights"),
+        ("shape", 1, "shape (4,) and weights of shape (3,)"),
+        ("number for rows", 1, "shape (4,) and one number"),
+        ("join", 2, "inside join_uneven_inputs"),
+    ],
+)
+def test_weights_that_cannot_be_right_are_refused(
+    run_distributed, kind: str, world_size: int, words: str
+) -> None:
+    for message in run_distributed(refusal, world_size, kind):
+        assert words in message
