@@ -40,7 +40,7 @@ unit: $(VENV)/.test  ## the tests
 	$(BIN)/python -m pytest --durations=15
 
 docs: $(VENV)/.test  ## build the documentation; warnings are errors
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(VENV)/.benchmark  ## measure against bare torch, Accelerate and Lightning Fabric
 	$(BIN)/python benchmarks/step_time.py

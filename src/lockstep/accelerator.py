@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.checkpoint import state as checkpoints
-from lockstep.checkpoint.model import save, write_weights
+from lockstep.checkpoint.model import refuse_pickle, save, write_weights
 from lockstep.comm.collectives import Communicator, Reduction
 from lockstep.comm.ledger import CommunicationLedger
 from lockstep.comm.metrics import gather_for_metrics, sample_weights
@@ -34,7 +34,6 @@ from lockstep.config.handlers import (
 from lockstep.config.options import refuse_later_options, resolve_options
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.skip import skip_first_batches
-from lockstep.errors import UsageError
 from lockstep.parallel.autocast import autocast
 from lockstep.parallel.compose import unwrap
 from lockstep.parallel.join import join_replicas
@@ -428,11 +427,7 @@ class Accelerator(ProcessControl):
         Called on every rank; rank 0 writes. All return when the files are there.
         """
         with together(self._communicator):
-            if not safe_serialization:
-                raise UsageError(
-                    "save_model got safe_serialization=False, but weights are written as safetensors only, which no "
-                    "pickle can hide in. Drop the argument, or save accelerator.get_state_dict(model) yourself."
-                )
+            refuse_pickle("save_model", safe_serialization)
             state = self.get_state_dict(model)
             if self.is_main_process:
                 write_weights(state, save_directory, max_shard_size)
@@ -455,10 +450,15 @@ class Accelerator(ProcessControl):
         Called on every rank. Returns the directory, which appears only when it is complete.
         """
         project = self._options.project
-        directory = checkpoints.next_directory(output_dir, project)
-        checkpoints.save(directory, self._training(), self._hooks, self.runtime, self._communicator)
+        each_node = project.save_on_each_node
         with together(self._communicator):
-            if self.is_main_process:
+            refuse_pickle("save_state", safe_serialization)
+            directory = checkpoints.next_directory(output_dir, project)
+        checkpoints.save(
+            directory, self._training(), self._hooks, self.runtime, self._communicator, each_node
+        )
+        with together(self._communicator):
+            if self.is_local_main_process if each_node else self.is_main_process:
                 checkpoints.prune(project)
         project.iteration += 1
         return str(directory)

@@ -251,7 +251,7 @@ def fail_together(kind: str) -> tuple[str, str]:
     comm = communicator()
     rank = comm.runtime.rank
     comm.agree(None)
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - its type is part of the result
+    with pytest.raises(Exception) as caught:
         if kind == "agree":
             comm.agree(KeyError("only here") if rank == 1 else None)
         elif kind == "gather_object":

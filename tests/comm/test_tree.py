@@ -34,7 +34,7 @@ class Encoding(UserDict):
         self.encodings = encodings
 
     def to(self, device: str) -> Encoding:
-        self.data = {key: "moved in place" for key in self.data}
+        self.data = dict.fromkeys(self.data, "moved in place")
         return self
 
 
@@ -74,7 +74,6 @@ def test_a_mapping_keeps_what_it_holds_besides_its_items():
 
 def test_transformers_containers_keep_their_types():
     import transformers
-
     from transformers.modeling_outputs import SequenceClassifierOutput
 
     output = SequenceClassifierOutput(loss=torch.tensor(1.0), logits=torch.ones(2, 3))

@@ -22,7 +22,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -179,8 +178,8 @@ def snapshot() -> Callable[[], None]:
 def end_process_group() -> None:
     import torch.distributed as dist
 
-    process: Any = sys.modules.get("lockstep.runtime.process")
-    if process is not None:
-        process.end()
+    from lockstep.runtime import process
+
+    process.end()
     if dist.is_initialized():
-        dist.destroy_process_group()
+        process.leave_process_group()

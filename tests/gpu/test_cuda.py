@@ -85,5 +85,13 @@ def test_a_world_of_one_under_nccl_gathers_tensors_and_objects(tmp_path: Path) -
         "assert accelerator.reduce(x, 'mean').sum().item() == 3\n"
         "accelerator.wait_for_everyone()\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+        str(script),
+    ]
     subprocess.run(command, check=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -28,7 +28,9 @@ class Case:
         return f"{self.world_size}x-{self.precision}-accumulate{self.accumulation}-{self.data}"
 
 
-CASES = [Case(*values) for values in product((1, 2, 4), ("no", "bf16"), (1, 3), ("map", "dispatched", "sharded"))]
+CASES = [
+    Case(*values) for values in product((1, 2, 4), ("no", "bf16"), (1, 3), ("map", "dispatched", "sharded"))
+]
 
 
 def train(case: Case, optimizer_name: str) -> plain.Result:

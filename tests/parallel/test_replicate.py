@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Accelerator, DistributedDataParallelKwargs
 from lockstep.errors import ConfigError, UsageError
+from lockstep.parallel.replicate import gradient_hook
 from lockstep.utils import extract_model_from_parallel, is_compiled_module
 from train import problems
 
@@ -73,8 +74,7 @@ def by_hand(hook: str, wrapper: str) -> dict[str, torch.Tensor]:
         function = default_hooks.allreduce_hook
     else:
         state = powerSGD_hook.PowerSGDState(None, **POWER_SGD)
-        batched = hook == "batched_power_sgd"
-        function = powerSGD_hook.batched_powerSGD_hook if batched else powerSGD_hook.powerSGD_hook
+        function = powerSGD_hook.powerSGD_hook
     if wrapper == "fp16":
         function = default_hooks.fp16_compress_wrapper(function)
     model.register_comm_hook(state, function)
@@ -418,3 +418,20 @@ def test_joining_a_model_that_is_not_prepared_is_refused(run_distributed) -> Non
     assert "Pass the models that accelerator.prepare() returned" in run_distributed(join_a_stranger, 2)[0]
     with Accelerator(cpu=True).join_uneven_inputs([problems.make_model()]):
         pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"comm_hook": "fp61"}, "comm_hook is 'fp61'.*Did you mean 'fp16'"),
+        ({"comm_wrapper": "bf61"}, "comm_wrapper is 'bf61'.*Did you mean 'bf16'"),
+    ],
+)
+def test_an_unknown_hook_is_refused_with_the_nearest_name(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DistributedDataParallelKwargs(**options)
+
+
+def test_the_hook_that_fails_inside_torch_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="Use 'power_sgd'"):
+        gradient_hook(DistributedDataParallelKwargs(comm_hook="batched_power_sgd"))

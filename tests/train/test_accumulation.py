@@ -144,7 +144,7 @@ def test_number_and_plugin_must_not_contradict_each_other() -> None:
 def accumulate_while_joined() -> str:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = accelerator.prepare(problems.make_model())
-    with pytest.raises(UsageError) as error:  # noqa: PT012
+    with pytest.raises(UsageError) as error:
         with accelerator.join_uneven_inputs([model]):
             with accelerator.accumulate(model):
                 pass

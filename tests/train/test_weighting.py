@@ -240,7 +240,7 @@ def refusal(kind: str) -> str:
     model = accelerator.prepare(problems.make_model())
     rows, labels = problems.make_rows(accelerator.process_index, 0, 4)
     losses = F.cross_entropy(model(rows), labels, reduction="none")
-    with pytest.raises(UsageError) as error:  # noqa: PT012
+    with pytest.raises(UsageError) as error:
         if kind == "mixed":
             with accelerator.accumulate(model):
                 accelerator.backward(losses.mean(), weight=4)

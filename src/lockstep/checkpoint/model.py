@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_model, save_file
 from torch import nn
 
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.errors import CheckpointError, ConfigError, UsageError
 from lockstep.runtime import process
 
 WEIGHTS = "model.safetensors"
@@ -32,6 +32,15 @@ _UNITS = {
     "MIB": 2**20,
     "GIB": 2**30,
 }
+
+
+def refuse_pickle(method: str, safe_serialization: bool) -> None:
+    """Raise UsageError for ``safe_serialization=False``."""
+    if not safe_serialization:
+        raise UsageError(
+            f"{method} got safe_serialization=False, but weights are written as safetensors only, which no pickle can "
+            "hide in. Drop the argument, or save accelerator.get_state_dict(model) yourself."
+        )
 
 
 def save_object(value: Any, file: Any, safe_serialization: bool) -> None:

@@ -68,12 +68,21 @@ class Training:
 
 
 def save(
-    directory: Path, training: Training, hooks: Hooks, runtime: Runtime, communicator: Communicator
+    directory: Path,
+    training: Training,
+    hooks: Hooks,
+    runtime: Runtime,
+    communicator: Communicator,
+    on_each_node: bool = False,
 ) -> None:
-    """Write the directory; collective. An error on any rank is raised on all, and nothing is published."""
+    """Write the directory; collective. An error on any rank is raised on all, and nothing is published.
+
+    ``on_each_node``: machines share no file system, so each writes a directory of its own.
+    """
+    writes = runtime.is_local_main if on_each_node else runtime.is_main
     partial = directory.with_name(directory.name + ".partial")
     with together(communicator):
-        if runtime.is_main:
+        if writes:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
     with together(communicator):
@@ -81,12 +90,12 @@ def save(
         for hook in list(hooks.save.values()):
             hook(list(training.models), weights, str(partial))
         _write_tree(rng_state(), partial, f"rng_{runtime.rank}")
-        if runtime.is_main:
+        if writes:
             for i, state in enumerate(weights):
                 save_object(state, partial / _model_name(i), safe_serialization=True)
             _write_tree({name: item.state_dict() for name, item in training.stateful()}, partial, "state")
     with together(communicator):
-        if runtime.is_main:
+        if writes:
             _publish(partial, directory)
 
 

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from lockstep.config.enums import DDPCommunicationHookType, DynamoBackend
+from lockstep.config.values import suggestion
 from lockstep.errors import ConfigError
 
 
@@ -50,6 +51,10 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
     comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
     comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.comm_hook = parse_hook("comm_hook", self.comm_hook)
+        self.comm_wrapper = parse_hook("comm_wrapper", self.comm_wrapper)
 
 
 @dataclass
@@ -169,6 +174,16 @@ class ProjectConfiguration:
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
+
+
+def parse_hook(name: str, value: str) -> DDPCommunicationHookType:
+    """The hook of this name; raises ConfigError if there is none."""
+    known = DDPCommunicationHookType.list()
+    if value not in known:
+        raise ConfigError(
+            f"{name} is {str(value)!r}, which is not one of {', '.join(known)}.{suggestion(str(value), known)}"
+        )
+    return DDPCommunicationHookType(value)
 
 
 def check_positive(name: str, value: object) -> None:

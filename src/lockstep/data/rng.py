@@ -13,6 +13,7 @@ import torch
 
 T = TypeVar("T")
 
+
 def epoch_seed(seed: int, epoch: int) -> int:
     """``seed + epoch``, as torch's ``DistributedSampler`` adds them, within what a generator accepts."""
     return (seed + epoch) % 2**64

@@ -48,7 +48,7 @@ def distributed_data_parallel(
         return model
     device_ids = [runtime.device.index] if runtime.device.type == "cuda" else None
     arguments = _arguments(options)
-    if Hook(options.comm_hook) in _POWER_SGD and runtime.device.type == "cpu":
+    if Hook(options.comm_hook) == Hook.POWER_SGD and runtime.device.type == "cpu":
         # Its callbacks issue further all-reduces; gloo runs those of several buckets in any order.
         arguments["bucket_cap_mb"] = 1 << 20
     replica = DistributedDataParallel(model, device_ids=device_ids, **arguments)
@@ -93,11 +93,12 @@ def gradient_hook(options: DistributedDataParallelKwargs) -> tuple[Any, Gradient
         function = default_hooks.allreduce_hook
     elif hook in (Hook.FP16, Hook.BF16):
         function = _HALF_HOOKS[hook]
-    else:
+    elif hook == Hook.POWER_SGD:
         state = powerSGD_hook.PowerSGDState(process_group=None, **options.comm_state_option)
-        function = (
-            powerSGD_hook.powerSGD_hook if hook == Hook.POWER_SGD else powerSGD_hook.batched_powerSGD_hook
-        )
+        function = powerSGD_hook.powerSGD_hook
+    else:
+        # It hands a matrix to a function that asserts a batch of matrices, on every device.
+        raise ConfigError(f"comm_hook='{hook}' fails inside torch {torch.__version__}. Use 'power_sgd'.")
     if wrapper in _HALF_TYPES:
         function = _in_half(function, _HALF_TYPES[wrapper])
     elif wrapper != Hook.NO:
@@ -144,6 +145,5 @@ def _in_half(inner: GradientHook, dtype: torch.dtype) -> GradientHook:
     return hook
 
 
-_POWER_SGD = (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD)
 _HALF_TYPES = {Hook.FP16: torch.float16, Hook.BF16: torch.bfloat16}
 _HALF_HOOKS = {hook: _half_all_reduce(dtype) for hook, dtype in _HALF_TYPES.items()}

@@ -110,17 +110,25 @@ def start(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Runt
 
 def end() -> None:
     """Leave the run: destroy the process group if ``start`` made it, and forget the ``Runtime``."""
-    if dist.is_available() and dist.is_initialized():
-        # Replicas in reference cycles own a share of the group. Collected after it, they would end its threads
-        # while holding the interpreter's lock, for which one of those may be waiting.
-        gc.collect()
-        if _Process.made_process_group:
-            dist.destroy_process_group()
-            # gloo's threads let go of the last collective's tensors a moment after it is done; if the
-            # interpreter is gone by then, they abort the process.
-            time.sleep(THREADS_LET_GO_S)
+    if _Process.made_process_group and dist.is_initialized():
+        leave_process_group()
     _Process.runtime = None
     _Process.made_process_group = False
+
+
+def leave_process_group() -> None:
+    """Destroy torch's default process group, so that neither this nor the end of the process can crash or hang.
+
+    gloo's threads let go of the last collective, its tensors and the group a moment after it is done.
+    They abort the process if theirs is the last hold on the group, or if the interpreter is gone by then.
+    """
+    # Replicas in reference cycles hold the group too. Collected after it, they would end its threads while
+    # holding the interpreter's lock, for which one of those may be waiting.
+    gc.collect()
+    group = dist.group.WORLD
+    dist.destroy_process_group()
+    time.sleep(THREADS_LET_GO_S)
+    del group
 
 
 def _join_process_group(
