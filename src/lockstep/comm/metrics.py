@@ -42,9 +42,9 @@ def sample_weights(step: StepState, rank: int, device: torch.device) -> torch.Te
     if step.counts is None:
         return None
     rows, real = _own_rows(step, rank)
-    weights = torch.zeros(rows)
-    weights[:real] = 1
-    return weights.to(device)
+    weights = torch.ones(rows, device=device)
+    weights[real:] = 0
+    return weights
 
 
 def _own_rows(step: StepState, rank: int) -> tuple[int, int]:

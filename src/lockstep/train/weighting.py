@@ -90,7 +90,10 @@ class WeightedMean:
 
 def _as_weights(loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:
     dtype = torch.promote_types(loss.dtype, torch.float32)
-    weights = torch.as_tensor(weight, dtype=dtype, device=loss.device).detach()
+    if isinstance(weight, torch.Tensor):
+        weights = weight.detach().to(device=loss.device, dtype=dtype)
+    else:  # filled on the device: a copy from here would wait for it
+        weights = torch.full((), float(weight), dtype=dtype, device=loss.device)
     # On an accelerator looking at the values would wait for it.
     if weights.device.type == "cpu" and bool((weights < 0).any()):
         raise UsageError(
