@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,12 +21,54 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+import lockstep.state
 import lockstep.utils
 from lockstep import Accelerator, DataLoaderConfiguration, PartialState
 from lockstep.errors import ConfigError, LockstepError, UsageError
 from lockstep.runtime.control import split_between
 from lockstep.state import AcceleratorState, GradientState
 from train import problems
+
+# -- names ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "utils.set_seed",
+        "utils.imports.is_torch_version",
+        "utils.other.extract_model_from_parallel",
+        "utils.environment.str_to_bool",
+        "utils.operations.DistributedOperationException",
+        "state.is_initialized",
+        "logging.get_logger",
+        "tracking.GeneralTracker",
+        "data_loader.skip_first_batches",
+        "launchers.notebook_launcher",
+        "optimizer.AcceleratedOptimizer",
+        "scheduler.AcceleratedScheduler",
+    ],
+)
+def test_modules_are_found_from_the_package_alone(expression: str) -> None:
+    module, _, name = expression.rpartition(".")
+    first = module.split(".")[0]
+    source = f"import lockstep\nlockstep.{first}\nimport lockstep.{module}\nlockstep.{module}.{name}"
+    result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_facts_that_scripts_read_from_the_accelerator() -> None:
+    config = DataLoaderConfiguration(dispatch_batches=False, non_blocking=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=config, step_scheduler_with_optimizer=False)
+    assert accelerator.dispatch_batches is False and accelerator.non_blocking
+    assert not accelerator.use_stateful_dataloader and accelerator.use_seedable_sampler
+    assert not accelerator.step_scheduler_with_optimizer and not accelerator.multi_device
+    assert accelerator.deepspeed_plugin is None and accelerator.parallelism_config is None
+    assert not accelerator.is_fsdp2 and not accelerator.is_composable_parallelism_enabled
+    accelerator.even_batches = False
+    assert not accelerator.prepare(DataLoader(torch.arange(4))).even_batches
+    assert lockstep.state.is_initialized()
+
 
 # -- processes ------------------------------------------------------------------------------------------
 
@@ -197,6 +241,30 @@ def evaluate(kind: str, count: int, config: dict[str, Any]) -> dict[str, Any]:
         found["strings"] += accelerator.gather_for_metrics([str(row.item()) for row in rows])
         found["objects"] += accelerator.gather_for_metrics([{"row": row.item()} for row in rows])
     return found
+
+
+def repeated_losses(split_batches: bool) -> tuple[float, int]:
+    config = DataLoaderConfiguration(split_batches=split_batches)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    losses, size = [], 4
+    loader = accelerator.prepare(DataLoader(torch.arange(22.0), batch_size=size))
+    for rows in loader:
+        loss = rows.mean()
+        losses.append(
+            accelerator.gather_for_metrics(
+                loss.repeat(size // accelerator.num_processes if split_batches else size)
+            )
+        )
+    return torch.cat(losses).mean().item(), len(torch.cat(losses))
+
+
+@pytest.mark.parametrize("split_batches", [False, True])
+def test_a_loss_repeated_for_each_sample_counts_the_samples_of_a_short_last_batch(
+    run_distributed, split_batches: bool
+) -> None:
+    assert run_distributed(repeated_losses, 1, split_batches) == [(10.5, 22)]
+    for _, count in run_distributed(repeated_losses, 2, split_batches):
+        assert count == 22
 
 
 @pytest.mark.parametrize("kind", ["plain", "batch sampler", "drop_last", "iterable", "dynamic", "workers"])

@@ -33,10 +33,24 @@ _HOME = {
     "tqdm": "lockstep.watch.progress",
 }
 
+# Scripts write ``lockstep.utils.set_seed`` after a plain ``import lockstep``.
+_MODULES = (
+    "data_loader",
+    "launchers",
+    "logging",
+    "optimizer",
+    "scheduler",
+    "state",
+    "tracking",
+    "utils",
+)
+
 __all__ = ["__version__", *sorted(_HOME)]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"lockstep.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'lockstep' has no attribute '{name}'")
     value = getattr(import_module(_HOME[name]), name)
@@ -45,4 +59,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted({*globals(), *_HOME, *_MODULES})

@@ -77,6 +77,12 @@ class Accelerator(ProcessControl):
         ConfigError: a value is unknown or contradicts another; the message names it.
     """
 
+    # Scripts ask for these; there are none.
+    deepspeed_plugin: None = None
+    parallelism_config: None = None
+    is_fsdp2: bool = False
+    is_composable_parallelism_enabled: bool = False
+
     _made: ClassVar[list[weakref.ref[Accelerator]]] = []
 
     def __init__(
@@ -116,6 +122,7 @@ class Accelerator(ProcessControl):
             kwargs_handlers=kwargs_handlers,
         )
         self.device_placement = device_placement
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.runtime = process.start(options.cpu, options.init)
         self._communicator = Communicator(self.runtime)
         self._step = StepState(
@@ -186,8 +193,34 @@ class Accelerator(ProcessControl):
         return self._options.loaders.split_batches
 
     @property
+    def dispatch_batches(self) -> bool | None:
+        return self._options.loaders.dispatch_batches
+
+    @property
     def even_batches(self) -> bool:
         return self._options.loaders.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        """For loaders that are prepared from now on."""
+        self._options.loaders.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        return self._options.loaders.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        return self._options.loaders.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        return self._options.loaders.use_stateful_dataloader
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several accelerators take part."""
+        return self.use_distributed and self.device.type != "cpu"
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -383,7 +416,7 @@ class Accelerator(ProcessControl):
         )
 
     def reduce(self, tensor: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
-        """Sum or mean over ranks of nested tensors, times ``scale``."""
+        """Sum, mean or maximum over ranks of nested tensors, times ``scale``."""
         return self._communicator.reduce(tensor, reduction, scale)
 
     def pad_across_processes(
@@ -409,11 +442,9 @@ class Accelerator(ProcessControl):
         """The whole model's ``state_dict``, under the names of the unwrapped model."""
         return (self.unwrap_model(model, keep_torch_compile=False) if unwrap else model).state_dict()
 
-    def save(
-        self, obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False
-    ) -> None:
-        """``torch.save`` (or safetensors) on the main process, or on one process of each machine."""
-        save(obj, f, save_on_each_node, safe_serialization)
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """``torch.save`` (or safetensors) on the main process; with ``save_on_each_node`` on one of each machine."""
+        save(obj, f, self._options.project.save_on_each_node, safe_serialization)
 
     def save_model(
         self,

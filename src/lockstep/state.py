@@ -10,7 +10,7 @@ from lockstep.errors import UsageError
 from lockstep.runtime.control import PartialState, RunState
 from lockstep.runtime.step import StepState
 
-__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState"]
+__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState", "is_initialized"]
 
 
 class AcceleratorState(RunState):
@@ -27,6 +27,11 @@ class AcceleratorState(RunState):
 def GradientState(**kwargs: Any) -> StepState:
     """The ``StepState`` of the latest ``Accelerator``; UsageError if there is none."""
     return _latest("GradientState").gradient_state
+
+
+def is_initialized() -> bool:
+    """Whether there is an ``Accelerator`` whose state can be shown."""
+    return Accelerator.latest() is not None
 
 
 def _latest(name: str) -> Accelerator:

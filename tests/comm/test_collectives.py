@@ -107,13 +107,28 @@ def reduce_none_and_unknown() -> tuple[bool, str]:
     comm = communicator()
     value = torch.ones(2)
     with pytest.raises(ValueError) as caught:
-        comm.reduce(value, "max")
+        comm.reduce(value, "min")
     return comm.reduce(value, "none") is value, str(caught.value)
 
 
 def test_reduction_none_changes_nothing_and_others_are_refused(run_distributed):
     for same, message in run_distributed(reduce_none_and_unknown, 2):
-        assert same and "'max'" in message
+        assert same and "'min'" in message
+
+
+def reduce_max() -> tuple[list[float], list[int]]:
+    comm = communicator()
+    found = comm.reduce(
+        {"x": torch.tensor([1.0, -2.0]) * (comm.runtime.rank + 1), "n": torch.tensor([comm.runtime.rank])},
+        "max",
+    )
+    return found["x"].tolist(), found["n"].tolist()
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_reduction_max_is_the_largest_of_each_element(run_distributed, world_size):
+    for found in run_distributed(reduce_max, world_size):
+        assert found == ([float(world_size), -2.0], [world_size - 1])
 
 
 def broadcast_nested(source: int) -> tuple[dict, bool]:

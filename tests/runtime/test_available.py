@@ -37,6 +37,13 @@ def test_versions_are_compared_as_numbers() -> None:
     assert not available.has_version("no_such_package", "0")
 
 
+def test_versions_compare_by_number_not_by_text() -> None:
+    assert available.is_torch_version(">=", "2.9") and not available.is_torch_version("<", "2.9")
+    assert available.compare_versions("torch", "==", torch.__version__)
+    with pytest.raises(ValueError, match="'=>'"):
+        available.is_torch_version("=>", "2.9")
+
+
 def test_devices_are_those_that_torch_sees() -> None:
     assert available.is_cuda_available() == torch.cuda.is_available()
     assert available.is_xpu_available() == torch.xpu.is_available()

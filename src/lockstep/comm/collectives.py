@@ -17,7 +17,7 @@ from lockstep.comm.tree import leaves, map_leaves
 from lockstep.errors import LockstepError, UsageError
 from lockstep.runtime.process import Runtime
 
-Reduction = Literal["mean", "sum", "none"]
+Reduction = Literal["mean", "sum", "max", "none"]
 # Sums of these are taken in another type: halves are rounded once, the others have no sum in gloo.
 SUM_TYPES = {
     torch.float16: torch.float32,
@@ -67,7 +67,7 @@ class Communicator:
         return map_leaves(lambda path, _: results[path], tree)
 
     def reduce(self, tree: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
-        """Every tensor replaced by its sum or mean over the ranks, times ``scale``, with its dtype.
+        """Every tensor replaced by its sum, mean or maximum over the ranks, times ``scale``, with its dtype.
 
         float16 and bfloat16 are summed in float32 and rounded once. The mean of integers is
         floating-point, the sum of booleans counts them. "none" returns the tree as it is.
@@ -75,8 +75,8 @@ class Communicator:
         Raises:
             ValueError: another ``reduction``.
         """
-        if reduction not in ("mean", "sum", "none"):
-            raise ValueError(f"reduction is {reduction!r}, but must be 'mean', 'sum' or 'none'.")
+        if reduction not in ("mean", "sum", "max", "none"):
+            raise ValueError(f"reduction is {reduction!r}, but must be 'mean', 'sum', 'max' or 'none'.")
         if reduction == "none":
             return tree
         found = leaves(tree)
@@ -253,7 +253,7 @@ class Communicator:
         dtype = SUM_TYPES.get(tensor.dtype, tensor.dtype)
         total = self._carried(tensor.detach()).to(dtype, copy=True, memory_format=torch.contiguous_format)
         if self.world_size > 1 and total.numel() > 0:
-            dist.all_reduce(total)
+            dist.all_reduce(total, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM)
         if reduction == "mean":
             total = total / self.world_size
         if scale != 1:

@@ -38,7 +38,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
-    """Mean or sum over ranks, times ``scale``."""
+    """Mean, sum or maximum over ranks, times ``scale``."""
     return _communicator().reduce(tensor, reduction, scale)
 
 

@@ -21,16 +21,19 @@ def gather_for_metrics(
 
     Args:
         data: Nested tensors, or a list of any objects. Tensors and lists whose length is a multiple
-            k of the batch's rows are taken as k entries a row; others are gathered whole.
+            k of the batch's rows are taken as k entries a row; others are gathered whole. A vector as
+            long as a full batch, while the last batch is shorter, is cut to that batch's samples: so
+            scripts repeat a loss for ``batch_size`` samples.
         use_gather_object: Gather ``data`` as objects even though it holds tensors only.
     """
     rows, real = _own_rows(step, rank)
+    full = getattr(step.active_dataloader, "batch_size", None) or rows
     if use_gather_object or not _all_tensors(data):
         if rows != real and isinstance(data, (list, tuple)):
             data = data[: _kept(len(data), rows, real)]
         return communicator.gather_object(data)
-    if rows != real:
-        data = map_tensors(lambda tensor: _cut(tensor, rows, real), data)
+    if rows != real or 0 < rows < full:
+        data = map_tensors(lambda tensor: _cut(tensor, rows, real, full), data)
     return communicator.gather(data)
 
 
@@ -52,7 +55,9 @@ def _own_rows(step: StepState, rank: int) -> tuple[int, int]:
     return (counts.rows[rank], counts.real[rank]) if counts is not None else (0, 0)
 
 
-def _cut(tensor: torch.Tensor, rows: int, real: int) -> torch.Tensor:
+def _cut(tensor: torch.Tensor, rows: int, real: int, full: int) -> torch.Tensor:
+    if 0 < rows < full and tensor.shape == (full,):
+        return tensor[:real]
     return tensor if tensor.dim() == 0 else tensor[: _kept(tensor.shape[0], rows, real)]
 
 

@@ -32,6 +32,9 @@ class DistributedType(Word):
     MULTI_NPU = "MULTI_NPU"
     MULTI_MLU = "MULTI_MLU"
     MULTI_HPU = "MULTI_HPU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_NEURON = "MULTI_NEURON"
 
 
 class PrecisionType(Word):

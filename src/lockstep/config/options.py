@@ -105,7 +105,7 @@ def resolve_options(
             "dynamo_backend": dynamo_plugin.backend if dynamo_plugin is not None else dynamo_backend,
         }
     )
-    loaders = dataloader_config or DataLoaderConfiguration()
+    loaders = replace(dataloader_config or DataLoaderConfiguration())  # a copy: even_batches may be set later
     if split_batches:
         loaders = replace(loaders, split_batches=True)
     project = project_config or ProjectConfiguration()

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import operator
 import sys
 from collections.abc import Callable
+from typing import Any
 
 
 def is_available(package: str) -> bool:
@@ -32,6 +34,34 @@ def has_version(package: str, minimum: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return _release(installed) >= _release(minimum)
+
+
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">=": operator.ge,
+    ">": operator.gt,
+}
+
+
+def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
+    """Whether an installed package (by its name), or a ``packaging`` version, compares so (release numbers only).
+
+    Raises:
+        ValueError: ``operation`` is not one of ``<``, ``<=``, ``==``, ``!=``, ``>=``, ``>``.
+    """
+    if operation not in _COMPARISONS:
+        raise ValueError(f"operation is {operation!r}, but must be one of {', '.join(_COMPARISONS)}.")
+    if isinstance(library_or_version, str):
+        library_or_version = importlib.metadata.version(library_or_version)
+    return _COMPARISONS[operation](_release(str(library_or_version)), _release(requirement_version))
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Whether torch's version compares so: ``is_torch_version(">=", "2.11")``."""
+    return compare_versions("torch", operation, version)
 
 
 def _release(version: str) -> tuple[int, ...]:

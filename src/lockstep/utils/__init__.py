@@ -1,5 +1,7 @@
 """Names that scripts import from ``accelerate.utils``. Re-exports only."""
 
+from torch import load
+
 from lockstep.checkpoint.model import INDEX as SAFE_WEIGHTS_INDEX_NAME
 from lockstep.checkpoint.model import PICKLED_INDEX as WEIGHTS_INDEX_NAME
 from lockstep.checkpoint.model import PICKLED_WEIGHTS as WEIGHTS_NAME
@@ -83,6 +85,7 @@ __all__ = [
     "is_compiled_module",
     "is_torch_tensor",
     "listify",
+    "load",
     "pad_across_processes",
     "patch_environment",
     "recursively_apply",

@@ -1,5 +1,6 @@
 """Names that scripts import from ``accelerate.utils.operations``."""
 
+from lockstep.errors import CollectiveMismatchError as DistributedOperationException
 from lockstep.utils import (
     broadcast,
     broadcast_object_list,
@@ -18,6 +19,7 @@ from lockstep.utils import (
 )
 
 __all__ = [
+    "DistributedOperationException",
     "broadcast",
     "broadcast_object_list",
     "concatenate",
