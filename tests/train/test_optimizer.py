@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -55,6 +57,28 @@ def test_the_users_optimizer_shows_through() -> None:
     assert steps == [1]
     optimizer.train()
     optimizer.eval()
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "fp16"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_a_copy_has_parameters_and_state_of_its_own(
+    mixed_precision: str, copied: Callable[[Any], Any]
+) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
+    plain = problems.make_model()
+    model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=0.1))
+    rows, labels = problems.make_rows(0, 0, 4)
+    accelerator.backward(F.cross_entropy(model(rows), labels))
+    optimizer.step()
+    other = copied(optimizer)
+    assert torch.equal(other.param_groups[0]["params"][0], plain[0].weight)
+    assert other.param_groups[0]["params"][0] is not plain[0].weight
+    before = problems.parameters(plain)
+    other.zero_grad()
+    other.param_groups[0]["params"][0].grad = torch.ones_like(plain[0].weight)
+    other.optimizer.step()
+    assert problems.difference(problems.parameters(plain), before) == 0
+    assert not torch.equal(other.param_groups[0]["params"][0], plain[0].weight)
 
 
 def test_its_state_dict_is_that_of_the_users_optimizer() -> None:

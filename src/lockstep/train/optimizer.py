@@ -44,6 +44,13 @@ class PreparedOptimizer(Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # The check belongs to one Accelerator, which neither a copy nor a file should carry along.
+        return {**self.__dict__, "_before_first_step": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
