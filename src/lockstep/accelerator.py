@@ -31,7 +31,7 @@ from lockstep.config.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from lockstep.config.options import refuse_later_options, resolve_options
+from lockstep.config.options import OptionsView, refuse_later_options, resolve_options
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.skip import skip_first_batches
 from lockstep.parallel.autocast import autocast
@@ -51,7 +51,7 @@ from lockstep.watch.profile import build_profiler
 from lockstep.watch.trackers.run import TrackerSet
 
 
-class Accelerator(ProcessControl):
+class Accelerator(ProcessControl, OptionsView):
     """Makes a plain training loop run on one process or on many.
 
     Args:
@@ -76,12 +76,6 @@ class Accelerator(ProcessControl):
     Raises:
         ConfigError: a value is unknown or contradicts another; the message names it.
     """
-
-    # Scripts ask for these; there are none.
-    deepspeed_plugin: None = None
-    parallelism_config: None = None
-    is_fsdp2: bool = False
-    is_composable_parallelism_enabled: bool = False
 
     _made: ClassVar[list[weakref.ref[Accelerator]]] = []
 
@@ -158,69 +152,11 @@ class Accelerator(ProcessControl):
         """The latest ``Accelerator`` that still exists: what ``lockstep.state`` shows."""
         return cls._made[-1]() if cls._made else None
 
-    # What was asked for, and where the step is ------------------------------------------------------
-
-    @property
-    def mixed_precision(self) -> str:
-        return self._options.mixed_precision
+    # Where the step is -------------------------------------------------------------------------------
 
     @property
     def state(self) -> RunState:
         return RunState(self.mixed_precision)
-
-    @property
-    def project_configuration(self) -> ProjectConfiguration:
-        return self._options.project
-
-    @property
-    def dataloader_config(self) -> DataLoaderConfiguration:
-        return self._options.loaders
-
-    @property
-    def project_dir(self) -> Any:
-        return self._options.project.project_dir
-
-    @property
-    def logging_dir(self) -> Any:
-        return self._options.project.logging_dir
-
-    @property
-    def save_iteration(self) -> int:
-        return self._options.project.iteration
-
-    @property
-    def split_batches(self) -> bool:
-        return self._options.loaders.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        return self._options.loaders.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        return self._options.loaders.even_batches
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        """For loaders that are prepared from now on."""
-        self._options.loaders.even_batches = value
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        return self._options.loaders.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        return self._options.loaders.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        return self._options.loaders.use_stateful_dataloader
-
-    @property
-    def multi_device(self) -> bool:
-        """Whether several accelerators take part."""
-        return self.use_distributed and self.device.type != "cpu"
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:

@@ -61,6 +61,71 @@ class Options:
     profile: ProfileKwargs
 
 
+class OptionsView:
+    """What one ``Accelerator`` was asked for, under the names that scripts read."""
+
+    _options: Options
+
+    # Scripts ask for these; there are none.
+    deepspeed_plugin: None = None
+    parallelism_config: None = None
+    is_fsdp2: bool = False
+    is_composable_parallelism_enabled: bool = False
+
+    @property
+    def mixed_precision(self) -> str:
+        return self._options.mixed_precision
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        return self._options.project
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        return self._options.loaders
+
+    @property
+    def project_dir(self) -> Any:
+        return self._options.project.project_dir
+
+    @property
+    def logging_dir(self) -> Any:
+        return self._options.project.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        return self._options.project.iteration
+
+    @property
+    def split_batches(self) -> bool:
+        return self._options.loaders.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        return self._options.loaders.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        return self._options.loaders.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        """For loaders that are prepared from now on."""
+        self._options.loaders.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        return self._options.loaders.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        return self._options.loaders.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        return self._options.loaders.use_stateful_dataloader
+
+
 def resolve_options(
     *,
     mixed_precision: str | None,

@@ -56,6 +56,11 @@ class ProcessControl:
         return self.runtime.world_size > 1
 
     @property
+    def multi_device(self) -> bool:
+        """Whether several accelerators take part."""
+        return self.use_distributed and self.device.type != "cpu"
+
+    @property
     def is_main_process(self) -> bool:
         """Rank 0 of the run."""
         return self.runtime.is_main
