@@ -94,7 +94,7 @@ class Preparation:
             model,
             self._runtime,
             ModelOptions(
-                strategy=options.strategy,
+                parallel=options.parallel,
                 mixed_precision=options.mixed_precision,
                 autocast=options.autocast,
                 ddp=options.ddp,

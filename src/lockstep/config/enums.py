@@ -45,6 +45,42 @@ class PrecisionType(Word):
     BF16 = "bf16"
 
 
+class Strategy(Word):
+    """Ways of data parallel training that keep the whole model in each process."""
+
+    AUTO = "auto"
+    DDP = "ddp"
+    DATA_PARALLEL = "dataparallel"
+
+
+class Activation(Word):
+    """What of a block's activations is kept for backward.
+
+    ``NONE``: all. ``FULL``: its inputs; the rest is computed again. ``SELECTIVE``: its inputs and the results
+    of matrix products and attention. ``OFFLOAD``: as ``FULL``, with the inputs in host memory.
+    """
+
+    NONE = "none"
+    FULL = "full"
+    SELECTIVE = "selective"
+    OFFLOAD = "offload"
+
+
+class ReduceType(Word):
+    """Types in which gradients may be averaged."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+class QuantizedType(Word):
+    """Integers that stand for blocks of numbers in a collective."""
+
+    INT8 = "int8"
+    INT4 = "int4"
+
+
 class LoggerType(Word):
     """Values of ``log_with``."""
 

@@ -19,7 +19,7 @@ from lockstep.config.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from lockstep.config.parallel import Strategy
+from lockstep.config.parallel import Parallel
 from lockstep.config.sources import suggestion, worker_settings
 from lockstep.errors import ConfigError
 
@@ -49,7 +49,7 @@ class Options:
 
     mixed_precision: str
     cpu: bool
-    strategy: Strategy
+    parallel: Parallel
     compile_options: dict[str, Any] | None
     accumulation: GradientAccumulationPlugin
     loaders: DataLoaderConfiguration
@@ -180,7 +180,7 @@ def resolve_options(
     return Options(
         mixed_precision=str(settings.mixed_precision),
         cpu=settings.cpu,
-        strategy=Strategy.parse(settings.parallel),
+        parallel=Parallel.parse(settings.parallel),
         compile_options=None
         if settings.dynamo_backend == "no"
         else {

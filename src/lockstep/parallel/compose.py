@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.config.enums import Strategy
 from lockstep.config.handlers import AutocastKwargs, DistributedDataParallelKwargs
-from lockstep.config.parallel import Strategy
+from lockstep.config.parallel import Parallel
 from lockstep.parallel.autocast import autocast_forward, remove_autocast
 from lockstep.parallel.replicate import data_parallel, distributed_data_parallel
 from lockstep.runtime.process import Runtime
@@ -22,7 +23,7 @@ from lockstep.runtime.process import Runtime
 class ModelOptions:
     """What ``spread`` does to a model."""
 
-    strategy: Strategy = Strategy.AUTO
+    parallel: Parallel = field(default_factory=Parallel)
     mixed_precision: str = "no"
     autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
     ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
@@ -47,7 +48,7 @@ def spread(
         model = torch.compile(model, **options.compile_options)  # type: ignore[assignment]
     if evaluation_mode:
         return model
-    if options.strategy is Strategy.DATA_PARALLEL:
+    if options.parallel.strategy is Strategy.DATA_PARALLEL:
         return data_parallel(model, runtime)
     if runtime.world_size > 1:
         return distributed_data_parallel(model, runtime, options.ddp)
