@@ -333,7 +333,7 @@ def misuse(kind: str) -> str:
         elif kind == "placement":
             accelerator.prepare(model, device_placement=[True, False])
         elif kind == "meta":
-            accelerator.prepare(nn.Linear(2, 2, device="meta"))
+            accelerator.prepare(nn.ParameterList([torch.empty(2, device="meta")]))
         elif kind == "fsdp":
             Accelerator(cpu=True, fsdp_plugin=object())
         elif kind == "typo":
@@ -357,8 +357,8 @@ def misuse(kind: str) -> str:
         ("no model", 1, ("no model was prepared", "Pass the model to accelerator.prepare()")),
         ("unprepared", 2, ("Call the model that accelerator.prepare() returned",)),
         ("placement", 1, ("1 objects and 2 values", "one value for each")),
-        ("meta", 1, ("meta device ('weight', ...)", "model.to_empty")),
-        ("fsdp", 1, ("fsdp_plugin was given", "Remove fsdp_plugin")),
+        ("meta", 1, ("ParameterList is on the meta device", "Give them reset_parameters()")),
+        ("fsdp", 1, ("fsdp_plugin is of type object", "Pass a FullyShardedDataParallelPlugin")),
         ("typo", 1, ("no option 'mixed_precison'", "Did you mean 'mixed_precision'?")),
         ("precision", 1, ("bf15", "Did you mean 'bf16'?")),
         ("handler", 1, ("an object of type object", "AutocastKwargs")),

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from lockstep.cli import main as cli
-from lockstep.config.accelerate import ACCELERATE_ONLY, OTHER_KEYS, Ignored, from_yaml
+from lockstep.config.accelerate import ACCELERATE_ONLY, OTHER_KEYS, SECTIONS, Ignored, from_yaml
 from lockstep.config.enums import LoggerType
 from lockstep.config.run import RunConfig
 from lockstep.config.sources import SETTINGS
@@ -128,6 +128,7 @@ def test_the_table_of_yaml_keys_is_that_of_the_source() -> None:
         r"^\| `(\w+)` \| (\w+)", section("launching.md", "Configuration file"), flags=re.MULTILINE
     )
     expected = dict.fromkeys(RunConfig.model_fields, "used")
+    expected |= dict.fromkeys(SECTIONS, "used")
     expected |= dict.fromkeys(ACCELERATE_ONLY, "checked")
     expected |= {key: "No" if isinstance(rule, Ignored) else "refused" for key, rule in OTHER_KEYS.items()}
     assert {key: word.replace("no", "No") if word == "no" else word for key, word in rows} == expected

@@ -133,3 +133,16 @@ def test_a_script_gives_the_same_losses_however_it_is_started(way: str, tmp_path
     result = json.loads(out.read_text())
     assert result["world"] == world
     assert result["losses"] == pytest.approx(expected_losses(), rel=2e-6)
+
+
+def test_importing_the_front_does_not_load_engines_that_a_run_may_not_need() -> None:
+    heavy = (
+        "torch.distributed.tensor",
+        "torch.distributed.fsdp",
+        "torch._dynamo",
+        "pydantic",
+        "transformers",
+    )
+    code = f"import sys, lockstep.accelerator; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

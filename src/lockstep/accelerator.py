@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
@@ -18,10 +19,11 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.checkpoint import state as checkpoints
 from lockstep.checkpoint.model import refuse_pickle, save, write_weights
 from lockstep.comm.collectives import Communicator, Reduction
+from lockstep.comm.dtensor import whole
 from lockstep.comm.ledger import CommunicationLedger
 from lockstep.comm.metrics import gather_for_metrics, sample_weights
 from lockstep.comm.together import together
-from lockstep.config.enums import PrecisionType
+from lockstep.config.enums import DistributedType, PrecisionType
 from lockstep.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -31,13 +33,15 @@ from lockstep.config.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from lockstep.config.options import OptionsView, refuse_later_options, resolve_options
+from lockstep.config.options import OptionsView, fit_to_world, parallel_fields, resolve_options
+from lockstep.config.parallel import Parallel
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.skip import skip_first_batches
 from lockstep.parallel.autocast import autocast
-from lockstep.parallel.compose import unwrap
+from lockstep.parallel.compose import hold_back, unwrap
 from lockstep.parallel.join import join_replicas
-from lockstep.preparation import Preparation
+from lockstep.parallel.materialize import InitWeights
+from lockstep.preparation.prepare import Preparation
 from lockstep.runtime import process
 from lockstep.runtime.control import ProcessControl, RunState
 from lockstep.runtime.memory import release_memory
@@ -48,6 +52,7 @@ from lockstep.train.loss_scale import LossScaler
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.scheduler import PreparedScheduler
 from lockstep.watch.profile import build_profiler
+from lockstep.watch.state_bytes import StateBytes, count_state
 from lockstep.watch.trackers.run import TrackerSet
 
 
@@ -70,8 +75,12 @@ class Accelerator(ProcessControl, OptionsView):
         kwargs_handlers: Options of DDP, loss scale, process group, autocast and profiler.
         dynamo_backend: A ``torch.compile`` backend to compile prepared models with.
         dynamo_plugin: The same with more of ``torch.compile``'s options; instead of the name.
-        parallel: ``auto``, ``ddp``, or ``dataparallel`` (several GPUs in one process).
-        later: Options of Accelerate that are refused by name.
+        parallel: How models are spread: a line such as ``"zero=3 activation=full"``, a mapping, or a ``Parallel``.
+        fsdp_plugin: The same in FSDP's words; see ``FullyShardedDataParallelPlugin``.
+        deepspeed_plugin: A DeepSpeed configuration; see ``DeepSpeedPlugin``. It must agree with all other arguments.
+        deepspeed_plugins: A list or mapping with that one plugin.
+        further: Fields of ``Parallel`` one by one (``zero=3``, ``blocks=rule``). Options of Accelerate that do not
+            exist here are refused by name.
 
     Raises:
         ConfigError: a value is unknown or contradicts another; the message names it.
@@ -97,16 +106,22 @@ class Accelerator(ProcessControl, OptionsView):
         kwargs_handlers: list[KwargsHandler] | None = None,
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
-        parallel: str | None = None,
-        **later: Any,
+        parallel: str | Parallel | Mapping[str, Any] | None = None,
+        fsdp_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        deepspeed_plugins: Any = None,
+        **further: Any,
     ) -> None:
-        refuse_later_options(later, inspect.signature(type(self)).parameters)
-        self._options = options = resolve_options(
+        options = resolve_options(
             mixed_precision=mixed_precision,
             gradient_accumulation_steps=gradient_accumulation_steps,
             gradient_accumulation_plugin=gradient_accumulation_plugin,
             cpu=cpu,
             parallel=parallel,
+            parallel_fields=parallel_fields(further, inspect.signature(type(self)).parameters),
+            fsdp_plugin=fsdp_plugin,
+            deepspeed_plugin=deepspeed_plugin,
+            deepspeed_plugins=deepspeed_plugins,
             dynamo_backend=dynamo_backend,
             dynamo_plugin=dynamo_plugin,
             split_batches=split_batches,
@@ -118,6 +133,9 @@ class Accelerator(ProcessControl, OptionsView):
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.runtime = process.start(options.cpu, options.init)
+        self._options = options = fit_to_world(options, self.runtime.world_size)
+        for text in options.config_warnings if self.runtime.is_main else ():
+            warnings.warn(text, stacklevel=2)
         self._communicator = Communicator(self.runtime)
         self._step = StepState(
             accumulation_steps=options.accumulation.num_steps,
@@ -126,7 +144,13 @@ class Accelerator(ProcessControl, OptionsView):
             adjust_scheduler=options.accumulation.adjust_scheduler,
         )
         self._accumulation = Accumulation(
-            self._step, self.runtime, agreed_divisor=self._step.sync_each_batch or options.ddp.static_graph
+            self._step,
+            self.runtime,
+            hold_back,
+            # Where gradients are averaged before the window ends.
+            agreed_divisor=self._step.sync_each_batch
+            or options.ddp.static_graph
+            or options.parallel.zero > 1,
         )
         self._scaler = (
             LossScaler(self.runtime.device, options.scaler) if options.mixed_precision == "fp16" else None
@@ -153,6 +177,12 @@ class Accelerator(ProcessControl, OptionsView):
         return cls._made[-1]() if cls._made else None
 
     # Where the step is -------------------------------------------------------------------------------
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """``FSDP`` where models are sharded, whatever the device."""
+        sharded = self.is_fsdp2 and self.runtime.world_size > 1
+        return DistributedType.FSDP if sharded else super().distributed_type
 
     @property
     def state(self) -> RunState:
@@ -203,10 +233,18 @@ class Accelerator(ProcessControl, OptionsView):
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+        init_weights: InitWeights | None = None,
     ) -> nn.Module:
-        """``prepare`` for one model; with ``evaluation_mode`` it is not replicated for training."""
-        return self._preparation.prepare_model(model, device_placement, evaluation_mode)
+        """``prepare`` for one model; with ``evaluation_mode`` it is not replicated for training.
+
+        ``init_weights`` is called with each module of a model on the meta device that has parameters or
+        buffers of its own, and fills these.
+        """
+        return self._preparation.prepare_model(model, device_placement, evaluation_mode, init_weights)
 
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
@@ -263,10 +301,11 @@ class Accelerator(ProcessControl, OptionsView):
             UsageError: no prepared model was called, or weights do not fit.
         """
         self._preparation.check_backward()
-        loss = self._accumulation.scale(loss, weight, self._preparation.parameters())
+        loss = self._accumulation.scale(loss, weight, self._preparation.gradients())
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
         loss.backward(**kwargs)
+        self._preparation.after_backward(self._accumulation.averages)
 
     def sample_weights(self) -> torch.Tensor | None:
         """For each row of this rank's batch, 1 if it is a sample and 0 if it is padding.
@@ -307,13 +346,13 @@ class Accelerator(ProcessControl, OptionsView):
 
         Inside an accumulation window nothing is clipped.
         """
-        parameters = clipping.as_list(parameters)
+        parameters = self._preparation.shards_of(clipping.as_list(parameters))
         self._unscale_owners(parameters)
         return clipping.clip_norm(parameters, max_norm, norm_type, self.sync_gradients)
 
     def clip_grad_value_(self, parameters: clipping.Parameters, clip_value: float) -> None:
         """Clamp whole windows' gradients to [-clip_value, clip_value]."""
-        parameters = clipping.as_list(parameters)
+        parameters = self._preparation.shards_of(clipping.as_list(parameters))
         self._unscale_owners(parameters)
         clipping.clip_value(parameters, clip_value, self.sync_gradients)
 
@@ -375,8 +414,13 @@ class Accelerator(ProcessControl, OptionsView):
     # Files ------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole model's ``state_dict``, under the names of the unwrapped model."""
-        return (self.unwrap_model(model, keep_torch_compile=False) if unwrap else model).state_dict()
+        """The whole model's ``state_dict``, under the names of the unwrapped model.
+
+        Of a sharded model it is gathered into host memory, one tensor after the other: call it on every rank.
+        """
+        state = (self.unwrap_model(model, keep_torch_compile=False) if unwrap else model).state_dict()
+        gathered: dict[str, Any] = whole(state)
+        return gathered
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """``torch.save`` (or safetensors) on the main process; with ``save_on_each_node`` on one of each machine."""
@@ -395,7 +439,9 @@ class Accelerator(ProcessControl, OptionsView):
         """
         with together(self._communicator):
             refuse_pickle("save_model", safe_serialization)
-            state = self.get_state_dict(model)
+            state = self.unwrap_model(model, keep_torch_compile=False).state_dict()
+        state = whole(state, keep=self.is_main_process)
+        with together(self._communicator):
             if self.is_main_process:
                 write_weights(state, save_directory, max_shard_size)
 
@@ -433,7 +479,8 @@ class Accelerator(ProcessControl, OptionsView):
     def load_state(self, input_dir: str | None = None) -> None:
         """Restore what ``save_state`` wrote (without a directory: the project's newest). On every rank."""
         project = self._options.project
-        directory = checkpoints.latest_directory(input_dir, project)
+        with together(self._communicator):
+            directory = checkpoints.latest_directory(input_dir, project)
         checkpoints.load(directory, self._training(), self._hooks, self.runtime, self._communicator)
         if project.automatic_checkpoint_naming:
             project.iteration = checkpoints.number_after(directory, project.iteration)
@@ -484,6 +531,10 @@ class Accelerator(ProcessControl, OptionsView):
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """``torch.profiler`` around the block."""
         return build_profiler(profile_handler or self._options.profile, self.runtime)
+
+    def state_bytes(self) -> StateBytes:
+        """Bytes of the prepared models' weights and gradients and of their optimizers' state, on this rank."""
+        return count_state(self._preparation.models, self._preparation.optimizers)
 
     def communication(self) -> AbstractContextManager[CommunicationLedger]:
         """Count the collectives and bytes of the block; see ``CommunicationLedger``."""

@@ -180,8 +180,8 @@ def test_env_prints_json_and_no_secrets(
         (["launch", "--nprc", "2", "x.py"], "Did you mean '--nproc'?"),
         (["launch", "missing.py"], "the script 'missing.py' does not exist"),
         (
-            ["launch", "--use_fsdp", "SCRIPT"],
-            "--use-fsdp asks for sharding (FSDP), which is not available yet",
+            ["launch", "--use_megatron_lm", "SCRIPT"],
+            "--use-megatron-lm asks for Megatron-LM settings, which is not available yet",
         ),
         (["launch", "--nproc", "2", "--num-processes", "2", "SCRIPT"], "Give one of them"),
         (["launch", "--cpu", "--multi-gpu", "SCRIPT"], "contradict each other"),
@@ -237,6 +237,11 @@ WORDS = [
     "''",
     "static",
     "c10d",
+    "zero=3",
+    "zero=1 offload",
+    "hybrid_shard",
+    "cpu",
+    "/nonexistent.json",
 ]
 FLAGS = [
     "--nproc",
@@ -259,6 +264,15 @@ FLAGS = [
     "--log-dir",
     "--nprc",
     "--use_deepspeed",
+    "--use_fsdp",
+    "--zero_stage",
+    "--fsdp_sharding_strategy",
+    "--fsdp_offload_params",
+    "--offload_optimizer_device",
+    "--gradient_clipping",
+    "--deepspeed_config_file",
+    "--parallelism_config_dp_shard_size",
+    "--parallel",
     "--machine_rank",
     "--master_port",
 ]

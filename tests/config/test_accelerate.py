@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lockstep.config.accelerate import OTHER_KEYS, from_yaml, load
+from lockstep.config.accelerate import OTHER_KEYS, SECTIONS, from_yaml, load
 from lockstep.config.enums import PrecisionType
 from lockstep.config.run import RunConfig
 from lockstep.config.write import write_config
@@ -64,7 +64,7 @@ def test_every_key_of_accelerate_is_known() -> None:
         "main_training_function",
         "enable_cpu_affinity",
     ]
-    assert set(sections) <= set(OTHER_KEYS)
+    assert set(sections) <= {*OTHER_KEYS, *SECTIONS}
     for key in sections:
         assert read(TWO_PROCESSES.replace(f"{key}:", f"# {key}:") + f"{key}: null\n").num_processes == 2
 
@@ -93,7 +93,7 @@ def test_every_key_of_accelerate_is_known() -> None:
         ),
         ("machine_rank: 0", "machine_rank: 1", "run.yaml:6: machine_rank is 1 with num_machines 1"),
         ("MULTI_CPU", "MULTI_CPI", "run.yaml:3: distributed_type: 'MULTI_CPI' is not one of"),
-        ("MULTI_CPU", "DEEPSPEED", "run.yaml:3: distributed_type: DEEPSPEED is not available yet"),
+        ("MULTI_CPU", "MEGATRON_LM", "run.yaml:3: distributed_type: MEGATRON_LM is not available yet"),
         ("MULTI_CPU", "MULTI_GPU", "run.yaml:16: use_cpu is true but distributed_type is MULTI_GPU"),
         ("MULTI_CPU", "'NO'", "run.yaml:10: num_processes is 2 but distributed_type is NO"),
         (
@@ -178,6 +178,7 @@ def test_a_written_file_reads_back_the_same(tmp_path: Path) -> None:
 
 JUNK = ["abc", "-4", "0", "1e9", "[]", "{}", "''", "null", "true", "0x10", "1:30", "*a", "&a", "!!set", "no"]
 JUNK += ["'", '"\\x"', "é", "\\", "2001-01-01", ".inf", "[["]
+JUNK += ["{fsdp_version: 2}", "{zero_stage: 2}", "{dp_shard_size: 2}", "zero=3", "{zero: 3}", "{type: SGD}"]
 JUNK += ["? ", "<<", "|", ">", "%", "@", "`", "\u2028", "٣", "1_0", "9" * 400]
 
 
@@ -199,7 +200,9 @@ def mutated(text: str, dice: random.Random) -> str:
         elif kind == 4:
             lines[spot] = f"{dice.choice(lines).partition(': ')[0]}: {value}"
         else:
-            lines[spot] = f"{dice.choice([*OTHER_KEYS, 'gpu_ids'])}: {dice.choice(JUNK)}"
+            lines[spot] = (
+                f"{dice.choice([*OTHER_KEYS, *SECTIONS, *RunConfig.model_fields])}: {dice.choice(JUNK)}"
+            )
     return "\n".join(lines)
 
 

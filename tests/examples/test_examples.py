@@ -74,6 +74,38 @@ def test_gpt_runs_on_one_process_with_bf16_and_accumulation(tmp_path: Path) -> N
     assert 3.0 < unigram < 3.5
 
 
+def zero_table(text: str) -> dict[str, list[float]]:
+    """The numbers of each row of the table."""
+    rows = re.findall(r"^ +([a-z]+(?:=\d)?(?: \w+=\w+)*) {2,}(\d[^a-z]*)$", text, flags=re.MULTILINE)
+    return {name: [float(word.rstrip("%")) for word in cells.split()] for name, cells in rows}
+
+
+def test_the_gpt_has_one_loss_under_every_stage_and_the_bytes_that_the_formulas_promise() -> None:
+    rows = zero_table(run(LOCKSTEP, "gpt/zero.py", "--steps", 4))
+    assert list(rows) == ["ddp", "zero=1", "zero=2", "zero=3", "zero=3 activation=full"]
+    plain = rows["ddp"]
+    width, vocabulary, context, layers = 192, 256, 64, 6
+    per_block = 12 * width**2 + 4 * width
+    parameters = (vocabulary + context + 2) * width + layers * per_block
+    for name, (loss, weights, gradients, optimizer, *_) in rows.items():
+        assert loss == pytest.approx(plain[0], abs=2e-4)
+        bytes_each = 4 * parameters / (1 if name == "ddp" else 2) / 1e6
+        assert [weights, gradients, optimizer] == pytest.approx(
+            [bytes_each, bytes_each, 2 * bytes_each], rel=0.01
+        )
+    assert 3 < plain[0] < 5
+    differences = [(cells[5], cells[10]) for cells in rows.values()]
+    assert all(abs(percent) < 0.1 for pair in differences for percent in pair)
+    peaks = [cells[6] for cells in rows.values()]
+    assert peaks == sorted(peaks, reverse=True)
+    sent = [cells[8] for cells in rows.values()]
+    whole = 4 * parameters / 1e6
+    # 2 ranks, 2 micro-batches: 2/2, 2/2, 3/2 and 6/2 of the weights; stage 3 gathers what is in no block once less.
+    root = 4 * (parameters - layers * per_block) / 1e6
+    expected = [whole, whole, 1.5 * whole, 3 * whole - root, 3 * whole - root]
+    assert sent == pytest.approx(expected, rel=0.01)
+
+
 DIGITS = {
     "plain": (PYTHON, "digits/plain.py"),
     "ddp on 1": (torchrun(1), "digits/ddp.py"),

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from lockstep.config.sources import worker_settings
 from lockstep.errors import ConfigError
 from lockstep.launch.plan import LaunchPlan, Program, Setting, make_plan, merge
 
@@ -88,3 +90,17 @@ def test_commands_are_argument_vectors(tmp_path: Path) -> None:
 def test_a_script_that_is_not_there_is_refused(target: str) -> None:
     with pytest.raises(ConfigError, match="the script"):
         Program(target).command()
+
+
+def test_parallel_and_sections_travel_as_texts_that_workers_read_back() -> None:
+    optimizer = {"type": "SGD", "params": {"lr": 0.5}}
+    said = plan({"nproc": 2, "parallel": "zero=2"}, optimizer=optimizer, micro_batch_size=4).environment
+    worker = worker_settings({}, said)
+    assert (str(worker.parallel), worker.micro_batch_size) == ("zero=2", 4)
+    assert worker.optimizer is not None and asdict(worker.optimizer) == optimizer
+
+
+def test_parallel_must_fit_the_number_of_processes() -> None:
+    assert plan({"nproc": 4, "parallel": "zero=3 replicate=2"}).nproc == 4
+    with pytest.raises(ConfigError, match="3 / 2 is not whole"):
+        plan({"nproc": 3, "parallel": "zero=3 replicate=2"})

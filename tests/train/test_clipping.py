@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lockstep import Accelerator, GradScalerKwargs
+from lockstep.errors import ConfigError
+from lockstep.runtime.step import StepState
+from lockstep.train.optimizer import PreparedOptimizer
 from train import problems
 
 MAX_NORM = 0.05
@@ -105,3 +111,146 @@ def test_a_generator_a_tensor_or_parameters_without_gradients_can_be_given() -> 
     weight.grad = torch.full_like(weight, 3.0)
     assert accelerator.clip_grad_norm_(weight, 1.0) == pytest.approx(3 * weight.numel() ** 0.5)
     assert weight.grad.norm() == pytest.approx(1.0, rel=1e-4)
+
+
+def stepped(
+    precision: str, accumulation: int, also_by_hand: bool = False, bad_rank: int | None = None
+) -> tuple[bool, dict[str, torch.Tensor]]:
+    """Whether the step was skipped, and the parameters after it, with an optimizer that clips by itself."""
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision=precision,
+        gradient_accumulation_steps=accumulation,
+        kwargs_handlers=[GradScalerKwargs(init_scale=4096.0)],
+    )
+    plain = problems.make_model()
+    model = accelerator.prepare(plain)
+    own = torch.optim.SGD(plain.parameters(), lr=10.0)  # so that rounding of the parameters does not show
+    optimizer = PreparedOptimizer(own, accelerator.gradient_state, accelerator._scaler, clip_norm=MAX_NORM)
+    accelerator.gradient_state.sync_with_dataloader = False
+    for i in range(accumulation):
+        rows, labels = problems.make_rows(accelerator.process_index, i, 4)
+        with accelerator.accumulate(model):
+            loss = F.cross_entropy(model(rows), labels)
+            accelerator.backward(loss * (float("inf") if accelerator.process_index == bad_rank else 1.0))
+            if also_by_hand:
+                accelerator.unscale_gradients(optimizer)
+                accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+            before = problems.gradients(plain)
+            optimizer.step()
+            if not accelerator.sync_gradients:
+                assert problems.difference(problems.gradients(plain), before) == 0
+    return optimizer.step_was_skipped, problems.parameters(plain)
+
+
+@pytest.mark.parametrize("also_by_hand", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(
+    ("world_size", "precision"), [(1, "no"), (1, "fp16"), (2, "no"), (2, "fp16"), (4, "no")]
+)
+def test_an_optimizer_that_clips_steps_as_one_process_that_clips_before_its_step(
+    run_distributed, world_size: int, precision: str, accumulation: int, also_by_hand: bool
+) -> None:
+    model = problems.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
+    parts = [problems.make_rows(r, i, 4) for r in range(world_size) for i in range(accumulation)]
+    rows, labels = (torch.cat(column) for column in zip(*parts, strict=True))
+    F.cross_entropy(model(rows), labels).backward()
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM) > 2 * MAX_NORM
+    optimizer.step()
+    start = problems.parameters(problems.make_model())
+    expected = {name: p - start[name] for name, p in problems.parameters(model).items()}
+    # Clipping a second time can take off 1e-6 / MAX_NORM, the constant that torch adds to the norm.
+    tolerance = (1e-4 if also_by_hand else 1e-5) if precision == "no" else 5e-3
+    for skipped, parameters in run_distributed(stepped, world_size, precision, accumulation, also_by_hand):
+        moved = {name: p - start[name] for name, p in parameters.items()}
+        assert not skipped
+        assert problems.difference(moved, expected) < tolerance
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_infinite_fp16_gradients_are_skipped_and_not_clipped_into_a_step(
+    run_distributed, world_size: int
+) -> None:
+    start = problems.parameters(problems.make_model())
+    for skipped, parameters in run_distributed(stepped, world_size, "fp16", 1, False, world_size - 1):
+        assert skipped
+        assert problems.difference(parameters, start) == 0
+
+
+def test_gradients_below_the_bound_and_parameters_without_are_left_alone() -> None:
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = PreparedOptimizer(torch.optim.SGD(weights, lr=1.0), StepState(), clip_norm=10.0)
+    optimizer.step()
+    weights[0].grad = torch.tensor([0.25, 0.5])
+    optimizer.step()
+    assert weights[0].tolist() == [0.75, 0.5]
+    assert weights[1].tolist() == [1.0, 1.0]
+
+
+def test_the_norm_is_that_of_all_parameter_groups_together() -> None:
+    weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    own = torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:], "lr": 10.0}], lr=1.0)
+    for weight, gradient in zip(weights, (3.0, 4.0), strict=True):
+        weight.grad = torch.tensor([gradient])
+    PreparedOptimizer(own, StepState(), clip_norm=1.0).step()
+    assert weights[0].item() == pytest.approx(-0.6)
+    assert weights[1].item() == pytest.approx(-8.0)
+
+
+def test_each_gradient_that_a_closure_computes_is_clipped() -> None:
+    def train(optimizer: torch.optim.Optimizer, model: nn.Module, by_hand: bool) -> dict[str, torch.Tensor]:
+        rows, labels = problems.make_rows(0, 0, 12)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(rows), labels)
+            loss.backward()
+            if by_hand:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        return problems.parameters(model)
+
+    reference, model = problems.make_model(), problems.make_model()
+    expected = train(torch.optim.LBFGS(reference.parameters(), max_iter=3), reference, by_hand=True)
+    own = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    found = train(PreparedOptimizer(own, StepState(), clip_norm=MAX_NORM), model, by_hand=False)
+    assert problems.difference(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, float("nan")])
+def test_a_bound_that_is_not_positive_is_refused(bound: float) -> None:
+    own = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(ConfigError, match="but a norm to clip at is above 0"):
+        PreparedOptimizer(own, StepState(), clip_norm=bound)
+
+
+def stepped_on_shards() -> dict[str, torch.Tensor]:
+    accelerator = Accelerator(cpu=True)
+    model = fully_shard(problems.make_model(), mesh=init_device_mesh("cpu", (accelerator.num_processes,)))
+    optimizer = PreparedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=10.0), accelerator.gradient_state, clip_norm=MAX_NORM
+    )
+    rows, labels = problems.make_rows(accelerator.process_index, 0, 4)
+    F.cross_entropy(model(rows), labels).backward()
+    optimizer.step()
+    return {name: p.full_tensor() for name, p in problems.parameters(model).items()}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_norm_is_that_of_whole_gradients_where_each_rank_holds_a_shard(
+    run_distributed, world_size: int
+) -> None:
+    model = problems.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
+    rows, labels = (
+        torch.cat(c) for c in zip(*(problems.make_rows(r, 0, 4) for r in range(world_size)), strict=True)
+    )
+    F.cross_entropy(model(rows), labels).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    optimizer.step()
+    for parameters in run_distributed(stepped_on_shards, world_size):
+        assert problems.difference(parameters, problems.parameters(model)) < 1e-5

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_model, save_file
 from torch import nn
 
+from lockstep.comm.dtensor import is_dtensor, local, shard_like
 from lockstep.errors import CheckpointError, ConfigError, UsageError
 from lockstep.runtime import process
 
@@ -98,12 +100,67 @@ def read_weights(model: nn.Module, directory: Path, name: str = WEIGHTS) -> None
         CheckpointError: the file has other names or shapes than the model.
     """
     path = directory / name
+    with _misfits_named(model, path):
+        places = model.state_dict()  # of a sharded model, it lets gathered parameters go
+        if any(is_dtensor(place) for place in places.values()):
+            _load_shards(places, path)
+        else:
+            load_model(model, path)
+
+
+def check_weights(model: nn.Module, directory: Path, name: str = WEIGHTS) -> None:
+    """Raise CheckpointError where ``read_weights`` would; nothing is changed."""
+    path = directory / name
+    with _misfits_named(model, path):
+        places = model.state_dict()
+        ties = _ties(places)
+        with safe_open(str(path), framework="pt") as file:
+            given = set(file.keys())
+            absent = sorted(name for name in places.keys() - given if not given & ties[name])
+            unknown = sorted(given - places.keys())
+            if absent or unknown:
+                raise RuntimeError(
+                    f"tensors {absent[:3]} are missing from it, and {unknown[:3]} are not in the model."
+                )
+            for name in sorted(given):
+                shape = tuple(file.get_slice(name).get_shape())
+                if shape != places[name].shape:
+                    raise RuntimeError(f"{name} is {shape}, but {tuple(places[name].shape)} in the model.")
+
+
+@contextmanager
+def _misfits_named(model: nn.Module, path: Path) -> Iterator[None]:
     try:
-        load_model(model, path)
+        yield
     except (RuntimeError, OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{path} does not fit {type(model).__name__}: {error} Load it into the model that it was saved from."
         ) from error
+
+
+@torch.no_grad()
+def _load_shards(places: dict[str, torch.Tensor], path: Path) -> None:
+    """``load_model`` for a sharded model: one whole tensor at a time is in memory."""
+    with safe_open(str(path), framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  (not a mapping)
+            place = places[name]
+            local(place).copy_(local(shard_like(file.get_tensor(name), place)))
+
+
+def _ties(places: dict[str, torch.Tensor]) -> dict[str, set[str]]:
+    """For each name, all names of tensors at the same place."""
+    names: dict[Any, set[str]] = {}
+    for name, tensor in places.items():
+        part = local(tensor)
+        place = (
+            part.untyped_storage()._cdata,
+            part.storage_offset(),
+            tensor.shape,
+            part.stride(),
+            part.dtype,
+        )
+        names.setdefault(place, set()).add(name)
+    return {name: tied for tied in names.values() for name in tied}
 
 
 def parse_size(size: int | str) -> int:

@@ -25,8 +25,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.checkpoint.codec import decode, encode
-from lockstep.checkpoint.model import read_weights, save_object
+from lockstep.checkpoint.model import check_weights, read_weights, save_object
 from lockstep.comm.collectives import Communicator
+from lockstep.comm.dtensor import is_dtensor, shard_like, whole
 from lockstep.comm.together import together
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.errors import CheckpointError, UsageError
@@ -87,13 +88,17 @@ def save(
             partial.mkdir(parents=True)
     with together(communicator):
         weights: list[dict[str, Any]] = [model.state_dict() for model in training.models]
+        states = {name: item.state_dict() for name, item in training.stateful()}
+    # Shards are gathered outside of the blocks in which one rank alone may fail.
+    weights, states = whole(weights, keep=writes or bool(hooks.save)), whole(states, keep=writes)
+    with together(communicator):
         for hook in list(hooks.save.values()):
             hook(list(training.models), weights, str(partial))
         _write_tree(rng_state(), partial, f"rng_{runtime.rank}")
         if writes:
             for i, state in enumerate(weights):
                 save_object(state, partial / _model_name(i), safe_serialization=True)
-            _write_tree({name: item.state_dict() for name, item in training.stateful()}, partial, "state")
+            _write_tree(states, partial, "state")
     with together(communicator):
         if writes:
             _publish(partial, directory)
@@ -104,8 +109,11 @@ def load(
 ) -> None:
     """Read what ``save`` wrote, into the same objects; collective.
 
+    All ranks look at everything before anything is changed. What the objects' own ``load_state_dict`` refuses
+    after that leaves those before it loaded.
+
     Raises:
-        CheckpointError: the directory is missing, incomplete or of another set of objects.
+        CheckpointError: the directory is missing, incomplete, of another set of objects or of other shapes.
     """
     with together(communicator):
         if not directory.is_dir():
@@ -123,11 +131,57 @@ def load(
                 "the same objects in the same order as the run that saved it."
             )
         for i, model in enumerate(models):
+            check_weights(model, directory, _model_name(i))
+        for name, item in objects.items():
+            if name.startswith("optimizer."):
+                state[name] = _sharded(state[name], item, name)
+        generators = f"rng_{runtime.rank}"
+        saved_by_fewer = not (directory / f"{generators}.json").exists()
+        rng = None if saved_by_fewer else _read_tree(directory, generators)
+    with together(communicator):
+        for i, model in enumerate(models):
             read_weights(model, directory, _model_name(i))
         for name, item in objects.items():
             item.load_state_dict(state[name])
-        if (directory / f"rng_{runtime.rank}.json").exists():  # absent: saved by fewer ranks
-            set_rng_state(_read_tree(directory, f"rng_{runtime.rank}"))
+        if rng is not None:
+            set_rng_state(rng)
+
+
+def _sharded(state: dict[str, Any], optimizer: Any, name: str) -> dict[str, Any]:
+    """The state of an optimizer with whole tensors, sharded as its parameters are.
+
+    Raises:
+        CheckpointError: it has other groups than the optimizer, or tensors that cannot be sharded alike.
+    """
+    saved, mine = (
+        [len(group["params"]) for group in groups]
+        for groups in (state["param_groups"], optimizer.param_groups)
+    )
+    if saved != mine:
+        raise CheckpointError(
+            f"{name} was saved with groups of {saved} parameters, but has groups of {mine} here. Build it as the run "
+            "that saved it did."
+        )
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    places = dict(zip(numbers, parameters, strict=True))
+
+    def shard(number: Any, key: str, value: Any) -> Any:
+        parameter = places[number]
+        if not isinstance(value, torch.Tensor) or not value.ndim or not is_dtensor(parameter):
+            return value
+        if value.shape != parameter.shape:
+            raise CheckpointError(
+                f"{name} holds '{key}' of shape {tuple(value.shape)} for its parameter {number}, which has shape "
+                f"{tuple(parameter.shape)} here. Give it its parameters in the order of the run that saved it."
+            )
+        return shard_like(value, parameter)
+
+    sharded = {
+        number: {key: shard(number, key, value) for key, value in values.items()}
+        for number, values in state["state"].items()
+    }
+    return {**state, "state": sharded}
 
 
 def next_directory(output_dir: str | None, project: ProjectConfiguration) -> Path:

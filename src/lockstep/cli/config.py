@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from lockstep.config.checks import MAX_MACHINES, MAX_PORT, MAX_PROCESSES, MAX_THREADS
+from lockstep.config.rules import Row
 from lockstep.config.sources import user_config_file
 
 PRECISION = click.Choice(["no", "fp16", "bf16"], case_sensitive=False)
@@ -18,10 +20,17 @@ Examples:
   lockstep config --num-processes 2 --cpu --mixed-precision bf16
   lockstep config --config-file two_machines.yaml --num-processes 16 --num-machines 2 \\
       --main-process-ip 10.0.0.1 --main-process-port 29500
+  lockstep config convert ds_config.json --ranks 4 -o run.yaml
+"""
+
+CONVERT_EPILOG = """\b
+Examples:
+  lockstep config convert accelerate.yaml
+  lockstep config convert ds_config.json --ranks 8 -o run.yaml
 """
 
 
-@click.command("config", epilog=EPILOG)
+@click.group("config", epilog=EPILOG, invoke_without_command=True)
 @click.option(
     "--config-file", type=str, help="Where to write (default: the file that launch reads by itself)."
 )
@@ -37,11 +46,17 @@ Examples:
 @click.option("--num-cpu-threads", "num_cpu_threads_per_process", type=click.IntRange(1, MAX_THREADS),
               help="Threads of each process.")  # fmt: skip
 @click.option("--gradient-accumulation-steps", type=click.IntRange(min=1), help="Micro-batches in a step.")
+@click.option("--parallel", type=str, help="How models are spread, such as 'zero=3 activation=full'.")
 @click.option("--yes", "-y", is_flag=True, help="Ask nothing: the defaults for whatever no flag says.")
 @click.option("--force", is_flag=True, help="Overwrite an existing file without asking.")
-def command(config_file: str | None, yes: bool, force: bool, **flags: Any) -> None:
+@click.pass_context
+def command(ctx: click.Context, config_file: str | None, yes: bool, force: bool, **flags: Any) -> None:
     """Write a configuration file. Without flags it asks."""
     given = {name: value for name, value in flags.items() if value is not None}
+    if ctx.invoked_subcommand is not None:
+        if given or config_file or yes or force:
+            raise click.UsageError(f"options of `lockstep config` do not go before {ctx.invoked_subcommand}.")
+        return
     answers = given if given or yes else _ask()
     from lockstep.config.write import write_config
 
@@ -76,3 +91,56 @@ def _ask() -> dict[str, Any]:
     )
     answers["mixed_precision"] = click.prompt("Mixed precision", default="no", type=PRECISION)
     return answers
+
+
+@command.command("convert", epilog=CONVERT_EPILOG)
+@click.argument("source", metavar="FILE")
+@click.option("--output", "-o", type=str, help="Where to write (default: the standard output).")
+@click.option("--ranks", type=click.IntRange(1, MAX_PROCESSES), help="Processes over all machines.")
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
+def convert_command(source: str, output: str | None, ranks: int | None, force: bool) -> None:
+    """Turn FILE, an Accelerate YAML or a DeepSpeed JSON, into a configuration file of ours.
+
+    A table says what each key became. Without --output it goes to the standard error.
+    """
+    from lockstep.config.convert import convert
+    from lockstep.config.write import as_yaml, write_text
+    from lockstep.errors import ConfigError
+
+    found = convert(source, ranks)
+    _print_rows(found.rows, to_stderr=output is None)
+    for warning in found.warnings:
+        click.echo(warning, err=True)
+    if found.error is not None:
+        raise ConfigError(found.error)
+    text = f"# Converted from {Path(source).name!r}, for `lockstep launch`.\n" + as_yaml(found.settings)
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    if Path(output).exists() and not force:
+        raise ConfigError(f"{output} exists and was left as it is. Use --force, or another --output.")
+    write_text(Path(output), text)
+    click.echo(f"Wrote {output}. Use it with: lockstep launch --config-file {output}")
+
+
+def _print_rows(rows: Iterable[Row], to_stderr: bool) -> None:
+    """What became of each key, as a table."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from lockstep.config.values import shown
+
+    table = Table()
+    for name in ("key", "value", "became"):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        words = row.text if row.outcome.value in ("used", "off") else f"{row.outcome}: {row.text}"
+        value = "***" if row.path.endswith("api_key") else shown(row.value)
+        table.add_row(*(Text(_printable(text)) for text in (row.path, value, words.strip("=:. "))))
+    Console(stderr=to_stderr, highlight=False).print(table)
+
+
+def _printable(text: str) -> str:
+    """Without control characters, which a hostile file could send to the terminal."""
+    return "".join(character if character.isprintable() else "?" for character in text)

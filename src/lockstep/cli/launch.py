@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from lockstep.cli.foreign_flags import FOREIGN_FLAGS, FOREIGN_SWITCHES, spread_settings
 from lockstep.config.checks import (
     MAX_ACCUMULATION_STEPS,
     MAX_MACHINES,
@@ -15,6 +16,9 @@ from lockstep.config.checks import (
     MAX_PROCESSES,
     MAX_THREADS,
 )
+from lockstep.config.deepspeed import from_deepspeed
+from lockstep.config.parallel import Parallel
+from lockstep.config.rules import Translation
 from lockstep.config.sources import inherited_environment, user_config_file
 from lockstep.config.values import parse_gpus, parse_host
 from lockstep.errors import ConfigError
@@ -27,6 +31,7 @@ Examples:
   lockstep launch --nproc 2 train.py --epochs 3
   lockstep launch --config-file two_machines.yaml --node-rank 1 train.py
   lockstep launch --nproc 4 --mixed-precision bf16 -m package.train
+  lockstep launch --nproc 4 --parallel "zero=3 activation=full" train.py
   lockstep launch --nproc 2 --log-dir logs --dry-run train.py
 """
 
@@ -37,18 +42,14 @@ def _dashes(token: str) -> str:
 
 
 # Accelerate's switches for what does not exist here yet: refused by name, not as unknown
-LATER_SWITCHES = {
-    "use_fsdp": "sharding (FSDP)",
-    "use_deepspeed": "DeepSpeed settings",
-    "use_megatron_lm": "Megatron-LM settings",
-    "use_parallelism_config": "a parallelism layout",
-    "tpu": "training on TPUs",
-}
+LATER_SWITCHES = {"use_megatron_lm": "Megatron-LM settings", "tpu": "training on TPUs"}
 
 
 def _compatibility(function: F) -> F:
     """Hidden options that Accelerate's command lines carry."""
-    for name in LATER_SWITCHES:
+    for name in FOREIGN_FLAGS:
+        function = click.option("--" + _dashes(name), name, type=str, hidden=True)(function)
+    for name in (*LATER_SWITCHES, *FOREIGN_SWITCHES):
         function = click.option("--" + _dashes(name), name, is_flag=True, hidden=True)(function)
     for name in ("same_network", "quiet"):  # without effect here
         function = click.option("--" + _dashes(name), name, is_flag=True, hidden=True, expose_value=False)(
@@ -116,6 +117,24 @@ PRECISION = click.Choice(["no", "fp16", "bf16"], case_sensitive=False)
     type=click.IntRange(1, MAX_ACCUMULATION_STEPS),
     help="Micro-batches in a step.",
 )
+@click.option(
+    "--parallel",
+    "parallel",
+    type=Checked("WORDS", lambda value: str(Parallel.parse(value))),
+    help="How models are spread, such as 'zero=3 activation=full'.",
+)
+@click.option(
+    "--gradient-clipping",
+    "gradient_clipping",
+    type=click.FloatRange(0),
+    help="Clip gradients to this norm at each step.",
+)
+@click.option(
+    "--deepspeed-config-file",
+    "deepspeed_config_file",
+    type=str,
+    help="A DeepSpeed JSON; all other settings must agree with it.",
+)
 @click.option("--cpu", "--use-cpu", "use_cpu", is_flag=True, default=None, help="Train on CPUs only.")
 @click.option("--multi-gpu", "multi_gpu", is_flag=True, default=None, help="Train on this machine's GPUs.")
 @click.option(
@@ -178,6 +197,7 @@ def command(ctx: click.Context, script: str, arguments: tuple[str, ...], **optio
     program = Program(script, arguments, options["module"], options["no_python"])
     program.command()  # a missing script is refused before anything is read or imported
     settings = merge(_flags(ctx, options), _file(options["config_file"]), inherited_environment())
+    described = _described(settings["deepspeed_config_file"].value)
     plan = make_plan(
         program,
         settings,
@@ -185,8 +205,11 @@ def command(ctx: click.Context, script: str, arguments: tuple[str, ...], **optio
         cores=available_cores(),
         log_dir=options["log_dir"],
         tee=options["tee"],
+        described=described.says,
     )
     if options["dry_run"]:
+        for warning in described.warnings:  # in a run, the main process says them
+            click.echo(f"lockstep launch: {warning}", err=True)
         _print(plan)
         return
     from lockstep.launch.local import end_process, launch
@@ -210,7 +233,15 @@ def _flags(ctx: click.Context, options: dict[str, Any]) -> dict[str, Setting]:
         raise ConfigError("--multi-gpu and --cpu contradict each other. Give one of them.")
     if "multi_gpu" in given:
         given["use_cpu"] = Setting(False, "flag --multi-gpu")
-    return given
+    spread, warnings = spread_settings(given, options)
+    for warning in warnings:
+        click.echo(f"lockstep launch: {warning}", err=True)
+    return given | spread
+
+
+def _described(path: str | None) -> Translation:
+    """The DeepSpeed configuration, if there is one, checked before anything starts."""
+    return from_deepspeed(path) if path is not None else Translation({})
 
 
 def _file(path: str | None) -> dict[str, Setting]:

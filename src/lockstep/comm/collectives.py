@@ -27,8 +27,9 @@ SUM_TYPES = {
 }
 
 
-# torch 2.13 renamed it and warns of the old name; 2.11 has only the old one.
+# torch 2.13 renamed them and warns of the old names; 2.11 has only the old ones.
 all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Communicator:

@@ -104,6 +104,10 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(
+            hasattr(kind, "device_mesh") for kind in types
+        ):  # DTensor, whose import takes most of a second
+            return NotImplemented  # it comes first, and issues its collectives as operators of their own
         known = OPERATORS.get(func._schema.name)
         if known is not None:
             self.records.append(record(func, known, args, kwargs or {}))

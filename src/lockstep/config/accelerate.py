@@ -6,6 +6,7 @@ something that does not exist here yet.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +14,12 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from lockstep.config.enums import ComputeEnvironment, DistributedType
+from lockstep.config.fsdp import from_fsdp
+from lockstep.config.rules import Said, Translation, combine, is_off
 from lockstep.config.run import RunConfig
-from lockstep.config.values import FALSE_WORDS, shown, suggestion
+from lockstep.config.said import PARALLEL_FIELDS, said_by_settings, spread_of
+from lockstep.config.sections import from_deepspeed_section, from_layout
+from lockstep.config.values import shown, suggestion
 from lockstep.config.yaml_file import YamlFile, read_yaml
 from lockstep.errors import ConfigError
 
@@ -44,9 +49,6 @@ OTHER_KEYS: dict[str, Ignored | Later] = {
     "same_network": Ignored("every machine meets at main_process_ip"),
     "use_mps_device": Ignored("devices are found automatically"),
     "ipex_config": Ignored("torch itself now has these optimisations"),
-    "deepspeed_config": Later("DeepSpeed settings"),
-    "fsdp_config": Later("sharding (FSDP)"),
-    "parallelism_config": Later("a parallelism layout"),
     "megatron_lm_config": Later("Megatron-LM settings"),
     "fp8_config": Later("fp8 training"),
     "dynamo_config": Later("compilation by configuration"),
@@ -59,7 +61,20 @@ OTHER_KEYS: dict[str, Ignored | Later] = {
 # what Accelerate writes when nothing was asked
 DEFAULTS: dict[str, object] = {"main_training_function": "main", "same_network": True}
 
-AVAILABLE_TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+AVAILABLE_TYPES = (
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.FSDP,
+    DistributedType.DEEPSPEED,
+)
+
+# sections that say how models are spread -> what they ask for, and the distributed_type that they belong to
+SECTIONS = {
+    "fsdp_config": ("sharding (FSDP)", DistributedType.FSDP),
+    "deepspeed_config": ("sharding (DeepSpeed)", DistributedType.DEEPSPEED),
+    "parallelism_config": ("a layout of ranks", None),
+}
 
 ACCELERATE_ONLY = ("compute_environment", "distributed_type")
 
@@ -86,7 +101,7 @@ def from_yaml(file: YamlFile) -> LoadedConfig:
     """Like :func:`load`, for a file that is already parsed."""
     values: dict[str, Any] = {}
     warnings: list[str] = []
-    known = (*RunConfig.model_fields, *OTHER_KEYS, *ACCELERATE_ONLY)
+    known = (*RunConfig.model_fields, *OTHER_KEYS, *SECTIONS, *ACCELERATE_ONLY)
     for key, value in file.data.items():
         rule = OTHER_KEYS.get(key)
         if key in RunConfig.model_fields:
@@ -94,6 +109,8 @@ def from_yaml(file: YamlFile) -> LoadedConfig:
                 values[key] = value
         elif key in ACCELERATE_ONLY:
             _check_kind(file, key, value)
+        elif key in SECTIONS:
+            _check_section(file, key, value)
         elif isinstance(rule, Ignored):
             if not is_off(value) and value != DEFAULTS.get(key):
                 warnings.append(f"{file.at(key)} has no effect: {rule.why}.")
@@ -108,7 +125,19 @@ def from_yaml(file: YamlFile) -> LoadedConfig:
             at = f"{file.name}:{file.lines[(key,)]}"
             raise ConfigError(f"{at}: {name!r} is not a known key.{near}")
     _apply_type(file, values)
-    return LoadedConfig(_validate(file, values), _origins(file, values), warnings)
+    origins = _origins(file, values)
+    config = _validate(file, values)
+    try:
+        spread = _spread(file, config)
+        if not spread.says:
+            return LoadedConfig(config, origins, [*warnings, *spread.warnings])
+        added = _settings(file, config, spread.says)
+    except ConfigError as error:
+        begins = str(error).startswith(file.name)
+        raise ConfigError(str(error) if begins else f"{file.name}: {error}") from None
+    first = next(iter(spread.says.values()))
+    origins = {key: spread.says.get(key, first).source for key in added} | origins
+    return LoadedConfig(_validate(file, values | added), origins, [*warnings, *spread.warnings])
 
 
 def _origins(file: YamlFile, values: dict[str, Any]) -> dict[str, str]:
@@ -116,13 +145,62 @@ def _origins(file: YamlFile, values: dict[str, Any]) -> dict[str, str]:
     return {key: file.at(key if key in file.data else "distributed_type") for key in values}
 
 
-def is_off(value: Any) -> bool:
-    """Whether a value asks for nothing: empty, null, off, or a section of such."""
-    if isinstance(value, dict):
-        return all(is_off(item) for item in value.values())
-    if isinstance(value, str):
-        return value.strip().lower() in FALSE_WORDS | {"", "none"}
-    return value is None or value is False or value == []
+def _check_section(file: YamlFile, key: str, value: Any) -> None:
+    """A section that asks for something must be one, and belong to the distributed_type."""
+    if is_off(value):
+        return
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file.at(key)} is {shown(value)}, but must be a section of keys. Write one.")
+    what, own = SECTIONS[key]
+    kind = file.data.get("distributed_type")
+    if own is not None and kind not in (None, own):
+        kind = kind if kind else DistributedType.NO
+        raise ConfigError(
+            f"{file.at(key)} asks for {what}, but distributed_type is {kind}. "
+            f"Set distributed_type: {own}, or remove {key}."
+        )
+
+
+def _spread(file: YamlFile, config: RunConfig) -> Translation:
+    """What the sections say together, and a distributed_type without its section."""
+    kind = file.data.get("distributed_type")
+    given = {key: file.data[key] for key in SECTIONS if not is_off(file.data.get(key))}
+    if "fsdp_config" in given and "deepspeed_config" in given:
+        raise ConfigError(
+            f"{file.at('fsdp_config')} and {file.at('deepspeed_config')} both shard the model. Remove one of them."
+        )
+    parts = []
+    if "fsdp_config" in given or kind == DistributedType.FSDP:
+        where = file.at("fsdp_config" if "fsdp_config" in file.data else "distributed_type")
+        parts.append(from_fsdp(given.get("fsdp_config", {}), where, config.num_machines))
+    if "deepspeed_config" in given or kind == DistributedType.DEEPSPEED:
+        where = file.at("deepspeed_config" if "deepspeed_config" in file.data else "distributed_type")
+        parts.append(from_deepspeed_section(given.get("deepspeed_config", {}), where))
+    if "parallelism_config" in given:
+        where = file.at("parallelism_config")
+        parts.append(from_layout(given["parallelism_config"], where, alone=not parts))
+    says = combine(*(part.says for part in parts))
+    rows = tuple(row for part in parts for row in part.rows)
+    return Translation(says, tuple(text for part in parts for text in part.warnings), rows)
+
+
+def _settings(file: YamlFile, config: RunConfig, says: Mapping[str, Said]) -> dict[str, Any]:
+    """The settings of ``RunConfig`` that follow; its own keys must agree with them."""
+    given = {name: (value, file.at(name)) for name, value in config.given().items()}
+    own = said_by_settings(given)
+    if config.num_processes is not None:
+        own["processes"] = Said(config.num_processes, f"num_processes={config.num_processes} ({file.name})")
+    together = combine(says, own)
+    try:
+        parallel = spread_of(together)
+    except ConfigError as error:
+        raise ConfigError(f"{next(iter(says.values())).source}: {error}") from None
+    settings = {name: said.value for name, said in together.items() if name in RunConfig.model_fields}
+    if any(name in together for name in PARALLEL_FIELDS):
+        settings["parallel"] = str(parallel)
+    if "processes" in together:
+        settings["num_processes"] = together["processes"].value
+    return settings
 
 
 def _check_kind(file: YamlFile, key: str, value: Any) -> None:
@@ -171,7 +249,7 @@ def _validate(file: YamlFile, values: dict[str, Any]) -> RunConfig:
         if not path:  # several keys together: the message begins with the one whose line is shown
             line = file.lines.get((reason.split(" ", 1)[0],), 1)
             raise ConfigError(f"{file.name}:{line}: {_sentence(reason)}") from None
-        reason = reason.removeprefix(path[0] + "=")
+        reason = reason.removeprefix(path[0] + "=").strip()
         raise ConfigError(f"{file.at(*path)}: {_sentence(reason)}") from None
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from lockstep.config.batch import BatchSizes
+from lockstep.config.elsewhere import asked_elsewhere
 from lockstep.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -20,7 +22,10 @@ from lockstep.config.handlers import (
     TorchDynamoPlugin,
 )
 from lockstep.config.parallel import Parallel
-from lockstep.config.sources import suggestion, worker_settings
+from lockstep.config.rules import Said, combine
+from lockstep.config.said import PARALLEL_FIELDS, precision_of, said_by_settings, said_in, spread_of
+from lockstep.config.sources import WorkerSettings, suggestion, worker_settings
+from lockstep.config.training_objects import OptimizerConfig, SchedulerConfig
 from lockstep.errors import ConfigError
 
 HANDLERS = (
@@ -33,10 +38,7 @@ HANDLERS = (
 
 # Of Accelerate's Accelerator, for strategies that this version does not have.
 LATER_OPTIONS = (
-    "deepspeed_plugin",
-    "deepspeed_plugins",
     "fp8_recipe_handler",
-    "fsdp_plugin",
     "megatron_lm_plugin",
     "parallelism_config",
     "torch_tp_plugin",
@@ -45,7 +47,14 @@ LATER_OPTIONS = (
 
 @dataclass(frozen=True)
 class Options:
-    """Everything that one ``Accelerator`` was asked for."""
+    """Everything that one ``Accelerator`` was asked for.
+
+    - ``gradient_clipping``: clip each step's gradients to this norm; None: only where the script does.
+    - ``optimizer``, ``scheduler``: what a configuration describes, for objects that stand for them.
+    - ``batch``: the batch sizes that were said; ``micro_batch_size``: rows that each process's batches must
+      have, known after ``fit_to_world``; None: any.
+    - ``config_warnings``: what a configuration asks for in vain, to be said once by one process.
+    """
 
     mixed_precision: str
     cpu: bool
@@ -59,6 +68,13 @@ class Options:
     init: InitProcessGroupKwargs
     autocast: AutocastKwargs
     profile: ProfileKwargs
+    gradient_clipping: float | None = None
+    optimizer: OptimizerConfig | None = None
+    scheduler: SchedulerConfig | None = None
+    micro_batch_size: int | None = None
+    batch: BatchSizes = field(default_factory=BatchSizes)
+    config_warnings: tuple[str, ...] = ()
+    deepspeed_plugin: Any = None
 
 
 class OptionsView:
@@ -67,14 +83,22 @@ class OptionsView:
     _options: Options
 
     # Scripts ask for these; there are none.
-    deepspeed_plugin: None = None
     parallelism_config: None = None
-    is_fsdp2: bool = False
     is_composable_parallelism_enabled: bool = False
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded, by torch's ``fully_shard``."""
+        return self._options.parallel.shards
 
     @property
     def mixed_precision(self) -> str:
         return self._options.mixed_precision
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The plugin that was passed."""
+        return self._options.deepspeed_plugin
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
@@ -132,7 +156,7 @@ def resolve_options(
     gradient_accumulation_steps: int | None,
     gradient_accumulation_plugin: GradientAccumulationPlugin | None,
     cpu: bool | None,
-    parallel: str | None,
+    parallel: str | Parallel | Mapping[str, Any] | None,
     dynamo_backend: str | None,
     dynamo_plugin: TorchDynamoPlugin | None,
     split_batches: bool | None,
@@ -140,8 +164,14 @@ def resolve_options(
     project_dir: str | os.PathLike[str] | None,
     project_config: ProjectConfiguration | None,
     kwargs_handlers: Sequence[KwargsHandler] | None,
+    parallel_fields: Mapping[str, Any] | None = None,
+    fsdp_plugin: Any = None,
+    deepspeed_plugin: Any = None,
+    deepspeed_plugins: Any = None,
 ) -> Options:
-    """Merge code, environment and defaults.
+    """Merge code, environment and defaults; plugins and DeepSpeed configurations must agree with these.
+
+    ``parallel_fields`` are fields of ``Parallel`` given one by one.
 
     Raises:
         ConfigError: a value is unknown or contradicts another.
@@ -177,26 +207,99 @@ def resolve_options(
     if project_dir is not None and project.project_dir is None:
         project.set_directories(project_dir)
     handlers = handlers_by_type(kwargs_handlers or ())
+    code = _said_by_code(settings, parallel_fields or {}, gradient_accumulation_plugin, handlers)
+    elsewhere = asked_elsewhere(
+        settings.deepspeed_config_file, fsdp_plugin, deepspeed_plugin, deepspeed_plugins
+    )
+    says = combine(elsewhere.says, code)
+    value = {name: said.value for name, said in says.items()}
+    accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin(
+        num_steps=value.get("gradient_accumulation_steps", 1)
+    )
     return Options(
-        mixed_precision=str(settings.mixed_precision),
+        mixed_precision=precision_of(says),
         cpu=settings.cpu,
-        parallel=Parallel.parse(settings.parallel),
+        parallel=spread_of(says),
         compile_options=None
         if settings.dynamo_backend == "no"
         else {
             "backend": settings.dynamo_backend,
             **(dynamo_plugin.compile_options() if dynamo_plugin else {}),
         },
-        accumulation=gradient_accumulation_plugin
-        or GradientAccumulationPlugin(num_steps=settings.gradient_accumulation_steps),
+        accumulation=accumulation,
         loaders=loaders,
         project=project,
         ddp=handlers[DistributedDataParallelKwargs],
-        scaler=handlers[GradScalerKwargs],
+        scaler=replace(
+            handlers[GradScalerKwargs], **{name: value[name] for name in SCALER_FIELDS if name in value}
+        ),
         init=handlers[InitProcessGroupKwargs],
         autocast=handlers[AutocastKwargs],
         profile=handlers[ProfileKwargs],
+        gradient_clipping=value.get("gradient_clipping") or None,
+        optimizer=value.get("optimizer"),
+        scheduler=value.get("scheduler"),
+        batch=BatchSizes.of(says),
+        config_warnings=elsewhere.warnings,
+        deepspeed_plugin=elsewhere.plugin,
     )
+
+
+SCALER_FIELDS = tuple(item.name for item in fields(GradScalerKwargs))
+
+
+def fit_to_world(options: Options, world_size: int) -> Options:
+    """The options with the batch sizes that follow for so many processes.
+
+    Raises:
+        ConfigError: batch sizes, or the groups of ``parallel``, do not fit this number.
+    """
+    options.parallel.shard_size(world_size)
+    batch = options.batch.solved(world_size)
+    steps = batch.accumulation or options.accumulation.num_steps
+    return replace(
+        options,
+        micro_batch_size=batch.micro,
+        batch=batch,
+        accumulation=replace(options.accumulation, num_steps=steps),
+    )
+
+
+def _said_by_code(
+    settings: WorkerSettings,
+    parallel_fields: Mapping[str, Any],
+    accumulation: GradientAccumulationPlugin | None,
+    handlers: Mapping[type, Any],
+) -> dict[str, Said]:
+    """What code and environment say, apart from plugins and files."""
+    origins = settings.origins
+    given = {
+        name: (getattr(settings, name), origin)
+        for name, origin in origins.items()
+        if origin != "default" and name not in ("parallel", "deepspeed_config_file")
+    }
+    # `accelerate launch` always sets this variable, so that its "no" says nothing
+    if settings.mixed_precision == "no" and origins["mixed_precision"].endswith("ACCELERATE_MIXED_PRECISION"):
+        given.pop("mixed_precision")
+    if accumulation is not None:
+        given["gradient_accumulation_steps"] = (accumulation.num_steps, "gradient_accumulation_plugin")
+    scaler = {
+        name: Said(value, f"GradScalerKwargs({name}={value})")
+        for name, value in handlers[GradScalerKwargs].to_kwargs().items()
+    }
+    return said_by_settings(given) | _said_in_parallel(settings, parallel_fields) | scaler
+
+
+def _said_in_parallel(settings: WorkerSettings, given: Mapping[str, Any]) -> dict[str, Said]:
+    """``parallel`` and its fields; those win over a ``parallel`` of the environment."""
+    line = settings.parallel or Parallel()
+    origin = settings.origins["parallel"]
+    given = {name: value for name, value in given.items() if value is not None}
+    merged = line.merged(**given) if origin == "code" else replace(line, **given)
+    said = said_in(merged, f"parallel='{line}' ({origin})")
+    return said | {
+        name: Said(getattr(merged, name), f"{name}={value} (code)") for name, value in given.items()
+    }
 
 
 def handlers_by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
@@ -219,19 +322,22 @@ def handlers_by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
     return {kind: found.get(kind, kind()) for kind in HANDLERS}
 
 
-def refuse_later_options(options: dict[str, Any], known: Iterable[str] = ()) -> None:
-    """Options of Accelerate that this version does not have: refused by name rather than ignored.
+def parallel_fields(options: Mapping[str, Any], known: Iterable[str] = ()) -> dict[str, Any]:
+    """The fields of ``Parallel`` among further options; others of Accelerate are refused by name.
 
     Raises:
-        ConfigError: one of them has a value, or a name is no option at all.
+        ConfigError: an option is not available and has a value, or a name is no option at all.
     """
+    found: dict[str, Any] = {}
     for name, value in options.items():
-        if name not in LATER_OPTIONS:
+        if name in PARALLEL_FIELDS:
+            found[name] = value
+        elif name not in LATER_OPTIONS:
+            near = suggestion(name, [*known, *PARALLEL_FIELDS])
+            raise ConfigError(f"Accelerator has no option {name!r}.{near or ' Remove it.'}")
+        elif value is not None:
             raise ConfigError(
-                f"Accelerator has no option {name!r}.{suggestion(name, known) or ' Remove it.'}"
-            )
-        if value is not None:
-            raise ConfigError(
-                f"{name} was given, but this version trains with data parallel only. "
+                f"{name} was given, which this version does not have. "
                 f"Remove {name}; the README's table says what works so far."
             )
+    return found

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
-from lockstep.config import checks
+from lockstep.config import checks, readers
 from lockstep.config.enums import PrecisionType
+from lockstep.config.parallel import Parallel
 from lockstep.config.values import (
     parse_bool,
     parse_gpus,
@@ -57,6 +60,24 @@ def _word(words: tuple[str, ...], value: Any) -> Any:
     return value
 
 
+def _parallel(value: Any) -> str | None:
+    return None if value is None else str(Parallel.parse(value))
+
+
+def _plain(read: Callable[[Any, str], Any], value: Any) -> Any:
+    """A value checked by a reader, as plain data."""
+    if value is None:
+        return None
+    found = read(value, "")
+    return asdict(found) if is_dataclass(found) and not isinstance(found, type) else found
+
+
+def _path(value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value or "\0" in value):
+        raise ConfigError(f"{shown(value)} is not the path of a file")
+    return value
+
+
 Flag = Annotated[bool, BeforeValidator(_flag)]
 
 
@@ -87,6 +108,15 @@ class RunConfig(BaseModel):
     gpu_ids: Annotated[str | None, BeforeValidator(parse_gpus)] = None
     debug: Flag = False
     gradient_accumulation_steps: Annotated[int, bounded(1, checks.MAX_ACCUMULATION_STEPS)] = 1
+    parallel: Annotated[str | None, BeforeValidator(_parallel)] = None
+    gradient_clipping: Annotated[float | None, BeforeValidator(partial(_plain, readers.number))] = None
+    micro_batch_size: Annotated[int | None, bounded(1, checks.MAX_ACCUMULATION_STEPS)] = None
+    optimizer: Annotated[dict[str, Any] | None, BeforeValidator(partial(_plain, readers.optimizer))] = None
+    scheduler: Annotated[dict[str, Any] | None, BeforeValidator(partial(_plain, readers.scheduler))] = None
+    grad_scaler: Annotated[dict[str, Any] | None, BeforeValidator(partial(_plain, readers.grad_scaler))] = (
+        None
+    )
+    deepspeed_config_file: Annotated[str | None, BeforeValidator(_path)] = None
     num_cpu_threads_per_process: Annotated[int | None, bounded(1, checks.MAX_THREADS)] = None
 
     @model_validator(mode="after")

@@ -12,7 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lockstep.config import readers
 from lockstep.config.enums import PrecisionType
+from lockstep.config.json_file import parse_json
+from lockstep.config.parallel import Parallel
+from lockstep.config.training_objects import OptimizerConfig, SchedulerConfig
 from lockstep.config.values import parse_bool as parse_bool
 from lockstep.config.values import parse_integer as parse_integer
 from lockstep.config.values import parse_precision as parse_precision
@@ -199,7 +203,13 @@ class WorkerSettings:
     mixed_precision: PrecisionType = PrecisionType.NO
     cpu: bool = False
     gradient_accumulation_steps: int = 1
-    parallel: str | None = None
+    parallel: Parallel | None = None
+    gradient_clipping: float | None = None
+    micro_batch_size: int | None = None
+    optimizer: OptimizerConfig | None = None
+    scheduler: SchedulerConfig | None = None
+    grad_scaler: Mapping[str, float] | None = None
+    deepspeed_config_file: str | None = None
     dynamo_backend: str = "no"
     origins: Mapping[str, str] = field(default_factory=dict)
 
@@ -242,8 +252,24 @@ def _parse_steps(value: Any, origin: str) -> int:
     return parse_integer(value, origin, at_least=1)
 
 
-def _parse_text(value: Any, _origin: str) -> str:
-    return str(value)
+def _parse_path(value: Any, _origin: str) -> str | None:
+    return None if value == "none" else str(value)  # Accelerate writes none
+
+
+def _parse_parallel(value: Any, origin: str) -> Parallel:
+    try:
+        return Parallel.parse(value)
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: {error}") from None
+
+
+def _parse_clipping(value: Any, origin: str) -> float | None:
+    return None if value in ("auto", "none") else readers.number(value, origin)
+
+
+def _section(read: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    """A section, which the environment has as JSON."""
+    return lambda value, origin: read(parse_json(value, origin) if isinstance(value, str) else value, origin)
 
 
 def _parse_backend(value: Any, _origin: str) -> str:
@@ -258,9 +284,53 @@ SETTINGS: dict[str, SettingSource] = {
     "gradient_accumulation_steps": SettingSource(
         ("LOCKSTEP_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"), _parse_steps
     ),
-    "parallel": SettingSource(("LOCKSTEP_PARALLEL",), _parse_text),
+    "parallel": SettingSource(("LOCKSTEP_PARALLEL",), _parse_parallel),
+    "gradient_clipping": SettingSource(
+        ("LOCKSTEP_GRADIENT_CLIPPING", "ACCELERATE_GRADIENT_CLIPPING"), _parse_clipping
+    ),
+    "micro_batch_size": SettingSource(("LOCKSTEP_MICRO_BATCH_SIZE",), _parse_steps),
+    "optimizer": SettingSource(("LOCKSTEP_OPTIMIZER",), _section(readers.optimizer)),
+    "scheduler": SettingSource(("LOCKSTEP_SCHEDULER",), _section(readers.scheduler)),
+    "grad_scaler": SettingSource(("LOCKSTEP_GRAD_SCALER",), _section(readers.grad_scaler)),
+    "deepspeed_config_file": SettingSource(
+        ("LOCKSTEP_DEEPSPEED_CONFIG_FILE", "ACCELERATE_DEEPSPEED_CONFIG_FILE"), _parse_path
+    ),
     "dynamo_backend": SettingSource(("LOCKSTEP_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_BACKEND"), _parse_backend),
 }
+
+
+# what `accelerate launch` tells its workers, by the names of its file
+DEEPSPEED_VARIABLES = {
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "zero3_init_flag",
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "zero3_save_16bit_model",
+    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "deepspeed_moe_layer_cls_names",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file",
+}
+FSDP_VARIABLES = {"transformer_cls_to_wrap": "transformer_layer_cls_to_wrap"}
+
+
+def accelerate_sections(environ: Environ | None = None) -> dict[str, dict[str, str]]:
+    """The sections ``fsdp_config`` and ``deepspeed_config`` that ``accelerate launch`` put into the environment."""
+    environ = os.environ if environ is None else environ
+    sections: dict[str, dict[str, str]] = {}
+    if environ.get("ACCELERATE_USE_FSDP") and parse_bool(
+        environ["ACCELERATE_USE_FSDP"], "ACCELERATE_USE_FSDP"
+    ):
+        words = {name[5:].lower(): value for name, value in environ.items() if name.startswith("FSDP_")}
+        # it always sets both, and the version says which one counts
+        words.pop("sharding_strategy" if words.get("version") == "2" else "reshard_after_forward", None)
+        sections["fsdp_config"] = {FSDP_VARIABLES.get(name, name): value for name, value in words.items()}
+    name = "ACCELERATE_USE_DEEPSPEED"
+    if environ.get(name) and parse_bool(environ[name], name):
+        sections["deepspeed_config"] = {
+            key: environ[variable] for variable, key in DEEPSPEED_VARIABLES.items() if environ.get(variable)
+        }
+        if sections["deepspeed_config"].get("deepspeed_config_file", "none") != "none":
+            sections["deepspeed_config"].pop("zero_stage", None)  # the file says it
+    return sections
 
 
 # -- other reads of the environment --------------------------------------------------------------------

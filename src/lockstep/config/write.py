@@ -20,9 +20,20 @@ def write_config(path: Path, answers: Mapping[str, Any]) -> None:
         ConfigError: an answer is not valid, or the file cannot be written.
     """
     settings = from_yaml(YamlFile(str(path), dict(answers))).config.model_dump(mode="json", exclude_none=True)
-    text = "# For `lockstep launch`; every key is also one of its flags.\n" + yaml.safe_dump(
-        settings, sort_keys=False
-    )
+    write_text(path, "# For `lockstep launch`; every key is also one of its flags.\n" + as_yaml(settings))
+
+
+def as_yaml(settings: Mapping[str, Any]) -> str:
+    """Settings as lines of YAML, in their order."""
+    return yaml.safe_dump(dict(settings), sort_keys=False)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, and the folders above it.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lockstep.config.batch import BatchSizes
 from lockstep.config.checks import check_topology
+from lockstep.config.rules import Said, combine
+from lockstep.config.said import said_by_settings, spread_of
 from lockstep.config.sources import SETTINGS
 from lockstep.errors import ConfigError
 
@@ -35,6 +39,13 @@ DEFAULTS: dict[str, Any] = {
     "gpu_ids": None,
     "debug": None,
     "gradient_accumulation_steps": None,
+    "parallel": None,
+    "gradient_clipping": None,
+    "micro_batch_size": None,
+    "optimizer": None,
+    "scheduler": None,
+    "grad_scaler": None,
+    "deepspeed_config_file": None,
     "num_cpu_threads_per_process": None,
 }
 
@@ -43,7 +54,16 @@ WORKER_NAMES = {
     "mixed_precision": "mixed_precision",
     "use_cpu": "cpu",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "parallel": "parallel",
+    "gradient_clipping": "gradient_clipping",
+    "micro_batch_size": "micro_batch_size",
+    "optimizer": "optimizer",
+    "scheduler": "scheduler",
+    "grad_scaler": "grad_scaler",
+    "deepspeed_config_file": "deepspeed_config_file",
 }
+
+SECTIONS = ("optimizer", "scheduler", "grad_scaler")  # they travel as JSON
 
 
 @dataclass(frozen=True)
@@ -137,7 +157,10 @@ def _from_environment(name: str, environ: Mapping[str, str]) -> Setting | None:
     source = SETTINGS[WORKER_NAMES[name]]
     for variable in source.names:
         if environ.get(variable):
-            return Setting(source.parse(environ[variable], variable), f"environment variable {variable}")
+            value = source.parse(environ[variable], variable)
+            if value is not None and name in (*SECTIONS, "parallel"):
+                value = environ[variable]
+            return Setting(value, f"environment variable {variable}")
     return None
 
 
@@ -148,11 +171,15 @@ def make_plan(
     cores: int,
     log_dir: str | None = None,
     tee: bool = False,
+    described: Mapping[str, Said] | None = None,
 ) -> LaunchPlan:
     """Turn merged settings into a plan; ``device_count`` GPUs and ``cores`` are what this machine has.
 
+    ``described`` is what the settings' DeepSpeed configuration says; workers read that file themselves.
+
     Raises:
-        ConfigError: the script is missing, or more GPUs are named than there are.
+        ConfigError: the script is missing, more GPUs are named than there are, or ``parallel`` or the batch
+            sizes do not fit the number of processes.
     """
     value = {name: setting.value for name, setting in settings.items()}
     shown = dict(settings)
@@ -162,6 +189,7 @@ def make_plan(
         total = 1 if value["use_cpu"] else max(1, devices)
         shown["num_processes"] = Setting(total, "default: one for each GPU, else 1")
     nproc = total // value["num_machines"]
+    check_spread(settings, described or {}, total)
     if tee and log_dir is None:
         raise ConfigError("--tee shows what goes to log files, but there is no --log-dir. Give one.")
     threads = value["num_cpu_threads_per_process"]
@@ -173,8 +201,7 @@ def make_plan(
     environment = {"OMP_NUM_THREADS": str(threads)}
     for name, worker_name in WORKER_NAMES.items():
         if value[name] is not None:
-            word = str(value[name]).lower() if isinstance(value[name], bool) else str(value[name])
-            environment[SETTINGS[worker_name].names[0]] = word
+            environment[SETTINGS[worker_name].names[0]] = _as_text(name, value[name])
     if value["gpu_ids"] not in (None, "all"):
         environment["CUDA_VISIBLE_DEVICES"] = str(value["gpu_ids"])
     if value["debug"]:
@@ -192,6 +219,31 @@ def make_plan(
         tee=tee,
         settings=shown,
     )
+
+
+def _as_text(name: str, value: Any) -> str:
+    """A setting as a worker reads it from its environment."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if name == "deepspeed_config_file":
+        return str(Path(value).absolute())
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+def check_spread(settings: Mapping[str, Setting], described: Mapping[str, Said], processes: int) -> None:
+    """Whether ``parallel``, batch sizes and a DeepSpeed configuration agree, and fit so many processes.
+
+    Raises:
+        ConfigError: they do not; the message has the values.
+    """
+    own = {name: (item.value, item.origin) for name, item in settings.items()}
+    for name in SECTIONS:
+        value, origin = own.get(name, (None, ""))
+        if value is not None:
+            own[name] = (SETTINGS[name].parse(value, name), origin)
+    says = combine(described, said_by_settings(own))
+    spread_of(says).shard_size(processes)
+    BatchSizes.of(says).solved(processes)
 
 
 def available_cores() -> int:

@@ -6,9 +6,7 @@ the lower precision, and what ``forward`` returns is fp32 again.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch import nn
 
 from lockstep.comm.tree import to_float32
 from lockstep.config.handlers import AutocastKwargs
+from lockstep.parallel.subclass import Subclassed, subclass
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -32,50 +31,19 @@ def autocast(
     )
 
 
-class AutocastForward:
-    """Mixed into a model's class by ``autocast_forward``: calls run under autocast and return fp32."""
+class AutocastForward(Subclassed):
+    """Mixed into a model's class by ``autocast_forward``: calls run under autocast and return fp32.
 
+    What is loaded from a pickle computes in fp32.
+    """
+
+    _attributes = ("_autocast_settings",)
     _autocast_settings: tuple[str, torch.device, AutocastKwargs]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with autocast(*self._autocast_settings):
             outputs = super().__call__(*args, **kwargs)  # type: ignore[misc]
         return to_float32(outputs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with _plain_class(self):  # as the user's class is copied
-            copied = copy.deepcopy(self, memo)
-        copied.__class__ = type(self)
-        return copied
-
-    def __copy__(self) -> Any:
-        with _plain_class(self):
-            copied = copy.copy(self)
-        copied.__class__ = type(self)
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # Pickled as the user's own class, because nobody can import the subclass. So the file can be
-        # loaded without Lockstep, and what is loaded computes in fp32.
-        plain: Any = object.__new__(_plain(self))
-        plain.__dict__.update(self.__dict__)
-        del plain._autocast_settings
-        # Of protocol 1 is the form that does not insist on the class of the object at hand.
-        return plain.__reduce_ex__(1)
-
-
-def _plain(model: Any) -> type:
-    return type(model).__bases__[1]
-
-
-@contextmanager
-def _plain_class(model: Any) -> Iterator[None]:
-    cls = type(model)
-    model.__class__ = _plain(model)
-    try:
-        yield
-    finally:
-        model.__class__ = cls
 
 
 def autocast_forward(
@@ -88,8 +56,7 @@ def autocast_forward(
     """
     if mixed_precision not in DTYPES or isinstance(model, AutocastForward):
         return model
-    cls = type(model)
-    model.__class__ = type(cls.__name__, (AutocastForward, cls), {"__module__": cls.__module__})
+    model.__class__ = subclass(type(model), AutocastForward)
     model._autocast_settings = (mixed_precision, device, options)  # type: ignore[assignment]
     return model
 
@@ -97,6 +64,6 @@ def autocast_forward(
 def remove_autocast(model: nn.Module) -> nn.Module:
     """Undo ``autocast_forward``; other models are returned as they are."""
     if isinstance(model, AutocastForward):
-        model.__class__ = _plain(model)
+        model.__class__ = model._plain_class
         del model._autocast_settings
     return model

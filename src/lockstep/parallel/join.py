@@ -9,6 +9,7 @@ from typing import Any
 from torch.distributed.algorithms.join import Join, Joinable
 
 from lockstep.errors import UsageError
+from lockstep.parallel.sharding import sharding_of
 
 
 def join_replicas(models: Iterable[Any], world_size: int) -> AbstractContextManager[Any]:
@@ -23,6 +24,11 @@ def join_replicas(models: Iterable[Any], world_size: int) -> AbstractContextMana
         return nullcontext()
     models = list(models)
     for model in models:
+        if sharding_of(model) is not None:
+            raise UsageError(
+                f"join_uneven_inputs got a {type(model).__name__} that is sharded: every rank takes part in each of "
+                "its forwards. Use even batches and accelerator.sample_weights(), or parallel='ddp'."
+            )
         if not isinstance(model, Joinable):
             raise UsageError(
                 f"join_uneven_inputs got a {type(model).__name__}, which is not replicated over the ranks. "

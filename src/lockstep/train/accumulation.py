@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,12 +14,23 @@ from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
 from lockstep.train.weighting import WeightedMean
 
+HoldBack = Callable[[nn.Module, bool], AbstractContextManager[Any]]
+"""(model, inside a window) -> a context in which backward does not average over the ranks."""
+
 
 class Accumulation:
-    """Counts micro-batches into windows. Only the last backward of a window averages over the ranks."""
+    """Counts micro-batches into windows. Only the last backward of a window averages over the ranks.
 
-    def __init__(self, step: StepState, runtime: Runtime, agreed_divisor: bool = False) -> None:
+    Args:
+        hold_back: How averaging is held back for a model.
+        agreed_divisor: See ``WeightedMean``.
+    """
+
+    def __init__(
+        self, step: StepState, runtime: Runtime, hold_back: HoldBack, agreed_divisor: bool = False
+    ) -> None:
         self._step = step
+        self._hold_back = hold_back
         self._runtime = runtime
         self._weighted = WeightedMean(runtime, agreed_divisor)
         self._inputs_are_uneven = False
@@ -48,16 +59,24 @@ class Accumulation:
         if step.sync_gradients or step.sync_each_batch:
             yield
             return
-        with self.no_sync(models):
+        with self._held_back(models, inside_window=True):
             yield
 
-    @contextmanager
-    def no_sync(self, models: Iterable[nn.Module]) -> Iterator[None]:
+    def no_sync(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """Backward inside adds to each rank's own gradients, without averaging."""
+        return self._held_back(models, inside_window=False)
+
+    @property
+    def averages(self) -> bool:
+        """Whether a backward now averages gradients over the ranks."""
+        return self._unsynchronised == 0
+
+    @contextmanager
+    def _held_back(self, models: Iterable[nn.Module], inside_window: bool) -> Iterator[None]:
         models = tuple(models)
         with ExitStack() as stack:
             for model in models:
-                stack.enter_context(_no_sync(model))
+                stack.enter_context(self._hold_back(model, inside_window))
             if not models:
                 yield
                 return
@@ -68,7 +87,7 @@ class Accumulation:
                 self._unsynchronised -= 1
 
     def scale(
-        self, loss: torch.Tensor, weight: torch.Tensor | float | None, parameters: Iterable[torch.Tensor]
+        self, loss: torch.Tensor, weight: torch.Tensor | float | None, gradients: Iterable[torch.Tensor]
     ) -> torch.Tensor:
         """The loss to call backward on: by weight, or divided by the number of accumulation steps.
 
@@ -100,7 +119,7 @@ class Accumulation:
                 "take part in adding the weights up. Drop the weight, or use even batches and "
                 "accelerator.sample_weights()."
             )
-        return self._weighted.scale(loss, weight, last, parameters)
+        return self._weighted.scale(loss, weight, last, gradients)
 
     def reset(self) -> None:
         """Forget an unfinished window."""
@@ -132,15 +151,3 @@ def trigger_sync(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.require_backward_grad_sync, model.require_forward_param_sync = before
-
-
-def _no_sync(model: nn.Module) -> Any:
-    if not hasattr(model, "no_sync"):
-        return ExitStack()
-    if getattr(model, "static_graph", False) and not getattr(model, "_saw_backward", False):
-        # With a static graph DDP records the graph in its first backward, which must be a synchronised
-        # one. Averaging early leaves the window's result the same: a mean of equal means is that mean.
-        model._saw_backward = True  # type: ignore[assignment]
-        return ExitStack()
-    no_sync: Any = model.no_sync
-    return no_sync()

@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from lockstep.comm.dtensor import is_dtensor
 from lockstep.config.handlers import GradScalerKwargs
+
+
+class _MixedScaler(torch.amp.GradScaler):
+    """A GradScaler for optimizers that hold sharded and whole parameters: torch's operator mixes them not."""
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        parameters = list(_with_gradients(optimizer))
+        sharded = [p for p in parameters if is_dtensor(p.grad)]
+        if not sharded or len(sharded) == len(parameters):
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        whole = [p for p in parameters if not is_dtensor(p.grad)]
+        found: dict[torch.device, torch.Tensor] = {}
+        for part in (whole, sharded):
+            stand_in: Any = SimpleNamespace(param_groups=[{"params": part}])
+            for device, value in super()._unscale_grads_(stand_in, inv_scale, found_inf, allow_fp16).items():
+                found[device] = torch.maximum(found[device], value) if device in found else value
+        return found
 
 
 class LossScaler:
@@ -22,7 +43,7 @@ class LossScaler:
     """
 
     def __init__(self, device: torch.device, options: GradScalerKwargs) -> None:
-        self.scaler = torch.amp.GradScaler(device.type, **options.to_dict())
+        self.scaler: torch.amp.GradScaler = _MixedScaler(device.type, **options.to_dict())
         self._optimizers: list[Optimizer] = []
         self._stepped: set[int] = set()
         self._unscaled: set[int] = set()

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lockstep.errors import UsageError
+from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.step import StepState
+from lockstep.train.clipping import clip_norm
 from lockstep.train.loss_scale import LossScaler
 
 
@@ -19,6 +20,14 @@ class PreparedOptimizer(Optimizer):
     ``step`` and ``zero_grad`` do nothing inside an accumulation window. With fp16, ``step`` goes
     through the loss scaler, and ``step_was_skipped`` tells whether it met infinite gradients.
     Everything else is the user's optimizer's own.
+
+    Args:
+        clip_norm: Before each step the gradients of this optimizer are scaled so that their total
+            2-norm is at most this; None leaves them alone.
+        after_zero_grad: Clears gradients that are not at ``parameter.grad``.
+
+    Raises:
+        ConfigError: ``clip_norm`` is not positive.
     """
 
     def __init__(
@@ -27,12 +36,20 @@ class PreparedOptimizer(Optimizer):
         step: StepState,
         scaler: LossScaler | None = None,
         before_first_step: Callable[[Optimizer], None] | None = None,
+        clip_norm: float | None = None,
+        after_zero_grad: Callable[[], None] | None = None,
     ) -> None:
+        if clip_norm is not None and not clip_norm > 0:
+            raise ConfigError(
+                f"gradient_clipping is {clip_norm}, but a norm to clip at is above 0. Set one, or None for no clipping."
+            )
         # Optimizer.__init__ is not called: there is one set of groups and state, the user's.
         self.optimizer = optimizer
         self._step_state = step
         self._scaler = scaler
         self._before_first_step = before_first_step
+        self._after_zero_grad = after_zero_grad
+        self._clip_norm = clip_norm
         self._ran = True
         self._found_inf: torch.Tensor | None = None
         if scaler is not None:
@@ -46,7 +63,7 @@ class PreparedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # The check belongs to one Accelerator, which neither a copy nor a file should carry along.
-        return {**self.__dict__, "_before_first_step": None}
+        return {**self.__dict__, "_before_first_step": None, "_after_zero_grad": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -88,6 +105,8 @@ class PreparedOptimizer(Optimizer):
         """Clear gradients, except inside an accumulation window."""
         if self._step_state.sync_gradients:
             self.optimizer.zero_grad(set_to_none)
+            if self._after_zero_grad is not None:
+                self._after_zero_grad()
 
     def step(self, closure: Any = None) -> Any:
         """Step, except inside an accumulation window or, with fp16, on infinite gradients.
@@ -101,15 +120,35 @@ class PreparedOptimizer(Optimizer):
             self._before_first_step(self.optimizer)
             self._before_first_step = None
         if self._scaler is None:
-            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            if closure is not None:
+                return self.optimizer.step(self._clipping_after(closure))
+            self._clip()
+            return self.optimizer.step()
         if closure is not None:
             raise UsageError(
                 f"{type(self.optimizer).__name__}.step got a closure under mixed_precision='fp16', where gradients "
                 "must be unscaled before the step. Use 'bf16' or 'no', or call step() without a closure."
             )
         self._ran, self._found_inf = False, None
+        if self._clip_norm is not None:
+            # Infinite gradients are noted here, so that the step is skipped whatever clipping makes of them.
+            self._scaler.unscale(self.optimizer)
+        self._clip()
         self._scaler.step(self.optimizer)
         return None
+
+    def _clip(self) -> None:
+        if self._clip_norm is not None:
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            clip_norm(parameters, self._clip_norm, norm_type=2.0, window_ended=True)
+
+    def _clipping_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def compute_and_clip() -> Any:
+            loss = closure()
+            self._clip()
+            return loss
+
+        return closure if self._clip_norm is None else compute_and_clip
 
     def _note_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # Fused optimizers are always called and get the verdict as ``found_inf``.

@@ -48,7 +48,7 @@ class WeightedMean:
         loss: torch.Tensor,
         weight: torch.Tensor | float,
         last: bool,
-        parameters: Iterable[torch.Tensor],
+        gradients: Iterable[torch.Tensor],
     ) -> torch.Tensor:
         """The 0-d loss to call backward on. Collective when ``last``.
 
@@ -56,7 +56,7 @@ class WeightedMean:
             loss: 0-d mean loss, or a tensor of losses.
             weight: A number (what a 0-d ``loss`` is the mean of), or a tensor of ``loss``'s shape.
             last: This micro-batch ends the window.
-            parameters: Those whose accumulated gradients belong to the window.
+            gradients: The tensors in which the window's gradients were accumulated.
 
         Raises:
             UsageError: ``weight`` is negative or of another shape than ``loss``.
@@ -83,7 +83,7 @@ class WeightedMean:
         # All weights 0: the gradient is 0, not NaN.
         factor = torch.where(total > 0, self._runtime.world_size / total, torch.zeros_like(total))
         if not first:
-            _rescale(parameters, factor * self._divisor)
+            _rescale(gradients, factor * self._divisor)
         self._window_weight = self._divisor = None
         return weighted * factor
 
@@ -117,11 +117,9 @@ def _as_weights(loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tenso
     return weights
 
 
-def _rescale(parameters: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
-    gradients: dict[Any, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            key = (parameter.grad.device, parameter.grad.dtype)
-            gradients.setdefault(key, []).append(parameter.grad)
-    for (device, dtype), group in gradients.items():
+def _rescale(gradients: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), group in groups.items():
         torch._foreach_mul_(group, factor.to(device=device, dtype=dtype))

@@ -42,11 +42,14 @@ from lockstep.config.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from lockstep.config.parallel import Parallel
+from lockstep.config.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from lockstep.parallel.compose import extract_model_from_parallel, is_compiled_module
 from lockstep.runtime.available import *  # noqa: F403  (is_<package>_available)
 from lockstep.runtime.environ import clear_environment, patch_environment, str_to_bool
 from lockstep.runtime.memory import clear_device_cache, find_executable_batch_size, release_memory
 from lockstep.runtime.seed import set_seed, synchronize_rng_states
+from lockstep.train.described import DummyOptim, DummyScheduler
 from lockstep.watch.progress import tqdm
 
 __all__ = [
@@ -58,14 +61,19 @@ __all__ = [
     "ComputeEnvironment",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "DummyOptim",
+    "DummyScheduler",
     "DynamoBackend",
+    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "LoggerType",
+    "Parallel",
     "PrecisionType",
     "ProfileKwargs",
     "ProjectConfiguration",

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
-from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm.collectives import Communicator
 from lockstep.config.options import Options
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.prepare import prepare_loader
 from lockstep.errors import UsageError
-from lockstep.parallel.compose import ModelOptions, spread
+from lockstep.parallel.compose import ModelOptions, gradients, spread
+from lockstep.parallel.materialize import InitWeights
+from lockstep.preparation.described import SCHEDULERS, build_described
+from lockstep.preparation.first_forward import FirstForward
+from lockstep.preparation.shards import Shards
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
 from lockstep.train.loss_scale import LossScaler
@@ -51,6 +54,7 @@ class Preparation:
         self._device_placement = device_placement
         self._step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._originals: list[object] = []
+        self._shards = Shards(options.parallel, runtime, loss_is_scaled=scaler is not None)
         self._forward_seen = False
         self.models: list[nn.Module] = []
         self.optimizers: list[PreparedOptimizer] = []
@@ -69,14 +73,14 @@ class Preparation:
                 f"prepare got {len(objects)} objects and {len(placement)} values of device_placement. "
                 "Pass one value for each object."
             )
-        self._refuse_tensors_on_meta(objects)
+        objects = build_described(objects, self._options, self._runtime.world_size)
         prepared = list(objects)
         # Models first, because optimizers are checked against them; schedulers last, they follow optimizers.
         makers: tuple[tuple[Any, Callable[[Any, bool | None], Any]], ...] = (
             (nn.Module, self.prepare_model),
             (Optimizer, lambda optimizer, _: self.prepare_optimizer(optimizer)),
             (DataLoader, self.prepare_loader),
-            ((LRScheduler, ReduceLROnPlateau), lambda scheduler, _: self.prepare_scheduler(scheduler)),
+            (SCHEDULERS, lambda scheduler, _: self.prepare_scheduler(scheduler)),
         )
         for kind, make in makers:
             for i, item in enumerate(objects):
@@ -85,10 +89,15 @@ class Preparation:
         return prepared
 
     def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+        init_weights: InitWeights | None = None,
     ) -> nn.Module:
         self._remember(model)
         self._refuse_replicas(model)
+        self._shards.refuse_shared_parameters(model)
         options = self._options
         prepared = spread(
             model,
@@ -99,25 +108,39 @@ class Preparation:
                 autocast=options.autocast,
                 ddp=options.ddp,
                 compile_options=options.compile_options,
+                mesh=self._shards.mesh,
+                init_weights=init_weights,
             ),
             device_placement=self._device_placement if device_placement is None else device_placement,
             evaluation_mode=evaluation_mode,
         )
+        self._shards.add_model(prepared, self.optimizers)
         if not self._forward_seen:
-            self._watch_first_forward(prepared)
+            FirstForward(prepared, self.forward_was_seen)
         self._remember_result(prepared, model)
         self.models.append(prepared)
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         self._remember(optimizer)
-        prepared = PreparedOptimizer(optimizer, self._step, self._scaler, self._check_parameters)
+        self._shards.add_optimizer(optimizer)
+        prepared = PreparedOptimizer(
+            optimizer,
+            self._step,
+            self._scaler,
+            self._check_parameters,
+            clip_norm=self._options.gradient_clipping,
+            after_zero_grad=partial(self._shards.discard_unreduced, optimizer)
+            if self._options.parallel.shards
+            else None,
+        )
         self._remember_result(prepared, optimizer)
         self.optimizers.append(prepared)
         return prepared
 
     def prepare_loader(self, loader: DataLoader[Any], device_placement: bool | None = None) -> PreparedLoader:
         self._remember(loader)
+        self._check_micro_batch(loader)
         place = self._device_placement if device_placement is None else device_placement
         prepared = prepare_loader(
             loader,
@@ -135,7 +158,11 @@ class Preparation:
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         self._remember(scheduler)
         own = [o for o in self.optimizers if scheduler.optimizer is o or scheduler.optimizer is o.optimizer]
-        one_step_a_call = self._options.loaders.split_batches or not self._step_scheduler_with_optimizer
+        one_step_a_call = (
+            self._options.loaders.split_batches
+            or not self._step_scheduler_with_optimizer
+            or getattr(scheduler, "counts_optimizer_steps", False)
+        )
         prepared = PreparedScheduler(
             scheduler,
             own or self.optimizers,
@@ -160,10 +187,24 @@ class Preparation:
             except UsageError as error:
                 logger.warning("%s", error)
 
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """The tensors in which this rank accumulates the gradients of the prepared models now."""
+        for model in self.models:
+            yield from gradients(model)
+
+    def after_backward(self, averages: bool) -> None:
+        """Average what torch's engines leave to us; ``averages``: this backward averages over the ranks."""
+        if averages:
+            self._shards.average_whole()
+
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """All parameters of the prepared models."""
         for model in self.models:
             yield from model.parameters()
+
+    def shards_of(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The same, but the shard of each that a sharded model has gathered, as between forward and backward."""
+        return self._shards.of(parameters)
 
     def check_backward(self) -> None:
         """Raise UsageError unless some prepared model's forward has run.
@@ -183,6 +224,7 @@ class Preparation:
 
     def clear(self) -> None:
         self._originals.clear()
+        self._shards.clear()
         self._forward_seen = False
         if self._scaler is not None:
             self._scaler.clear()
@@ -191,9 +233,16 @@ class Preparation:
         self.schedulers.clear()
         self.loaders.clear()
 
-    def _watch_first_forward(self, model: nn.Module) -> None:
-        watch = _FirstForward(self)
-        watch.handle = model.register_forward_pre_hook(watch)
+    def _check_micro_batch(self, loader: DataLoader[Any]) -> None:
+        wanted = self._options.micro_batch_size
+        if wanted is None or loader.batch_size is None:
+            return
+        ranks = self._runtime.world_size if self._options.loaders.split_batches else 1
+        if loader.batch_size != wanted * ranks:
+            raise UsageError(
+                f"The loader has batch_size={loader.batch_size}, but the DeepSpeed configuration says {wanted} rows "
+                f"for each process. Pass batch_size={wanted * ranks} to the loader, or 'auto' in the configuration."
+            )
 
     def forward_was_seen(self) -> None:
         self._forward_seen = True
@@ -201,6 +250,7 @@ class Preparation:
     def _check_parameters(self, optimizer: Optimizer) -> None:
         if self._runtime.world_size == 1:
             return
+        self._shards.reshard()
         known = {id(parameter) for parameter in self.parameters()}
         groups = optimizer.param_groups
         strangers = [p for group in groups for p in group["params"] if p.requires_grad and id(p) not in known]
@@ -232,39 +282,3 @@ class Preparation:
                 f"prepare got a {type(model).__name__}, but it spreads models itself. Pass the model inside it, and "
                 "DDP's options as DistributedDataParallelKwargs."
             )
-
-    @staticmethod
-    def _refuse_tensors_on_meta(objects: tuple[Any, ...]) -> None:
-        for item in objects:
-            if isinstance(item, nn.Module):
-                names = [name for name, parameter in item.named_parameters() if parameter.is_meta]
-                if names:
-                    raise UsageError(
-                        f"{type(item).__name__} has {len(names)} parameters on the meta device ('{names[0]}', ...), "
-                        "which hold no values. Load or initialise them first: model.to_empty(device=...), then the "
-                        "weights."
-                    )
-
-
-class _FirstForward:
-    """A hook that tells once that a prepared model was called. Copies and pickles of the model lose it."""
-
-    def __init__(self, preparation: Preparation) -> None:
-        self._preparation = preparation
-        self.handle: RemovableHandle | None = None
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self._preparation.forward_was_seen()
-        if self.handle is not None:
-            self.handle.remove()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _copy_of_watch, ()
-
-
-def _copy_of_watch() -> Callable[[nn.Module, Any], None]:
-    return _ignore
-
-
-def _ignore(module: nn.Module, args: Any) -> None:
-    """What is left of ``_FirstForward`` in a copy."""

@@ -1,0 +1,64 @@
+"""The options of ``accelerate launch`` that shard a model, from the tables that also read its file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.config import fsdp, sections
+from lockstep.config.rules import Said, Translation, combine
+from lockstep.config.said import PARALLEL_FIELDS, said_by_settings, spread_of
+from lockstep.launch.plan import DEFAULTS, Setting
+
+FSDP_FLAGS = tuple(fsdp.PREFIX + key for key in fsdp.KEYS)
+DEEPSPEED_FLAGS = tuple(key for key in sections.DEEPSPEED_KEYS if key not in DEFAULTS)
+LAYOUT_FLAGS = tuple(sections.LAYOUT_PREFIX + key for key in sections.LAYOUT_KEYS)
+FOREIGN_FLAGS = (*FSDP_FLAGS, *DEEPSPEED_FLAGS, *LAYOUT_FLAGS)
+FOREIGN_SWITCHES = ("use_fsdp", "use_deepspeed", "use_parallelism_config")
+
+
+def spread_settings(
+    given: dict[str, Setting], options: dict[str, Any]
+) -> tuple[dict[str, Setting], tuple[str, ...]]:
+    """The settings that these options mean, and warnings; ``given`` are the other flags.
+
+    Raises:
+        ConfigError: a value is not allowed, or flags contradict each other.
+    """
+    machines = given["num_machines"].value if "num_machines" in given else 1
+    parts: list[Translation] = []
+    section = _given(options, FSDP_FLAGS)
+    if section or options["use_fsdp"]:
+        parts.append(fsdp.from_fsdp(section, "flags --fsdp-*", machines))
+    section = _given(options, DEEPSPEED_FLAGS)
+    if section or options["use_deepspeed"]:
+        section[sections.FILE_KEY] = options[sections.FILE_KEY]
+        parts.append(sections.from_deepspeed_section(section, "flags of DeepSpeed"))
+    section = _given(options, LAYOUT_FLAGS)
+    if section:
+        parts.append(sections.from_layout(section, "flags --parallelism-config-*", alone=not parts))
+    if not parts:
+        return {}, ()
+    says = combine(*(part.says for part in parts), _said_by_flags(given, machines))
+    names = {"num_processes": "processes"} | {name: name for name in says if name in DEFAULTS}
+    settings = {
+        name: Setting(says[said].value, says[said].source)
+        for name, said in names.items()
+        if said in says and name not in given and not (name == "num_processes" and "nproc" in given)
+    }
+    spread = [said for name, said in says.items() if name in PARALLEL_FIELDS]
+    if spread:
+        settings["parallel"] = Setting(str(spread_of(says)), spread[0].source)
+    return settings, tuple(text for part in parts for text in part.warnings)
+
+
+def _said_by_flags(given: dict[str, Setting], machines: int) -> dict[str, Said]:
+    says = said_by_settings({name: (setting.value, setting.origin) for name, setting in given.items()})
+    for name, factor in (("num_processes", 1), ("nproc", machines)):
+        if name in given:
+            total = given[name].value * factor
+            says["processes"] = Said(total, f"{total} processes ({given[name].origin})")
+    return says
+
+
+def _given(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: options[name] for name in names if options[name] is not None}

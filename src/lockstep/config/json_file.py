@@ -1,0 +1,71 @@
+"""JSON read defensively: one object, without duplicate keys and NaN, limited in size and depth."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lockstep.config.rules import check_depth
+from lockstep.config.values import shown
+from lockstep.errors import ConfigError
+
+MAX_BYTES = 256 * 1024
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, not UTF-8 text, too large or too deep, not JSON, or has a
+            duplicate key, NaN or infinity.
+    """
+    name = str(path)
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(f"{name}: cannot read the configuration file: {reason}. Check its path.") from None
+    if len(content) > MAX_BYTES:
+        raise ConfigError(
+            f"{name}: larger than {MAX_BYTES} bytes, so not a configuration file. Check its path."
+        )
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{name}:{line}: not UTF-8 text. Give a JSON file.") from None
+    return parse_json(text, name)
+
+
+def parse_json(text: str, name: str) -> dict[str, Any]:
+    """Like :func:`read_json`, from a text; ``name`` appears in messages."""
+    try:
+        data = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{name}:{error.lineno}: not valid JSON: {error.msg}. Correct this line (comments are not allowed)."
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{name}: nested too deep. Give a flat configuration.") from None
+    except ValueError as error:  # ours, from the hooks; and that of int() on thousands of digits
+        reason = str(error) if isinstance(error, ConfigError) else "a number has too many digits"
+        raise ConfigError(f"{name}: {reason.rstrip('.')}. Correct it.") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{name}: the top level must be an object {{...}}, not {shown(data)}. Correct it.")
+    check_depth(data, name)
+    return data
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in data:
+            raise ConfigError(f"the key {shown(key)} is given twice")
+        data[key] = value
+    return data
+
+
+def _constant(word: str) -> NoReturn:
+    raise ConfigError(f"{word} is not a value of JSON")

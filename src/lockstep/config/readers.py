@@ -1,0 +1,159 @@
+"""Readers of single values that foreign configurations have: ``(value, key) -> ours``; None: nothing said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lockstep.config.training_objects import OptimizerConfig, SchedulerConfig
+from lockstep.config.values import parse_bool, parse_integer, shown, suggestion
+from lockstep.errors import ConfigError
+
+MAX_SCALE_POWER = 32
+
+
+def integer(at_least: int, at_most: int | None = None) -> Callable[[Any, str], int]:
+    return lambda value, key: parse_integer(value, key, at_least, at_most)
+
+
+def number(value: Any, key: str) -> float:
+    """A finite number of at least 0."""
+    try:
+        result = float(value) if not isinstance(value, (bool, Mapping, list)) else math.nan
+    except (TypeError, ValueError, OverflowError):
+        result = math.nan
+    if not 0 <= result < math.inf:
+        raise ConfigError(f"{key}={shown(value)} is not a number of at least 0. Set one.")
+    return result
+
+
+def positive(value: Any, key: str) -> float | None:
+    """A number; 0 is nothing said."""
+    return number(value, key) or None
+
+
+def truth(value: Any, key: str) -> bool:
+    if not isinstance(value, (bool, int, str)):
+        raise ConfigError(f"{key}={shown(value)} is not a truth value. Use true or false.")
+    return parse_bool(value, key)
+
+
+def switch(value: Any, key: str) -> bool | None:
+    """True, or nothing said."""
+    return truth(value, key) or None
+
+
+def several(value: Any, key: str) -> int | None:
+    """A number of ranks; 0 and 1 are nothing said."""
+    ranks = integer(0, 2**20)(value, key)
+    return ranks if ranks > 1 else None
+
+
+def int8(value: Any, key: str) -> str | None:
+    """Quantised, or nothing said."""
+    return "int8" if truth(value, key) else None
+
+
+def power_of_two(value: Any, key: str) -> float:
+    return 2.0 ** integer(0, MAX_SCALE_POWER)(value, key)
+
+
+def word(known: Mapping[str, Any]) -> Callable[[Any, str], Any]:
+    """What a word stands for, in any case; numbers count as words."""
+
+    def read(value: Any, key: str) -> Any:
+        text = str(value).lower() if isinstance(value, (str, int)) else ""
+        if text not in known:
+            near = suggestion(text, known)
+            raise ConfigError(
+                f"{key}={shown(value)} is not one of {', '.join(known)}.{near or ' Use one of them.'}"
+            )
+        return known[text]
+
+    return read
+
+
+DTYPE_WORDS = {
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "fp32"),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
+}
+
+
+def dtype(value: Any, key: str) -> str:
+    """``fp32``, ``fp16`` or ``bf16`` from any of their names, or from a torch.dtype."""
+    text = str(value).lower()
+    if text not in DTYPE_WORDS:
+        raise ConfigError(f"{key}={shown(value)} is not one of fp32, fp16, bf16. Use one of them.")
+    return DTYPE_WORDS[text]
+
+
+def host_memory(value: Any, key: str) -> bool | None:
+    """DeepSpeed's offload devices: True for ``cpu``, nothing for ``none``."""
+    if value == "nvme":
+        raise ConfigError(
+            f"{key}={shown(value)} asks for offload to disk, which is not available yet. Use cpu."
+        )
+    found: bool | None = word({"none": None, "cpu": True})(value, key)
+    return found
+
+
+def names(value: Any, key: str) -> tuple[str, ...] | None:
+    """Names from a list or joined by commas."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple, set, frozenset)) or not all(
+        isinstance(part, str) for part in parts
+    ):
+        raise ConfigError(f"{key}={shown(value)} is not a list of names. Write them as 'Block,Layer'.")
+    found = tuple(part.strip() for part in parts if part.strip())
+    return (tuple(sorted(found)) if isinstance(parts, (set, frozenset)) else found) or None
+
+
+def optimizer(value: Any, key: str) -> OptimizerConfig | None:
+    described = _described(value, key, ("legacy_fusion",))
+    return OptimizerConfig(*described) if described else None
+
+
+def scheduler(value: Any, key: str) -> SchedulerConfig | None:
+    described = _described(value, key)
+    return SchedulerConfig(*described) if described else None
+
+
+SCALER_FIELDS: dict[str, Callable[[Any, str], Any]] = {
+    "init_scale": number,
+    "growth_factor": number,
+    "backoff_factor": number,
+    "growth_interval": integer(1, 2**31 - 1),
+}
+
+
+def grad_scaler(value: Any, key: str) -> dict[str, float] | None:
+    """Fields of ``GradScalerKwargs``."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key}={shown(value)} is not a section. Write keys such as init_scale: 65536.")
+    for name in value:
+        if name not in SCALER_FIELDS:
+            near = suggestion(str(name), SCALER_FIELDS) or f" Known keys: {', '.join(SCALER_FIELDS)}."
+            raise ConfigError(f"{key} has no key {shown(name)}.{near}")
+    return {name: SCALER_FIELDS[name](item, f"{key}.{name}") for name, item in value.items()} or None
+
+
+def _described(value: Any, key: str, off: tuple[str, ...] = ()) -> tuple[str, dict[str, Any]] | None:
+    """Type and parameters of an object that a file describes."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key}={shown(value)} is not a section. Write its type and params.")
+    for name, item in value.items():
+        if name not in ("type", "params") and (name not in off or item):
+            near = suggestion(str(name), ("type", "params")) or " It may have type and params."
+            raise ConfigError(f"{key} has the key {shown(name)}, which is not known or not available.{near}")
+    kind, params = value.get("type"), value.get("params")
+    if kind is None and not params:
+        return None
+    if not isinstance(kind, str) or not kind:
+        raise ConfigError(f"{key}.type={shown(kind)} is not a name. Write one such as AdamW or WarmupLR.")
+    if params is None:
+        params = {}
+    if not isinstance(params, Mapping) or not all(isinstance(name, str) for name in params):
+        raise ConfigError(f"{key}.params={shown(params)} is not a section of named values. Write one.")
+    return kind, dict(params)

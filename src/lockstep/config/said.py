@@ -1,0 +1,63 @@
+"""Settings with their sources, so that two that contradict each other can be shown together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from lockstep.config.parallel import Parallel
+from lockstep.config.rules import Said
+
+PARALLEL_FIELDS = tuple(item.name for item in fields(Parallel))
+SINGLE_SETTINGS = (
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "micro_batch_size",
+    "optimizer",
+    "scheduler",
+    "deepspeed_config_file",
+)
+
+
+def said_by_settings(settings: Mapping[str, tuple[Any, str]]) -> dict[str, Said]:
+    """What settings (name -> value, origin) say; None says nothing."""
+    says: dict[str, Said] = {}
+    for name, (value, origin) in settings.items():
+        if value is None:
+            continue
+        source = (
+            f"{name}={str(value)!r} ({origin})" if isinstance(value, str) else f"{name}={value} ({origin})"
+        )
+        if name == "parallel":
+            says |= said_in(Parallel.parse(value), source)
+        elif name == "mixed_precision":
+            says |= {word: Said(value == word, source) for word in ("fp16", "bf16")}
+        elif name == "grad_scaler":
+            says |= {field: Said(item, f"{name}.{field}={item} ({origin})") for field, item in value.items()}
+        elif name in SINGLE_SETTINGS:
+            says[name] = Said(value, source)
+    return says
+
+
+def said_in(parallel: Parallel, source: str) -> dict[str, Said]:
+    """The fields of a ``Parallel`` that differ from their defaults."""
+    return {
+        name: Said(getattr(parallel, name), source)
+        for name in PARALLEL_FIELDS
+        if getattr(parallel, name) != getattr(Parallel, name)
+    }
+
+
+def spread_of(says: Mapping[str, Said]) -> Parallel:
+    """The ``Parallel`` of the fields that were said.
+
+    Raises:
+        ConfigError: two of them contradict each other.
+    """
+    return Parallel(**{name: says[name].value for name in PARALLEL_FIELDS if name in says})
+
+
+def precision_of(says: Mapping[str, Said]) -> str:
+    """``fp16``, ``bf16`` or ``no``."""
+    return next((word for word in ("fp16", "bf16") if word in says and says[word].value), "no")

@@ -1,0 +1,22 @@
+"""Optimizers and schedulers as a file describes them; built later, where there are parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """An optimizer by name: ``type`` such as ``AdamW``, ``params`` such as ``{"lr": 1e-3}``."""
+
+    type: str
+    params: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """A learning rate schedule by name: ``type`` such as ``WarmupLR``, ``params`` its arguments."""
+
+    type: str
+    params: dict[str, Any]

@@ -1,0 +1,274 @@
+"""Activation checkpointing: a block's activations are computed again in backward instead of being kept.
+
+With L blocks, each with an input of x bytes, ``full`` keeps L·x bytes and computes every block's forward
+twice; ``selective`` also keeps the results of matrix products and attention and repeats the rest;
+``offload`` is ``full`` with the inputs in host memory.
+
+References: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; Korthikanti et al., Reducing
+Activation Recomputation in Large Transformer Models, MLSys 2023 (selective).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lockstep.comm.tree import map_leaves, map_tensors
+from lockstep.config.enums import Activation
+from lockstep.errors import UsageError
+from lockstep.parallel.recompute_buffers import BuffersOnce
+from lockstep.parallel.subclass import Subclassed, subclass
+
+logger = logging.getLogger(__name__)
+
+
+def recompute(model: nn.Module, mode: Activation, blocks: dict[str, nn.Module]) -> nn.Module:
+    """Keep only a part of each block's activations for backward, in place.
+
+    A block gets a subclass of its own class of the same name, whose ``forward`` checkpoints (as
+    ``fully_shard`` does; hooks stay outside of it). ``isinstance``, names and ``state_dict`` keys stay.
+    Losses and gradients do not change: random numbers are drawn again as they were, and buffers that a
+    forward changes (running statistics) are changed once. In eval mode and without gradients a block runs
+    as before. Apply before ``compile`` and ``fully_shard``.
+
+    - ``FULL``: a block's inputs are kept. A transformers model whose own checkpointing covers exactly these
+      blocks does it itself.
+    - ``SELECTIVE``: also the results of matrix products, convolutions, and attention without dropout. A graph
+      serves one backward, also with ``retain_graph``.
+    - ``OFFLOAD``: as ``FULL``; inputs on an accelerator that require a gradient are copied to pinned host
+      memory, without waiting. Others, which blocks often share (masks, positions), stay where they are. On
+      the CPU it is ``FULL``.
+
+    Other state that a forward changes, such as attributes, changes again in backward. A compiled block with
+    running statistics can be called once before each backward: torch refuses a second call.
+
+    Raises:
+        UsageError: no blocks, or a model whose activations are recomputed already.
+    """
+    if mode is Activation.NONE:
+        return model
+    if not blocks:
+        raise UsageError(
+            f"activation={mode} works on blocks, but {type(model).__name__} was given without any. "
+            "Name them with blocks=..., as a class or as a pattern such as 'layers.*'."
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, RecomputedForward) or getattr(module, "gradient_checkpointing", False) is True:
+            raise UsageError(
+                f"activation={mode}, but {type(model).__name__} recomputes activations already (in "
+                f"'{name or 'the model itself'}'). Ask for it once: here, or with the model's own "
+                "gradient_checkpointing_enable()."
+            )
+    for name, block in blocks.items():
+        if "forward" in vars(block):
+            raise UsageError(
+                f"The block '{name}' has a forward of its own that hides the one of its class "
+                f"{type(block).__name__}, so activation={mode} would not reach it. Change forward in a subclass, "
+                "or set it after prepare()."
+            )
+    _disable_cache(model)
+    if mode is Activation.FULL and _checkpoints_itself(model, blocks):
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        )
+        enable({"use_reentrant": False})  # type: ignore[operator]
+        return model
+    classes: dict[type, type] = {}
+    for block in blocks.values():
+        cls = type(block)
+        if cls not in classes:
+            classes[cls] = subclass(cls, RecomputedForward, _recompute_mode=mode)
+        block.__class__ = classes[cls]
+    return model
+
+
+# -- a block ---------------------------------------------------------------------------------------------
+
+
+class RecomputedForward(Subclassed):
+    """Mixed into a block's class by ``recompute``. What is loaded from a pickle keeps its activations."""
+
+    _attributes = ("_changed_buffers",)
+    _recompute_mode: Activation
+    _changed_buffers: set[str]
+    training: bool
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = super().forward  # type: ignore[misc]
+        if not (self.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        if torch.compiler.is_compiling():  # the compiler recomputes and makes changes of buffers once
+            selective = self._recompute_mode is Activation.SELECTIVE
+            kept: Any = {"context_fn": _selective_contexts} if selective else {}
+            return checkpoint(forward, *args, use_reentrant=False, **kept, **kwargs)
+        return _checkpointed(self, forward, args, kwargs)
+
+
+def _checkpointed(
+    block: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    mode = block._recompute_mode
+    if mode is Activation.SELECTIVE:
+        forward = _without_autocast_cache(forward)
+    run, tensors = _function_of_tensors(forward, args, kwargs)
+    buffers = BuffersOnce(block)
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        if mode is not Activation.SELECTIVE:
+            return nullcontext(), buffers
+        first, second = _selective_contexts()
+        return first, _Both(buffers, second)
+
+    with _inputs_in_host_memory() if mode is Activation.OFFLOAD else nullcontext():
+        outputs = checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts)
+    buffers.forget_unchanged()
+    return outputs
+
+
+def _function_of_tensors(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """``forward`` as a function of all tensors in its arguments, and these.
+
+    ``checkpoint`` takes care of tensors only where they are positional: it stores the generator of their
+    device and lets hooks move them. Containers are stored as they are now, and the caller's own go to the
+    first call alone, so that what a block appends to them is there once.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def take(tensor: torch.Tensor) -> _Place:
+        tensors.append(tensor)
+        return _Place(len(tensors) - 1)
+
+    stored = map_tensors(take, (args, kwargs))
+    given = [(args, kwargs)]
+
+    def run(*values: torch.Tensor) -> Any:
+        def put_back(_: str, leaf: Any) -> Any:
+            return values[leaf.index] if isinstance(leaf, _Place) else leaf
+
+        positional, named = given.pop() if given else map_leaves(put_back, stored)
+        return forward(*positional, **named)
+
+    return run, tensors
+
+
+class _Place:
+    """Stands where a tensor was."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class _Both:
+    """Two contexts as one that can be entered again: a kept graph is recomputed for every backward."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self.outer, self.inner = outer, inner
+
+    def __enter__(self) -> None:
+        self.outer.__enter__()
+        self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.inner.__exit__(*error)
+        self.outer.__exit__(*error)
+
+
+# -- what is kept ----------------------------------------------------------------------------------------
+
+_PRODUCTS = (
+    *("mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "convolution"),
+    *("_int_mm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    *("_flash_attention_forward", "_efficient_attention_forward"),
+)
+_KEPT = frozenset(
+    [getattr(torch.ops.aten, name) for name in _PRODUCTS if hasattr(torch.ops.aten, name)]
+    + [torch.ops.higher_order.flex_attention]
+)
+
+
+def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    packet = getattr(operator, "overloadpacket", operator)
+    if packet in _KEPT and not _drops(operator, args, kwargs):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _drops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether it applies dropout: skipping it would give the operators after it other random numbers."""
+    schema = getattr(operator, "_schema", None)
+    for index, argument in enumerate(schema.arguments if schema else ()):
+        if argument.name == "dropout_p":
+            given = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(given)
+    return False
+
+
+_selective_contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+
+
+def _without_autocast_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Kept results are found by their number: both times a weight must be cast, or both times not."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        enabled = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            torch.set_autocast_cache_enabled(enabled)
+
+    return run
+
+
+def _inputs_in_host_memory() -> torch.autograd.graph.saved_tensors_hooks:
+    """Applies to what ``checkpoint`` itself saves: within the block its own hooks are in force."""
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if tensor.device.type == "cpu" or not tensor.requires_grad:
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=True)
+        return tensor.device, host.copy_(tensor.detach(), non_blocking=True)
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        device, host = packed
+        return host.to(device, non_blocking=True)  # on the stream of the copy that filled it
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+# -- transformers ----------------------------------------------------------------------------------------
+
+
+def _checkpoints_itself(model: Any, blocks: dict[str, nn.Module]) -> bool:
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        return False
+    if not hasattr(model, "gradient_checkpointing_enable"):
+        return False
+    # Of its layers the class has the flag; models and attentions may have one of their own, as an attribute.
+    layers = {id(module) for module in model.modules() if hasattr(type(module), "gradient_checkpointing")}
+    return layers == set(map(id, blocks.values()))
+
+
+def _disable_cache(model: nn.Module) -> None:
+    """Keys and values that forward appended to a cache would be appended again in backward."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False) is True:
+            config.use_cache = False
+            logger.info("use_cache of %s is turned off: activations are recomputed.", type(module).__name__)

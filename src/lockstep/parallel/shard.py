@@ -1,0 +1,227 @@
+"""ZeRO: optimizer state, gradients and parameters sharded over the ranks, on torch's ``fully_shard``.
+
+All stages keep parameters, gradients and optimizer state sharded between steps. Inside a step of k
+micro-batches they differ:
+
+    stage   whole parameters            gradients reduced          communication
+    1       forward to end of step      once, at the end           1 all-gather, 1 reduce-scatter
+    2       forward to end of step      at each micro-batch        1 all-gather, k reduce-scatters
+    3       one block at a time         at each micro-batch        2k all-gathers, k reduce-scatters
+
+References: Rajbhandari et al., ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep.comm.dtensor import shard_like
+from lockstep.config.parallel import Parallel
+from lockstep.errors import UsageError
+from lockstep.parallel.blocks import shared_parameters
+from lockstep.parallel.exchange import exchange_on_cpu
+from lockstep.parallel.materialize import (
+    GroupValues,
+    InitWeights,
+    check_same_model,
+    initialisers,
+    modules_inside_out,
+)
+from lockstep.parallel.quantized import quantize_collectives
+from lockstep.parallel.sharding import Sharding, synchronised_buffers
+from lockstep.runtime.process import Runtime
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """``mesh`` is that of ``runtime.mesh.data_mesh``; ``autocast``: forward runs under autocast;
+    ``find_unused_parameters``: parameters without a gradient count as zeros, because other ranks may have one.
+    """
+
+    mesh: Any
+    parallel: Parallel = field(default_factory=Parallel)
+    mixed_precision: str = "no"
+    autocast: bool = True
+    broadcast_buffers: bool = True
+    find_unused_parameters: bool = False
+    init_weights: InitWeights | None = None
+
+
+def shard(
+    model: nn.Module, blocks: dict[str, nn.Module], runtime: Runtime, options: ShardOptions
+) -> nn.Module:
+    """Shard ``model`` in place: its class becomes a subclass of itself, its parameters DTensors. Collective.
+
+    The parameters of a block are gathered together; what is in no block is the root group. Parameters on
+    the meta device get their values group by group, so that no rank ever holds more of the whole model than
+    the root group and one block. All ranks take rank 0's values. Scalar (0-d) and empty parameters stay whole. The
+    parameter objects from before are empty afterwards, so that a forgotten use of one cannot go unnoticed.
+
+    Raises:
+        UsageError: the ranks' models differ, trainable parameters of one group have several types, or nothing
+            says how to initialise a model on the meta device.
+    """
+    check_same_model(model, runtime.world_size)
+    to_fill = initialisers(model, options.init_weights)
+    groups = _groups(model, blocks, runtime.is_main)
+    _check_types(groups)
+    values = GroupValues(runtime.device, to_fill, runtime.world_size)
+    before = dict(model.named_parameters())
+    # In the order of construction, so that the same seed gives the values of a model that is built whole.
+    outside = set(groups[model])
+    waiting: list[nn.Module] = []
+    for module in modules_inside_out(model):
+        if module in outside:
+            waiting.append(module)
+        elif module in groups:
+            values.fill(waiting)
+            values.fill(groups[module])
+            _shard_group(module, groups[module], options, is_root=False)
+            waiting = []
+    values.fill(waiting)
+    _shard_group(model, groups[model], options, is_root=True)
+    after = dict(model.named_parameters())
+    sharded = [module for module in model.modules() if hasattr(module, "set_requires_gradient_sync")]
+    if options.mesh.device_type == "cpu":
+        exchange_on_cpu(sharded)
+    if options.parallel.quantized_weights or options.parallel.quantized_gradients:
+        quantize_collectives(model, options.parallel.quantized_weights, options.parallel.quantized_gradients)
+    if options.parallel.forward_prefetch:
+        for this, following in itertools.pairwise(module for module in groups if module is not model):
+            this.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+    if options.find_unused_parameters:
+        _reduce_unused(model)
+    buffers = synchronised_buffers(model) if options.broadcast_buffers else []
+    sharding = Sharding(
+        stage=options.parallel.zero,
+        groups=sharded,
+        whole=[p for p in after.values() if p.ndim == 0 and p.requires_grad],
+        buffers=buffers,
+        replaced=[(old, after[name]) for name, old in before.items() if old is not after[name]],
+    )
+    model._sharding = sharding  # type: ignore[assignment]
+    if buffers:
+        model.register_forward_pre_hook(sharding.broadcast_buffers, prepend=True)
+    model.register_forward_hook(sharding.after_forward)
+    model.register_load_state_dict_pre_hook(_shard_whole_tensors)
+    # torch does it in the first forward, and takes the module of that one for the root.
+    model._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+    return model
+
+
+def _shard_whole_tensors(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let ``load_state_dict`` take whole tensors, such as those of a file: every rank has the same."""
+    for name, place in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+        given = state_dict.get(prefix + name)
+        if isinstance(given, torch.Tensor) and given.shape == place.shape:
+            state_dict[prefix + name] = shard_like(given, place)
+
+
+def _reduce_unused(model: Any) -> None:
+    if not hasattr(model, "set_reduce_scatter_unused_params"):
+        raise UsageError(
+            f"find_unused_parameters of a sharded model needs torch 2.13, but this is {torch.__version__}. "
+            "Let every rank use the same parameters in each step, or use parallel='ddp'."
+        )
+    model.set_reduce_scatter_unused_params(True)
+
+
+def _groups(
+    model: nn.Module, blocks: dict[str, nn.Module], is_main: bool
+) -> dict[nn.Module, list[nn.Module]]:
+    """For each module that becomes a group, the modules whose own parameters are in it; the model is last."""
+    shared = shared_parameters(model, blocks)
+    merged = {name for names in shared.values() for name in names if name in blocks}
+    if merged and is_main:
+        logger.info(
+            "%s are gathered with the root of the model, because they share parameters with other modules (%s).",
+            ", ".join(sorted(merged)),
+            ", ".join(shared),
+        )
+    groups = {
+        block: modules_inside_out(block)
+        for name, block in blocks.items()
+        if name not in merged and not all(map(_stays_whole, block.parameters()))
+    }
+    if not groups and is_main:
+        logger.warning(
+            "No blocks of %s are sharded one by one, so all of its weights are gathered at once. Name its blocks: "
+            "parallel='zero=... blocks=CLASS'.",
+            type(model).__name__,
+        )
+    inside = {module for members in groups.values() for module in members}
+    groups[model] = [module for module in modules_inside_out(model) if module not in inside]
+    return groups
+
+
+def _check_types(groups: dict[nn.Module, list[nn.Module]]) -> None:
+    for group, members in groups.items():
+        own = [p for module in members for p in module.parameters(recurse=False)]
+        types = {p.dtype for p in own if p.requires_grad and not _stays_whole(p)}
+        if any(hasattr(p, "placements") for p in own):
+            raise UsageError(
+                f"{type(group).__name__} has parameters that are sharded already (DTensors). Pass the model as it was "
+                "before, and leave sharding to prepare."
+            )
+        if len(types) > 1:
+            names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in types))
+            raise UsageError(
+                f"{type(group).__name__} has trainable parameters of types {names}, whose gradients cannot be reduced "
+                "together. Convert them to one, such as model.float(); mixed_precision sets the type of computation."
+            )
+
+
+def _shard_group(module: nn.Module, members: list[nn.Module], options: ShardOptions, is_root: bool) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    parallel, mesh = options.parallel, options.mesh
+    before = {id(p): p for member in members for p in member.parameters(recurse=False)}
+    arguments: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": _reshard_after_forward(parallel, is_root),
+        "ignored_params": set(filter(_stays_whole, before.values())),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+        if parallel.offload
+        else OffloadPolicy(),
+    }
+    reduce = DTYPES[parallel.reduce] if parallel.reduce else None
+    compute = DTYPES.get(options.mixed_precision)
+    if compute is not None:
+        # Kernels of batch normalisation want their weights in the type of the running statistics.
+        norms: list[nn.Module] = [
+            member for member in members if isinstance(member, _BatchNorm) and member is not module
+        ]
+        if any(True for norm in norms for _ in norm.parameters()):
+            fully_shard(norms, mp_policy=MixedPrecisionPolicy(), **arguments)
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=not options.autocast
+    )
+    fully_shard(module, mp_policy=policy, **arguments)
+    now = {id(p) for member in members for p in member.parameters(recurse=False)}
+    for old in before.values():
+        if id(old) not in now:
+            old.data = torch.empty(0, dtype=old.dtype, device=old.device)
+
+
+def _stays_whole(parameter: nn.Parameter) -> bool:
+    """Scalars, which have no rows, and empty parameters, which torch does not reduce."""
+    return parameter.ndim == 0 or parameter.numel() == 0
+
+
+def _reshard_after_forward(parallel: Parallel, is_root: bool) -> bool | int | None:
+    if parallel.zero < 3:
+        return False
+    if is_root:
+        return None  # backward begins with it: torch keeps it
+    return parallel.hpz or True

@@ -1,0 +1,68 @@
+"""Which type each tensor of a training step has: one table, which ``lockstep env --explain`` and the docs show."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from lockstep.config.enums import PrecisionType
+from lockstep.config.parallel import Parallel
+from lockstep.config.values import parse_precision
+
+NONE = "-"
+
+# tensor: (one process and DDP, ZeRO). A word in capitals is looked up in `dtypes`.
+TABLE: dict[str, tuple[str, str]] = {
+    "stored weights": ("fp32", "fp32"),
+    "weights on the wire": (NONE, "WEIGHTS_WIRE"),
+    "gathered weights": (NONE, "COMPUTE"),
+    "activations": ("COMPUTE", "COMPUTE"),
+    "unsharded gradients": ("fp32", "UNSHARDED"),
+    "gradient reduction": ("fp32", "AVERAGE"),
+    "gradients on the wire": ("fp32", "GRADIENTS_WIRE"),
+    "sharded gradients": (NONE, "fp32"),
+    "optimizer state": ("fp32", "fp32"),
+    "loss scale": ("SCALE", "SCALE"),
+}
+
+COMPUTE = {PrecisionType.NO: "fp32", PrecisionType.BF16: "bf16", PrecisionType.FP16: "fp16"}
+
+QUANTIZED_BLOCK = 256
+"""Numbers that share one fp32 scale in a quantised collective."""
+
+BYTES: dict[str, Fraction] = {
+    NONE: Fraction(0),
+    "fp32": Fraction(4),
+    "bf16": Fraction(2),
+    "fp16": Fraction(2),
+    "int8": 1 + Fraction(4, QUANTIZED_BLOCK),
+    "int4": Fraction(1, 2) + Fraction(4, QUANTIZED_BLOCK),
+}
+"""Bytes of one number, with its part of the scale."""
+
+
+def dtypes(parallel: Parallel, mixed_precision: str, ranks: int = 2) -> dict[str, str]:
+    """Tensor, as named in ``TABLE``, to its type, a key of ``BYTES``.
+
+    In one process nothing is sharded or sent. One process and DDP compute under autocast, which keeps
+    operations such as softmax in fp32. ZeRO casts the shards of the fp32 weights before it gathers them, and
+    stage 1 adds up the whole gradients of a window in the type in which it will average them.
+
+    Raises:
+        ConfigError: ``mixed_precision`` is not ``no``, ``bf16`` or ``fp16``.
+    """
+    precision = parse_precision(mixed_precision, "mixed_precision")
+    compute = COMPUTE[precision]
+    average = str(parallel.reduce or compute)
+    resolved = {
+        "COMPUTE": compute,
+        "WEIGHTS_WIRE": str(parallel.quantized_weights or compute),
+        "AVERAGE": average,
+        "UNSHARDED": average if parallel.zero == 1 else compute,
+        "GRADIENTS_WIRE": str(parallel.quantized_gradients or average),
+        "SCALE": "fp32" if precision is PrecisionType.FP16 else NONE,
+    }
+    sharded = parallel.shards and ranks > 1
+    types = {tensor: resolved.get(kinds[sharded], kinds[sharded]) for tensor, kinds in TABLE.items()}
+    if ranks == 1:
+        types["gradient reduction"] = types["gradients on the wire"] = NONE
+    return types

@@ -1,0 +1,210 @@
+"""Bytes of weights, gradients and optimizer state on a rank, before anything runs.
+
+Psi stands for the number of parameters and N for the ranks that share one copy of the state. Counted is what
+grows with Psi; activations, buffers and what allocators and communication backends keep for themselves are not.
+
+References: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
+sections 3 and 5; Wang et al., ZeRO++, 2023 (hpz); Zhao et al., PyTorch FSDP, VLDB 2023 (hybrid sharding).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+from lockstep.config.checks import MAX_ACCUMULATION_STEPS, MAX_PROCESSES
+from lockstep.config.enums import Strategy
+from lockstep.config.parallel import Parallel
+from lockstep.config.values import parse_integer, shown, suggestion
+from lockstep.errors import ConfigError
+from lockstep.plan.dtypes import BYTES, dtypes
+from lockstep.plan.size import ModelSize
+from lockstep.plan.traffic import Traffic, sent_bytes
+
+FP32 = 4
+
+OPTIMIZERS = {
+    "adamw": 8,
+    "adam": 8,
+    "nadam": 8,
+    "radam": 8,
+    "adamax": 8,
+    "adagrad": 4,
+    "rmsprop": 4,
+    "sgd": 0,
+    "sgd-momentum": 4,
+    "lion": 4,
+}
+"""Bytes of state a parameter, in fp32: torch's classes with their default arguments, and Lion (Chen et al., 2023)."""
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """Bytes of state on one of ``ranks`` ranks, and what it sends in a step.
+
+    From one step to the next: ``weights``, ``gradients`` (until ``zero_grad``), ``optimizer``, and DDP's
+    ``buckets``. They lie in host memory if ``on_host``. Within a step, on the device: ``gathered_weights``,
+    ``kept_weights`` (hpz), ``unreduced_gradients`` (stage 1: whole ones; ``replicate``: shards without the other
+    replicas' part), ``block_gradients`` and ``averaged_gradients`` (``replicate``: what was averaged over the
+    replicas, which torch keeps until backward ends). ``textbook`` is what the paper's formula gives.
+    """
+
+    ranks: int
+    weights: int
+    gradients: int
+    optimizer: int
+    buckets: int = 0
+    gathered_weights: int = 0
+    kept_weights: int = 0
+    unreduced_gradients: int = 0
+    block_gradients: int = 0
+    averaged_gradients: int = 0
+    on_host: bool = False
+    textbook: int = 0
+    sent: Traffic = field(default_factory=Traffic)
+
+    @property
+    def at_rest(self) -> int:
+        """After a step, on device and host together."""
+        return self.weights + self.gradients + self.optimizer + self.buckets
+
+    @property
+    def host(self) -> int:
+        """After a step, on the host."""
+        return self.at_rest if self.on_host else 0
+
+    @property
+    def device(self) -> int:
+        """After a step, on the device."""
+        return self.at_rest - self.host
+
+    @property
+    def peak(self) -> int:
+        """An upper bound of what is on the device within a step.
+
+        Unreduced gradients turn into (averages and) shards block by block, so that only the larger side counts.
+        That holds when ``zero_grad`` frees the shards (``set_to_none=True``, the default).
+        """
+        shards = 0 if self.on_host else self.gradients
+        within = self.gathered_weights + self.kept_weights + self.block_gradients
+        gradients = max(shards + self.averaged_gradients, self.unreduced_gradients)
+        return self.device - shards + gradients + within
+
+
+def state_bytes(
+    parameters: int,
+    ranks: int,
+    parallel: Parallel,
+    mixed_precision: str,
+    optimizer: str = "adamw",
+    trainable: int | None = None,
+    *,
+    block: int = 0,
+    root: int = 0,
+    micro_batches: int = 1,
+) -> MemoryRow:
+    """The state of a model with ``parameters`` parameters on one of ``ranks`` ranks.
+
+    Weights, gradients and optimizer state are fp32. With AdamW they are 4 + 4 + 8 bytes a parameter in one
+    process; DDP adds 4 of buckets (unless ``gradient_as_bucket_view``). Under ZeRO every stage keeps them
+    sharded between steps, (4 + 4 + 8) / N. The stages differ in what is whole within a step:
+
+    - stage 1: weights, and gradients until the end of the window.
+    - stage 2: weights. Gradients are scattered after each micro-batch.
+    - stage 3: weights of two blocks, the current one and the next on its way, and of the root group. With
+      ``hpz=P`` also 1/P of the blocks' weights, from forward to backward.
+
+    All stages hold one block's gradients, and their copy that is being averaged.
+
+    Args:
+        trainable: how many of the parameters get gradients; None: all.
+        block: parameters of the largest block; 0: blocks are not counted.
+        root: parameters in no block, which stay gathered from forward to backward.
+        micro_batches: batches in a window of accumulation.
+
+    Raises:
+        ConfigError: a number is out of range, the optimizer is not in ``OPTIMIZERS``, or the ranks cannot be
+            divided as ``parallel`` says.
+    """
+    size = ModelSize(parameters, parameters if trainable is None else trainable, block, root)
+    parse_integer(ranks, "ranks", 1, MAX_PROCESSES)
+    parse_integer(micro_batches, "micro_batches", 1, MAX_ACCUMULATION_STEPS)
+    if parallel.strategy is Strategy.DATA_PARALLEL and ranks > 1:
+        raise ConfigError(
+            f"parallel='dataparallel' is one process, but there are {ranks}. Use parallel='ddp' or a stage of ZeRO."
+        )
+    state = _optimizer_bytes(optimizer)
+    sharded = parallel.shards and ranks > 1
+    shard = parallel.shard_size(ranks) if sharded else 1
+    weights, trained = math.ceil(Fraction(size.parameters, shard)), math.ceil(Fraction(size.trainable, shard))
+    row = MemoryRow(
+        ranks=ranks,
+        weights=FP32 * weights,
+        gradients=FP32 * trained,
+        optimizer=state * trained,
+        textbook=_textbook(size, shard, parallel, mixed_precision, state),
+        sent=sent_bytes(size, ranks, parallel, mixed_precision, micro_batches),
+    )
+    if sharded:
+        return _within_step(row, size, shard, parallel, dtypes(parallel, mixed_precision), micro_batches)
+    return row if ranks == 1 else replace(row, buckets=FP32 * size.trainable)
+
+
+def textbook_bytes(
+    parameters: int, shard: int, stage: int, weights: int = 4, gradients: int = 4, optimizer: int = 8
+) -> int:
+    """The paper's formula (section 3 and figure 1), with so many bytes a parameter for each part.
+
+    Stage 0 (data parallel): everything whole. Stage 1 divides the optimizer state by ``shard``, stage 2 also
+    gradients, stage 3 also weights. fp32 training with Adam is 4, 4, 8; the paper's mixed precision 2, 2, 12,
+    where the optimizer holds the fp32 weights.
+    """
+    parts = (weights, gradients, optimizer)
+    whole = sum(parts[: 3 - stage])
+    return math.ceil(parameters * (whole + Fraction(sum(parts) - whole, shard)))
+
+
+def _textbook(size: ModelSize, shard: int, parallel: Parallel, mixed_precision: str, state: int) -> int:
+    """Frozen parameters have weights alone; with mixed precision the paper stores them in 16 bits."""
+    weights, master = (4, 0) if dtypes(parallel, mixed_precision)["activations"] == "fp32" else (2, 4)
+    frozen = size.parameters - size.trainable
+    return textbook_bytes(size.trainable, shard, parallel.zero, weights, weights, master + state) + (
+        textbook_bytes(frozen, shard, parallel.zero, weights, 0, 0)
+    )
+
+
+def _within_step(
+    row: MemoryRow, size: ModelSize, shard: int, parallel: Parallel, types: dict[str, str], micro_batches: int
+) -> MemoryRow:
+    gathered, unsharded, averaged = (
+        BYTES[types[name]] for name in ("gathered weights", "unsharded gradients", "gradient reduction")
+    )
+    in_blocks = size.parameters - size.root
+    weights = min(2 * size.block, in_blocks) + size.root if parallel.zero == 3 else size.parameters
+    unreduced = Fraction(0)
+    if parallel.zero == 1:
+        unreduced = size.trainable * unsharded
+    elif parallel.replicate > 1 and micro_batches > 1:
+        unreduced = Fraction(size.trainable, shard) * averaged
+    # Averages in fp32 on the device are the shards themselves.
+    copied = parallel.replicate > 1 and (averaged != FP32 or parallel.offload)
+    return replace(
+        row,
+        gathered_weights=math.ceil(weights * gathered),
+        kept_weights=math.ceil(Fraction(in_blocks, parallel.hpz) * gathered) if parallel.hpz else 0,
+        unreduced_gradients=math.ceil(unreduced),
+        block_gradients=math.ceil(min(size.block, size.trainable) * (unsharded + averaged)),
+        averaged_gradients=math.ceil(Fraction(size.trainable, shard) * averaged) if copied else 0,
+        on_host=parallel.offload,
+    )
+
+
+def _optimizer_bytes(name: str) -> int:
+    known = OPTIMIZERS.get(name.lower())
+    if known is None:
+        raise ConfigError(
+            f"optimizer={shown(name)} has no known size of state.{suggestion(name, OPTIMIZERS)} "
+            f"Use one of {', '.join(OPTIMIZERS)}."
+        )
+    return known

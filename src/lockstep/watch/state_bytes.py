@@ -1,0 +1,63 @@
+"""Bytes of training state that this rank holds, counted tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.comm.dtensor import local
+from lockstep.comm.tree import leaves
+from lockstep.parallel.compose import gradients
+from lockstep.parallel.sharding import sharding_of
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes on this rank, on device and host together."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+@torch.no_grad()
+def count_state(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> StateBytes:
+    """What models and optimizers hold now: of a sharded tensor this rank's part, of a tied one once.
+
+    Gradients are also those that a window has not reduced yet. Not counted: buffers, gathered weights, DDP's
+    buckets, activations.
+    """
+    models = list(models)
+    state = (
+        value
+        for optimizer in optimizers
+        for values in optimizer.state.values()
+        for value in leaves(values).values()
+        if isinstance(value, torch.Tensor)
+    )
+    return StateBytes(
+        weights=_bytes(parameter for model in models for parameter in _kept(model)),
+        gradients=_bytes(gradient for model in models for gradient in gradients(model)),
+        optimizer=_bytes(state),
+    )
+
+
+def _kept(model: nn.Module) -> Iterator[torch.Tensor]:
+    """The parameters, and in the places of gathered ones their shards."""
+    sharding = sharding_of(model)
+    shards = {} if sharding is None else {id(whole): shard for whole, shard in sharding.gathered()}
+    return (shards.get(id(parameter), parameter) for parameter in model.parameters())
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of this rank's parts, each object once."""
+    parts = [local(tensor) for tensor in tensors]
+    return sum({id(part): part.nbytes for part in parts}.values())

@@ -1,0 +1,378 @@
+"""States of sharded runs: whole in the file, so that any other way of spreading the run continues from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, load_model, save_file
+from torch import nn
+
+from lockstep import Accelerator, GradScalerKwargs
+from lockstep.errors import CheckpointError, LockstepError
+
+FEATURES, CLASSES, ROWS, BEFORE, AFTER = 6, 5, 8, 3, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(7, 7)  # 7 rows are not the same number on every rank, nor 3
+        self.few = nn.Parameter(torch.randn(3, 7) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x)) + x @ self.few.T @ self.few
+
+
+class Net(nn.Module):
+    """Tied weights, a frozen layer, a scalar, buffers, and rows that don't divide by the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 7)
+        self.norm = nn.BatchNorm1d(7, track_running_stats=True).requires_grad_(False).eval()
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.back = nn.Linear(7, CLASSES, bias=False)
+        self.again = nn.Linear(7, CLASSES, bias=False)
+        self.again.weight = self.back.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(self.norm(self.first(rows)))
+        for layer in self.layers:
+            x = layer(x)
+        return (self.back(x) + self.again(x)) * self.scale
+
+
+def make(seed: int = 0) -> tuple[Net, torch.optim.Optimizer]:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Net()
+        model.norm.running_mean.normal_()
+    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
+    others = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
+    return model, torch.optim.AdamW([{"params": decayed, "lr": 2e-3}, {"params": others, "lr": 1e-3}])
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    rows = torch.randn(ROWS, FEATURES, generator=generator)
+    return rows, torch.randint(0, CLASSES, (ROWS,), generator=generator)
+
+
+def plain_run() -> dict[str, Any]:
+    """Without interruption, in one process, by torch alone."""
+    torch.set_num_threads(1)
+    model, optimizer = make()
+    losses = []
+    for step in range(BEFORE + AFTER):
+        rows, labels = batch(step)
+        loss = F.cross_entropy(model(rows), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "weights": {name: p.detach() for name, p in model.state_dict().items()}}
+
+
+class Run:
+    def __init__(self, text: str, seed: int = 0, precision: str = "no") -> None:
+        torch.set_num_threads(1)
+        handlers = [GradScalerKwargs(init_scale=256.0, growth_interval=2)]
+        self.accelerator = Accelerator(
+            cpu=True, parallel=text, mixed_precision=precision, kwargs_handlers=handlers
+        )
+        plain, optimizer = make(seed)
+        self.model, self.optimizer = self.accelerator.prepare(plain, optimizer)
+
+    def train(self, first: int, steps: int) -> list[float]:
+        losses = []
+        for step in range(first, first + steps):
+            rows, labels = (t.chunk(self.accelerator.num_processes) for t in batch(step))
+            rank = self.accelerator.process_index
+            loss = F.cross_entropy(self.model(rows[rank]).float(), labels[rank])
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(self.accelerator.reduce(loss.detach(), "mean").item())
+        return losses
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Weights and moments, gathered by torch."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        found = {name: full(value) for name, value in self.model.state_dict().items()}
+        for parameter, values in self.optimizer.state.items():
+            found |= {f"{names[id(parameter)]}:{key}": full(value) for key, value in values.items()}
+        return {name.removeprefix("module."): value for name, value in found.items()}
+
+
+def full(tensor: Any) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def saved(text: str, directory: str, precision: str = "no") -> dict[str, Any]:
+    run = Run(text, precision=precision)
+    losses = run.train(0, BEFORE)
+    run.model.eval()
+    run.model(batch(0)[0])  # stages 1 and 2 now have whole weights
+    run.accelerator.save_state(directory)
+    run.model.train()
+    scale = run.accelerator.scaler.get_scale() if run.accelerator.scaler else None
+    return {"losses": losses, "state": run.state(), "scale": scale}
+
+
+def loaded(text: str, directory: str, precision: str = "no") -> dict[str, Any]:
+    run = Run(text, seed=1, precision=precision)
+    run.train(7, 1)  # moments of its own, which loading replaces
+    run.model(batch(0)[0])
+    run.accelerator.load_state(directory)
+    scale = run.accelerator.scaler.get_scale() if run.accelerator.scaler else None
+    state = run.state()
+    losses = run.train(BEFORE, AFTER)
+    weights = {name: value for name, value in run.state().items() if ":" not in name}
+    return {"losses": losses, "state": state, "weights": weights, "scale": scale}
+
+
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
+SPREADS = [
+    (1, "zero=3"),
+    (2, "ddp"),
+    (2, "zero=1"),
+    (2, "zero=2"),
+    (2, "zero=3"),
+    (4, "zero=1"),
+    (4, "zero=3"),
+    (4, "zero=2 replicate=2"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "text"), SPREADS)
+def test_a_state_continues_under_every_other_stage_and_number_of_ranks(
+    run_distributed: Any, tmp_path: Path, ranks: int, text: str
+) -> None:
+    directory = str(tmp_path / "state")
+    expected = plain_run()
+    before = run_distributed(saved, ranks, text, directory)[0]
+    assert before["losses"] == pytest.approx(expected["losses"][:BEFORE], rel=2e-6)
+    others = SPREADS if text in ("zero=3", "zero=2 replicate=2") and ranks > 1 else SPREADS[::3]
+    for other_ranks, other in {(ranks, text), *others}:
+        for after in run_distributed(loaded, other_ranks, other, directory):
+            assert_equal(after["state"], before["state"])
+            assert after["losses"] == pytest.approx(expected["losses"][BEFORE:], rel=2e-6)
+            for name, value in expected["weights"].items():
+                assert torch.allclose(after["weights"][name], value, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_loss_scale_of_fp16_continues(run_distributed: Any, tmp_path: Path, stage: int) -> None:
+    directory = str(tmp_path / "state")
+    before = run_distributed(saved, 2, f"zero={stage}", directory, "fp16")[0]
+    assert before["scale"] not in (None, 256.0)
+    for after in run_distributed(loaded, 4, "zero=2", directory, "fp16"):
+        assert after["scale"] == before["scale"]
+        assert_equal(after["state"], before["state"])
+
+
+# -- weights alone --------------------------------------------------------------------------------------
+
+
+def exported(text: str, directory: str) -> dict[str, Any]:
+    run = Run(text)
+    run.train(0, 1)
+    run.model(batch(0)[0])
+    seen: list[dict[str, tuple[Any, ...]]] = []
+
+    def look(models: list[nn.Module], weights: list[dict[str, Any]], output: str) -> None:
+        seen.extend({name: (type(t), tuple(t.shape)) for name, t in one.items()} for one in weights)
+
+    run.accelerator.register_save_state_pre_hook(look)
+    run.accelerator.save_state(f"{directory}/state")
+    run.accelerator.save_model(run.model, f"{directory}/model")
+    whole = run.accelerator.get_state_dict(run.model)
+    tied = whole["back.weight"].data_ptr() == whole["again.weight"].data_ptr()
+    return {"hook": seen, "whole": whole, "tied": tied, "state": run.state()}
+
+
+@pytest.mark.parametrize(("ranks", "text"), SPREADS[2:])
+def test_saved_models_and_hooks_have_the_whole_weights_with_ties_once(
+    run_distributed: Any, tmp_path: Path, ranks: int, text: str
+) -> None:
+    plain = make(seed=3)[0]
+    shapes = {name: (torch.Tensor, tuple(t.shape)) for name, t in plain.state_dict().items()}
+    for found in run_distributed(exported, ranks, text, str(tmp_path)):
+        assert found["hook"] == [shapes]
+        assert found["tied"]
+        assert_equal(found["whole"], {n: t for n, t in found["state"].items() if ":" not in n})
+    for file in (tmp_path / "model" / "model.safetensors", tmp_path / "state" / "model.safetensors"):
+        tensors = load_file(file)
+        assert len({"back.weight", "again.weight"} & tensors.keys()) == 1
+        fresh = make(seed=3)[0]
+        load_model(fresh, file)
+        assert_equal(dict(fresh.state_dict()), found["whole"])
+
+
+def tiny(kind: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if kind == "llama":
+        config = transformers.LlamaConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            tie_word_embeddings=False,
+        )
+        return transformers.LlamaForCausalLM(config)
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+    )
+
+
+def export_transformers(kind: str, text: str, directory: str) -> dict[str, torch.Tensor]:
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True, parallel=text)
+    model = tiny(kind)
+    config = model.config
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    tokens = torch.arange(12).view(2, 6)
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()
+    accelerator.save_model(model, directory)
+    if accelerator.is_main_process:
+        config.save_pretrained(directory)
+    return accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize(("kind", "text"), [("llama", "zero=3"), ("gpt2", "zero=2")])
+def test_transformers_reads_what_save_model_wrote(
+    run_distributed: Any, tmp_path: Path, kind: str, text: str
+) -> None:
+    plain = tiny(kind)
+    whole = run_distributed(export_transformers, 2, kind, text, str(tmp_path))[0]
+    found = type(plain).from_pretrained(tmp_path)
+    assert_equal(dict(found.state_dict()), whole)
+    assert not torch.equal(found.state_dict()["lm_head.weight"], plain.state_dict()["lm_head.weight"])
+    tokens = torch.arange(12).view(2, 6)
+    plain.eval().load_state_dict(whole)
+    assert torch.equal(found(input_ids=tokens).logits, plain(input_ids=tokens).logits)
+
+
+# -- what does not fit ----------------------------------------------------------------------------------
+
+
+class Fragile:
+    """An object of the user's whose state cannot be had on one rank."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.fails:
+            raise ValueError("the state is gone")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing."""
+
+
+def fails_to_save(text: str, directory: str) -> tuple[str, bool, list[float]]:
+    run = Run(text)
+    run.accelerator.register_for_checkpointing(Fragile(run.accelerator.process_index == 1))
+    message = ""
+    try:
+        run.accelerator.save_state(directory)
+    except (ValueError, LockstepError) as error:
+        message = str(error)
+    run.accelerator.wait_for_everyone()
+    return message, Path(directory).exists(), run.train(0, 1)
+
+
+@pytest.mark.parametrize(("ranks", "text"), [(2, "zero=3"), (4, "zero=2 replicate=2")])
+def test_an_object_that_fails_on_one_rank_fails_the_save_on_all(
+    run_distributed: Any, tmp_path: Path, ranks: int, text: str
+) -> None:
+    for message, published, losses in run_distributed(fails_to_save, ranks, text, str(tmp_path / "state")):
+        assert "the state is gone" in message
+        assert not published
+        assert losses == pytest.approx(plain_run()["losses"][:1], rel=2e-6)
+
+
+def refused(text: str, directory: str, kind: str) -> tuple[str, bool, bool]:
+    """Save with two models, break it, and load: (message, is a CheckpointError, nothing was changed)."""
+    run = Run(text)
+    second = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    second, other = run.accelerator.prepare(second, torch.optim.AdamW(second.parameters()))
+    run.train(0, 1)
+    accelerator = run.accelerator
+    accelerator.backward(second(torch.ones(2, 4)).sum())
+    other.step()
+    accelerator.save_state(directory)
+    if accelerator.is_main_process:
+        damage(Path(directory), kind)
+    if kind == "groups":
+        other.param_groups[0]["params"].pop()
+    run.train(1, 1)
+    before = run.state()
+    accelerator.wait_for_everyone()
+    try:
+        accelerator.load_state(directory)
+    except LockstepError as error:
+        same = run.state()
+        unchanged = all(torch.equal(same[name], value) for name, value in before.items())
+        return str(error), isinstance(error, CheckpointError), unchanged
+    return "", False, False
+
+
+def damage(directory: Path, kind: str) -> None:
+    weights, states = directory / "model_1.safetensors", directory / "state.safetensors"
+    tensors = load_file(weights)
+    if kind == "shape":
+        tensors["1.weight"] = torch.ones(4, 5)
+    elif kind == "missing":
+        del tensors["1.bias"]
+    elif kind == "unknown":
+        tensors["2.bias"] = torch.ones(4)
+    save_file(tensors, weights)
+    if kind == "no file":
+        weights.unlink()
+    if kind == "moment":
+        moments = load_file(states)
+        names = [name for name, value in moments.items() if "optimizer.1" in name and value.ndim == 2]
+        save_file(moments | {names[0]: torch.ones(3, 4)}, states)
+    if kind == "generators":
+        (directory / "rng_1.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("shape", "1.weight is (4, 5), but (4, 4) in the model"),
+        ("missing", "1.bias"),
+        ("unknown", "2.bias"),
+        ("no file", "model_1.safetensors"),
+        ("moment", "(3, 4)"),
+        ("groups", "groups of [4] parameters, but has groups of [3] here"),
+        ("generators", "rng_1"),
+    ],
+)
+@pytest.mark.parametrize("text", ["zero=1", "zero=3"])
+def test_what_does_not_fit_is_an_error_on_all_ranks_and_changes_nothing(
+    run_distributed: Any, tmp_path: Path, text: str, kind: str, words: str
+) -> None:
+    found = run_distributed(refused, 2, text, str(tmp_path / "state"), kind)
+    assert all(words in message for message, _, _ in found)
+    assert all(unchanged for _, _, unchanged in found)
+    assert any(is_checkpoint_error for _, is_checkpoint_error, _ in found)
+    if kind != "generators":  # which is a file of one rank's own
+        assert all(is_checkpoint_error for _, is_checkpoint_error, _ in found)

@@ -1,0 +1,55 @@
+"""Bytes of tensors that are alive, whoever holds them: the oracle of tests on memory."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows every storage that an operator inside returns or changes, until it is freed.
+
+    ``now()``: bytes of these alive; ``peak``: the largest such number after any operator. A storage that torch
+    resizes to nothing counts as nothing. Tensors from before that no operator touches are not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(hasattr(kind, "device_mesh") for kind in types):
+            return NotImplemented  # a DTensor: its operators on local tensors are seen
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter((args, kwargs, result)):
+            if isinstance(tensor, torch.Tensor) and not hasattr(tensor, "placements"):
+                storage = tensor.untyped_storage()
+                if storage.device.type != "meta":  # as those of DTensor's rules of propagation
+                    self._storages[storage._cdata] = weakref.ref(storage)
+        self.peak = max(self.peak, self.now())
+        return result
+
+    def now(self) -> int:
+        alive = {address: ref for address, ref in self._storages.items() if ref() is not None}
+        self._storages = alive
+        return sum(storage.nbytes() for ref in alive.values() if (storage := ref()) is not None)
+
+
+def reachable_bytes() -> int:
+    """Of all tensors that Python objects hold now, each storage once."""
+    gc.collect()
+    storages: dict[int, int] = {}
+    for item in gc.get_objects():
+        # Looking at the class alone: attributes of strange objects may run code.
+        if issubclass(type(item), torch.Tensor) and not hasattr(item, "placements") and not item.is_meta:
+            storage = item.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())

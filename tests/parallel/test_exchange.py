@@ -1,0 +1,94 @@
+"""The collectives that sharded models use on the CPU give what torch's own give, with the same bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep import Accelerator
+from lockstep.errors import UsageError
+from lockstep.parallel import exchange
+from lockstep.parallel.exchange import BroadcastAllGather, ExchangeReduceScatter
+
+LENGTH = 5
+
+
+def values(rank: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def collectives(dtype: torch.dtype) -> dict[str, Any]:
+    accelerator = Accelerator(cpu=True)
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    group: Any = dist.group.WORLD
+    mine = values(rank, ranks * LENGTH, dtype)
+    results: dict[str, Any] = {}
+    with accelerator.communication() as ledger:
+        gathered = torch.empty(ranks * LENGTH, dtype=dtype)
+        BroadcastAllGather()(gathered, mine[:LENGTH], group)
+    results["gathered"], results["gather_bytes"] = gathered, ledger.wire_bytes()
+    in_place = torch.empty(ranks * LENGTH, dtype=dtype)
+    part = in_place.chunk(ranks)[rank].copy_(mine[:LENGTH])
+    BroadcastAllGather()(in_place, part, group)
+    results["in_place"] = in_place
+    for op in ("SUM", "AVG"):
+        reduced = torch.empty(LENGTH, dtype=dtype)
+        with accelerator.communication() as ledger:
+            ExchangeReduceScatter()(reduced, mine, group, getattr(dist.ReduceOp, op))
+        results[op], results["reduce_bytes"] = reduced, ledger.wire_bytes()
+    with pytest.raises(UsageError, match="MAX"):
+        ExchangeReduceScatter()(reduced, mine, group, dist.ReduceOp.MAX)
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_results_are_those_of_the_definition(
+    run_distributed, world_size: int, dtype: torch.dtype
+) -> None:
+    all_values = [values(rank, world_size * LENGTH, dtype) for rank in range(world_size)]
+    expected = torch.cat([one[:LENGTH] for one in all_values])
+    total = torch.stack(all_values).double().sum(0)
+    tolerance = 1e-6 if dtype is torch.float32 else 2e-2
+    wire = (world_size - 1) * LENGTH * expected.element_size()
+    for rank, found in enumerate(run_distributed(collectives, world_size, dtype)):
+        assert torch.equal(found["gathered"], expected)
+        assert torch.equal(found["in_place"], expected)
+        part = total.chunk(world_size)[rank]
+        torch.testing.assert_close(found["SUM"].double(), part, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(found["AVG"].double(), part / world_size, rtol=tolerance, atol=tolerance)
+        assert found["gather_bytes"] == found["reduce_bytes"] == wire
+
+
+def with_fewer_ranks_allowed() -> list[torch.Tensor]:
+    accelerator = Accelerator(cpu=True)
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    group: Any = dist.group.WORLD
+    mine = values(rank, ranks * LENGTH)
+    results = []
+    for most in (exchange.MOST_RANKS, 1):
+        exchange.MOST_RANKS = most
+        gathered, reduced = torch.empty(ranks * LENGTH), torch.empty(LENGTH)
+        with accelerator.communication() as ledger:
+            BroadcastAllGather()(gathered, mine[:LENGTH], group)
+            ExchangeReduceScatter()(reduced, mine, group, dist.ReduceOp.AVG)
+        results += [
+            gathered,
+            reduced,
+            torch.tensor([ledger.count("all_gather"), ledger.count("reduce_scatter")]),
+        ]
+    exchange.MOST_RANKS = 8
+    return results
+
+
+def test_larger_groups_use_the_backends_own(run_distributed) -> None:
+    for ours_gathered, ours_reduced, none, gathered, reduced, both in run_distributed(
+        with_fewer_ranks_allowed, 2
+    ):
+        assert none.tolist() == [0, 0]
+        assert both.tolist() == [1, 1]
+        assert torch.equal(ours_gathered, gathered)
+        torch.testing.assert_close(ours_reduced, reduced)

@@ -1,0 +1,254 @@
+"""Bytes and collectives of a step under each stage of ZeRO, counted on the Accelerator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep import Accelerator
+from lockstep.config.parallel import Parallel
+
+WIDTH, BLOCKS = 64, 3
+ROOT = WIDTH * WIDTH
+BLOCK = 2 * WIDTH * WIDTH
+PSI = BLOCKS * BLOCK + ROOT
+GROUPS = BLOCKS + 1
+QUANTIZED_BLOCK, SCALE = 256, 4
+
+
+class Model(nn.Module):
+    """Blocks, and a layer that is in none of them. All sizes divide by the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.blocks = nn.Sequential(*(self._block() for _ in range(BLOCKS)))
+
+    def _block(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.blocks(self.first(rows))
+
+
+class WithBuffersAndScalars(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, affine=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.shift = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(rows)) * self.scale + self.shift
+
+
+@dataclass
+class Sent:
+    """By collective: how many, and bytes that this rank sends."""
+
+    count: dict[str, Fraction] = field(default_factory=dict)
+    bytes: dict[str, Fraction] = field(default_factory=dict)
+
+
+def sent_by(ledger: Any) -> Sent:
+    """On the CPU n ranks gather by n broadcasts, one from each, and scatter by an all-to-all."""
+    sent = Sent()
+    for one in ledger.records:
+        name = {"broadcast": "all_gather", "all_to_all": "reduce_scatter"}.get(one.operation, one.operation)
+        part = Fraction(1, one.group_size if one.operation == "broadcast" else 1)
+        sent.count[name] = sent.count.get(name, 0) + part
+        sent.bytes[name] = sent.bytes.get(name, 0) + one.wire_bytes
+    return sent
+
+
+def windows(
+    text: str, precision: str, micro_batches: int, clips: bool = False, model_type: type[Model] = Model
+) -> list[list[Sent]]:
+    """For each of two windows: what its micro-batches sent, then its clipping and its step."""
+    torch.set_num_threads(1)
+    accelerator = Accelerator(
+        cpu=True, mixed_precision=precision, parallel=text, gradient_accumulation_steps=micro_batches
+    )
+    model = model_type()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    rows = torch.randn(2, WIDTH)
+    found = []
+    for _ in range(2):
+        sent = []
+        for _ in range(micro_batches):
+            with accelerator.accumulate(model):
+                with accelerator.communication() as backward:
+                    accelerator.backward(model(rows).float().sum())
+                with accelerator.communication() as step:
+                    if clips and accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                sent += [sent_by(backward), sent_by(step)]
+        found.append(sent)
+    return found
+
+
+@dataclass(frozen=True)
+class Theory:
+    """Of one window of k micro-batches, with bytes of a number: ``weight``, ``gradient``, ``average``."""
+
+    ranks: int
+    plan: Parallel
+    weight: float = 4
+    gradient: float = 4
+    average: float = 4
+    """In the all-reduce over replicas, and in hpz's second all-gather the type of the weights themselves."""
+    kept: float = 4
+
+    def bytes(self, k: int) -> dict[str, float]:
+        """Stage 1: 2 Psi (N - 1) / N; stage 2 reduces, and stage 3 also gathers twice, at each micro-batch. The
+        root group is gathered once in a micro-batch."""
+        shard = self.ranks // self.plan.replicate
+        ring = (shard - 1) / shard
+        gathered = PSI * ring * self.weight
+        if self.plan.zero == 3:
+            few = self.plan.hpz or shard
+            again = (PSI - ROOT) * (few - 1) / few * (self.kept if self.plan.hpz else self.weight)
+            gathered = k * (gathered + again)
+        reduced = (1 if self.plan.zero == 1 else k) * PSI * ring * self.gradient
+        found = {"all_gather": gathered, "reduce_scatter": reduced}
+        if self.plan.replicate > 1:
+            copies = self.plan.replicate
+            found["all_reduce"] = 2 * (copies - 1) / copies * PSI / shard * self.average
+        return found
+
+    def counts(self, k: int) -> dict[str, int]:
+        gathers = GROUPS if self.plan.zero < 3 else k * (GROUPS + BLOCKS)
+        reduces = GROUPS * (1 if self.plan.zero == 1 else k)
+        found = {"all_gather": gathers, "reduce_scatter": reduces}
+        return found | ({"all_reduce": GROUPS} if self.plan.replicate > 1 else {})
+
+
+def merged(window: list[Sent]) -> Sent:
+    total = Sent()
+    for one in window:
+        for name, count in one.count.items():
+            total.count[name] = total.count.get(name, 0) + count
+            total.bytes[name] = total.bytes.get(name, 0) + one.bytes[name]
+    return total
+
+
+INT8 = 1 + SCALE / QUANTIZED_BLOCK
+INT4 = 1 / 2 + SCALE / QUANTIZED_BLOCK
+HALF = {"weight": 2, "gradient": 2, "average": 2, "kept": 2}
+CASES: list[tuple[int, str, str, dict[str, float]]] = [
+    *((ranks, f"zero={stage}", "no", {}) for ranks in (2, 4) for stage in (1, 2, 3)),
+    *((4, f"zero={stage} replicate=2", "no", {}) for stage in (1, 2, 3)),
+    (4, "zero=3 hpz=2", "no", {}),
+    (4, "zero=3 hpz=2", "bf16", HALF),
+    *((2, f"zero={stage}", "bf16", HALF) for stage in (1, 2, 3)),
+    (2, "zero=2 reduce=fp32", "bf16", HALF | {"gradient": 4}),
+    (4, "zero=3 replicate=2 reduce=fp32", "bf16", HALF | {"gradient": 4, "average": 4}),
+    (2, "zero=3 offload", "no", {}),
+    (2, "zero=3 forward_prefetch", "no", {}),
+    (2, "zero=2 quantized_weights", "no", {"weight": INT8}),
+    (2, "zero=3 quantized_weights quantized_gradients=int8", "no", {"weight": INT8, "gradient": INT8}),
+    (4, "zero=3 quantized_weights quantized_gradients=int4", "no", {"weight": INT8, "gradient": INT4}),
+    (2, "zero=1 quantized_gradients=int4", "bf16", HALF | {"gradient": INT4}),
+    (4, "zero=3 hpz=2 quantized_weights", "bf16", HALF | {"weight": INT8}),
+    (4, "zero=2 replicate=2 quantized_gradients", "no", {"gradient": INT8}),
+]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize(("ranks", "text", "precision", "widths"), CASES)
+def test_a_step_sends_what_theory_says_in_one_collective_for_each_group(
+    run_distributed: Any,
+    ranks: int,
+    text: str,
+    precision: str,
+    widths: dict[str, float],
+    micro_batches: int,
+) -> None:
+    theory = Theory(ranks, Parallel.parse(text), **widths)
+    for both in run_distributed(windows, ranks, text, precision, micro_batches):
+        for window in both:
+            sent = merged(window)
+            assert sent.bytes == theory.bytes(micro_batches)
+            assert sent.count == theory.counts(micro_batches)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_nothing_is_sent_by_the_step_nor_by_calls_that_do_nothing_inside_a_window(
+    run_distributed: Any, stage: int
+) -> None:
+    for both in run_distributed(windows, 2, f"zero={stage}", "no", 3):
+        for window in both:
+            assert [one.count for one in window[1::2]] == [{}, {}, {}]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_weights_are_gathered_in_the_first_micro_batch_of_a_window_alone(
+    run_distributed: Any, stage: int
+) -> None:
+    for both in run_distributed(windows, 2, f"zero={stage}", "no", 3):
+        for window in both:
+            gathers = [one.count.get("all_gather", 0) for one in window[::2]]
+            reduces = [one.count.get("reduce_scatter", 0) for one in window[::2]]
+            assert gathers == [GROUPS, 0, 0]
+            assert reduces == ([0, 0, GROUPS] if stage == 1 else [GROUPS] * 3)
+
+
+@pytest.mark.parametrize(("ranks", "text"), [(2, "zero=1"), (2, "zero=3"), (4, "zero=3 replicate=2")])
+def test_clipping_adds_one_reduction_of_one_number(run_distributed: Any, ranks: int, text: str) -> None:
+    plan = Parallel.parse(text)
+    shard = ranks // plan.replicate
+    for both in run_distributed(windows, ranks, text, "no", 1, clips=True):
+        for _, clipping in both:
+            assert clipping.count == {"all_reduce": 1}
+            assert clipping.bytes == {"all_reduce": 2 * (shard - 1) / shard * 4}
+
+
+def test_scalars_and_buffers_add_one_small_collective_each(run_distributed: Any) -> None:
+    theory = Theory(2, Parallel(zero=2))
+    for both in run_distributed(windows, 2, "zero=2", "no", 1, model_type=WithBuffersAndScalars):
+        for window in both:
+            sent = merged(window)
+            buffers = 2  # running statistics in fp32, and the int64 count of batches
+            assert sent.count == theory.counts(1) | {"all_reduce": 1, "all_gather": GROUPS + buffers / 2}
+            assert sent.bytes["all_reduce"] == 2 * 2 * 8  # both scalars and whether each is there, in fp64
+            assert sent.bytes["all_gather"] == theory.bytes(1)["all_gather"] + (2 * WIDTH * 4 + 8) / 2
+
+
+def evaluations(text: str) -> list[Sent]:
+    """Of two forwards without gradients and then the forward of a step, before and after that step."""
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True, parallel=text)
+    model = Model()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    rows = torch.randn(2, WIDTH)
+    found = []
+    for _ in range(2):
+        model.eval()
+        for _ in range(2):
+            with torch.no_grad(), accelerator.communication() as ledger:
+                model(rows)
+            found.append(sent_by(ledger))
+        model.train()
+        with accelerator.communication() as ledger:
+            loss = model(rows).sum()
+        found.append(sent_by(ledger))
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_each_evaluation_gathers_each_weight_once_and_leaves_none_for_the_next(
+    run_distributed: Any, stage: int
+) -> None:
+    for found in run_distributed(evaluations, 2, f"zero={stage}"):
+        assert [one.bytes for one in found] == [{"all_gather": PSI * 4 / 2}] * 6
+        assert [one.count for one in found] == [{"all_gather": GROUPS}] * 6

@@ -1,0 +1,292 @@
+"""What ZeRO refuses, on all ranks alike, and what it makes equal on them; weighted windows, loaders, compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin
+from lockstep.errors import UsageError
+from parallel import zero_problem as problem
+from parallel.zero_scenarios import WIDTH, Net, Plain, batch, loss_of, seeded, sgd, values
+
+
+def refusal(call: Any, *args: Any, **options: Any) -> str:
+    with pytest.raises(UsageError) as error:
+        call(*args, **options)
+    return str(error.value)
+
+
+def refusals() -> dict[str, str]:
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True, parallel="zero=3")
+    rank = accelerator.process_index
+    found = {"shapes": refusal(accelerator.prepare, Net(outputs=3 + rank))}
+    found["frozen"] = refusal(accelerator.prepare, Net().requires_grad_(rank == 0))
+    model = accelerator.prepare(seeded(Net))
+    found["twice"] = refusal(accelerator.prepare, model)
+    found["join"] = refusal(lambda: accelerator.join_uneven_inputs([model]).__enter__())
+    half = Net()
+    half.layers[1].up.half()
+    found["types"] = refusal(accelerator.prepare, half)
+    found["ddp"] = refusal(accelerator.prepare, DistributedDataParallel(Net()))
+    first, second = Net(), Net()
+    second.layers[0].up.weight = first.layers[0].up.weight
+    accelerator.prepare(first)
+    found["shared"] = refusal(accelerator.prepare, second)
+    from torch.distributed.fsdp import fully_shard
+
+    by_hand = Net()
+    for layer in by_hand.layers:
+        fully_shard(layer)
+    found["by hand"] = refusal(accelerator.prepare, fully_shard(by_hand))
+    # The model prepared first is as it was.
+    optimizer = accelerator.prepare(sgd(model))
+    accelerator.backward(loss_of(accelerator, model, 0))
+    optimizer.step()
+    return found
+
+
+def test_what_cannot_be_sharded_is_refused_on_all_ranks_in_words(run_distributed) -> None:
+    words = {
+        "shapes": "differs between the ranks",
+        "frozen": "differs between the ranks",
+        "twice": "passed to prepare twice",
+        "join": "that is sharded: every rank takes part",
+        "types": "trainable parameters of types float16 and float32",
+        "ddp": "prepare got a DistributedDataParallel",
+        "shared": "shares 1 parameters",
+        "by hand": "sharded already",
+    }
+    for found in run_distributed(refusals, 2):
+        for key, text in words.items():
+            assert text in found[key], key
+            assert "\n" not in found[key]
+
+
+def rank_zero_wins(parallel: str) -> dict[str, torch.Tensor]:
+    accelerator = Accelerator(cpu=True, parallel=parallel)
+    model = seeded(lambda: nn.Sequential(Net(), nn.BatchNorm1d(3)), seed=accelerator.process_index)
+    model[1].running_mean.fill_(float(accelerator.process_index + 1))
+    return values(model=accelerator.prepare(model))
+
+
+@pytest.mark.parametrize(("world_size", "parallel"), [(2, "zero=3"), (4, "zero=1 replicate=2")])
+def test_all_ranks_take_the_values_of_rank_zero(run_distributed, world_size: int, parallel: str) -> None:
+    expected = seeded(lambda: nn.Sequential(Net(), nn.BatchNorm1d(3))).state_dict()
+    for found in run_distributed(rank_zero_wins, world_size, parallel):
+        for name, value in expected.items():
+            expected_value = torch.ones(3) if name == "1.running_mean" else value
+            assert torch.equal(found[f"model.{name}"], expected_value)
+
+
+def running_statistics() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """After training on rows of each rank's own, then in the middle of the next forward."""
+    accelerator = Accelerator(cpu=True, parallel="zero=2")
+    model = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)))
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    for step in range(2):
+        accelerator.backward(loss_of(accelerator, model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    before = {name: buffer.clone() for name, buffer in model[1].named_buffers()}
+    model.eval()
+    model(batch(accelerator, 5)[0])
+    return before, {name: buffer.clone() for name, buffer in model[1].named_buffers()}
+
+
+def test_each_forward_starts_with_the_running_statistics_of_rank_zero(run_distributed) -> None:
+    results = run_distributed(running_statistics, 2)
+    assert not torch.equal(results[0][0]["running_mean"], results[1][0]["running_mean"])
+    for _, after in results:
+        for name, buffer in results[0][0].items():
+            assert torch.equal(after[name], buffer)
+
+
+# -- windows ---------------------------------------------------------------------------------------------
+
+WINDOW = 3
+COUNTS = {2: [[3, 8], [1, 0], [5, 2]], 4: [[3, 8, 1, 2], [1, 0, 4, 0], [5, 2, 7, 1]]}
+
+
+def tokens_of(step: int, rank: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return (
+        torch.randn(count, WIDTH, generator=generator),
+        torch.randint(0, 3, (count,), generator=generator),
+    )
+
+
+def weighted_windows(parallel: str, sync_each_batch: bool) -> dict[str, torch.Tensor]:
+    torch.set_num_threads(1)
+    plugin = GradientAccumulationPlugin(num_steps=WINDOW, sync_each_batch=sync_each_batch)
+    accelerator = Accelerator(cpu=True, parallel=parallel, gradient_accumulation_plugin=plugin)
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    model = seeded(Scaled)
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    for step in range(2 * WINDOW):
+        count = COUNTS[ranks][step % WINDOW][rank]
+        rows, labels = tokens_of(step, rank, count)
+        with accelerator.accumulate(model):
+            loss = F.cross_entropy(model(rows), labels, reduction="sum") / max(count, 1)
+            accelerator.backward(loss, weight=count)
+            optimizer.step()
+            optimizer.zero_grad()
+    return values(model=model)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scale = Net(), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x) * self.scale
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel", "sync_each_batch"),
+    [
+        (2, "zero=1", False),
+        (2, "zero=2", False),
+        (2, "zero=3", False),
+        (2, "zero=1", True),
+        (4, "zero=1 replicate=2", False),
+        (4, "zero=2 replicate=2", False),
+        (4, "zero=3 replicate=2", False),
+        (4, "zero=3 replicate=2", True),
+    ],
+)
+def test_weighted_windows_have_the_gradient_of_one_big_batch(
+    run_distributed, world_size: int, parallel: str, sync_each_batch: bool
+) -> None:
+    model = seeded(Scaled)
+    optimizer = sgd(model)
+    for window in range(2):
+        parts = [
+            tokens_of(window * WINDOW + i, rank, count)
+            for i, counts in enumerate(COUNTS[world_size])
+            for rank, count in enumerate(counts)
+        ]
+        rows, labels = (torch.cat(found) for found in zip(*parts, strict=True))
+        F.cross_entropy(model(rows), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = values(model=model)
+    for actual in run_distributed(weighted_windows, world_size, parallel, sync_each_batch):
+        assert problem.difference(actual, expected) < 1e-5
+
+
+ROWS = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(3))
+LABELS = torch.arange(20) % 3
+
+
+def windows_of_a_loader(parallel: str) -> tuple[dict[str, torch.Tensor], int]:
+    """Five batches a rank in windows of three, then of two: both end early with the data."""
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True, parallel=parallel, gradient_accumulation_steps=3)
+    model = seeded(Net)
+    loader = DataLoader(TensorDataset(ROWS, LABELS), batch_size=4 // accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), loader)
+    steps = 0
+    for accumulation in (3, 2):
+        accelerator.gradient_accumulation_steps = accumulation
+        for rows, labels in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(F.cross_entropy(model(rows), labels))
+                optimizer.step()
+                steps += accelerator.sync_gradients
+                optimizer.zero_grad()
+    return values(model=model), steps
+
+
+@pytest.mark.parametrize("parallel", ["zero=1", "zero=2", "zero=3"])
+def test_windows_end_with_the_data_and_change_their_length_at_run_time(
+    run_distributed, parallel: str
+) -> None:
+    model = seeded(Net)
+    optimizer = sgd(model)
+    for accumulation in (3, 2):
+        for i in range(5):
+            rows = slice(4 * i, 4 * i + 4)
+            (F.cross_entropy(model(ROWS[rows]), LABELS[rows]) / accumulation).backward()
+            if i % accumulation == accumulation - 1 or i == 4:
+                optimizer.step()
+                optimizer.zero_grad()
+    for actual, steps in run_distributed(windows_of_a_loader, 2, parallel):
+        assert steps == 2 + 3
+        assert problem.difference(actual, values(model=model)) < 1e-5
+
+
+# -- compile and one-sided use ---------------------------------------------------------------------------
+
+
+def compiled(parallel: str, bare: bool) -> dict[str, torch.Tensor]:
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True, parallel=parallel, dynamo_backend="aot_eager")
+    model = seeded(nn.Linear, WIDTH, 3) if bare else seeded(Net, layers=2)
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    for step in range(2):
+        accelerator.backward(loss_of(accelerator, model, step))
+        with torch.no_grad():
+            model(batch(accelerator, step)[0])
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model=model)
+
+
+@pytest.mark.parametrize(("parallel", "bare"), [("zero=2", False), ("zero=3", False), ("zero=3", True)])
+def test_compiled_blocks_give_the_same_numbers(run_distributed, parallel: str, bare: bool) -> None:
+    model = seeded(nn.Linear, WIDTH, 3) if bare else seeded(Net, layers=2)
+    optimizer = sgd(model)
+    for step in range(2):
+        loss_of(Plain(), model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for actual in run_distributed(compiled, 2, parallel, bare):
+        assert problem.difference(actual, values(model=model)) < 1e-5
+
+
+class Heads(nn.Module):
+    """A head for each task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Net(outputs=WIDTH)
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 3) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        return self.heads[task](self.body(x))
+
+
+def task_for_each_rank(parallel: str) -> dict[str, torch.Tensor]:
+    torch.set_num_threads(1)
+    unused = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = Accelerator(cpu=True, parallel=f"{parallel} blocks=Block", kwargs_handlers=[unused])
+    model = seeded(Heads)
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    for step in range(2):
+        accelerator.backward(loss_of(accelerator, model, step, task=accelerator.process_index))
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model=model)
+
+
+@pytest.mark.parametrize("parallel", ["zero=1", "zero=3"])
+def test_ranks_may_use_other_parameters_of_a_group_if_said_so(run_distributed, parallel: str) -> None:
+    model = seeded(Heads)
+    optimizer = sgd(model)
+    for step in range(2):
+        x, y = batch(Plain(), step)
+        for task, (rows, labels) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
+            (F.cross_entropy(model(rows, task), labels) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for actual in run_distributed(task_for_each_rank, 2, parallel):
+        assert problem.difference(actual, values(model=model)) < 1e-5

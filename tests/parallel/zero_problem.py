@@ -1,0 +1,110 @@
+"""The oracle of the ZeRO tests: a model with what real ones have, trained in plain torch on one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCABULARY, LENGTH, ROWS, STEPS = 17, 6, 8, 20
+CLIP = 0.5
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Tied embedding and head, a frozen layer, a scalar parameter, and three blocks."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.layers = nn.ModuleList(Block(width) for _ in range(3))
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(self.embed(tokens))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) * self.scale
+
+
+def make_model(width: int = 16) -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Net(width)
+
+
+def make_batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Global micro-batches."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCABULARY, (count, ROWS, LENGTH), generator=generator)
+    return [(rows, (3 * rows + 1) % VOCABULARY) for rows in tokens]
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups with learning rates of their own."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    if name == "adamw":
+        return torch.optim.AdamW([{"params": matrices, "lr": 1e-3}, {"params": others, "lr": 5e-4}])
+    return torch.optim.SGD([{"params": matrices, "lr": 0.02}, {"params": others, "lr": 0.01}])
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1).float(), labels.flatten())
+
+
+@dataclass
+class Result:
+    """Loss and norm of gradients of each step; gradients of the last; parameters after it."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+
+
+def train(optimizer_name: str, accumulation: int, steps: int = STEPS) -> Result:
+    torch.set_num_threads(1)
+    model = make_model()
+    optimizer = make_optimizer(optimizer_name, model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+    result = Result([], [], {}, {})
+    batches = iter(make_batches(steps * accumulation))
+    for _ in range(steps):
+        losses = []
+        for _ in range(accumulation):
+            loss = loss_of(model, *next(batches))
+            (loss / accumulation).backward()
+            losses.append(loss.item())
+        result.losses.append(sum(losses) / accumulation)
+        result.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        result.norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    result.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return result
+
+
+def difference(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest relative difference of any tensor, norm-wise."""
+    assert actual.keys() == expected.keys()
+    return max(
+        ((actual[name] - expected[name]).norm() / expected[name].norm().clamp_min(1e-12)).item()
+        for name in expected
+    )
