@@ -42,8 +42,9 @@ unit: $(VENV)/.test  ## the tests
 docs: $(VENV)/.test  ## build the documentation; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-bench: $(VENV)/.benchmark  ## measure against bare torch, Accelerate and Lightning Fabric
+bench: $(VENV)/.benchmark  ## measure against bare torch, Accelerate, Lightning Fabric and DeepSpeed
 	$(BIN)/python benchmarks/step_time.py
+	$(BIN)/python benchmarks/zero_step_time.py
 	$(BIN)/python benchmarks/launch_time.py
 
 clean:  ## remove the environment and everything that was built

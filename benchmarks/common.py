@@ -22,7 +22,7 @@ from rich.table import Table
 
 BENCHMARKS = Path(__file__).resolve().parent
 RESULTS = BENCHMARKS / "results"
-PACKAGES = ("lockstep-train", "torch", "accelerate", "lightning")
+PACKAGES = ("lockstep-train", "torch", "accelerate", "lightning", "deepspeed")
 TIMEOUT_S = 1800.0
 
 
