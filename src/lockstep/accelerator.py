@@ -304,8 +304,7 @@ class Accelerator(ProcessControl, OptionsView):
         loss = self._accumulation.scale(loss, weight, self._preparation.gradients())
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
-        loss.backward(**kwargs)
-        self._preparation.after_backward(self._accumulation.averages)
+        self._preparation.backward(loss, **kwargs)
 
     def sample_weights(self) -> torch.Tensor | None:
         """For each row of this rank's batch, 1 if it is a sample and 0 if it is padding.

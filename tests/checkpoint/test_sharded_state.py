@@ -182,6 +182,28 @@ def test_the_loss_scale_of_fp16_continues(run_distributed: Any, tmp_path: Path, 
         assert_equal(after["state"], before["state"])
 
 
+def implementations(text: str, directory: str, load: bool) -> list[Any]:
+    run = Run(text)
+    run.train(0, 1)
+    before = [(group["foreach"], group["fused"]) for group in run.optimizer.param_groups]
+    if load:
+        run.accelerator.load_state(directory)
+        assert [(group["foreach"], group["fused"]) for group in run.optimizer.param_groups] == before
+        run.train(1, 1)
+    else:
+        run.accelerator.save_state(directory)
+    return before
+
+
+@pytest.mark.parametrize(("saves", "loads"), [("ddp", "zero=2"), ("zero=2", "ddp")])
+def test_how_an_optimizer_computes_is_not_taken_from_a_run_that_was_spread_otherwise(
+    run_distributed: Any, tmp_path: Path, saves: str, loads: str
+) -> None:
+    directory = str(tmp_path / "state")
+    saved_with = run_distributed(implementations, 2, saves, directory, False)
+    assert saved_with != run_distributed(implementations, 2, loads, directory, True)
+
+
 # -- weights alone --------------------------------------------------------------------------------------
 
 

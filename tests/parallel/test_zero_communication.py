@@ -221,6 +221,37 @@ def test_scalars_and_buffers_add_one_small_collective_each(run_distributed: Any)
             assert sent.bytes["all_gather"] == theory.bytes(1)["all_gather"] + (2 * WIDTH * 4 + 8) / 2
 
 
+def nested(text: str) -> list[Sent]:
+    """Of a backward in a context within another that holds averaging back, one after the inner, one after both."""
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True, parallel=text)
+    model = accelerator.prepare(WithBuffersAndScalars())
+
+    def backward() -> Sent:
+        loss = model(torch.ones(4, WIDTH)).mean()
+        with accelerator.communication() as ledger:
+            accelerator.backward(loss)
+        return sent_by(ledger)
+
+    with accelerator.no_sync(model):
+        with accelerator.no_sync(model):
+            inner = backward()
+        outer = backward()
+    return [inner, outer, backward()]
+
+
+@pytest.mark.parametrize(("ranks", "text"), [(2, "zero=1"), (2, "zero=3"), (4, "zero=2 replicate=2")])
+def test_leaving_a_nested_no_sync_does_not_end_the_outer_one(
+    run_distributed: Any, ranks: int, text: str
+) -> None:
+    for held_back in run_distributed(nested, ranks, text):
+        reduced = [
+            {name: count for name, count in sent.count.items() if name != "all_gather"} for sent in held_back
+        ]
+        assert reduced[:2] == [{}, {}]
+        assert reduced[2]["reduce_scatter"] == GROUPS
+
+
 def evaluations(text: str) -> list[Sent]:
     """Of two forwards without gradients and then the forward of a step, before and after that step."""
     torch.set_num_threads(1)

@@ -54,7 +54,7 @@ def train(case: Case, optimizer_name: str) -> problem.Result:
     rank, world_size = accelerator.process_index, accelerator.num_processes
     result = problem.Result([], [], {}, {})
     window: list[float] = []
-    for tokens, labels in problem.make_batches(problem.STEPS * case.accumulation):
+    for tokens, labels in problem.make_batches(problem.STEPS[optimizer_name] * case.accumulation):
         with accelerator.accumulate(model):
             loss = problem.loss_of(model, tokens.chunk(world_size)[rank], labels.chunk(world_size)[rank])
             accelerator.backward(loss)

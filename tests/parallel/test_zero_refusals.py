@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -84,6 +85,32 @@ def test_all_ranks_take_the_values_of_rank_zero(run_distributed, world_size: int
         for name, value in expected.items():
             expected_value = torch.ones(3) if name == "1.running_mean" else value
             assert torch.equal(found[f"model.{name}"], expected_value)
+
+
+def goes_on_after_an_exception(where: str) -> str:
+    """With a torch that cannot forget what an interrupted forward or backward left behind."""
+    accelerator = Accelerator(cpu=True, parallel="zero=3")
+    model = accelerator.prepare(seeded(Net))
+
+    def fail(*_: Any) -> None:
+        raise FloatingPointError
+
+    norm = model.layers[1].norm
+    handle = (
+        norm.register_forward_pre_hook(fail) if where == "forward" else norm.register_full_backward_hook(fail)
+    )
+    with pytest.MonkeyPatch.context() as older:
+        older.delattr(FSDPModule, "reset_iter_state", raising=False)
+        with pytest.raises(FloatingPointError):
+            accelerator.backward(loss_of(accelerator, model, 0))
+        handle.remove()
+        return refusal(loss_of, accelerator, model, 1)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_older_torch_refuses_to_go_on_after_an_exception(run_distributed, where: str) -> None:
+    for message in run_distributed(goes_on_after_an_exception, 2, where):
+        assert "raised an exception before, after which only torch 2.13 can go on" in message
 
 
 def running_statistics() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

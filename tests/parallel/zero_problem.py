@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-VOCABULARY, LENGTH, ROWS, STEPS = 17, 6, 8, 20
+VOCABULARY, LENGTH, ROWS = 17, 6, 8
+STEPS = {"adamw": 20, "sgd": 8}
 CLIP = 0.5
 
 
@@ -78,12 +79,13 @@ class Result:
     parameters: dict[str, torch.Tensor]
 
 
-def train(optimizer_name: str, accumulation: int, steps: int = STEPS) -> Result:
+def train(optimizer_name: str, accumulation: int, steps: int | None = None) -> Result:
     torch.set_num_threads(1)
     model = make_model()
     optimizer = make_optimizer(optimizer_name, model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
     result = Result([], [], {}, {})
+    steps = steps or STEPS[optimizer_name]
     batches = iter(make_batches(steps * accumulation))
     for _ in range(steps):
         losses = []

@@ -312,6 +312,78 @@ def forgotten_gradients(run: Any) -> dict[str, Any]:
     return values(model=model)
 
 
+class Scaled(Net):
+    """With a parameter that every rank holds whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor, skip: int | None = None) -> torch.Tensor:
+        return super().forward(x, skip) * self.scale
+
+
+def one_of_two_held_back(run: Any) -> dict[str, Any]:
+    """A backward through two models, only one of which waits with averaging."""
+    waits, goes = seeded(Scaled), seeded(Scaled, seed=1)
+    waits_step, goes_step = sgd(waits), sgd(goes)
+    waits, goes, waits_step, goes_step = run.prepare(waits, goes, waits_step, goes_step)
+    for step in range(0, 6, 2):
+        with run.no_sync(waits):
+            run.backward(loss_of(run, waits, step) + loss_of(run, goes, step))
+        goes_step.step()
+        goes_step.zero_grad()
+        run.backward(loss_of(run, waits, step + 1))
+        waits_step.step()
+        waits_step.zero_grad()
+    return values(waits=waits, goes=goes)
+
+
+def loaded_between_forward_and_backward(run: Any) -> dict[str, Any]:
+    """Whole tensors, while a stage has gathered parameters."""
+    model = seeded(Scaled)
+    model, optimizer = run.prepare(model, sgd(model))
+    for step in range(3):
+        loss_of(run, model, step + 40)  # nobody calls backward
+        if step == 1:
+            model.load_state_dict(seeded(Scaled, seed=5).state_dict())
+        run.backward(loss_of(run, model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model=model)
+
+
+def interrupted(run: Any) -> dict[str, Any]:
+    """An exception in a forward and one in a backward, after which the script goes on with the next batch."""
+    model = seeded(Scaled)
+    model, optimizer = run.prepare(model, sgd(model))
+
+    def fail(*_: Any) -> None:
+        raise FloatingPointError
+
+    def attempt(step: int) -> None:
+        run.backward(loss_of(run, model, step))
+        optimizer.step()
+
+    layer = model.layers[1]
+    for step in range(6):
+        handles = []
+        if step in (1, 4):
+            handles = [layer.norm.register_forward_pre_hook(fail)]
+        if step in (2, 4):
+            handles.append(layer.norm.register_full_backward_hook(fail))
+        try:
+            attempt(step)
+        except FloatingPointError:
+            assert handles
+        else:
+            assert not handles
+        for handle in handles:
+            handle.remove()
+        optimizer.zero_grad()
+    return values(model=model)
+
+
 # -- clipping --------------------------------------------------------------------------------------------
 
 
@@ -523,6 +595,9 @@ SCENARIOS = {
         changed_by_hand,
         windows_by_hand,
         forgotten_gradients,
+        one_of_two_held_back,
+        loaded_between_forward_and_backward,
+        interrupted,
         clipping,
         odd_shapes,
         kinds_of_models,

@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lockstep import Accelerator, GradScalerKwargs
+from lockstep.comm.dtensor import total_norm
 from lockstep.errors import ConfigError
 from lockstep.runtime.step import StepState
 from lockstep.train.optimizer import PreparedOptimizer
@@ -254,3 +256,18 @@ def test_the_norm_is_that_of_whole_gradients_where_each_rank_holds_a_shard(
     optimizer.step()
     for parameters in run_distributed(stepped_on_shards, world_size):
         assert problems.difference(parameters, problems.parameters(model)) < 1e-5
+
+
+def norm_of_shards(dtype: torch.dtype, norm_type: float) -> torch.Tensor:
+    mesh = init_device_mesh("cpu", (Accelerator(cpu=True).num_processes,))
+    return total_norm([distribute_tensor(torch.full((4,), 200.0, dtype=dtype), mesh, [Shard(0)])], norm_type)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("norm_type", "expected"), [(2.0, 400.0), (1.0, 800.0), (float("inf"), 200.0)])
+def test_a_norm_does_not_overflow_where_only_its_power_would(
+    run_distributed, dtype: torch.dtype, norm_type: float, expected: float
+) -> None:
+    for norm in run_distributed(norm_of_shards, 2, dtype, norm_type):
+        assert norm.dtype is dtype
+        assert norm.item() == pytest.approx(expected, rel=torch.finfo(dtype).eps)

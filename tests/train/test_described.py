@@ -14,7 +14,8 @@ from torch import nn
 
 from lockstep.config.training_objects import OptimizerConfig, SchedulerConfig
 from lockstep.errors import ConfigError, UsageError
-from lockstep.train.described import DummyOptim, DummyScheduler, build_optimizer, build_scheduler
+from lockstep.train.described import DummyOptim, DummyScheduler, build_optimizer
+from lockstep.train.described_schedulers import build_scheduler
 from train import problems
 
 

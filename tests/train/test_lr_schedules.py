@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from lockstep.errors import ConfigError
-from lockstep.train.lr_schedules import ScheduledLR, parse_schedule
+from lockstep.train.lr_schedule_params import parse_schedule
+from lockstep.train.lr_schedules import ScheduledLR
 
 RECORDED = json.loads(Path(__file__).with_name("deepspeed_lr_schedules.json").read_text(encoding="utf-8"))
 CASES = RECORDED["cases"]

@@ -34,6 +34,9 @@ from lockstep.errors import CheckpointError, UsageError
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.seed import rng_state, set_rng_state
 
+HOW_TO_STEP = ("foreach", "fused")
+"""Entries of a parameter group that a run keeps as they are: what suits whole parameters need not suit shards."""
+
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
 
@@ -181,7 +184,11 @@ def _sharded(state: dict[str, Any], optimizer: Any, name: str) -> dict[str, Any]
         number: {key: shard(number, key, value) for key, value in values.items()}
         for number, values in state["state"].items()
     }
-    return {**state, "state": sharded}
+    groups = [
+        saved_group | {key: group[key] for key in HOW_TO_STEP if key in group and key in saved_group}
+        for saved_group, group in zip(state["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    return {**state, "state": sharded, "param_groups": groups}
 
 
 def next_directory(output_dir: str | None, project: ProjectConfiguration) -> Path:

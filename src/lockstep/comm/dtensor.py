@@ -30,8 +30,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def whole(tree: Any, keep: bool = True) -> Any:
     """Nested values with every DTensor gathered, in host memory; collective.
 
-    One tensor at a time is on the device. Tensors that share memory do so afterwards. Ranks that don't ``keep`` get
-    None in place of each.
+    One tensor at a time is on the device, also of those whose shards are in host memory. Tensors that share memory
+    do so afterwards. Ranks that don't ``keep`` get None in place of each.
     """
     gathered: dict[Any, torch.Tensor | None] = {}
 
@@ -40,7 +40,8 @@ def whole(tree: Any, keep: bool = True) -> Any:
             return tensor
         place = _place(tensor)
         if place not in gathered:
-            full: torch.Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+            sharded: Any = tensor
+            full = sharded.to(sharded.device_mesh.device_type).full_tensor()
             gathered[place] = full.cpu() if keep else None
         return gathered[place]
 
@@ -87,7 +88,7 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
         # A rank may have no rows of any of them, and no elements have no largest one.
         elements = [part for part in parts if part.numel()] or [parts[0].new_zeros(())]
         norm = torch.nn.utils.get_total_norm(elements, norm_type)
-        norms.append(norm if layout is None else _over_shards(norm, norm_type, *layout))
+        norms.append(norm if layout is None else _norm_over_shards(norm, norm_type, *layout))
     if not norms:
         return torch.tensor(0.0)
     device = norms[0].device
@@ -98,17 +99,27 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
     )
 
 
-def _over_shards(norm: torch.Tensor, norm_type: float, mesh: Any, placements: Any) -> torch.Tensor:
-    device = norm.device
-    norm = norm.to(mesh.device_type)  # shards may be in host memory, where the group can't reduce
+def _norm_over_shards(norm: torch.Tensor, norm_type: float, mesh: Any, placements: Any) -> torch.Tensor:
+    if norm_type == float("inf"):
+        return _over_shards(norm, dist.ReduceOp.MAX, mesh, placements)
+    power = norm.to(torch.promote_types(norm.dtype, torch.float32)) ** norm_type  # of fp16 it would overflow
+    total = _over_shards(power, dist.ReduceOp.SUM, mesh, placements)
+    return (total ** (1 / norm_type)).to(norm.dtype)
+
+
+@torch.no_grad()
+def max_over_shards(number: torch.Tensor, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The largest ``number`` (0-d) of the ranks among which the DTensors in ``tensors`` are sharded. Collective."""
+    layouts = {(tensor.device_mesh, tensor.placements): None for tensor in tensors if is_dtensor(tensor)}  # type: ignore[attr-defined]
+    for mesh, placements in layouts:
+        number = _over_shards(number, dist.ReduceOp.MAX, mesh, placements)
+    return number
+
+
+def _over_shards(number: torch.Tensor, op: Any, mesh: Any, placements: Any) -> torch.Tensor:
+    # Shards may be in host memory, where the group cannot reduce.
+    reduced = number.to(mesh.device_type, copy=True)
     for dim, placement in enumerate(placements):
-        if not placement.is_shard():
-            continue
-        group = mesh.get_group(dim)
-        if norm_type == float("inf"):
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group)
-        else:
-            norm = norm**norm_type
-            dist.all_reduce(norm, dist.ReduceOp.SUM, group)
-            norm = norm ** (1 / norm_type)
-    return norm.to(device)
+        if placement.is_shard():
+            dist.all_reduce(reduced, op, mesh.get_group(dim))
+    return reduced.to(number.device)

@@ -30,6 +30,7 @@ from lockstep.comm.quantization import from_message, to_message
 from lockstep.config.enums import QuantizedType
 from lockstep.errors import ConfigError, UsageError
 from lockstep.parallel.exchange import Collective, factor_of
+from lockstep.parallel.sharding import parameter_groups
 
 BITS = {QuantizedType.INT8: 8, QuantizedType.INT4: 4}
 
@@ -170,10 +171,7 @@ def _finished(
 
 
 def _shard_groups(model: nn.Module) -> dict[Any, dist.ProcessGroup]:
-    """The sharded modules of ``model`` that own parameters, and the ranks over which each is sharded.
-
-    All that is private to torch, or new in it, is used here.
-    """
+    """The sharded modules of ``model`` that own parameters, and the ranks over which each is sharded."""
     if not (
         hasattr(FSDPModule, "set_custom_all_gather") and hasattr(FSDPModule, "set_custom_reduce_scatter")
     ):
@@ -185,11 +183,7 @@ def _shard_groups(model: nn.Module) -> dict[Any, dist.ProcessGroup]:
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
-        state: Any = module._get_fsdp_state()
-        many = getattr(state, "_fsdp_param_groups", None)  # older torch: the singular
-        owned = [
-            group for group in ([state._fsdp_param_group] if many is None else many) if group is not None
-        ]
+        owned = parameter_groups(module)
         if len(owned) > 1 or not all(hasattr(group.mesh_info, "shard_process_group") for group in owned):
             raise UsageError(
                 f"The module '{name or type(module).__name__}' has {len(owned)} group(s) of parameters, which must be "

@@ -195,8 +195,10 @@ _PRODUCTS = (
     *("_flash_attention_forward", "_efficient_attention_forward"),
 )
 _KEPT = frozenset(
-    [getattr(torch.ops.aten, name) for name in _PRODUCTS if hasattr(torch.ops.aten, name)]
-    + [torch.ops.higher_order.flex_attention]
+    getattr(operators, name)
+    for operators, names in ((torch.ops.aten, _PRODUCTS), (torch.ops.higher_order, ("flex_attention",)))
+    for name in names
+    if hasattr(operators, name)
 )
 
 

@@ -35,7 +35,7 @@ from lockstep.parallel.materialize import (
     modules_inside_out,
 )
 from lockstep.parallel.quantized import quantize_collectives
-from lockstep.parallel.sharding import Sharding, synchronised_buffers
+from lockstep.parallel.sharding import Sharding, sharding_of, synchronised_buffers
 from lockstep.runtime.process import Runtime
 
 logger = logging.getLogger(__name__)
@@ -102,18 +102,16 @@ def shard(
             this.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
     if options.find_unused_parameters:
         _reduce_unused(model)
-    buffers = synchronised_buffers(model) if options.broadcast_buffers else []
     sharding = Sharding(
         stage=options.parallel.zero,
         groups=sharded,
         whole=[p for p in after.values() if p.ndim == 0 and p.requires_grad],
-        buffers=buffers,
+        buffers=synchronised_buffers(model) if options.broadcast_buffers else [],
         replaced=[(old, after[name]) for name, old in before.items() if old is not after[name]],
     )
     model._sharding = sharding  # type: ignore[assignment]
-    if buffers:
-        model.register_forward_pre_hook(sharding.broadcast_buffers, prepend=True)
-    model.register_forward_hook(sharding.after_forward)
+    model.register_forward_pre_hook(sharding.before_forward, prepend=True)
+    model.register_forward_hook(sharding.after_forward, always_call=True)
     model.register_load_state_dict_pre_hook(_shard_whole_tensors)
     # torch does it in the first forward, and takes the module of that one for the root.
     model._get_fsdp_state()._lazy_init()  # type: ignore[operator]
@@ -122,6 +120,9 @@ def shard(
 
 def _shard_whole_tensors(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Let ``load_state_dict`` take whole tensors, such as those of a file: every rank has the same."""
+    sharding = sharding_of(model)
+    if sharding is not None:
+        sharding.reshard()  # torch does so only as it comes to each group
     for name, place in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
         given = state_dict.get(prefix + name)
         if isinstance(given, torch.Tensor) and given.shape == place.shape:

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm.dtensor import local
+from lockstep.errors import UsageError
 
 BROADCAST_BYTES = 250 * 2**20  # of one message, as in DDP
+
+
+class _Flags(NamedTuple):
+    """What a backward does: reduce gradients to shards, add these up over replicas, let whole parameters go."""
+
+    reduce: bool = True
+    all_reduce: bool = True
+    reshard: bool = True
 
 
 class Sharding:
@@ -20,7 +29,7 @@ class Sharding:
 
     Args:
         stage: Of ZeRO.
-        groups: The modules that ``fully_shard`` was applied to.
+        groups: The modules that ``fully_shard`` was applied to; the first is the model itself.
         whole: Parameters that every rank holds whole, whose gradients ``average_whole`` averages.
         buffers: (module, name) of each buffer that rank 0 hands out before a forward.
         replaced: (parameter before, parameter now) of each that changed.
@@ -35,11 +44,13 @@ class Sharding:
         replaced: list[tuple[nn.Parameter, nn.Parameter]],
     ) -> None:
         self.stage = stage
+        self._root = groups[0]
         self._groups = groups
         self._whole = whole
         self._buffers = buffers
         self._replaced = replaced
-        self._held_back = False
+        self._flags = _Flags()
+        self._is_broken = False
 
     def take_replaced(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """(parameter before, parameter now) of each that changed; forgotten afterwards."""
@@ -64,31 +75,60 @@ class Sharding:
 
     @contextmanager
     def _hold_back(self, reduce: bool) -> Iterator[None]:
-        self._set_flags(reduce=reduce, all_reduce=False, reshard=self.stage == 3)
-        self._held_back, before = True, self._held_back
+        before = self._flags
+        self._set_flags(_Flags(reduce=reduce and before.reduce, all_reduce=False, reshard=self.stage == 3))
         try:
             yield
         finally:
-            self._held_back = before
-            self._set_flags(reduce=True, all_reduce=True, reshard=True)
+            self._set_flags(before)
 
-    def _set_flags(self, reduce: bool, all_reduce: bool, reshard: bool) -> None:
+    def _set_flags(self, flags: _Flags) -> None:
+        self._flags = flags
         for group in self._groups:
-            group.set_requires_gradient_sync(reduce, recurse=False)
-            group.set_requires_all_reduce(all_reduce, recurse=False)
-            group.set_reshard_after_backward(reshard, recurse=False)
+            group.set_requires_gradient_sync(flags.reduce, recurse=False)
+            group.set_requires_all_reduce(flags.all_reduce, recurse=False)
+            group.set_reshard_after_backward(flags.reshard, recurse=False)
+
+    @property
+    def _is_held_back(self) -> bool:
+        return not self._flags.all_reduce
 
     def reshard(self) -> None:
         """Drop gathered parameters, which are stale once the optimizer has stepped."""
         for group in self._groups:
             group.reshard()
 
+    def before_forward(self, *_: Any) -> None:
+        """Give all ranks rank 0's buffers, as DDP does; not inside a window. Collective.
+
+        Raises:
+            UsageError: a forward or backward raised before, and this torch cannot start again after that.
+        """
+        if self._is_broken:
+            raise UsageError(
+                "A forward or backward of this sharded model raised an exception before, after which only torch 2.13 "
+                f"can go on, but this is {torch.__version__}. Build and prepare the model again, or use parallel='ddp'."
+            )
+        if self._buffers and not self._is_held_back:
+            self._broadcast_buffers()
+
     def after_forward(self, *_: Any) -> None:
         """Drop gathered parameters that no backward will need. Kept ones stand in the model in the shards' place:
         changes made to them by hand would be lost, and those made to the shards not seen.
+
+        Called after a forward that raised, too.
         """
-        if not torch.is_grad_enabled():
+        if self._root._get_fsdp_state()._training_state.name == "FORWARD":  # torch did not see its end
+            self.recover()
+        elif not torch.is_grad_enabled():
             self.reshard()
+
+    def recover(self) -> None:
+        """Forget a forward or backward that raised: what it left behind would spoil the next one's gradients."""
+        if hasattr(self._root, "reset_iter_state"):
+            self._root.reset_iter_state()
+        else:
+            self._is_broken = True
 
     def gathered(self) -> Iterator[tuple[torch.Tensor, nn.Parameter]]:
         """(whole parameter, its shard) of each that is gathered now."""
@@ -119,10 +159,10 @@ class Sharding:
     def average_whole(self) -> None:
         """Average the gradients of parameters that are not sharded. Collective.
 
-        Doing it twice does no harm: an average of equal numbers is that number. A gradient that only some
-        ranks lack counts as zero there; one that all lack stays away.
+        Nothing happens where backward is held back. Doing it twice does no harm: an average of equal numbers is
+        that number. A gradient that only some ranks lack counts as zero there; one that all lack stays away.
         """
-        if not self._whole:
+        if not self._whole or self._is_held_back:
             return
         gradients = [p.new_zeros(()) if p.grad is None else p.grad for p in self._whole]
         present = [
@@ -137,24 +177,14 @@ class Sharding:
                 parameter.grad = means[i].to(parameter.dtype)
 
     @torch.no_grad()
-    def broadcast_buffers(self, *_: Any) -> None:
-        """Give all ranks rank 0's buffers, as DDP does before each forward; not inside a window. Collective."""
-        if self._held_back:
-            return
+    def _broadcast_buffers(self) -> None:
         tensors = [module._buffers[name] for module, name in self._buffers]
         broadcast: Any = dist._broadcast_coalesced  # type: ignore[attr-defined]  # private; DDP's own way
         broadcast(dist.group.WORLD, tensors, BROADCAST_BYTES, 0)
 
-    def _parameter_groups(self) -> Iterator[Any]:
-        """torch's own record of each group of parameters (private; its name changed after 2.11)."""
-        seen: set[int] = set()
-        for module in self._groups:
-            state = module._get_fsdp_state()
-            if id(state) in seen:
-                continue
-            seen.add(id(state))
-            found = getattr(state, "_fsdp_param_groups", None)
-            yield from found if found is not None else filter(None, [state._fsdp_param_group])
+    def _parameter_groups(self) -> list[Any]:
+        # Modules that were sharded together have one between them.
+        return list(dict.fromkeys(group for module in self._groups for group in parameter_groups(module)))
 
     def _unreduced(self, ids: set[int] | None = None) -> Iterator[tuple[Any, str]]:
         """(owner, attribute) of each tensor with gradients that were not reduced to shards of all ranks.
@@ -170,6 +200,13 @@ class Sharding:
             for owner, name in candidates:
                 if getattr(owner, name, None) is not None:
                     yield owner, name
+
+
+def parameter_groups(module: Any) -> list[Any]:
+    """torch's own record of the parameters of a sharded module (private; its name changed after 2.11)."""
+    state = module._get_fsdp_state()
+    many = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in ([state._fsdp_param_group] if many is None else many) if group is not None]
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:

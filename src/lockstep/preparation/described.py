@@ -9,7 +9,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.config.options import Options
 from lockstep.errors import UsageError
-from lockstep.train.described import DummyOptim, DummyScheduler, build_optimizer, build_scheduler
+from lockstep.train.described import DummyOptim, DummyScheduler, build_optimizer
+from lockstep.train.described_schedulers import build_scheduler
 
 SCHEDULERS = (LRScheduler, ReduceLROnPlateau)
 

@@ -192,10 +192,14 @@ class Preparation:
         for model in self.models:
             yield from gradients(model)
 
-    def after_backward(self, averages: bool) -> None:
-        """Average what torch's engines leave to us; ``averages``: this backward averages over the ranks."""
-        if averages:
-            self._shards.average_whole()
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """``loss.backward``, and average what torch's engines leave to us."""
+        try:
+            loss.backward(**kwargs)
+        except BaseException:
+            self._shards.recover()
+            raise
+        self._shards.average_whole()
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """All parameters of the prepared models."""

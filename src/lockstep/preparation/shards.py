@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +59,7 @@ class Shards:
         for group in optimizer.param_groups:
             group["params"] = self.of(group["params"])
         self._hand_over(optimizer)
-        optimizer.register_step_pre_hook(partial(_ignoring_arguments, self.reshard))
+        optimizer.register_step_pre_hook(lambda *_: self.reshard())
 
     def of(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """The same, but the shard of each that a sharded model has gathered, as between forward and backward."""
@@ -81,6 +80,11 @@ class Shards:
         for sharding in self._of_models:
             sharding.reshard()
 
+    def recover(self) -> None:
+        """Forget a backward that raised."""
+        for sharding in self._of_models:
+            sharding.recover()
+
     def discard_unreduced(self, optimizer: Optimizer) -> None:
         """Forget gradients of this optimizer's shards that ``zero_grad`` does not see."""
         if not self._of_models:
@@ -90,7 +94,7 @@ class Shards:
             sharding.discard_unreduced(parameters)
 
     def average_whole(self) -> None:
-        """Average gradients of parameters of sharded models that every rank holds whole. Collective."""
+        """Average gradients of parameters that every rank holds whole, where averaging is not held back. Collective."""
         for sharding in self._of_models:
             sharding.average_whole()
 
@@ -102,7 +106,3 @@ class Shards:
         replace_parameters(optimizer, self._replaced)
         check_optimizer(optimizer)
         choose_implementation(optimizer, self._loss_is_scaled)
-
-
-def _ignoring_arguments(function: Any, *_: Any) -> None:
-    function()

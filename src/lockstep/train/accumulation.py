@@ -66,11 +66,6 @@ class Accumulation:
         """Backward inside adds to each rank's own gradients, without averaging."""
         return self._held_back(models, inside_window=False)
 
-    @property
-    def averages(self) -> bool:
-        """Whether a backward now averages gradients over the ranks."""
-        return self._unsynchronised == 0
-
     @contextmanager
     def _held_back(self, models: Iterable[nn.Module], inside_window: bool) -> Iterator[None]:
         models = tuple(models)

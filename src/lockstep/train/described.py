@@ -1,30 +1,20 @@
-"""Optimizers and schedulers that a DeepSpeed JSON describes, and what stands for them in a script until then."""
+"""Optimizers that a DeepSpeed JSON describes, and what stands for them and for schedulers in a script until then."""
 
 from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.config.training_objects import OptimizerConfig, SchedulerConfig
-from lockstep.config.values import parse_bool, parse_integer, shown, suggestion
-from lockstep.errors import ConfigError, UsageError
-from lockstep.train.lr_schedules import (
-    SCHEDULES,
-    OneCycle,
-    ScheduledLR,
-    WarmupCosineLR,
-    WarmupDecayLR,
-    parse_schedule,
-    refuse_unknown,
-)
+from lockstep.config.training_objects import OptimizerConfig
+from lockstep.config.values import parse_bool, shown, suggestion
+from lockstep.errors import ConfigError
+from lockstep.train.lr_schedule_params import refuse_unknown
 
 AUTO = "auto"
 
@@ -50,17 +40,6 @@ _ADAM_SWITCHES = {
     "fp32_optimizer_states": (True, "Remove it: the state has the dtype of the parameters it belongs to."),
     "set_grad_none": (True, "Remove it, and call optimizer.zero_grad(set_to_none=False)."),
 }
-
-# They need functions, other schedules or a metric, which a file cannot hold.
-_NOT_FROM_A_FILE = (
-    "LRScheduler",
-    "_LRScheduler",
-    "LambdaLR",
-    "MultiplicativeLR",
-    "SequentialLR",
-    "ChainedScheduler",
-    "ReduceLROnPlateau",
-)
 
 
 class DummyOptim:
@@ -127,7 +106,7 @@ def build_optimizer(config: OptimizerConfig | None, dummy: DummyOptim) -> Optimi
         if name != "params"
     }
     given = dummy.kwargs | _rates(dummy, known)
-    values = _filled(params, given, given, "optimizer", "DummyOptim")
+    values = filled(params, given, given, "optimizer", "DummyOptim")
     refuse_unknown(values, known, f"optimizer of type {config.type}")
     values = {name: _checked(value, known[name], name) for name, value in values.items()}
     try:
@@ -139,40 +118,7 @@ def build_optimizer(config: OptimizerConfig | None, dummy: DummyOptim) -> Optimi
         ) from error
 
 
-def build_scheduler(
-    config: SchedulerConfig | None, dummy: DummyScheduler, optimizer: Optimizer, steps_per_call: int = 1
-) -> LRScheduler:
-    """The schedule of the file for ``optimizer``; it counts steps of the optimizer on all processes together.
-
-    The result has ``counts_optimizer_steps = True``: a prepared scheduler advances it once in each step.
-    ``warmup_max_lr: "auto"`` is each parameter group's own learning rate.
-
-    Args:
-        steps_per_call: how many steps of the script's count are one step of the optimizer: the number of
-            processes, or 1 with ``split_batches``. ``dummy.total_num_steps`` is divided by it, rounded
-            up; ``dummy.warmup_num_steps`` is not. Both are as in Accelerate with DeepSpeed.
-
-    Raises:
-        ConfigError: neither or both of a section and a callable; an unknown schedule; an unknown,
-            missing or unusable parameter.
-        UsageError: the callable returned no scheduler.
-    """
-    make = dummy.lr_scheduler_callable
-    if (config is None) == (make is None):
-        given = "neither" if config is None else "both"
-        raise ConfigError(
-            f"The schedule comes from the section 'scheduler' of the configuration or from DummyScheduler(..., "
-            f"lr_scheduler_callable=...), but {given} of them is there. Give exactly one."
-        )
-    scheduler = (
-        _called(make, optimizer) if config is None else _from_config(config, dummy, optimizer, steps_per_call)
-    )
-    if not isinstance(scheduler, ScheduledLR):
-        scheduler.counts_optimizer_steps = True
-    return scheduler
-
-
-def _filled(
+def filled(
     params: Mapping[str, Any],
     absent: Mapping[str, Any],
     auto: Mapping[str, Any],
@@ -265,81 +211,3 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _called(make: Any, optimizer: Optimizer) -> Any:
-    scheduler = make(optimizer)
-    if not isinstance(scheduler, LRScheduler):
-        raise UsageError(
-            f"lr_scheduler_callable returned a {type(scheduler).__name__}. Return a scheduler of "
-            "torch.optim.lr_scheduler for the optimizer that it gets."
-        )
-    return scheduler
-
-
-def _from_config(
-    config: SchedulerConfig, dummy: DummyScheduler, optimizer: Optimizer, steps_per_call: int
-) -> Any:
-    if config.type not in SCHEDULES:
-        return _torch_scheduler(config, dummy, optimizer)
-    warmup_steps = parse_integer(dummy.warmup_num_steps, "DummyScheduler.warmup_num_steps", 0)
-    absent = dict(dummy.kwargs)
-    auto = {
-        **dummy.kwargs,
-        "warmup_num_steps": max(1, warmup_steps),  # 0, the placeholder's default, is refused in a file
-        "warmup_min_lr": 0.0,
-        "warmup_max_lr": [float(group["lr"]) for group in optimizer.param_groups],
-    }
-    if dummy.total_num_steps is not None:
-        total = parse_integer(dummy.total_num_steps, "DummyScheduler.total_num_steps", 1)
-        auto["total_num_steps"] = math.ceil(total / steps_per_call)
-        if config.type in ("WarmupDecayLR", "WarmupCosineLR"):
-            absent["total_num_steps"] = auto["total_num_steps"]
-    params = _filled(config.params, absent, auto, "scheduler", "DummyScheduler")
-    schedule = parse_schedule(config.type, params, len(optimizer.param_groups))
-    if isinstance(schedule, (WarmupDecayLR, WarmupCosineLR)):
-        _warn_of_endless_warmup(schedule)
-    if isinstance(schedule, OneCycle) and schedule.cycle_momentum and "betas" not in optimizer.defaults:
-        if "cycle_momentum" in params:
-            raise ConfigError(
-                f"scheduler.params.cycle_momentum is true, but {type(optimizer).__name__} has no betas to change. Set "
-                "cycle_momentum to false, or use Adam."
-            )
-        schedule = replace(schedule, cycle_momentum=False)
-    return ScheduledLR(optimizer, schedule)
-
-
-def _warn_of_endless_warmup(schedule: WarmupDecayLR | WarmupCosineLR) -> None:
-    if schedule.total_num_steps < schedule.warmup_num_steps:
-        warnings.warn(
-            f"The schedule {type(schedule).__name__} is {schedule.total_num_steps} optimizer steps long, and its "
-            f"warm-up {schedule.warmup_num_steps}, so training ends inside the warm-up. Set a smaller "
-            "warmup_num_steps.",
-            stacklevel=2,
-        )
-
-
-def _torch_scheduler(config: SchedulerConfig, dummy: DummyScheduler, optimizer: Optimizer) -> Any:
-    classes = {
-        name: value
-        for name, value in vars(lr_scheduler).items()
-        if inspect.isclass(value) and issubclass(value, LRScheduler) and name not in _NOT_FROM_A_FILE
-    }
-    if config.type not in classes:
-        names = [*SCHEDULES, *sorted(name for name in classes if not name.startswith("_"))]
-        raise ConfigError(
-            f"The schedule {shown(config.type)} is not available from a file.{suggestion(config.type, names)} Use one "
-            f"of {', '.join(names)}, or pass lr_scheduler_callable to DummyScheduler."
-        )
-    kind = classes[config.type]
-    params = _filled(config.params, dummy.kwargs, dummy.kwargs, "scheduler", "DummyScheduler")
-    signature = inspect.signature(kind).parameters
-    known = {name: signature[name] for name in signature if name not in ("optimizer", "last_epoch")}
-    refuse_unknown(params, known, f"schedule {config.type}")
-    try:
-        return kind(optimizer, **params)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"torch refuses the schedule {config.type} with {shown(params, 200)}: {error}. Change scheduler.params in "
-            "the file."
-        ) from error

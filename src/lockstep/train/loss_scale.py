@@ -9,27 +9,33 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lockstep.comm.dtensor import is_dtensor
+from lockstep.comm.dtensor import is_dtensor, local, max_over_shards
 from lockstep.config.handlers import GradScalerKwargs
 
 
-class _MixedScaler(torch.amp.GradScaler):
-    """A GradScaler for optimizers that hold sharded and whole parameters: torch's operator mixes them not."""
+class _ShardScaler(torch.amp.GradScaler):
+    """A GradScaler for sharded gradients, beside whole ones and in host memory too.
+
+    torch's own does not mix the first two, and does not wait for its copies of the scale to host memory.
+    """
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        parameters = list(_with_gradients(optimizer))
-        sharded = [p for p in parameters if is_dtensor(p.grad)]
-        if not sharded or len(sharded) == len(parameters):
+        gradients = [p.grad for p in _with_gradients(optimizer)]
+        if not any(map(is_dtensor, gradients)):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        whole = [p for p in parameters if not is_dtensor(p.grad)]
-        found: dict[torch.device, torch.Tensor] = {}
-        for part in (whole, sharded):
-            stand_in: Any = SimpleNamespace(param_groups=[{"params": part}])
-            for device, value in super()._unscale_grads_(stand_in, inv_scale, found_inf, allow_fp16).items():
-                found[device] = torch.maximum(found[device], value) if device in found else value
-        return found
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for part in map(local, gradients):
+            by_device.setdefault(part.device, []).append(_with_gradient(part))
+        found = found_inf
+        for device, parts in by_device.items():
+            stand_in: Any = SimpleNamespace(param_groups=[{"params": parts}])
+            here = super()._unscale_grads_(
+                stand_in, inv_scale.to(device), torch.zeros_like(found_inf, device=device), allow_fp16
+            )
+            found = torch.maximum(found, here[device].to(found.device))
+        return {found.device: max_over_shards(found, gradients)}
 
 
 class LossScaler:
@@ -43,7 +49,7 @@ class LossScaler:
     """
 
     def __init__(self, device: torch.device, options: GradScalerKwargs) -> None:
-        self.scaler: torch.amp.GradScaler = _MixedScaler(device.type, **options.to_dict())
+        self.scaler: torch.amp.GradScaler = _ShardScaler(device.type, **options.to_dict())
         self._optimizers: list[Optimizer] = []
         self._stepped: set[int] = set()
         self._unscaled: set[int] = set()
@@ -111,7 +117,7 @@ class LossScaler:
                 factor = after if id(optimizer) in self._unscaled else after / before
                 gradients = [p.grad for p in _with_gradients(optimizer) if id(p) not in done]
                 for gradient in gradients:
-                    gradient.mul_(factor.to(gradient.device))
+                    local(gradient).mul_(factor.to(gradient.device))
         self._stepped.clear()
         self._unscaled.clear()
 
@@ -120,6 +126,13 @@ class LossScaler:
         scale = self.scaler._get_scale_async()
         assert scale is not None  # an optimizer has stepped, so a loss was scaled
         return scale.clone()
+
+
+def _with_gradient(gradient: torch.Tensor) -> torch.Tensor:
+    """A tensor with this gradient: what a scaler looks at of a parameter."""
+    tensor = gradient.detach()
+    tensor.grad = gradient
+    return tensor
 
 
 def _with_gradients(optimizer: Optimizer) -> Iterator[Any]:
