@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lockstep import Accelerator, DataLoaderConfiguration
@@ -95,3 +96,68 @@ def test_a_world_of_one_under_nccl_gathers_tensors_and_objects(tmp_path: Path) -
         str(script),
     ]
     subprocess.run(command, check=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+@pytest.mark.parametrize("activation", ["full", "selective", "offload"])
+def test_recomputation_on_the_gpu_keeps_losses_and_saves_memory(activation: str) -> None:
+    def steps(parallel: str) -> tuple[list[float], int]:
+        accelerator = Accelerator(parallel=parallel)
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(6)]
+        model = nn.Sequential(*blocks)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        rows = torch.randn(4096, 256, device=accelerator.device, requires_grad=True)
+        torch.cuda.reset_peak_memory_stats()
+        losses = []
+        for _ in range(3):
+            loss = model(rows).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        peak = torch.cuda.max_memory_allocated()
+        accelerator.free_memory()
+        return losses, peak
+
+    expected, most = steps("auto")
+    losses, peak = steps(f"activation={activation}")
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert peak < most
+
+
+SHARDED = """
+import torch
+from torch import nn
+from lockstep import Accelerator
+
+accelerator = Accelerator(parallel="{parallel}", mixed_precision="{precision}")
+torch.manual_seed(0)
+model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)])
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+rows = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).to(accelerator.device)
+first = None
+for _ in range(20):
+    loss = model(rows).square().mean()
+    first = loss.item() if first is None else first
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+assert loss.item() < first / 2, (first, loss.item())
+"""
+
+
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each rank, and two ranks to shard"
+)
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "parallel", ["zero=1", "zero=2", "zero=3", "zero=3 offload", "zero=3 quantized_weights"]
+)
+def test_every_stage_trains_over_nccl(parallel: str, precision: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SHARDED.format(parallel=parallel, precision=precision))
+    command = [sys.executable, "-m", "lockstep.cli.main", "launch", "--nproc", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr

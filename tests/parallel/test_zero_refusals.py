@@ -317,3 +317,20 @@ def test_ranks_may_use_other_parameters_of_a_group_if_said_so(run_distributed, p
         optimizer.zero_grad()
     for actual in run_distributed(task_for_each_rank, 2, parallel):
         assert problem.difference(actual, values(model=model)) < 1e-5
+
+
+def refused_and_mended() -> float:
+    accelerator = Accelerator(cpu=True, parallel="zero=3")
+    model = problem.make_model()
+    model.layers[0].up.half()
+    with pytest.raises(UsageError, match="types float16 and float32"):
+        accelerator.prepare(model)
+    model = accelerator.prepare(model.float())
+    return problem.loss_of(model, *problem.make_batches(1)[0]).item()
+
+
+def test_a_model_that_was_refused_may_be_mended_and_prepared_again(run_distributed) -> None:
+    model = problem.make_model()
+    model.layers[0].up.half().float()
+    expected = problem.loss_of(model, *problem.make_batches(1)[0]).item()
+    assert run_distributed(refused_and_mended, 2) == pytest.approx([expected] * 2, rel=2e-6)

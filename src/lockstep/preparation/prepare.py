@@ -95,7 +95,7 @@ class Preparation:
         evaluation_mode: bool = False,
         init_weights: InitWeights | None = None,
     ) -> nn.Module:
-        self._remember(model)
+        self._refuse_known(model)
         self._refuse_replicas(model)
         self._shards.refuse_shared_parameters(model)
         options = self._options
@@ -117,6 +117,7 @@ class Preparation:
         self._shards.add_model(prepared, self.optimizers)
         if not self._forward_seen:
             FirstForward(prepared, self.forward_was_seen)
+        self._originals.append(model)  # not before: what was refused may be mended and prepared again
         self._remember_result(prepared, model)
         self.models.append(prepared)
         return prepared
@@ -268,12 +269,15 @@ class Preparation:
             )
 
     def _remember(self, item: object) -> None:
+        self._refuse_known(item)
+        self._originals.append(item)
+
+    def _refuse_known(self, item: object) -> None:
         if any(item is known for known in self._originals):
             raise UsageError(
                 f"A {type(item).__name__} was passed to prepare twice. Prepare each object once and use what prepare "
                 "returned."
             )
-        self._originals.append(item)
 
     def _remember_result(self, prepared: object, original: object) -> None:
         if prepared is not original:
