@@ -3,7 +3,8 @@
     lockstep launch --nproc 2 examples/gpt/train.py --out runs/demo
     python examples/gpt/sample.py runs/demo --prompt "def "
 
-Runs as well on one process (`python examples/gpt/train.py`) or on GPUs.
+Runs as well on one process (`python examples/gpt/train.py`) or on GPUs. A run that was interrupted, by `kill -9` too,
+goes on where its last checkpoint was saved with the same command and `--resume`.
 Curves: `tensorboard --logdir runs/demo`.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -25,8 +27,20 @@ from model import GPT, GPTConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lockstep import Accelerator
+from lockstep import Accelerator, NoCheckpointError, ProjectConfiguration
 from lockstep.utils import set_seed, tqdm
+
+
+class Progress:
+    """What else a checkpoint of this script must hold: the number of optimizer steps."""
+
+    step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
 
 
 def row_losses(model: nn.Module, windows: Tensor) -> Tensor:
@@ -64,14 +78,19 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=1, help="forwards per optimizer step")
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--bf16", action="store_true", help="mixed precision")
+    parser.add_argument("--save-every", type=int, default=100, help="optimizer steps between checkpoints")
+    parser.add_argument("--resume", action="store_true", help="go on where the last checkpoint in --out was saved")
     args = parser.parse_args()
+    checkpoints = args.out / "checkpoints"
+    if checkpoints.exists() and not args.resume:
+        parser.error(f"{checkpoints} belongs to an unfinished run. Go on with --resume, or remove it to start anew.")
 
     accelerator = Accelerator(
         split_batches=True,  # the processes share each batch, so that their number changes nothing but the speed
         mixed_precision="bf16" if args.bf16 else "no",
         gradient_accumulation_steps=args.accumulation,
         log_with=["tensorboard", "jsonl"],
-        project_dir=args.out,
+        project_config=ProjectConfiguration(args.out, automatic_checkpoint_naming=True, total_limit=2),
     )
     accelerator.init_trackers("gpt", config={**vars(args), "out": str(args.out)})
     set_seed(0)
@@ -99,11 +118,21 @@ def main() -> None:
         model, optimizer, scheduler, train_loader, check_loader, final_loader
     )
 
+    run = Progress()
+    accelerator.register_for_checkpointing(run)
+    if args.resume:
+        try:
+            accelerator.print(f"going on from {accelerator.load_state()} at step {run.step}")
+        except NoCheckpointError:
+            accelerator.print(f"no checkpoint in {checkpoints} yet: starting at step 0")
+
     tokens_per_step = args.batch_size * args.accumulation * config.context
     check_every, log_every = max(1, args.steps // 5), max(1, args.steps // 70)
-    progress = tqdm(total=args.steps, unit="step", mininterval=1.0, dynamic_ncols=True)
-    step, clock_step, clock = 0, 0, time.perf_counter()  # the clock restarts at each log
-    for windows in chain.from_iterable(repeat(train_loader)):  # epoch after epoch
+    progress = tqdm(total=args.steps, initial=run.step, unit="step", mininterval=1.0, dynamic_ncols=True)
+    clock_step, clock = run.step, time.perf_counter()  # the clock restarts at each log
+    batches = chain.from_iterable(repeat(train_loader))  # epoch after epoch
+    while run.step < args.steps:
+        windows = next(batches)
         with accelerator.accumulate(model):
             loss = row_losses(model, windows).mean()
             accelerator.backward(loss)
@@ -115,7 +144,8 @@ def main() -> None:
         if not accelerator.sync_gradients:
             continue
 
-        step += 1
+        run.step += 1
+        step = run.step
         progress.update()
         if step % log_every == 0 or step == args.steps:
             train_loss = accelerator.reduce(loss.detach(), "mean").item()
@@ -129,12 +159,12 @@ def main() -> None:
             if accelerator.is_main_process:
                 progress.write(f"step {step}: validation loss {validation_loss:.3f} nats per byte")
             clock_step, clock = step, time.perf_counter()  # validation is not training time
-        if step == args.steps:
-            break
+        if step % args.save_every == 0 and step < args.steps:
+            accelerator.save_state(blocking=False)  # written while training goes on
     progress.close()
 
     validation_loss = validate(accelerator, model, final_loader)
-    accelerator.log({"validation/loss": validation_loss}, step=step)
+    accelerator.log({"validation/loss": validation_loss}, step=run.step)
     accelerator.print(
         f"validation loss {validation_loss:.3f} nats = {validation_loss / math.log(2):.3f} bits per byte, "
         f"{validation_loss / unigram:.0%} of the unigram entropy"
@@ -146,6 +176,8 @@ def main() -> None:
         accelerator.print(f"--- a sample, from the prompt 'def '\n{text.decode(errors='replace')}\n---")
         accelerator.print(f"saved to {args.out}")
     accelerator.end_training()
+    if accelerator.is_main_process:
+        shutil.rmtree(checkpoints, ignore_errors=True)  # the run is complete
 
 
 if __name__ == "__main__":

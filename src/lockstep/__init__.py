@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Accelerator": "lockstep.accelerator",
     "AutocastKwargs": "lockstep.config.handlers",
+    "CheckpointError": "lockstep.errors",
     "DataLoaderConfiguration": "lockstep.config.handlers",
     "DDPCommunicationHookType": "lockstep.config.enums",
     "DistributedDataParallelKwargs": "lockstep.config.handlers",
@@ -20,6 +21,7 @@ _HOME = {
     "GradScalerKwargs": "lockstep.config.handlers",
     "GradientAccumulationPlugin": "lockstep.config.handlers",
     "InitProcessGroupKwargs": "lockstep.config.handlers",
+    "NoCheckpointError": "lockstep.errors",
     "PartialState": "lockstep.runtime.control",
     "ProfileKwargs": "lockstep.config.handlers",
     "ProjectConfiguration": "lockstep.config.handlers",

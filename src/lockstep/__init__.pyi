@@ -12,6 +12,8 @@ from lockstep.config.handlers import InitProcessGroupKwargs as InitProcessGroupK
 from lockstep.config.handlers import ProfileKwargs as ProfileKwargs
 from lockstep.config.handlers import ProjectConfiguration as ProjectConfiguration
 from lockstep.data.skip import skip_first_batches as skip_first_batches
+from lockstep.errors import CheckpointError as CheckpointError
+from lockstep.errors import NoCheckpointError as NoCheckpointError
 from lockstep.launch.functions import debug_launcher as debug_launcher
 from lockstep.launch.functions import notebook_launcher as notebook_launcher
 from lockstep.runtime.control import PartialState as PartialState

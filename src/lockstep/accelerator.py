@@ -8,7 +8,8 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -16,8 +17,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.checkpoint import state as checkpoints
-from lockstep.checkpoint.model import refuse_pickle, save, write_weights
+from lockstep.checkpoint.training import LoadHook, SaveHook, Training, checked_stateful, refuse_options
+from lockstep.checkpoint.weights.model import refuse_pickle, save
 from lockstep.comm.collectives import Communicator, Reduction
 from lockstep.comm.dtensor import whole
 from lockstep.comm.ledger import CommunicationLedger
@@ -42,6 +43,7 @@ from lockstep.parallel.compose import hold_back, unwrap
 from lockstep.parallel.join import join_replicas
 from lockstep.parallel.materialize import InitWeights
 from lockstep.preparation.prepare import Preparation
+from lockstep.preparation.window import OpenWindow
 from lockstep.runtime import process
 from lockstep.runtime.control import ProcessControl, RunState
 from lockstep.runtime.memory import release_memory
@@ -54,6 +56,9 @@ from lockstep.train.scheduler import PreparedScheduler
 from lockstep.watch.profile import build_profiler
 from lockstep.watch.state_bytes import StateBytes, count_state
 from lockstep.watch.trackers.run import TrackerSet
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.checkpointer import Checkpointer
 
 
 class Accelerator(ProcessControl, OptionsView):
@@ -165,8 +170,10 @@ class Accelerator(ProcessControl, OptionsView):
             device_placement,
             step_scheduler_with_optimizer,
         )
+        self._window = OpenWindow(
+            self._accumulation, self._preparation.models, self._preparation.optimizers, self.runtime
+        )
         self._registered: list[Any] = []
-        self._hooks = checkpoints.Hooks()
         self._trackers = TrackerSet(log_with, options.project.logging_dir, self.is_main_process)
         self._trigger = False
         Accelerator._made.append(weakref.ref(self, Accelerator._made.remove))
@@ -230,6 +237,7 @@ class Accelerator(ProcessControl, OptionsView):
             UsageError: an object was prepared before, or cannot give a correct result.
         """
         prepared = self._preparation.prepare(args, device_placement)
+        self._window.watch()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(
@@ -250,7 +258,9 @@ class Accelerator(ProcessControl, OptionsView):
         self, optimizer: Optimizer, device_placement: bool | None = None
     ) -> PreparedOptimizer:
         """``prepare`` for one optimizer, whose state follows its parameters' device."""
-        return self._preparation.prepare_optimizer(optimizer)
+        prepared = self._preparation.prepare_optimizer(optimizer)
+        self._window.watch()
+        return prepared
 
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None
@@ -438,55 +448,90 @@ class Accelerator(ProcessControl, OptionsView):
         """
         with together(self._communicator):
             refuse_pickle("save_model", safe_serialization)
-            state = self.unwrap_model(model, keep_torch_compile=False).state_dict()
-        state = whole(state, keep=self.is_main_process)
-        with together(self._communicator):
-            if self.is_main_process:
-                write_weights(state, save_directory, max_shard_size)
+            plain = self.unwrap_model(model, keep_torch_compile=False)
+        from lockstep.checkpoint.weights.export import save_model  # with pydantic, which a run may never need
+
+        save_model(plain, save_directory, max_shard_size, self._communicator)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Include objects with ``state_dict`` and ``load_state_dict`` in saved states."""
-        self._registered.extend(checkpoints.checked_stateful(objects))
+        self._registered.extend(checked_stateful(objects))
 
-    def register_save_state_pre_hook(self, hook: checkpoints.SaveHook) -> RemovableHandle:
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """``hook(models, weights, output_dir)`` runs before each ``save_state``."""
-        return self._hooks.add(self._hooks.save, hook)
+        hooks = self._checkpointer.hooks
+        return hooks.add(hooks.save, hook)
 
-    def register_load_state_pre_hook(self, hook: checkpoints.LoadHook) -> RemovableHandle:
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
         """``hook(models, input_dir)`` runs before each ``load_state``."""
-        return self._hooks.add(self._hooks.load, hook)
+        hooks = self._checkpointer.hooks
+        return hooks.add(hooks.load, hook)
 
-    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True) -> str:
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        blocking: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> str:
         """Write models, optimizers, schedulers, loss scale, loaders, generators and registered objects.
 
-        Called on every rank. Returns the directory, which appears only when it is complete.
+        Called on every rank. The directory, or URL, appears only when it is complete; without one it is the
+        project's next ``checkpoints/checkpoint_<i>``. Not ``blocking``: returns when the state has been copied in
+        host memory, and writes it while training goes on. Returns the directory.
+
+        Raises:
+            CheckpointError: it, or the save in the background before it, failed; earlier ones are untouched.
+            UsageError: there is no directory, or something else than a checkpoint is there.
         """
-        project = self._options.project
-        each_node = project.save_on_each_node
         with together(self._communicator):
             refuse_pickle("save_state", safe_serialization)
-            directory = checkpoints.next_directory(output_dir, project)
-        checkpoints.save(
-            directory, self._training(), self._hooks, self.runtime, self._communicator, each_node
-        )
-        with together(self._communicator):
-            if self.is_local_main_process if each_node else self.is_main_process:
-                checkpoints.prune(project)
-        project.iteration += 1
-        return str(directory)
+            refuse_options("save_state", save_model_func_kwargs)
+        return self._checkpointer.save(output_dir, self._training(), self._said(), blocking)
 
-    def load_state(self, input_dir: str | None = None) -> None:
-        """Restore what ``save_state`` wrote (without a directory: the project's newest). On every rank."""
-        project = self._options.project
-        with together(self._communicator):
-            directory = checkpoints.latest_directory(input_dir, project)
-        checkpoints.load(directory, self._training(), self._hooks, self.runtime, self._communicator)
-        if project.automatic_checkpoint_naming:
-            project.iteration = checkpoints.number_after(directory, project.iteration)
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> str:
+        """Restore what ``save_state`` wrote: without a directory, the project's newest that is whole.
 
-    def _training(self) -> checkpoints.Training:
+        Called on every rank. Returns the directory.
+
+        Raises:
+            NoCheckpointError: there is none.
+            CheckpointError: none is whole, or it does not fit this run; nothing was changed.
+        """
+        with together(self._communicator):
+            refuse_options(
+                "load_state", {**(load_kwargs or {}), **load_model_func_kwargs}, known={"map_location"}
+            )
+        return self._checkpointer.load(input_dir, self._training())
+
+    @cached_property
+    def _checkpointer(self) -> Checkpointer:
+        from lockstep.checkpoint.checkpointer import Checkpointer  # with pydantic, which a run may never need
+
+        return Checkpointer(self.runtime, self._communicator, self._options.project)
+
+    def _said(self) -> dict[str, Any]:
+        """How the run is set up, as checkpoints tell it."""
+        return {
+            "parallel": str(self._options.parallel),
+            "mixed_precision": str(self.mixed_precision),
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "split_batches": self.split_batches,
+        }
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait for ``save_state(blocking=False)``. Raises CheckpointError, on every rank, if it failed."""
+        self._checkpointer.wait()
+
+    def _training(self) -> Training:
         prepared = self._preparation
-        return checkpoints.Training(
+        return Training(
             models=[self.unwrap_model(model, keep_torch_compile=False) for model in prepared.models],
             parts={
                 "optimizer": list(prepared.optimizers),
@@ -494,6 +539,7 @@ class Accelerator(ProcessControl, OptionsView):
                 "loader": list(prepared.loaders),
                 "scaler": [] if self._scaler is None else [self._scaler],
                 "object": self._registered,
+                "window": [self._window],
             },
         )
 
@@ -523,8 +569,10 @@ class Accelerator(ProcessControl, OptionsView):
         return self._trackers.get(name, unwrap)
 
     def end_training(self) -> None:
-        """Finish the trackers and wait for all ranks."""
+        """Finish the trackers and a save in the background, and wait for all ranks."""
         self._trackers.finish()
+        if "_checkpointer" in vars(self):  # it was used
+            self._checkpointer.close()
         self.wait_for_everyone()
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:

@@ -26,6 +26,10 @@ class CheckpointError(LockstepError, RuntimeError):
     """A checkpoint is missing, incomplete or does not fit what it is loaded into."""
 
 
+class NoCheckpointError(CheckpointError):
+    """There is no checkpoint where one was looked for."""
+
+
 class MissingExtraError(LockstepError, ImportError):
     """An optional dependency is needed that is not installed."""
 

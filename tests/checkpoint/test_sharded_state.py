@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, load_model, save_file
+from safetensors.torch import load_file, load_model
 from torch import nn
 
+from checkpoint import saved_files
 from lockstep import Accelerator, GradScalerKwargs
 from lockstep.errors import CheckpointError, LockstepError
 
@@ -144,6 +145,7 @@ def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 SPREADS = [
+    (1, "ddp"),
     (1, "zero=3"),
     (2, "ddp"),
     (2, "zero=1"),
@@ -163,7 +165,8 @@ def test_a_state_continues_under_every_other_stage_and_number_of_ranks(
     expected = plain_run()
     before = run_distributed(saved, ranks, text, directory)[0]
     assert before["losses"] == pytest.approx(expected["losses"][:BEFORE], rel=2e-6)
-    others = SPREADS if text in ("zero=3", "zero=2 replicate=2") and ranks > 1 else SPREADS[::3]
+    everything = text in ("zero=3", "zero=2 replicate=2") and ranks > 1
+    others = SPREADS if everything else [(1, "ddp"), (2, "ddp"), (2, "zero=3"), (4, "zero=2 replicate=2")]
     for other_ranks, other in {(ranks, text), *others}:
         for after in run_distributed(loaded, other_ranks, other, directory):
             assert_equal(after["state"], before["state"])
@@ -224,7 +227,7 @@ def exported(text: str, directory: str) -> dict[str, Any]:
     return {"hook": seen, "whole": whole, "tied": tied, "state": run.state()}
 
 
-@pytest.mark.parametrize(("ranks", "text"), SPREADS[2:])
+@pytest.mark.parametrize(("ranks", "text"), SPREADS[3:])
 def test_saved_models_and_hooks_have_the_whole_weights_with_ties_once(
     run_distributed: Any, tmp_path: Path, ranks: int, text: str
 ) -> None:
@@ -234,12 +237,43 @@ def test_saved_models_and_hooks_have_the_whole_weights_with_ties_once(
         assert found["hook"] == [shapes]
         assert found["tied"]
         assert_equal(found["whole"], {n: t for n, t in found["state"].items() if ":" not in n})
-    for file in (tmp_path / "model" / "model.safetensors", tmp_path / "state" / "model.safetensors"):
-        tensors = load_file(file)
-        assert len({"back.weight", "again.weight"} & tensors.keys()) == 1
-        fresh = make(seed=3)[0]
-        load_model(fresh, file)
-        assert_equal(dict(fresh.state_dict()), found["whole"])
+    file = tmp_path / "model" / "model.safetensors"
+    assert len({"back.weight", "again.weight"} & load_file(file).keys()) == 1
+    fresh = make(seed=3)[0]
+    load_model(fresh, file)
+    assert_equal(dict(fresh.state_dict()), found["whole"])
+
+
+def saved_as_it_is(text: str, directory: str, with_hook: bool) -> dict[str, torch.Tensor]:
+    run = Run(text)
+    run.train(0, 1)
+    run.model(batch(0)[0])
+    if with_hook:
+        run.accelerator.register_save_state_pre_hook(lambda models, weights, output: None)
+    run.accelerator.save_state(directory)
+    return run.state()
+
+
+@pytest.mark.parametrize("with_hook", [False, True])
+@pytest.mark.parametrize(("ranks", "text"), SPREADS)
+def test_the_files_hold_every_element_once_and_ties_once(
+    run_distributed: Any, tmp_path: Path, ranks: int, text: str, with_hook: bool
+) -> None:
+    directory = tmp_path / "state"
+    state = run_distributed(saved_as_it_is, ranks, text, str(directory), with_hook)[0]
+    saved_files.assert_manifest_tells_the_truth(directory)
+    tensors = saved_files.tensors(directory)
+    weights = {n.removeprefix("model.0."): t for n, t in tensors.items() if n.startswith("model.0.")}
+    tie = {"again.weight", "back.weight"} - weights.keys()
+    assert len(tie) == 1
+    assert_equal(weights, {name: t for name, t in state.items() if ":" not in name and name not in tie})
+    moments = {
+        name.removeprefix("optimizer.0.state.0."): t
+        for name, t in tensors.items()
+        if name.startswith("optimizer.0.state.")
+    }
+    expected = {name.replace(":", "."): t for name, t in state.items() if ":" in name}
+    assert_equal(moments, expected)
 
 
 def tiny(kind: str) -> Any:
@@ -330,71 +364,96 @@ def test_an_object_that_fails_on_one_rank_fails_the_save_on_all(
         assert losses == pytest.approx(plain_run()["losses"][:1], rel=2e-6)
 
 
-def refused(text: str, directory: str, kind: str) -> tuple[str, bool, bool]:
-    """Save with two models, break it, and load: (message, is a CheckpointError, nothing was changed)."""
-    run = Run(text)
-    second = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    second, other = run.accelerator.prepare(second, torch.optim.AdamW(second.parameters()))
-    run.train(0, 1)
-    accelerator = run.accelerator
-    accelerator.backward(second(torch.ones(2, 4)).sum())
-    other.step()
-    accelerator.save_state(directory)
-    if accelerator.is_main_process:
-        damage(Path(directory), kind)
+class Second(nn.Module):
+    """A second model. Some kinds differ from the plain one in one way."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 5 if kind == "shape" else 4, bias=kind != "missing")
+        if kind == "unknown":
+            self.third = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def optimizer_of(model: nn.Module, other: nn.Module, kind: str) -> torch.optim.Optimizer:
+    parameters = list(model.parameters())
+    if kind == "moment":  # as many as the model has, all of other shapes
+        parameters = [p for p in other.parameters() if p.requires_grad][: len(parameters)]
     if kind == "groups":
-        other.param_groups[0]["params"].pop()
+        return torch.optim.AdamW([{"params": parameters[:1]}, {"params": parameters[1:]}])
+    return torch.optim.AdamW(parameters)
+
+
+def with_two_models(text: str, kind: str) -> Run:
+    run = Run(text)
+    second = Second(kind)
+    run.second, run.other = run.accelerator.prepare(second, optimizer_of(second, run.model, kind))
+    rows, labels = batch(9)
+    loss = F.cross_entropy(run.model(rows), labels) + run.second(torch.ones(2, 4)).sum()
+    run.accelerator.backward(loss)
+    run.optimizer.step()
+    run.other.step()
+    run.optimizer.zero_grad()
+    run.other.zero_grad()
+    return run
+
+
+def save_with_two(text: str, directory: str, kind: str) -> None:
+    with_two_models(text, kind).accelerator.save_state(directory)
+
+
+def everything(run: Run) -> dict[str, torch.Tensor]:
+    found = run.state() | {f"second.{n}": full(t) for n, t in run.second.state_dict().items()}
+    for i, values in enumerate(run.other.state.values()):
+        found |= {f"second.{i}:{key}": full(value) for key, value in values.items()}
+    return found | {"generator": torch.get_rng_state(), "number": torch.tensor(len(run.other.param_groups))}
+
+
+def refused(text: str, directory: str) -> tuple[str, bool, bool]:
+    """Load what was saved otherwise: (message, is a CheckpointError, nothing was changed)."""
+    run = with_two_models(text, "")
     run.train(1, 1)
-    before = run.state()
-    accelerator.wait_for_everyone()
+    before = everything(run)
     try:
-        accelerator.load_state(directory)
+        run.accelerator.load_state(directory)
     except LockstepError as error:
-        same = run.state()
-        unchanged = all(torch.equal(same[name], value) for name, value in before.items())
+        after = everything(run)
+        unchanged = all(torch.equal(after[name], value) for name, value in before.items())
         return str(error), isinstance(error, CheckpointError), unchanged
     return "", False, False
-
-
-def damage(directory: Path, kind: str) -> None:
-    weights, states = directory / "model_1.safetensors", directory / "state.safetensors"
-    tensors = load_file(weights)
-    if kind == "shape":
-        tensors["1.weight"] = torch.ones(4, 5)
-    elif kind == "missing":
-        del tensors["1.bias"]
-    elif kind == "unknown":
-        tensors["2.bias"] = torch.ones(4)
-    save_file(tensors, weights)
-    if kind == "no file":
-        weights.unlink()
-    if kind == "moment":
-        moments = load_file(states)
-        names = [name for name, value in moments.items() if "optimizer.1" in name and value.ndim == 2]
-        save_file(moments | {names[0]: torch.ones(3, 4)}, states)
-    if kind == "generators":
-        (directory / "rng_1.json").write_text("{")
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("shape", "1.weight is (4, 5), but (4, 4) in the model"),
-        ("missing", "1.bias"),
-        ("unknown", "2.bias"),
-        ("no file", "model_1.safetensors"),
-        ("moment", "(3, 4)"),
-        ("groups", "groups of [4] parameters, but has groups of [3] here"),
-        ("generators", "rng_1"),
+        ("shape", "model.1.second.weight is (5, 4) in the checkpoint, but (4, 4) here"),
+        ("missing", "tensors ['second.bias'] are missing from it, and [] are not in the model"),
+        ("unknown", "[] are missing from it, and ['third.bias', 'third.weight'] are not in the model"),
+        ("groups", "groups of [1, 3] parameters, but has groups of [4] here"),
+        ("moment", "first.weight.exp_avg of shape (7, 6), whose parameter has shape (4,) here"),
+        ("no file", "lacks model_1-0000"),
+        ("generators", "rank-00001.json has 1 bytes instead of"),
+        ("whole", ""),
     ],
 )
 @pytest.mark.parametrize("text", ["zero=1", "zero=3"])
 def test_what_does_not_fit_is_an_error_on_all_ranks_and_changes_nothing(
     run_distributed: Any, tmp_path: Path, text: str, kind: str, words: str
 ) -> None:
-    found = run_distributed(refused, 2, text, str(tmp_path / "state"), kind)
-    assert all(words in message for message, _, _ in found)
-    assert all(unchanged for _, _, unchanged in found)
-    assert any(is_checkpoint_error for _, is_checkpoint_error, _ in found)
-    if kind != "generators":  # which is a file of one rank's own
-        assert all(is_checkpoint_error for _, is_checkpoint_error, _ in found)
+    directory = tmp_path / "state"
+    run_distributed(save_with_two, 2, text, str(directory), kind)
+    if kind == "no file":
+        next(directory.glob("model_1-*.safetensors")).unlink()
+    elif kind == "generators":
+        (directory / "rank-00001.json").write_text("{")
+    found = run_distributed(refused, 2, text, str(directory))
+    if kind == "whole":  # which the others differ from in one way each
+        assert found == [("", False, False)] * 2
+        return
+    for message, is_checkpoint_error, unchanged in found:
+        assert words in message
+        assert is_checkpoint_error
+        assert unchanged

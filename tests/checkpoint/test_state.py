@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
+from checkpoint import saved_files
 from lockstep import Accelerator, GradScalerKwargs, ProjectConfiguration
-from lockstep.checkpoint.codec import decode, encode
-from lockstep.errors import LockstepError, UsageError
+from lockstep.checkpoint.format.codec import decode, encode
+from lockstep.errors import CheckpointError, LockstepError, UsageError
 from train import problems
 
 STEPS_AN_EPOCH = 5
@@ -179,7 +181,7 @@ def test_numbered_checkpoints_are_kept_up_to_the_limit(
 ) -> None:
     for result in run_distributed(named_saves, world_size, str(tmp_path)):
         assert result["names"] == [f"checkpoint_{i}" for i in range(4)]
-        assert (result["newest"], result["named"], result["next"]) == (3, 2, 3)
+        assert (result["newest"], result["named"], result["next"]) == (3, 2, 4)
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert kept == ["checkpoint_2", "checkpoint_3"]
 
@@ -192,25 +194,39 @@ def hooked(directory: str) -> list[Any]:
 
     def before_save(models: list[nn.Module], weights: list[dict[str, Any]], output: str) -> None:
         seen.append(("save", [type(model).__name__ for model in models], len(weights)))
-        weights.pop()  # the second model is left to this hook
+        second = weights.pop()  # the second model is left to this hook
+        if accelerator.is_main_process:
+            (Path(output) / "own").mkdir()
+            save_file(dict(second), Path(output) / "own" / "second.safetensors")
 
     def before_load(models: list[nn.Module], directory: str) -> None:
         seen.append(("load", len(models)))
-        models.pop()
+        models.pop().load_state_dict(load_file(Path(directory) / "own" / "second.safetensors"))
 
     handles = [
         accelerator.register_save_state_pre_hook(before_save),
         accelerator.register_load_state_pre_hook(before_load),
     ]
+    before = [problems.parameters(plain) for plain in plains]
     accelerator.save_state(directory)
-    plains[0].weight.data.fill_(7)
-    plains[1].weight.data.fill_(7)
+    accelerator.wait_for_everyone()
+    seen.append(sorted(saved_files.tensors(directory)))
+    seen.append(sorted(name for name in saved_files.manifest(directory)["files"] if "own" in name))
+    saved_files.assert_manifest_tells_the_truth(directory)
+    accelerator.wait_for_everyone()
+    for plain in plains:
+        plain.weight.data.fill_(7)
     accelerator.load_state(directory)
-    seen.append((plains[0].weight.item() == 7, plains[1].weight[0, 0].item() == 7))
+    seen.append([problems.difference(problems.parameters(p), b) for p, b in zip(plains, before, strict=True)])
     for handle in handles:
         handle.remove()
+    try:
+        accelerator.load_state(directory)
+    except CheckpointError as error:
+        seen.append("a hook took the weights of model 1 out" in str(error))
     accelerator.save_state(directory)
-    seen.append(sorted(path.name for path in Path(directory).glob("model*")))
+    accelerator.wait_for_everyone()
+    seen.append(sorted(saved_files.tensors(directory)))
     return seen
 
 
@@ -218,13 +234,37 @@ def hooked(directory: str) -> list[Any]:
 def test_hooks_see_the_models_and_may_take_some_over(
     run_distributed, tmp_path: Path, world_size: int
 ) -> None:
+    def only(names: list[str], model: int) -> list[str]:
+        return [name for name in names if name.startswith(f"model.{model}.")]
+
     for seen in run_distributed(hooked, world_size, str(tmp_path / "state")):
-        assert seen == [
-            ("save", ["Linear", "Linear"], 2),
-            ("load", 2),
-            (False, True),
-            ["model.safetensors", "model_1.safetensors"],
-        ]
+        first, own, second = seen[1], seen[2], seen[-1]
+        assert seen[0] == ("save", ["Linear", "Linear"], 2)
+        assert only(first, 0) == only(second, 0) == ["model.0.bias", "model.0.weight"]
+        assert only(first, 1) == []
+        assert own == ["own/second.safetensors"]
+        assert seen[3:-1] == [("load", 2), [0, 0], True]
+        assert only(second, 1) == ["model.1.bias", "model.1.weight"]
+
+
+def altered(directory: str) -> float:
+    accelerator = Accelerator(cpu=True)
+    plain = nn.Linear(2, 2)
+    accelerator.prepare(plain)
+    original = plain.weight.detach().clone()
+
+    def double(models: list[nn.Module], weights: list[dict[str, Any]], output: str) -> None:
+        weights[0]["weight"] = weights[0]["weight"] * 2
+
+    accelerator.register_save_state_pre_hook(double)
+    accelerator.save_state(directory)
+    assert torch.equal(plain.weight, original)
+    accelerator.load_state(directory)
+    return float((plain.weight - 2 * original).abs().max())
+
+
+def test_what_a_hook_leaves_of_the_weights_is_what_is_saved(run_distributed, tmp_path: Path) -> None:
+    assert run_distributed(altered, 2, str(tmp_path / "state")) == [0, 0]
 
 
 def refused(kind: str, directory: str) -> str:
@@ -288,7 +328,7 @@ def refused(kind: str, directory: str) -> str:
         ("none in project", "There is no checkpoint in"),
         ("other objects", "Prepare and register the same objects"),
         ("other model", "does not fit Linear"),
-        ("damaged", "cannot be read"),
+        ("damaged", "state.json has 1 bytes instead of"),
         ("unfit object", "object.0.values.0 is a object, which a checkpoint cannot hold"),
         ("hook on the last rank", "the disk is full"),
     ],
@@ -321,7 +361,7 @@ def test_every_kind_of_value_in_a_state_survives() -> None:
         "scalar": torch.tensor(3),
     }
     tensors: dict[str, torch.Tensor] = {}
-    text = json.dumps(encode(value, tensors), allow_nan=False)
+    text = json.dumps(encode(value, tensors, "value"), allow_nan=False)
     found = decode(json.loads(text), tensors)
     assert repr(found) == repr(value)
     assert type(found["counter"]) is Counter

@@ -105,3 +105,18 @@ def test_a_generator_of_the_dataset_is_seeded_by_epoch():
 def test_uneven_ends_of_several_workers_are_refused():
     with pytest.raises(ConfigError, match="2 workers"):
         prepare(DataLoader(Stream(9), batch_size=2, num_workers=2), world=2, even_batches=False)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_data_pipe_is_shuffled_by_epoch_and_shared_by_its_workers():
+    from torch.utils.data.datapipes.iter import IterableWrapper
+
+    def epochs():
+        pipe = IterableWrapper(range(20)).shuffle().sharding_filter()
+        loader = prepare(DataLoader(pipe, batch_size=2, num_workers=2), data_seed=1)
+        return [[row for batch in loader for row in rows_of(batch)] for _ in range(2)]
+
+    first, second = epochs()
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second
+    assert epochs() == [first, second]

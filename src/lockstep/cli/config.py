@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from lockstep.cli.output import printable
 from lockstep.config.checks import MAX_MACHINES, MAX_PORT, MAX_PROCESSES, MAX_THREADS
 from lockstep.config.rules import Row
 from lockstep.config.sources import user_config_file
@@ -137,10 +138,5 @@ def _print_rows(rows: Iterable[Row], to_stderr: bool) -> None:
     for row in rows:
         words = row.text if row.outcome.value in ("used", "off") else f"{row.outcome}: {row.text}"
         value = "***" if row.path.endswith("api_key") else shown(row.value)
-        table.add_row(*(Text(_printable(text)) for text in (row.path, value, words.strip("=:. "))))
+        table.add_row(*(Text(printable(text)) for text in (row.path, value, words.strip("=:. "))))
     Console(stderr=to_stderr, highlight=False).print(table)
-
-
-def _printable(text: str) -> str:
-    """Without control characters, which a hostile file could send to the terminal."""
-    return "".join(character if character.isprintable() else "?" for character in text)

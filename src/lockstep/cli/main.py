@@ -18,6 +18,7 @@ COMMANDS = {
     "launch": ("lockstep.cli.launch", "Run a training script on one or more processes."),
     "config": ("lockstep.cli.config", "Write a configuration file for launch."),
     "env": ("lockstep.cli.env", "Show what this machine and installation have."),
+    "checkpoint": ("lockstep.cli.checkpoint", "Verify, show, merge and convert checkpoints."),
     "test": ("lockstep.cli.test", "Check on this machine that distributed training is right."),
 }
 
@@ -26,6 +27,7 @@ Examples:
   lockstep launch --nproc 2 train.py --epochs 3
   lockstep config --num-processes 2 --cpu
   lockstep env --no-torch
+  lockstep checkpoint verify run/checkpoints
   lockstep test --nproc 2
 """
 

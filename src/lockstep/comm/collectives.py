@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lockstep.comm.agreement import Call, check_same, describe, line_of_user, tensors_only
 from lockstep.comm.tree import leaves, map_leaves
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import CheckpointError, ConfigError, LockstepError, NoCheckpointError, UsageError
 from lockstep.runtime.process import Runtime
 
 Reduction = Literal["mean", "sum", "max", "none"]
@@ -32,6 +32,9 @@ all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_ga
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+CAUGHT = (CheckpointError, NoCheckpointError, ConfigError, UsageError)
+
+
 class Communicator:
     """The collectives of one run, each called by all ranks, none differentiable.
 
@@ -41,10 +44,15 @@ class Communicator:
     Every method raises on all ranks alike: ``CollectiveMismatchError`` where the ranks called
     different methods or passed different structures, shapes or dtypes; ``TypeError`` where a
     tensor is needed and something else was found.
+
+    Args:
+        group: All ranks in a gloo group beside the main one, for a thread whose collectives must not mix
+            with those of training; ``gather_object``, ``barrier`` and ``agree`` work over it.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, group: dist.ProcessGroup | None = None) -> None:
         self.runtime = runtime
+        self._group = group
         self.world_size = runtime.world_size
         pairs = (runtime.backend or "").split(",")
         # "cpu:gloo,cuda:nccl" names the devices whose tensors the group takes; "gloo" takes cpu.
@@ -147,7 +155,7 @@ class Communicator:
         payload, problem = pickled(values, "gather_object")
         self._meet(Call("gather_object"), problem)
         payloads: list[Any] = [None] * self.world_size
-        dist.all_gather_object(payloads, payload)
+        dist.all_gather_object(payloads, payload, group=self._group)
         return [one for other in payloads for one in pickle.loads(other)]
 
     def broadcast_object_list(self, values: list[Any], from_process: int = 0) -> list[Any]:
@@ -177,7 +185,8 @@ class Communicator:
 
         Raises:
             Exception: the rank's own ``error``.
-            LockstepError: this rank passed None but another one failed; names it and its message.
+            LockstepError: this rank passed None but another one failed; names it and its message, and is of the
+                other's class if that is one of ``CAUGHT``.
         """
         if self.world_size > 1:
             self._meet(Call("agree"), error)
@@ -196,10 +205,10 @@ class Communicator:
             if error is not None:
                 raise error
             return [call]
-        device = self.runtime.control_device
+        device = self.runtime.control_device if self._group is None else torch.device("cpu")
         mine = torch.tensor([call.digest(), int(error is not None)], device=device)
         all_ranks = mine.new_empty(2 * self.world_size)
-        all_gather_into_tensor(all_ranks, mine)
+        all_gather_into_tensor(all_ranks, mine, group=self._group)
         numbers = all_ranks.tolist()
         digests, failed = numbers[0::2], numbers[1::2]
         calls = [call] * self.world_size
@@ -211,7 +220,7 @@ class Communicator:
             if error is not None:
                 raise error
             rank = failed.index(1)
-            raise LockstepError(
+            raise _kind_of(messages[rank])(
                 f"Rank {rank} failed in {call.operation} with {messages[rank]} "
                 "This rank stops with it. Mend the cause on that rank."
             )
@@ -219,7 +228,7 @@ class Communicator:
 
     def _exchange(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self._group)
         return values
 
     def _check_rank(self, rank: int) -> None:
@@ -262,6 +271,12 @@ class Communicator:
         if tensor.dtype.is_floating_point or (tensor.dtype is torch.int16 and total.dtype is dtype):
             total = total.to(tensor.dtype)
         return total.to(tensor.device)
+
+
+def _kind_of(message: str) -> type[LockstepError]:
+    """The class of another rank's exception, where it is one of those that callers catch; else their base."""
+    name = message.split(":")[0]
+    return next((kind for kind in CAUGHT if kind.__name__ == name), LockstepError)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

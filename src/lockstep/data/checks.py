@@ -9,8 +9,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lockstep.config.handlers import DataLoaderConfiguration
 from lockstep.data.loader import PreparedLoader
+from lockstep.data.map_reader import sample_count
 from lockstep.data.order import find_distributed_sampler
-from lockstep.data.readers import sample_count
 from lockstep.data.shard import ShardPlan
 from lockstep.errors import ConfigError, UsageError
 

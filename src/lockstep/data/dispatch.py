@@ -8,11 +8,10 @@ import torch
 
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.tree import leaves, map_tensors, send_to_device
-from lockstep.data.readers import Rounds
+from lockstep.data.readers import Dealt, Rounds
 from lockstep.errors import LockstepError
-from lockstep.runtime.step import BatchCounts
 
-# What rank 0 announces before each round: ("round", skeleton, counts), ("end",) or ("error", text).
+# What rank 0 announces before each round: ("round", Dealt with a skeleton of the batches), ("end",) or ("error", text).
 Announcement = tuple[Any, ...]
 
 
@@ -45,19 +44,19 @@ def dispatched(source: Rounds | None, communicator: Communicator, rank: int, dev
                 f"Rank 0, which reads the data for all ranks, failed with {announcement[1]}. "
                 "See the traceback of rank 0; dispatch_batches=False lets every rank read for itself."
             )
-        _, skeleton, counts = announcement
-        parts = _share(parts, skeleton, communicator, device)
-        yield [parts[rank]], counts
+        dealt: Dealt = announcement[1]
+        parts = _share(parts, dealt.batches, communicator, device)
+        yield dealt._replace(batches=[parts[rank]])
 
 
 def _next_round(source: Rounds, device: torch.device) -> tuple[list[Any], Announcement]:
-    following: tuple[list[Any], BatchCounts | None] | None = next(source, None)
+    following: Dealt | None = next(source, None)
     if following is None:
         return [], ("end",)
-    parts, counts = following
-    parts = send_to_device(parts, device)
+    parts = send_to_device(following.batches, device)
     # Meta tensors have a shape and a dtype but no data: the skeleton is all that must be pickled.
-    return parts, ("round", map_tensors(lambda tensor: tensor.to("meta"), parts), counts)
+    skeleton = map_tensors(lambda tensor: tensor.to("meta"), parts)
+    return parts, ("round", following._replace(batches=skeleton))
 
 
 def _share(parts: list[Any], skeleton: Any, communicator: Communicator, device: torch.device) -> list[Any]:

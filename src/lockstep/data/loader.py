@@ -1,4 +1,4 @@
-"""The prepared loader: this rank's part of the global order, one batch ahead, on the device."""
+"""The prepared loader: this rank's part of the global order, on the device, with an exact position."""
 
 from __future__ import annotations
 
@@ -11,33 +11,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from lockstep.comm.tree import send_to_device
+from lockstep.data.map_reader import MapReader
 from lockstep.data.order import announce_epoch
-from lockstep.data.readers import MapReader, Reader, Rounds
+from lockstep.data.position import Epochs, Position, Setup, read_state, state_of
+from lockstep.data.readers import Begin, Reader, Rounds
 from lockstep.data.shard import ShardPlan
 from lockstep.errors import ConfigError, UsageError
-from lockstep.runtime.seed import rng_state, set_rng_state
 from lockstep.runtime.step import LoaderProgress, StepState
-
-
-@dataclass
-class Position:
-    """Where iteration over a loader stands: ``batches`` of ``epoch`` have been handed out.
-
-    ``start`` is how many of them the reader itself left out. ``inner`` is the state of torchdata's
-    loader after them, where one is kept.
-    """
-
-    epoch: int = 0
-    batches: int = 0
-    start: int = 0
-    inner: dict[str, Any] | None = None
-
-
-@dataclass
-class EpochCounter:
-    """The epoch that the next iteration is; shared by a loader and its copies that skip batches."""
-
-    next: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,7 +27,7 @@ class LoaderParts:
     ``original`` is the user's loader. ``batches`` and ``samples`` are those of the whole order (None:
     unknown). ``opaque``: the dataset makes whole batches itself. ``keeps_inner_state``: the dataset saves
     its own position, through torchdata. ``reads``: this rank reads. ``dispatch`` turns the rounds read on
-    rank 0 into this rank's. ``before_epoch`` runs first in each epoch.
+    rank 0 into this rank's. ``before_epoch`` runs first in each epoch that is not continued.
     """
 
     original: DataLoader[Any]
@@ -77,10 +57,8 @@ class PreparedLoader(DataLoader[Any]):
     def __init__(self, parts: LoaderParts) -> None:
         # DataLoader.__init__ is left out on purpose: the loader that reads is parts.reader.inner.
         self._parts = parts
-        self._epochs = EpochCounter()
+        self._epochs = Epochs(parts.seed)
         self._skip = 0
-        self._position: Position | None = None
-        self._resume: Position | None = None
         self._progress = LoaderProgress()
 
     def __getattr__(self, name: str) -> Any:
@@ -122,6 +100,10 @@ class PreparedLoader(DataLoader[Any]):
     @property  # type: ignore[misc]
     def multiprocessing_context(self) -> Any:
         return self.original.multiprocessing_context
+
+    @property
+    def generator(self) -> Any:
+        return self.original.generator
 
     @property
     def device(self) -> torch.device | None:
@@ -198,44 +180,64 @@ class PreparedLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch ``epoch``."""
-        self._epochs.next = epoch
+        self._epochs.choose(epoch)
 
     def skipping(self, num_batches: int) -> PreparedLoader:
         """This loader without its first ``num_batches`` batches, in every iteration.
 
-        Of map-style data the left out batches are never read. Epochs are counted together with this one.
+        Of map-style data the left out batches are never read. Epochs and position are shared with this one.
         """
         length = len(self) if self._parts.batches is not None else None
         check_skip(num_batches, length)
         other = copy.copy(self)
         other._skip += num_batches
         other._progress = LoaderProgress()
-        other._position = other._resume = None
         return other
 
     def state_dict(self) -> dict[str, Any]:
-        """The exact position: epoch and number of batches handed out in it, and the seed of the order."""
-        position = self._position or self._resume or Position(self._epochs.next, self._skip, self._skip)
-        return {
-            "epoch": position.epoch,
-            "batches": position.batches,
-            "start": position.start,
-            "inner": position.inner,
-            "seed": self._parts.seed,
-        }
+        """The exact position in the global order, as plain values (``inner`` is the state of torchdata's loader).
+
+        Inside of a loop, and behind one that was broken off, it is behind the last batch that the loop received;
+        after the last batch, and where no loop has begun, at the beginning of the next epoch.
+
+        Raises:
+            UsageError: in the middle of an epoch of map-style data that workers hand over with ``in_order=False``.
+        """
+        setup = self._setup()
+        position = self._epochs.position(setup.streams)
+        if position.is_midway and not self._parts.reader.has_position:
+            raise UsageError(
+                "in_order=False lets batches of several workers overtake each other, so that this loader has no exact "
+                "position in the middle of an epoch. Use in_order=True, or save between epochs."
+            )
+        return state_of(position, self._epochs.seed, setup)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the next iteration continue behind the batches that ``state_dict`` counts."""
-        position = Position(**{name: state_dict[name] for name in ("epoch", "batches", "start", "inner")})
-        if not self._parts.keeps_inner_state:
-            position.inner = None
-        self._parts = replace(self._parts, seed=state_dict.get("seed", self._parts.seed))
-        reader = self._parts.reader
-        if isinstance(reader, MapReader):
-            reader.batches.order = replace(reader.batches.order, seed=self._parts.seed)
-        self._position = None
-        self._resume = position
-        self._epochs.next = position.epoch
+        """Make the next iteration continue at the position that ``state_dict`` says, on any number of ranks.
+
+        With as many ranks as it was saved with, each rank gets its own state, otherwise that of rank 0.
+
+        Raises:
+            CheckpointError: it is not a state of a loader, or one of other data; nothing was changed.
+        """
+        position, seed = read_state(state_dict, self._setup(), self._parts.keeps_inner_state)
+        epochs = self._epochs
+        epochs.seed, epochs.next, epochs.latest = seed, position.epoch, None
+        epochs.loaded = position if position.is_midway else None
+
+    def _setup(self) -> Setup:
+        parts, plan = self._parts, self._parts.plan
+        return Setup(
+            kind="map" if isinstance(parts.reader, MapReader) else "stream",
+            world_size=plan.world_size,
+            batch_size=None if parts.opaque else plan.batch_size,
+            split_batches=plan.split_batches,
+            even_batches=plan.even_batches,
+            drop_last=plan.drop_last,
+            num_workers=self.inner.num_workers,
+            # Data that another rank reads may have any length here.
+            dataset_size=size_of(self.dataset) if parts.reads else None,
+        )
 
     # -- iteration ----------------------------------------------------------------------------------
 
@@ -251,55 +253,33 @@ class PreparedLoader(DataLoader[Any]):
             progress.loader = None
 
     def _batches(self, progress: LoaderProgress) -> Iterator[Any]:
-        epoch = self._epochs.next
-        resume, self._resume = self._resume, None
-        self._epochs.next = epoch + 1
-        # A loaded position is stale once another epoch was chosen.
-        continues = resume is not None and resume.epoch == epoch
-        begin = resume if resume is not None and continues else Position(epoch, self._skip, self._skip)
-        # Without a state of its own to continue from, the reader leaves out what was handed out.
-        start = begin.start if begin.inner is not None else begin.batches
-        source = self._source(begin, start)
-        handed_out = begin.batches
+        begin, iteration = self._epochs.begin(self._setup().streams)
         device, non_blocking = self._parts.device, self._parts.non_blocking
-        generators = rng_state() if continues and handed_out else None
-        current = next(source, None)
-        if generators is not None:
-            # This batch had been read when the position was saved: reading it again must draw nothing.
-            set_rng_state(generators)
-        while current is not None:
-            [batch], counts = current
-            if device is not None:
-                # Enqueued before the next batch is read, so that copy and reading overlap.
-                batch = place(batch, device, non_blocking)
-            inner_state = self._inner_state()
-            current = next(source, None)
-            progress.end_of_data = current is None
-            progress.counts = counts
-            handed_out += 1
-            self._position = Position(epoch, handed_out, start, inner_state)
-            if current is None:
-                self._position = Position(epoch + 1, self._skip, self._skip)
-            yield batch
-        self._position = None
+        try:
+            for [batch], counts, last, behind, inner in self._source(begin):
+                progress.end_of_data = last
+                progress.counts = counts
+                iteration.behind = behind
+                iteration.inner = inner
+                yield batch if device is None else place(batch, device, non_blocking)
+            iteration.behind = None
+        finally:
+            iteration.running = False
 
-    def _source(self, begin: Position, start: int) -> Rounds:
+    def _source(self, begin: Position) -> Rounds:
         parts = self._parts
-        parts.before_epoch()
+        # What an uninterrupted run did at the beginning of the epoch is in the generators that were loaded.
+        if not (begin.is_midway and begin.same_world):
+            parts.before_epoch()
         if not parts.reads:
             assert parts.dispatch is not None
             return parts.dispatch(None)
-        announce_epoch(parts.original, parts.seed, begin.epoch)
-        if begin.inner is not None:
-            self.inner.load_state_dict(begin.inner)  # type: ignore[attr-defined]
-        source = parts.reader.read(begin.epoch, start, begin.batches - start)
+        seed = self._epochs.seed
+        announce_epoch(parts.original, seed, begin.epoch)
+        # A position counts in the whole epoch, also for a copy that skips its beginning.
+        left_out = 0 if begin.is_midway else self._skip
+        source = parts.reader.read(Begin(seed, begin.epoch, begin.behind, begin.inner, left_out))
         return parts.dispatch(source) if parts.dispatch is not None else source
-
-    def _inner_state(self) -> dict[str, Any] | None:
-        if not (self._parts.keeps_inner_state and self._parts.reads):
-            return None
-        state: dict[str, Any] = self.inner.state_dict()  # type: ignore[attr-defined]
-        return state
 
 
 def place(batch: Any, device: torch.device, non_blocking: bool) -> Any:
@@ -307,6 +287,14 @@ def place(batch: Any, device: torch.device, non_blocking: bool) -> Any:
     if type(batch) is list and all(type(part) is torch.Tensor for part in batch):
         return [part.to(device, non_blocking=non_blocking) for part in batch]
     return send_to_device(batch, device, non_blocking=non_blocking)
+
+
+def size_of(dataset: Any) -> int | None:
+    """``len(dataset)``, or None where it has no length."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def check_skip(num_batches: int, length: int | None) -> None:

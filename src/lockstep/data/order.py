@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.data.rng import draw_privately, epoch_generator, epoch_seed
+from lockstep.data.shard import grouped, later
+from lockstep.errors import CheckpointError
 
 # The attributes under which samplers hold other samplers.
 NESTED = ("sampler", "batch_sampler")
@@ -24,19 +27,62 @@ class GlobalOrder:
     A sampler with a ``generator`` attribute, itself or inside, gets a generator seeded with
     ``seed + epoch``: with ``shuffle=True`` that is ``torch.randperm`` as ``DistributedSampler`` draws it.
     Any other sampler runs with the global generators of torch, Python and NumPy seeded likewise and
-    restored afterwards.
+    restored afterwards. With ``opaque`` an item is not a batch of indices but counts as one sample.
     """
 
     sampler: Any
     seed: int
+    opaque: bool = False
 
-    def items(self, epoch: int) -> Iterator[Any]:
-        """What the sampler yields in ``epoch``; the user's sampler is not modified."""
+    def batches(self, epoch: int, behind: int, beginning: int) -> tuple[list[Any], Iterator[Any]]:
+        """The first ``beginning`` batches of the epoch, and those that begin behind ``behind`` samples.
+
+        The user's sampler is not modified. Without batches an item is yielded as the sampler gives it.
+        The batches of torch's ``BatchSampler`` are cut anew there. Those of any other batch sampler stay whole.
+
+        Raises:
+            CheckpointError: by the iterator, if none of these ends behind so many samples.
+        """
         sampler = seeded_copy(self.sampler, epoch_generator(self.seed, epoch))
-        return draw_privately(sampler, epoch_seed(self.seed, epoch))
+        # Subclasses may make batches of their own.
+        cut = _batches_cut_anew if type(sampler) is BatchSampler else _whole_batches
+        drawn = draw_privately(cut(sampler, behind, beginning, self.opaque), epoch_seed(self.seed, epoch))
+        return next(drawn), drawn
 
     def __len__(self) -> int:
         return len(self.sampler)
+
+
+def _batches_cut_anew(sampler: Any, behind: int, beginning: int, _: bool) -> Iterator[Any]:
+    """First the list of batches at the beginning, then each later batch."""
+    size = sampler.batch_size
+    first, rest = later(sampler.sampler, behind, beginning * size)
+    yield list(grouped(first, size, drop_last=False))
+    yield from grouped(rest, size, sampler.drop_last)
+
+
+def _whole_batches(sampler: Any, behind: int, beginning: int, opaque: bool) -> Iterator[Any]:
+    """First the list of batches at the beginning, then each later batch."""
+    source = iter(sampler)
+    first = [[item] if opaque else item for item in islice(source, beginning)]
+    yield first
+    passed = 0
+    for batch in chain(first, ([item] if opaque else item for item in source)):
+        if passed >= behind:
+            yield batch
+            continue
+        passed += len(batch)
+        if passed > behind:
+            raise CheckpointError(
+                f"The position is behind {behind} samples, but of the batches of {type(sampler).__name__} one ends "
+                f"behind {passed - len(batch)} and the next behind {passed}. Use the batch sampler of the saved run "
+                "until the epoch is over."
+            )
+    if passed < behind:
+        raise CheckpointError(
+            f"The position is behind {behind} samples, but {type(sampler).__name__} gives only {passed}. "
+            "Use the sampler of the saved run."
+        )
 
 
 def seeded_copy(sampler: Any, generator: torch.Generator) -> Any:
@@ -91,9 +137,16 @@ def announce_epoch(loader: DataLoader[Any], seed: int, epoch: int) -> None:
     A dataset without ``set_epoch`` that holds a torch generator gets it seeded with ``seed + epoch``, so
     that every rank reads the same stream.
     """
-    for holder in (loader.dataset, *samplers_of(loader)):
-        if callable(getattr(holder, "set_epoch", None)):
-            holder.set_epoch(epoch)
-    generator = getattr(loader.dataset, "generator", None)
-    if isinstance(generator, torch.Generator) and not hasattr(loader.dataset, "set_epoch"):
+    announce_epoch_to(loader.dataset, seed, epoch)
+    for sampler in samplers_of(loader):
+        if callable(getattr(sampler, "set_epoch", None)):
+            sampler.set_epoch(epoch)
+
+
+def announce_epoch_to(dataset: Any, seed: int, epoch: int) -> None:
+    """``announce_epoch`` for a dataset alone, as in a worker process."""
+    if callable(getattr(dataset, "set_epoch", None)):
+        dataset.set_epoch(epoch)
+    generator = getattr(dataset, "generator", None)
+    if isinstance(generator, torch.Generator) and not hasattr(dataset, "set_epoch"):
         generator.manual_seed(epoch_seed(seed, epoch))

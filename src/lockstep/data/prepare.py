@@ -17,17 +17,11 @@ from lockstep.config.handlers import DataLoaderConfiguration
 from lockstep.data.checks import batches_by_sampler, check_lengths, decide, is_iterable, lengths
 from lockstep.data.dispatch import dispatched
 from lockstep.data.loader import LoaderParts, PreparedLoader
+from lockstep.data.map_reader import MapReader, ShardedBatches
 from lockstep.data.order import GlobalOrder, initial_seed_of
-from lockstep.data.readers import (
-    CollateParts,
-    MapReader,
-    PlainReader,
-    Reader,
-    ShardedBatches,
-    ShardedStream,
-    StreamReader,
-)
+from lockstep.data.readers import Reader
 from lockstep.data.shard import ShardPlan
+from lockstep.data.stream import ResumableStream, ShardedStream, StreamReader, as_it_is
 from lockstep.errors import ConfigError, MissingExtraError, UsageError
 from lockstep.runtime.process import Runtime, start
 from lockstep.runtime.seed import check_rng_types, synchronize_rng_states
@@ -101,8 +95,7 @@ def prepare_loader(
             batches=batches,
             samples=samples,
             opaque=batches_by_sampler(loader) is None,
-            keeps_inner_state=hasattr(reader.inner, "state_dict")
-            and hasattr(reader.inner.dataset, "state_dict"),
+            keeps_inner_state=reader.keeps_inner_state,
             reads=rank == 0 or not dispatch,
             dispatch=partial(dispatched, communicator=shared, rank=rank, device=runtime.device)
             if dispatch and shared is not None
@@ -170,26 +163,37 @@ def make_reader(
     config: DataLoaderConfiguration,
 ) -> Reader:
     options = carried_options(loader)
+    # Seeds of workers are drawn from it, never from a generator that the training loop uses.
+    options["generator"] = torch.Generator()
     build = loader_class(loader, config)
+    stateful = build is not DataLoader and saves_itself(loader.dataset)
     if is_iterable(loader):
-        if plan.world_size == 1:
-            options.update(
-                batch_size=loader.batch_size, drop_last=loader.drop_last, collate_fn=loader.collate_fn
-            )
-            return PlainReader(build(loader.dataset, **options))
-        stream = ShardedStream(
-            cast(IterableDataset[Any], loader.dataset), plan, ranks, loader.batch_size, loader.drop_last
+        # Several ranks share the first round, which completes the last one; no dataset's state holds it.
+        keeps_state = stateful and plan.world_size == 1
+        stream = (ResumableStream if keeps_state else ShardedStream)(
+            cast(IterableDataset[Any], loader.dataset),
+            plan,
+            ranks,
+            loader.batch_size,
+            loader.drop_last,
+            cast(Any, loader.collate_fn),
+            loader.num_workers,
         )
-        collate: Any = CollateParts(loader.collate_fn)
-        return StreamReader(build(stream, batch_size=None, collate_fn=collate, **options))
+        inner = build(stream, batch_size=None, collate_fn=as_it_is, **options)
+        return StreamReader(inner, stream, keeps_state)
     sampler = batches_by_sampler(loader)
-    order = GlobalOrder(loader.sampler if sampler is None else sampler, seed)
-    batches = ShardedBatches(order, plan, ranks, opaque=sampler is None)
+    opaque = sampler is None
+    order = GlobalOrder(loader.sampler if opaque else sampler, seed, opaque)
+    batches = ShardedBatches(order, plan, ranks, loader.num_workers)
     if loader.batch_sampler is None:
         options.update(sampler=batches, batch_size=None)
     else:
         options.update(batch_sampler=batches)
-    return MapReader(build(loader.dataset, collate_fn=loader.collate_fn, **options), batches)
+    return MapReader(build(loader.dataset, collate_fn=loader.collate_fn, **options), batches, stateful)
+
+
+def saves_itself(dataset: Any) -> bool:
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
 def carried_options(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, cycle, islice
 from typing import Generic, TypeVar
 
@@ -59,6 +60,13 @@ class ShardPlan:
     def completes(self) -> bool:
         return self.even_batches and self.world_size > 1
 
+    @property
+    def beginning(self) -> int:
+        """Number of batches at the beginning of the epoch that the last round may be completed from."""
+        if not self.completes:
+            return 0
+        return 1 if self.split_batches else self.world_size
+
     def length(self, batches: int, rank: int, samples: int | None = None) -> int:
         """Number of batches that ``rank`` gets out of ``batches``.
 
@@ -85,11 +93,23 @@ class Round(Generic[T]):
     counts: BatchCounts
 
 
-def rounds(batches: Iterable[Sequence[T]], plan: ShardPlan) -> Iterator[Round[T]]:
-    """Deal ``batches`` to the ranks, round by round."""
+def rounds(
+    batches: Iterable[Sequence[T]], plan: ShardPlan, beginning: Sequence[Sequence[T]] | None = None
+) -> Iterator[Round[T]]:
+    """Deal ``batches`` to the ranks, round by round.
+
+    ``beginning``: the first ``plan.beginning`` batches of the epoch, where ``batches`` are later ones.
+    """
     if plan.split_batches:
-        return _rounds_of_slices(batches, plan)
-    return _rounds_of_batches(batches, plan)
+        return _rounds_of_slices(batches, plan, beginning)
+    return _rounds_of_batches(batches, plan, beginning)
+
+
+def later(samples: Iterable[T], behind: int, beginning: int) -> tuple[list[T], Iterator[T]]:
+    """The first ``beginning`` samples, and all that come behind the first ``behind``."""
+    source = iter(samples)
+    first = list(islice(source, beginning))
+    return first, chain(first[behind:], islice(source, max(0, behind - len(first)), None))
 
 
 def grouped(samples: Iterable[T], batch_size: int, drop_last: bool) -> Iterator[list[T]]:
@@ -100,8 +120,11 @@ def grouped(samples: Iterable[T], batch_size: int, drop_last: bool) -> Iterator[
             yield batch
 
 
-def _rounds_of_batches(batches: Iterable[Sequence[T]], plan: ShardPlan) -> Iterator[Round[T]]:
-    first: list[list[T]] = []
+def _rounds_of_batches(
+    batches: Iterable[Sequence[T]], plan: ShardPlan, beginning: Sequence[Sequence[T]] | None
+) -> Iterator[Round[T]]:
+    first = [list(batch) for batch in beginning or ()]
+    wanted = plan.beginning if beginning is None else 0
     held: list[list[T]] = []
     for batch in batches:
         # Held back although complete: a batch was short, and only the last round is filled up.
@@ -109,7 +132,7 @@ def _rounds_of_batches(batches: Iterable[Sequence[T]], plan: ShardPlan) -> Itera
             yield _as_they_are(held, plan)
             held = []
         held.append(list(batch))
-        if plan.completes and len(first) < plan.world_size:
+        if len(first) < wanted:
             first.append(list(batch))
         if len(held) == plan.world_size and not _is_short(held, plan):
             yield _as_they_are(held, plan)
@@ -125,8 +148,12 @@ def _is_short(held: list[list[T]], plan: ShardPlan) -> bool:
 
 def _as_they_are(held: list[list[T]], plan: ShardPlan) -> Round[T]:
     parts = (*held, *([] for _ in range(plan.world_size - len(held))))
-    sizes = tuple(len(part) for part in parts)
-    return Round(parts, BatchCounts(rows=sizes, real=sizes))
+    return Round(parts, _unpadded(tuple(map(len, parts))))
+
+
+@lru_cache(maxsize=16)
+def _unpadded(sizes: tuple[int, ...]) -> BatchCounts:
+    return BatchCounts(rows=sizes, real=sizes)
 
 
 def _completed(held: list[list[T]], first: list[list[T]], plan: ShardPlan) -> Round[T]:
@@ -144,8 +171,10 @@ def _completed(held: list[list[T]], first: list[list[T]], plan: ShardPlan) -> Ro
     return Round(parts, BatchCounts(rows=tuple(len(part) for part in parts), real=real))
 
 
-def _rounds_of_slices(batches: Iterable[Sequence[T]], plan: ShardPlan) -> Iterator[Round[T]]:
-    first: list[T] = []
+def _rounds_of_slices(
+    batches: Iterable[Sequence[T]], plan: ShardPlan, beginning: Sequence[Sequence[T]] | None
+) -> Iterator[Round[T]]:
+    first: list[T] = list(beginning[0]) if beginning else []
     for batch in batches:
         first = first or list(batch)
         # Batches of varying size are cut into the smallest equal slices that hold them.

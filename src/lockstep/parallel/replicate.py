@@ -53,9 +53,50 @@ def distributed_data_parallel(
         arguments["bucket_cap_mb"] = 1 << 20
     replica = DistributedDataParallel(model, device_ids=device_ids, **arguments)
     hook = gradient_hook(options)
-    if hook is not None:
+    if hook is None:
+        _settle_buckets(replica, runtime)
+    else:
         replica.register_comm_hook(*hook)
     return replica
+
+
+def _settle_buckets(replica: TorchDDP, runtime: Runtime) -> None:
+    """Let DDP form its buckets now, in the order in which it expects gradients, and not after the first backward.
+
+    Above two ranks the order in which an element's gradients are added up depends on its place in a bucket. A run
+    that goes on from a checkpoint would have other buckets in its first step than the uninterrupted one, and so
+    other bits ever after. DDP forms no new buckets with ``find_unused_parameters``; a static graph, sparse gradients,
+    and parameters with hooks or gradients are left alone. Collective.
+    """
+    sparse = any(getattr(module, "sparse", False) for module in replica.module.modules())
+    if runtime.world_size <= 2 or replica.find_unused_parameters or replica.static_graph or sparse:
+        return
+    trained = [p for p in replica.module.parameters() if p.requires_grad]
+    busy = any(p._backward_hooks or p._post_accumulate_grad_hooks or p.grad is not None for p in trained)
+    busy_anywhere = torch.tensor(int(busy), device=runtime.device)  # one rank alone may have a hook
+    dist.all_reduce(busy_anywhere, dist.ReduceOp.MAX)
+    if busy_anywhere.item():
+        return
+    replica.reducer.prepare_for_backward([])
+    for parameter in reversed(trained):
+        torch.autograd.backward(parameter, torch.zeros_like(parameter))
+    for parameter in trained:
+        parameter.grad = None
+    replica.reducer._rebuild_buckets()
+
+
+def mark_used(model: nn.Module, parameters: list[torch.Tensor]) -> None:
+    """Let a replica average these parameters' gradients although no backward has brought them. Clears them first.
+
+    With ``find_unused_parameters`` it leaves alone what no backward has used since it last averaged; gradients that
+    were loaded would then stay as each rank has them. Nothing is done for other models.
+    """
+    if not isinstance(model, TorchDDP) or not model.find_unused_parameters or model.static_graph:
+        return
+    used = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter in used:
+        parameter.grad = None
+    torch.autograd.backward(used, [torch.zeros_like(parameter) for parameter in used])
 
 
 def data_parallel(model: nn.Module, runtime: Runtime) -> nn.Module:

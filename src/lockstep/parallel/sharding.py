@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -56,6 +56,25 @@ class Sharding:
         """(parameter before, parameter now) of each that changed; forgotten afterwards."""
         replaced, self._replaced = self._replaced, []
         return replaced
+
+    @property
+    def modules(self) -> list[Any]:
+        """The modules that ``fully_shard`` was applied to; the first is the model itself."""
+        return self._groups
+
+    @property
+    def layout(self) -> str:
+        """Equal for models that are sharded alike: in stage, mesh, and sizes of the groups of parameters."""
+        groups = self.parameter_groups()
+        meshes = {tuple(group.mesh_info.mesh.shape) for group in groups}
+        sizes = [sum(parameter._orig_size.numel() for parameter in group.fsdp_params) for group in groups]
+        return f"zero={self.stage} mesh={sorted(meshes)} groups={sizes}"
+
+    def shards(self, names: Mapping[int, str]) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, shard) of each sharded parameter; ``names`` by ``id`` of what stands in the model now."""
+        for group in self.parameter_groups():
+            for parameter in group.fsdp_params:
+                yield name_of(parameter, names), parameter.sharded_param
 
     @contextmanager
     def inside_window(self) -> Iterator[None]:
@@ -132,7 +151,7 @@ class Sharding:
 
     def gathered(self) -> Iterator[tuple[torch.Tensor, nn.Parameter]]:
         """(whole parameter, its shard) of each that is gathered now."""
-        for group in self._parameter_groups():
+        for group in self.parameter_groups():
             if group.is_unsharded:
                 for parameter in group.fsdp_params:
                     yield parameter.unsharded_param, parameter.sharded_param
@@ -140,7 +159,7 @@ class Sharding:
     @torch.no_grad()
     def gradients(self) -> Iterator[torch.Tensor]:
         """The tensors in which this rank accumulates gradients now: shards, and what is not yet reduced."""
-        for group in self._parameter_groups():
+        for group in self.parameter_groups():
             for parameter in group.fsdp_params:
                 if parameter.sharded_param.grad is not None:
                     yield local(parameter.sharded_param.grad)
@@ -182,7 +201,8 @@ class Sharding:
         broadcast: Any = dist._broadcast_coalesced  # type: ignore[attr-defined]  # private; DDP's own way
         broadcast(dist.group.WORLD, tensors, BROADCAST_BYTES, 0)
 
-    def _parameter_groups(self) -> list[Any]:
+    def parameter_groups(self) -> list[Any]:
+        """torch's own records of the parameters that are gathered together."""
         # Modules that were sharded together have one between them.
         return list(dict.fromkeys(group for module in self._groups for group in parameter_groups(module)))
 
@@ -191,7 +211,7 @@ class Sharding:
 
         ``ids``: of the shards to look at. A sum over some ranks is of all shards of its group together.
         """
-        for group in self._parameter_groups():
+        for group in self.parameter_groups():
             wanted = [p for p in group.fsdp_params if ids is None or id(p.sharded_param) in ids]
             candidates = [(group, "_partial_reduce_output")] if wanted else []
             for parameter in wanted:
@@ -207,6 +227,13 @@ def parameter_groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     many = getattr(state, "_fsdp_param_groups", None)
     return [group for group in ([state._fsdp_param_group] if many is None else many) if group is not None]
+
+
+def name_of(parameter: Any, names: Mapping[int, str]) -> str:
+    """The name of torch's record of one sharded parameter, whichever of its forms stands in the model now."""
+    forms = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+    found = (names.get(id(getattr(parameter, form, None))) for form in forms)
+    return next(name for name in found if name is not None)
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.errors import UsageError
+from lockstep.errors import CheckpointError, UsageError
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
 from lockstep.train.weighting import WeightedMean
@@ -37,6 +39,25 @@ class Accumulation:
         self._unsynchronised = 0
         self._window_is_weighted: bool | None = None
         self._backward_calls = 0
+        self._backwards = 0
+        # Optimizer -> number of backward calls before its last step.
+        self._stepped_after: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Take note of when an optimizer steps, for ``has_stepped``."""
+        if optimizer not in self._stepped_after:
+            self._stepped_after[optimizer] = -1
+            optimizer.register_step_post_hook(self._note_step)
+
+    def has_stepped(self, optimizer: Optimizer) -> bool:
+        """Whether a watched optimizer has stepped since the last backward, so that its gradients are used up.
+
+        False where that is not known: in scripts that never call ``Accelerator.backward``.
+        """
+        return 0 < self._backwards == self._stepped_after.get(optimizer)
+
+    def _note_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._stepped_after[optimizer] = self._backwards
 
     @contextmanager
     def accumulate(self, models: Iterable[nn.Module]) -> Iterator[None]:
@@ -93,6 +114,7 @@ class Accumulation:
         last = self._step.sync_gradients and self._unsynchronised == 0
         weighted = weight is not None
         self._backward_calls += 1
+        self._backwards += 1
         if weighted and self._step.accumulation_steps > 1 and self._backward_calls > 1 and not last:
             raise UsageError(
                 "backward was called twice with a weight in one micro-batch of an accumulation window. Each loss has a "
@@ -123,6 +145,54 @@ class Accumulation:
         self._window_is_weighted = None
         self._weighted.reset()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where in its window this rank is."""
+        step = self._step
+        return {
+            "micro_batch": step.micro_batch,
+            "accumulation_steps": step.accumulation_steps,
+            "sync_gradients": step.sync_gradients,
+            "is_weighted": self._window_is_weighted,
+            "agreed_divisor": self._weighted.agreed_divisor,
+            **self._weighted.state_dict(),
+        }
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise CheckpointError if the window was further than the windows of this run are long."""
+        position, steps = _position(state), self._step.accumulation_steps
+        if steps != state["accumulation_steps"] and position >= steps:
+            raise CheckpointError(
+                f"The checkpoint was saved after micro-batch {position} of {state['accumulation_steps']}, but here "
+                f"gradient_accumulation_steps is {steps}, so that its window should have ended. Set it to "
+                f"{state['accumulation_steps']}, or load a checkpoint that was saved at the end of a window."
+            )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on in the window in which this rank was, with ``rescaling`` of its gradients."""
+        self._load_position(state)
+        self._weighted.load_state_dict(state)
+
+    def take_share(self, states: list[dict[str, Any]]) -> None:
+        """Go on in the window of another world, with an equal share of its weights; see ``WeightedMean``."""
+        self._load_position(states[0])
+        self._weighted.take_share(states)
+
+    def rescaling(self, state: dict[str, Any]) -> float:
+        """What gradients of a state are to be multiplied by, because the number of steps is another now."""
+        if state["is_weighted"] or not _position(state):
+            return 1.0
+        saved: int = state["accumulation_steps"]
+        return saved / self._step.accumulation_steps
+
+    def _load_position(self, state: dict[str, Any]) -> None:
+        step = self._step
+        unchanged = state["accumulation_steps"] == step.accumulation_steps
+        step.micro_batch = state["micro_batch"] if unchanged else _position(state)
+        step.sync_gradients = state["sync_gradients"]
+        self._window_is_weighted = state["is_weighted"]
+        for optimizer in self._stepped_after:
+            self._stepped_after[optimizer] = -1  # what was loaded waits for a step
+
     @contextmanager
     def uneven_inputs(self) -> Iterator[None]:
         """Ranks may end earlier than others inside."""
@@ -131,6 +201,12 @@ class Accumulation:
             yield
         finally:
             self._inputs_are_uneven = False
+
+
+def _position(state: dict[str, Any]) -> int:
+    """Micro-batches in the open window; 0 outside of one."""
+    position: int = 0 if state["sync_gradients"] else state["micro_batch"] % state["accumulation_steps"]
+    return position
 
 
 @contextmanager

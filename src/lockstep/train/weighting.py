@@ -43,6 +43,28 @@ class WeightedMean:
         """Forget an unfinished window."""
         self._window_weight = self._divisor = None
 
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's sum of the weights so far and what losses are divided by until the window ends."""
+        return {"window_weight": self._window_weight, "divisor": self._divisor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what this rank had."""
+        self._window_weight, self._divisor = (
+            self._copied(state[key]) for key in ("window_weight", "divisor")
+        )
+
+    def take_share(self, states: list[dict[str, Any]]) -> None:
+        """Go on in another world: each rank has an equal share of all ranks' weights.
+
+        The gradients so far must be the mean over the ranks with their divisors as weights: with the share of
+        the divisors, these and the losses to come have the same scale.
+        """
+        ranks = self._runtime.world_size
+        self.load_state_dict({key: _share(states, key, ranks) for key in ("window_weight", "divisor")})
+
+    def _copied(self, number: torch.Tensor | None) -> torch.Tensor | None:
+        return None if number is None else number.to(self._runtime.device, copy=True)
+
     def scale(
         self,
         loss: torch.Tensor,
@@ -83,9 +105,14 @@ class WeightedMean:
         # All weights 0: the gradient is 0, not NaN.
         factor = torch.where(total > 0, self._runtime.world_size / total, torch.zeros_like(total))
         if not first:
-            _rescale(gradients, factor * self._divisor)
+            rescale(gradients, factor * self._divisor)
         self._window_weight = self._divisor = None
         return weighted * factor
+
+
+def _share(states: list[dict[str, Any]], key: str, ranks: int) -> torch.Tensor | None:
+    numbers = [state[key] for state in states if state[key] is not None]
+    return torch.stack(numbers).sum() / ranks if numbers else None
 
 
 def _as_weights(loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:
@@ -117,7 +144,8 @@ def _as_weights(loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tenso
     return weights
 
 
-def _rescale(gradients: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+def rescale(gradients: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply all by a 0-d factor, in place."""
     groups: dict[Any, list[torch.Tensor]] = {}
     for gradient in gradients:
         groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)

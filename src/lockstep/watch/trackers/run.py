@@ -243,7 +243,8 @@ def _meant_by(item: Any, logging_dir: str | os.PathLike[str] | None) -> list[Tra
     name = str(item)
     if name == LoggerType.ALL:
         usable = [entry.kind for entry in TRACKERS.values() if _is_installed(entry)]
-        return [kind for kind in usable if logging_dir is not None or not kind.requires_logging_directory]
+        has_folder = logging_dir is not None and not _is_url(logging_dir)
+        return [kind for kind in usable if has_folder or not kind.requires_logging_directory]
     if name in TRACKERS:
         entry = TRACKERS[name]
         if not _is_installed(entry):
@@ -271,7 +272,16 @@ def _with_directory(
             f"The tracker '{_name_of(kind)}' writes files and was given no directory. "
             "Pass project_dir='...' to Accelerator, or logging_dir in its project_config."
         )
+    if kind.requires_logging_directory and _is_url(logging_dir):
+        raise ConfigError(
+            f"The tracker '{_name_of(kind)}' writes local files, but its directory is a URL. Pass a local logging_dir "
+            "in ProjectConfiguration."
+        )
     return kind
+
+
+def _is_url(directory: str | os.PathLike[str] | None) -> bool:
+    return directory is not None and "://" in os.fspath(directory)
 
 
 def _name_of(choice: TrackerChoice) -> str:

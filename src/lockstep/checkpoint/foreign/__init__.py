@@ -1,0 +1,1 @@
+"""Checkpoints that other libraries pickled, read without unpickling them in this process."""

@@ -1,0 +1,88 @@
+"""Recognise a checkpoint of another library by its names and content, and read it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from lockstep.checkpoint.foreign.accelerate import is_accelerate, read_accelerate
+from lockstep.checkpoint.foreign.dcp import METADATA, read_dcp
+from lockstep.checkpoint.foreign.deepspeed import read_deepspeed, tag_folder
+from lockstep.checkpoint.foreign.reader import Reader
+from lockstep.checkpoint.foreign.roles import sort_entries
+from lockstep.checkpoint.foreign.single import SUFFIXES, read_sharded, read_single
+from lockstep.checkpoint.foreign.source import Source
+from lockstep.checkpoint.foreign.state import ImportedState
+from lockstep.checkpoint.weights.model import PICKLED_INDEX, PICKLED_WEIGHTS, write_weights
+from lockstep.errors import CheckpointError, UsageError
+
+
+def read_foreign(src: str | os.PathLike[str], skip: Iterable[str] = ()) -> ImportedState:
+    """The state in ``src``: a file of ``torch.save``, or a folder of Accelerate, FSDP, torch DCP or DeepSpeed.
+
+    Pickles are interpreted in a separate process without rights, and never in this one. ``skip`` names files
+    or folders in ``src`` to leave out.
+
+    Raises:
+        CheckpointError: it is of none of these forms, incomplete, damaged, or holds what is not allowed.
+        UsageError: ``skip`` names something that is not there.
+    """
+    source = Source(src, skip)
+    reader = Reader(source)
+    if not source.is_folder:
+        return read_single(reader, _pickled_file(source))
+    if is_accelerate(source):
+        return read_accelerate(reader)
+    tag = tag_folder(reader)
+    if tag is not None:
+        state = read_deepspeed(reader, tag)
+    elif METADATA in source:
+        state = ImportedState("torch distributed checkpoint")
+        sort_entries(read_dcp(reader, ""), source.path.name, state)
+    elif PICKLED_INDEX in source:
+        state = read_sharded(reader)
+    else:
+        state = read_single(reader, _only_file(source))
+    state.notes += [f"{name}: left out, as skip says" for name in source.skipped]
+    return state
+
+
+def write_weights_only(state: ImportedState, directory: str | os.PathLike[str]) -> None:
+    """Write ``model.safetensors`` of a state without more.
+
+    Raises:
+        UsageError: the state has more than one model's weights, or the directory exists with something in it.
+    """
+    if not state.weights_only:
+        raise UsageError("The state has more than the weights of one model. Write it as a checkpoint.")
+    directory = Path(directory).expanduser()
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UsageError(f"{directory} exists and is not an empty folder. Name a new one.")
+    write_weights(state.models[0], directory)
+
+
+def _pickled_file(source: Source) -> str:
+    name = source.path.name
+    if name.endswith(".safetensors"):
+        raise CheckpointError(f"{source.path} is a safetensors file already. There is nothing to convert.")
+    if not name.endswith(SUFFIXES):
+        raise CheckpointError(
+            f"{source.path} has none of the endings {', '.join(SUFFIXES)} of pickled checkpoints. Rename it if it is "
+            "one."
+        )
+    return name
+
+
+def _only_file(source: Source) -> str:
+    """The one pickled file of a folder, such as ``pytorch_model.bin`` beside a configuration."""
+    files = [name for name in source.below("") if name.endswith(SUFFIXES)]
+    if PICKLED_WEIGHTS in files:
+        return PICKLED_WEIGHTS
+    if len(files) != 1:
+        seen = (", ".join(source.names[:8]) or "nothing") + (" and more" if len(source.names) > 8 else "")
+        raise CheckpointError(
+            f"{source.path} is no checkpoint that is known; it has {seen}. Known are folders of "
+            "Accelerate, FSDP, torch.distributed.checkpoint and DeepSpeed, and single pickled files."
+        )
+    return files[0]

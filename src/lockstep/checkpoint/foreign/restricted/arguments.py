@@ -1,0 +1,35 @@
+"""A name that a pickle may call, and checks of what it is called with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .nodes import Items, Refused
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A name of the list. ``make`` is what calling it does; ``about`` is what it stands for, if not called."""
+
+    name: str
+    make: Callable[[list[Any]], Any]
+    about: str = ""
+
+
+def needs(name: str, holds: bool) -> None:
+    """Raise Refused, with the name that is called, unless ``holds``."""
+    if not holds:
+        raise Refused(f"its pickle calls {name} with arguments that torch, NumPy or Python never write")
+
+
+def is_size(value: Any) -> bool:
+    """Whether it is a count: an integer, not negative."""
+    return type(value) is int and value >= 0
+
+
+def sizes(name: str, value: Any) -> list[int]:
+    """The counts in a tuple. Raises Refused for anything else."""
+    needs(name, isinstance(value, Items) and value.kind == "tuple" and all(map(is_size, value.items)))
+    return list(value.items)

@@ -1,0 +1,86 @@
+"""What a pickle describes, as inert values: nothing here can be called into doing anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class Refused(Exception):
+    """A file holds something that is not read; the text says what."""
+
+
+class Damaged(Refused):
+    """A file is not whole, or contradicts itself."""
+
+
+@dataclass(eq=False)
+class Mapping:
+    """A dict as its pairs: keys of a hostile file are never hashed here."""
+
+    pairs: list[tuple[Any, Any]] = field(default_factory=list)
+    counts: bool = False  # a collections.Counter
+
+
+@dataclass(eq=False)
+class Items:
+    """A tuple, set, frozenset or deque."""
+
+    kind: str
+    items: list[Any]
+
+
+@dataclass(eq=False)
+class Storage:
+    """Bytes of a file: ``nbytes`` from ``start``. A legacy file says where only at its end."""
+
+    dtype: str
+    nbytes: int
+    key: str
+    start: int = -1
+    crc32: int | None = None
+
+
+@dataclass(eq=False)
+class Tensor:
+    """A strided view of a storage; offset and strides count elements."""
+
+    storage: Storage
+    dtype: str
+    offset: int
+    shape: list[int]
+    stride: list[int]
+
+
+@dataclass(eq=False)
+class ArrayType:
+    """A NumPy dtype: kind and size, then the byte order by BUILD."""
+
+    code: str
+    order: str = "="
+
+
+@dataclass(eq=False)
+class Array:
+    """A NumPy array; ``BUILD`` fills it."""
+
+    dtype: str = ""
+    shape: list[int] = field(default_factory=list)
+    data: bytes = b""
+    fortran: bool = False
+
+
+@dataclass(eq=False)
+class Record:
+    """An object of a class that is known by name only, with the state it was pickled with."""
+
+    name: str
+    state: Any = None
+    built: bool = False
+
+
+@dataclass(frozen=True)
+class Word:
+    """A torch.dtype."""
+
+    dtype: str

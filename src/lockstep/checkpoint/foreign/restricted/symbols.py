@@ -1,0 +1,273 @@
+"""The only names that a pickle may use, each an exact pair of module and name, and what each of them becomes.
+
+A name is never looked up: not imported, not split at its dots. A constructor checks its arguments and
+returns an inert value of ``nodes``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .arguments import Symbol, is_size, needs, sizes
+from .arrays import array_of_buffer, array_type, byte_order, empty_array, fill_array, scalar
+from .nodes import Array, ArrayType, Items, Mapping, Record, Refused, Storage, Tensor, Word
+
+ITEM_BYTES = {
+    "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
+    "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+}  # fmt: skip
+_LEGACY_STORAGES = {
+    "Bool": "bool", "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64",
+    "Half": "float16", "BFloat16": "bfloat16", "Float": "float32", "Double": "float64", "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+}  # fmt: skip
+# Classes whose state is kept as it is, under their name.
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "MetadataIndex", "StorageMeta",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
+    "deepspeed.utils.tensor_fragment": ("fragment_address",),
+    "accelerate.data_loader": ("SeedableRandomSampler", "IterableDatasetShard"),
+    "torch.utils.data.dataset": ("TensorDataset",),
+}  # fmt: skip
+# Enumerations become their values.
+_ENUMERATIONS = {
+    "torch.distributed.checkpoint.metadata": ("_MEM_FORMAT_ENCODING",),
+    "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
+}
+_PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+
+
+def symbol(module: str, name: str) -> Symbol | Word:
+    """The entry of the list. Raises Refused, by name, for anything else."""
+    found = _ALLOWED.get((module, name))
+    if found is None:
+        raise Refused(f"it needs {module}.{name}, which is not on the list of plain classes")
+    return found
+
+
+def build(target: Any, state: Any) -> None:
+    """What BUILD does: give an object its state."""
+    if isinstance(target, Record) and not target.built:
+        target.state, target.built = state, True
+    elif isinstance(target, Array) and not target.dtype:
+        fill_array(target, state)
+    elif isinstance(target, ArrayType):
+        target.order = byte_order(state)
+    elif isinstance(target, Mapping) and isinstance(state, Mapping):
+        others = [
+            key for key, _ in state.pairs if key != "_metadata"
+        ]  # versions of modules, which torch adds
+        if others:
+            raise Refused(f"its pickle gives a dict the attribute {str(others[0])[:60]!r}")
+    else:
+        raise Refused(f"its pickle gives a {type(target).__name__} a state")
+
+
+# ------------------------------------------------------------------------------------------ constructors
+
+
+def _constant(name: str) -> Callable[[list[Any]], Any]:
+    def make(arguments: list[Any]) -> Any:
+        raise Refused(f"its pickle calls {name}, which is a name for a type only")
+
+    return make
+
+
+def _tensor(name: str, storage: Any, dtype: str, offset: Any, size: Any, stride: Any) -> Tensor:
+    needs(name, isinstance(storage, Storage) and is_size(offset))
+    shape, strides = sizes(name, size), sizes(name, stride)
+    needs(name, len(shape) == len(strides) <= 64)
+    count, last = 1, offset
+    for length, step in zip(shape, strides, strict=True):
+        count *= length
+        last += (length - 1) * step
+    held = storage.nbytes // ITEM_BYTES[dtype]
+    if count > held or (count and last >= held):
+        raise Refused(f"a tensor of shape {shape} reaches beyond its {held} stored elements")
+    return Tensor(storage, dtype, offset, shape, strides)
+
+
+def _tensor_v2(arguments: list[Any]) -> Tensor:
+    needs("_rebuild_tensor_v2", 4 <= len(arguments) <= 7 and isinstance(arguments[0], Storage))
+    storage, offset, size, stride = arguments[:4]
+    return _tensor("_rebuild_tensor_v2", storage, storage.dtype, offset, size, stride)
+
+
+def _tensor_v3(arguments: list[Any]) -> Tensor:
+    needs("_rebuild_tensor_v3", 7 <= len(arguments) <= 8 and isinstance(arguments[6], Word))
+    storage, offset, size, stride = arguments[:4]
+    return _tensor("_rebuild_tensor_v3", storage, arguments[6].dtype, offset, size, stride)
+
+
+def _parameter(arguments: list[Any]) -> Tensor:
+    needs("_rebuild_parameter", 3 <= len(arguments) <= 4 and isinstance(arguments[0], Tensor))
+    value: Tensor = arguments[0]
+    return value
+
+
+def _tensor_of_type(arguments: list[Any]) -> Any:
+    """``(function, type, arguments, attributes)``; the attributes of a tensor are left out."""
+    needs("_rebuild_from_type_v2", len(arguments) == 4)
+    function, kind, inner, _ = arguments
+    needs("_rebuild_from_type_v2", isinstance(function, Symbol) and function.about == "rebuild")
+    needs("_rebuild_from_type_v2", isinstance(kind, Symbol) and kind.about == "tensor type")
+    needs("_rebuild_from_type_v2", isinstance(inner, Items) and inner.kind == "tuple")
+    return function.make(inner.items)
+
+
+def _size(arguments: list[Any]) -> Items:
+    needs("torch.Size", len(arguments) == 1 and isinstance(arguments[0], (Items, list)))
+    items = arguments[0].items if isinstance(arguments[0], Items) else arguments[0]
+    return Items("tuple", sizes("torch.Size", Items("tuple", items)))
+
+
+def _joined(name: str, separator: str) -> Callable[[list[Any]], str]:
+    def make(arguments: list[Any]) -> str:
+        needs(name, all(isinstance(part, (str, int)) for part in arguments))
+        return separator.join(map(str, arguments))
+
+    return make
+
+
+def _mapping(arguments: list[Any]) -> Mapping:
+    """OrderedDict and Counter take pairs or a dict, defaultdict a factory, dict nothing."""
+    needs("a kind of dict", len(arguments) <= 1)
+    given = arguments[0] if arguments else []
+    if given is None or isinstance(given, Symbol):
+        return Mapping()
+    if isinstance(given, Mapping):
+        return Mapping(list(given.pairs))
+    needs("a kind of dict", isinstance(given, list))
+    pairs = [item.items if isinstance(item, Items) else item for item in given]
+    needs("a kind of dict", all(isinstance(pair, list) and len(pair) == 2 for pair in pairs))
+    return Mapping([(key, value) for key, value in pairs])
+
+
+def _counter(arguments: list[Any]) -> Mapping:
+    return Mapping(_mapping(arguments).pairs, counts=True)
+
+
+def _items(kind: str) -> Callable[[list[Any]], Any]:
+    def make(arguments: list[Any]) -> Any:
+        most = 2 if kind == "deque" else 1
+        needs(kind, len(arguments) <= most and all(isinstance(a, (list, Items)) for a in arguments[:1]))
+        given = arguments[0] if arguments else []
+        items = list(given.items if isinstance(given, Items) else given)
+        return items if kind == "list" else Items(kind, items)
+
+    return make
+
+
+def _encoded(arguments: list[Any]) -> bytes:
+    needs("_codecs.encode", len(arguments) == 2 and isinstance(arguments[0], str))
+    needs("_codecs.encode", arguments[1] in ("latin1", "latin-1"))
+    return str(arguments[0]).encode("latin-1")
+
+
+def _bytes(arguments: list[Any]) -> bytes:
+    needs("bytes", len(arguments) in (0, 1, 2))
+    if arguments and isinstance(arguments[0], str):  # bytearray(text, "latin-1") of protocol 2
+        return _encoded(arguments)
+    needs("bytes", all(isinstance(a, bytes) for a in arguments) and len(arguments) < 2)
+    return arguments[0] if arguments else b""
+
+
+def _record(name: str) -> Callable[[list[Any]], Record]:
+    def make(arguments: list[Any]) -> Record:
+        needs(name, not arguments)
+        return Record(name)
+
+    return make
+
+
+def _generator(arguments: list[Any]) -> Record:
+    needs("torch.Generator", len(arguments) == 1 and isinstance(arguments[0], str))
+    return Record("torch.Generator")
+
+
+def _reconstructed(arguments: list[Any]) -> Any:
+    """Protocols 0 and 1 make objects by ``copyreg._reconstructor(class, object, None)``."""
+    needs("copyreg._reconstructor", len(arguments) == 3 and isinstance(arguments[0], Symbol))
+    needs("copyreg._reconstructor", isinstance(arguments[1], Symbol) and arguments[1].about == "object")
+    needs("copyreg._reconstructor", arguments[2] is None and arguments[0].about == "record")
+    return arguments[0].make([])
+
+
+def _value(name: str) -> Callable[[list[Any]], Any]:
+    def make(arguments: list[Any]) -> Any:
+        needs(name, len(arguments) == 1 and isinstance(arguments[0], (int, str)))
+        return arguments[0]
+
+    return make
+
+
+# -------------------------------------------------------------------------------------------------- list
+
+
+def _listed() -> dict[tuple[str, str], Symbol | Word]:
+    found: dict[tuple[str, str], Symbol | Word] = {}
+
+    def add(
+        modules: tuple[str, ...], name: str, make: Callable[[list[Any]], Any] | None, about: str = ""
+    ) -> None:
+        for module in modules:
+            full = f"{module}.{name}"
+            found[module, name] = Symbol(full, make or _constant(full), about)
+
+    for dtype in ITEM_BYTES:
+        found["torch", dtype] = Word(dtype)
+    for legacy, dtype in _LEGACY_STORAGES.items():
+        add(("torch", "torch.cuda"), f"{legacy}Storage", None, dtype)
+    add(("torch", "torch.storage"), "UntypedStorage", None, "uint8")
+    for version in ("_rebuild_tensor", "_rebuild_tensor_v2"):
+        add(("torch._utils",), version, _tensor_v2, "rebuild")
+    add(("torch._utils",), "_rebuild_tensor_v3", _tensor_v3, "rebuild")
+    add(("torch._utils",), "_rebuild_parameter", _parameter, "rebuild")
+    add(("torch._utils",), "_rebuild_parameter_with_state", _parameter, "rebuild")
+    add(("torch._tensor",), "_rebuild_from_type_v2", _tensor_of_type)
+    add(("torch",), "Tensor", None, "tensor type")
+    add(("torch.nn.parameter",), "Parameter", None, "tensor type")
+    add(("torch.nn.parameter",), "Buffer", None, "tensor type")
+    add(("torch._C",), "Generator", _generator)
+    add(("torch",), "Size", _size)
+    add(("torch",), "device", _joined("torch.device", ":"))
+    add(("torch.serialization",), "_get_layout", _joined("torch.layout", ""))
+    for path in _PATHS:
+        add(("pathlib", "pathlib._local"), path, _joined(path, "/"))
+    add(("collections",), "OrderedDict", _mapping)
+    add(("collections",), "defaultdict", _mapping)
+    add(("collections",), "Counter", _counter)
+    add(("collections",), "deque", _items("deque"))
+    builtins = ("builtins", "__builtin__")
+    for kind in ("set", "frozenset", "list", "tuple"):
+        add(builtins, kind, _items(kind))
+    for kind in ("int", "float"):  # as the factory of a defaultdict
+        add(builtins, kind, None)
+    add(builtins, "dict", _mapping)
+    add(builtins, "bytes", _bytes)
+    add(builtins, "bytearray", _bytes)
+    add(builtins, "object", None, "object")
+    add(("_codecs",), "encode", _encoded)
+    add(("copyreg", "copy_reg"), "_reconstructor", _reconstructed)
+    for package in ("numpy.core", "numpy._core"):
+        add((f"{package}.multiarray",), "_reconstruct", empty_array)
+        add((f"{package}.multiarray",), "scalar", scalar)
+        add((f"{package}.numeric",), "_frombuffer", array_of_buffer)
+    add(("numpy",), "ndarray", None, "array type")
+    add(("numpy",), "dtype", array_type)
+    for module, names in _RECORDS.items():
+        for name in names:
+            add((module,), name, _record(f"{module}.{name}"), "record")
+    for module, names in _ENUMERATIONS.items():
+        for name in names:
+            add((module,), name, _value(name))
+    return found
+
+
+_ALLOWED = _listed()

@@ -1,0 +1,190 @@
+"""Optimizer states by the names of their parameters, which hold for every way to spread a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.checkpoint.checks import check_kind
+from lockstep.checkpoint.format.codec import decode, encode, tensor_names
+from lockstep.checkpoint.format.documents import Index
+from lockstep.checkpoint.plan import empty_like
+from lockstep.comm.dtensor import is_dtensor
+from lockstep.errors import CheckpointError
+
+HOW_TO_STEP = ("foreach", "fused")
+"""Entries of a parameter group that a run keeps as they are: what suits whole parameters need not suit shards."""
+
+
+class ParameterNames:
+    """Names of the parameters of several models: number of the model, dot, name in it."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._names: dict[int, str] = {}
+        self._held: list[nn.Parameter] = []  # so that no other object gets the identity of one
+        for i, model in enumerate(models):
+            for name, parameter in model.named_parameters():
+                self._names.setdefault(id(parameter), f"{i}.{name}")
+                self._held.append(parameter)
+
+    def of(self, optimizer: Any) -> list[list[str]]:
+        """The names of an optimizer's parameters, group by group; ``#n`` for the n-th if no model has it."""
+        names: list[list[str]] = []
+        number = 0
+        for group in optimizer.param_groups:
+            names.append([])
+            for parameter in group["params"]:
+                names[-1].append(self._names.get(id(parameter), f"#{number}"))
+                number += 1
+        return names
+
+
+def encode_optimizer(
+    optimizer: Any, names: list[list[str]], tensors: dict[str, torch.Tensor], path: str
+) -> Any:
+    """The optimizer's ``state_dict`` with parameters by name; of another shape than torch's as it is."""
+    state = optimizer.state_dict()
+    if not _is_standard(state):
+        return {"by_name": False, "value": encode(state, tensors, path)}
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    by_number = dict(zip(numbers, (name for group in names for name in group), strict=True))
+    named = {
+        **state,
+        "state": {by_number[number]: values for number, values in state["state"].items()},
+        "param_groups": [
+            {**group, "params": group_names}
+            for group, group_names in zip(state["param_groups"], names, strict=True)
+        ],
+    }
+    return {"by_name": True, "value": encode(named, tensors, path)}
+
+
+def _is_standard(state: Any) -> bool:
+    return isinstance(state, Mapping) and {"state", "param_groups"} <= state.keys()
+
+
+def _check_form(document: Any, what: str) -> None:
+    """Raise CheckpointError for what ``encode_optimizer`` never returns."""
+    fits = isinstance(document, dict) and document.keys() == {"by_name", "value"}
+    if fits and document["by_name"] is True:
+        value = document["value"]
+        fits = _is_standard(value) and isinstance(value["state"], dict)
+        fits = fits and isinstance(value["param_groups"], list) and all(map(_is_group, value["param_groups"]))
+        if fits:
+            names = [name for group in value["param_groups"] for name in group["params"]]
+            fits = len(set(names)) == len(names) and value["state"].keys() <= set(names)
+            fits = fits and all(isinstance(values, dict) for values in value["state"].values())
+    elif fits:
+        fits = document["by_name"] is False and not _is_standard(document["value"])
+    if not fits:
+        raise CheckpointError(f"{what} has a form in which no optimizer is saved. Load another checkpoint.")
+
+
+def _is_group(group: Any) -> bool:
+    names = group.get("params") if isinstance(group, dict) else None
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
+
+
+def _keeps_shapes(optimizer: Any) -> bool:
+    """Whether each tensor of its state is a number or has the shape of its parameter."""
+    kind = type(getattr(optimizer, "optimizer", optimizer))
+    return kind.__module__.startswith("torch.optim.") and kind.__name__ not in ("Adafactor", "LBFGS")
+
+
+class OptimizerPlaces:
+    """Memory for a saved optimizer state, laid out as the optimizer's parameters are.
+
+    Raises:
+        CheckpointError: it has other groups than the optimizer, or tensors that its parameters cannot have.
+    """
+
+    def __init__(
+        self, document: Any, optimizer: Any, names: list[list[str]], index: Index, what: str
+    ) -> None:
+        _check_form(document, what)
+        self._optimizer = optimizer
+        self._what = what
+        self._value = document["value"]
+        self._by_name = document["by_name"]
+        self._parameters: dict[str, tuple[int, torch.Tensor]] = {}
+        if self._by_name:
+            self._match(names, what)
+        self._owners = {
+            tensor: (key, self._parameters[name][1])
+            for name, values in (self._value["state"].items() if self._by_name else ())
+            for key, value in values.items()
+            for tensor in tensor_names(value)
+        }
+        self.tensors = {
+            name: self._place(name, index, what) for name in dict.fromkeys(tensor_names(self._value))
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the optimizer's ``load_state_dict`` takes, once ``tensors`` have been filled."""
+        state: dict[str, Any] = decode(self._value, self.tensors)
+        if not self._by_name:
+            return state
+        for i, (saved, group) in enumerate(
+            zip(state["param_groups"], self._optimizer.param_groups, strict=True)
+        ):
+            for key in saved.keys() & group.keys() - {"params"}:
+                check_kind(saved[key], group[key], f"{self._what}.param_groups.{i}.{key}")
+        numbers = {name: number for name, (number, _) in self._parameters.items()}
+        groups = [
+            {**saved, "params": sorted(numbers[name] for name in saved["params"])}
+            | {key: group[key] for key in HOW_TO_STEP if key in group and key in saved}
+            for saved, group in zip(state["param_groups"], self._optimizer.param_groups, strict=True)
+        ]
+        states = {numbers[name]: values for name, values in state["state"].items()}
+        return {**state, "state": states, "param_groups": groups}
+
+    def _match(self, names: list[list[str]], what: str) -> None:
+        """Find the parameter of each saved name: by that name, or where other names are used, by its place."""
+        saved = [list(group["params"]) for group in self._value["param_groups"]]
+        if [len(group) for group in saved] != [len(group) for group in names]:
+            raise CheckpointError(
+                f"{what} was saved with groups of {[len(group) for group in saved]} parameters, but has groups of "
+                f"{[len(group) for group in names]} here. Build it as the run that saved it did."
+            )
+        mine = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        flat = [name for group in names for name in group]
+        place_of = {name: number for number, name in enumerate(flat)}
+        number = 0
+        for saved_group, group in zip(saved, names, strict=True):
+            same_names = set(saved_group) == set(group)
+            for name in saved_group:
+                found = place_of[name] if same_names else number
+                self._parameters[name] = (found, mine[found])
+                number += 1
+
+    def _place(self, name: str, index: Index, what: str) -> torch.Tensor:
+        if name not in index:
+            raise CheckpointError(f"{what}: the checkpoint has no tensor {name}. Load another checkpoint.")
+        entry = index[name]
+        key, owner = self._owners.get(name, ("", None))
+        if owner is None:
+            return torch.empty(entry.shape, dtype=entry.torch_dtype)
+        if is_dtensor(owner) and entry.shape and entry.shape != tuple(owner.shape):
+            raise CheckpointError(
+                f"{what} holds {name} of shape {entry.shape}, whose parameter has shape {tuple(owner.shape)} here. "
+                "Give it its parameters in the order of the run that saved it."
+            )
+        if (
+            _keeps_shapes(self._optimizer)
+            and math.prod(entry.shape) != 1
+            and entry.shape != tuple(owner.shape)
+        ):
+            raise CheckpointError(
+                f"{what} holds {name} of shape {entry.shape}, whose parameter has shape {tuple(owner.shape)} here. "
+                "Give it its parameters in the order of the run that saved it."
+            )
+        # Memory that the optimizer has already is filled in place.
+        present = self._optimizer.state.get(owner, {}).get(key)
+        fits = isinstance(present, torch.Tensor) and is_dtensor(present) == is_dtensor(owner)
+        if fits and tuple(present.shape) == entry.shape and present.dtype == entry.torch_dtype:
+            return present
+        return empty_like(owner, entry)

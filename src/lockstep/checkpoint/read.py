@@ -1,0 +1,129 @@
+"""Read a verified checkpoint: its documents, and any part of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from lockstep.checkpoint.format.documents import (
+    LARGEST_JSON_BYTES,
+    STATE,
+    TENSORS,
+    CommonState,
+    Index,
+    Manifest,
+    checked,
+    index_from_bytes,
+    parse_json,
+    rank_file,
+)
+from lockstep.checkpoint.format.tensorfile import TensorReader
+from lockstep.checkpoint.plan import Read, reads
+from lockstep.checkpoint.store.local import LocalStore
+from lockstep.checkpoint.verify import in_parallel, read_manifest, root_of
+from lockstep.errors import CheckpointError
+
+
+class Checkpoint:
+    """A checkpoint in a local directory that was verified.
+
+    Raises:
+        CheckpointError: its documents don't fit the format.
+    """
+
+    def __init__(self, directory: str, manifest: Manifest | None = None) -> None:
+        self._store = LocalStore()
+        self.directory = directory
+        self.manifest = manifest or read_manifest(self._store, directory)
+        self.root = root_of(directory, self.manifest)
+        path = f"{self.root}/{TENSORS}"
+        self.index: Index = index_from_bytes(self._content(TENSORS), self.manifest, path)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks whose own state is in it."""
+        return list(self.manifest.saved.ranks)
+
+    def state(self) -> dict[str, Any]:
+        """What is common to all ranks and no tensor, as ``codec.encode`` returned it."""
+        document = self._document(STATE)
+        checked(CommonState, document, f"{self.root}/{STATE}")
+        return document
+
+    def of_rank(self, rank: int) -> dict[str, Any]:
+        """What this rank alone had."""
+        return self._document(rank_file(rank))
+
+    def fill(self, places: Mapping[str, torch.Tensor]) -> None:
+        """Read each tensor, or this rank's part of a DTensor, into its place."""
+        planned = reads(places, self.index)
+        self.check(planned)
+        self.read(planned)
+
+    def check(self, planned: Iterable[Read]) -> None:
+        """Raise CheckpointError unless the files hold, under each key, the dtype and shape that the index says."""
+        pieces = {
+            (piece.file, piece.key): (entry.dtype, list(piece.shape))
+            for entry in self.index.values()
+            for piece in entry.pieces
+        }
+        keys_of: dict[str, set[str]] = {}
+        for one in planned:
+            keys_of.setdefault(one.file, set()).add(one.key)
+
+        def check_file(file: str) -> None:
+            reader = TensorReader(f"{self.root}/{file}")
+            for key in sorted(keys_of[file]):
+                found, expected = reader.describe(key), pieces[file, key]
+                if found != expected:
+                    raise CheckpointError(
+                        f"{self.root}/{file}: {key} is {found[0]} of shape {found[1]}, but {TENSORS} says "
+                        f"{expected[0]} of shape {expected[1]}. Load another checkpoint."
+                    )
+
+        in_parallel(check_file, keys_of)
+
+    @torch.no_grad()
+    def read(self, planned: Iterable[Read]) -> None:
+        """Do what ``plan.reads`` planned."""
+        by_file: dict[str, list[Read]] = {}
+        for one in planned:
+            by_file.setdefault(one.file, []).append(one)
+
+        def read_file(file: str) -> None:
+            reader = TensorReader(f"{self.root}/{file}")
+            for one in by_file[file]:
+                piece = reader.read(one.key, one.offsets, one.lengths)
+                if piece.shape != one.into.shape:
+                    raise CheckpointError(
+                        f"{self.root}/{file}: {one.key} has shape {tuple(piece.shape)} instead of "
+                        f"{tuple(one.into.shape)}. Load another checkpoint."
+                    )
+                one.into.copy_(piece)
+
+        in_parallel(read_file, by_file)
+
+    def whole(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Tensors by name, whole, in host memory."""
+        places = {}
+        for name in dict.fromkeys(names):
+            if name not in self.index:
+                raise CheckpointError(f"{self.root} has no tensor {name}. Load another checkpoint.")
+            places[name] = torch.empty(self.index[name].shape, dtype=self.index[name].torch_dtype)
+        self.fill(places)
+        return places
+
+    def _content(self, name: str) -> bytes:
+        path = f"{self.root}/{name}"
+        try:
+            return self._store.read(path, LARGEST_JSON_BYTES)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}. Load another checkpoint.") from error
+
+    def _document(self, name: str) -> dict[str, Any]:
+        document = parse_json(self._content(name), f"{self.root}/{name}")
+        if not isinstance(document, dict):
+            raise CheckpointError(f"{self.root}/{name} is no JSON object. Load another checkpoint.")
+        return document

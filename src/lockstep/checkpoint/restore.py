@@ -1,0 +1,252 @@
+"""Put the state of a checkpoint into the objects of a run: first look at everything, then change anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.checkpoint.checks import check_buffers, check_rng, check_scaler, check_scheduler
+from lockstep.checkpoint.format.codec import decode, encode, tensor_names
+from lockstep.checkpoint.parameters import OptimizerPlaces, ParameterNames
+from lockstep.checkpoint.plan import Read, empty_like, reads
+from lockstep.checkpoint.read import Checkpoint
+from lockstep.checkpoint.state import is_extra, place_of
+from lockstep.checkpoint.training import Training
+from lockstep.comm.dtensor import is_dtensor
+from lockstep.errors import CheckpointError, LockstepError
+from lockstep.runtime.seed import set_rng_state
+
+
+@dataclass
+class Restoration:
+    """What will be put where. Nothing of the run has been changed; ``apply`` changes it."""
+
+    checkpoint: Checkpoint
+    left: list[str] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    models: list[tuple[int, nn.Module, dict[str, Any]]] = field(default_factory=list)
+    loaders: list[tuple[Any, Any]] = field(default_factory=list)
+    states: list[tuple[Any, Any]] = field(default_factory=list)
+    window: tuple[Any, list[Any], int] | None = None
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    rng: Mapping[str, Any] | None = None
+
+    def apply(self) -> None:
+        """Change the run. What an object's own ``load_state_dict`` refuses leaves those before it loaded."""
+        for (
+            item,
+            state,
+        ) in self.loaders:  # they refuse positions in other data, and nothing is changed by then
+            _load(item, state)
+        self.checkpoint.read(self.reads)
+        for number, model, state in self.models:
+            state.update(
+                {
+                    name: self.buffers[full]
+                    for name in state
+                    if (full := f"model.{number}.{name}") in self.buffers
+                }
+            )
+            model.load_state_dict(state, strict=False)
+        for item, state in self.states:
+            _load(item, state)
+
+    def open_window(self) -> None:
+        """Go on in the accumulation window, once ``apply`` is done on all ranks; collective for sharded models."""
+        if self.window is not None:
+            item, states, rank = self.window
+            item.load_state_dicts(states, rank)
+        if self.rng is not None:
+            set_rng_state(self.rng)
+
+
+def plan_restoration(
+    checkpoint: Checkpoint, training: Training, models: list[nn.Module], rank: int, world_size: int
+) -> Restoration:
+    """Look at everything, and read all but weights and optimizer states, which go straight to their places.
+
+    ``models`` are those that no hook has loaded.
+
+    Raises:
+        CheckpointError: the checkpoint is of another set of objects, or of other names or shapes.
+    """
+    state = checkpoint.state()
+    plan = Restoration(checkpoint)
+    if "imported" in state:  # other formats hold less
+        there = dict(state.get("contents") or {})
+        plan.left = [kind for kind in training.contents() if kind not in there]
+        training = training.only(there)
+    _check_contents(checkpoint, state, training)
+    same_world = checkpoint.manifest.saved.world_size == world_size
+    own = checkpoint.of_rank(rank if same_world and rank in checkpoint.ranks else checkpoint.ranks[0])
+    for number, model in enumerate(training.models):
+        if any(model is other for other in models):
+            _plan_model(plan, model, number, state["models"])
+    names = ParameterNames(training.models)
+    for name, optimizer in training.stateful("optimizer"):
+        document = _part(checkpoint, state, name)
+        places = OptimizerPlaces(document, optimizer, names.of(optimizer), checkpoint.index, name)
+        plan.reads += reads(places.tensors, checkpoint.index)
+        plan.states.append((optimizer, places.state_dict()))
+    for name, item in training.stateful("scheduler"):
+        plan.states.append((item, _decoded(checkpoint, _part(checkpoint, state, name))))
+        check_scheduler(plan.states[-1][1], item, name)
+    for name, item in training.stateful("scaler"):
+        plan.states.append((item, _decoded(checkpoint, _part(checkpoint, state, name))))
+        check_scaler(plan.states[-1][1], item, name)
+    for name, item in training.stateful("loader"):
+        plan.loaders.append((item, _decoded(checkpoint, _part(checkpoint, own, name))))
+    for name, item in training.stateful("object"):
+        document = _part(checkpoint, own, name)
+        plan.states.append((item, _decoded(checkpoint, document, _sharded_in(item, name, world_size))))
+    for name, item in training.stateful("window"):
+        try:
+            plan.window = _plan_window(checkpoint, item, name, rank, world_size)
+        except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+            raise CheckpointError(
+                f"{checkpoint.root} has an accumulation window that none can be ({type(error).__name__}: {error}). "
+                "Load another checkpoint."
+            ) from error
+    if same_world and ("imported" not in state or "rng" in own):
+        plan.rng = _decoded(checkpoint, _part(checkpoint, own, "rng"))
+        check_rng(plan.rng, checkpoint.root)
+        plan.buffers = _decoded(checkpoint, own.get("buffers", {}))
+        check_buffers(plan.buffers, _tensors_of(plan.models), checkpoint.root)
+    checkpoint.check(plan.reads)
+    return plan
+
+
+def _part(checkpoint: Checkpoint, document: dict[str, Any], name: str) -> Any:
+    if name not in document:
+        raise CheckpointError(f"{checkpoint.root} has no state of {name}. Load another checkpoint.")
+    return document[name]
+
+
+def _tensors_of(models: list[tuple[int, nn.Module, dict[str, Any]]]) -> dict[str, torch.Tensor]:
+    return {
+        f"model.{number}.{name}": value
+        for number, _, state in models
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _load(item: Any, state: Any) -> None:
+    try:
+        item.load_state_dict(state)
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"A {type(item).__name__} refused its state ({type(error).__name__}: {error}), after objects before it "
+            "were loaded. Load another checkpoint, or mend its load_state_dict."
+        ) from error
+
+
+def _check_contents(checkpoint: Checkpoint, state: dict[str, Any], training: Training) -> None:
+    saved, mine = state.get("contents"), training.contents()
+    if saved != mine:
+        raise CheckpointError(
+            f"{checkpoint.directory} holds {_said(saved)}, but this run has {_said(mine)}. Prepare and register the "
+            "same objects in the same order as the run that saved it."
+        )
+
+
+def _said(contents: Any) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in dict(contents or {}).items()) or "nothing"
+
+
+def _plan_model(plan: Restoration, model: nn.Module, number: int, saved_models: dict[str, Any]) -> None:
+    what = f"{plan.checkpoint.directory} does not fit {type(model).__name__}"
+    document = saved_models.get(str(number))
+    if document is None:
+        raise CheckpointError(
+            f"{what}: a hook took the weights of model {number} out when it was saved. Register the hook that loads "
+            "them."
+        )
+    prefix = f"model.{number}."
+    saved = {name.removeprefix(prefix) for name in plan.checkpoint.index if name.startswith(prefix)}
+    state = model.state_dict()  # of a sharded model, it lets gathered parameters go
+    places = {
+        name: value for name, value in state.items() if isinstance(value, torch.Tensor) and not is_extra(name)
+    }
+    tied_here = _ties(places)
+    absent = sorted(n for n in places if n not in saved and not saved & tied_here[n])
+    unknown = sorted(saved - places.keys())
+    if absent or unknown:
+        raise CheckpointError(
+            f"{what}: tensors {absent[:3]} are missing from it, and {unknown[:3]} are not in the model. Load it into "
+            "the model that it was saved from."
+        )
+    try:
+        plan.reads += reads(
+            {prefix + name: places[name] for name in places if name in saved}, plan.checkpoint.index
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"{what}: {error}") from error
+    for name, value in document["extra"].items():
+        if name not in state or name in places:
+            raise CheckpointError(
+                f"{what}: it has {name} as no tensor, unlike the model. Load it into the model that it was saved from."
+            )
+        state[name] = _decoded(plan.checkpoint, value)
+    plan.models.append((number, model, state))
+
+
+def _ties(places: dict[str, torch.Tensor]) -> dict[str, set[str]]:
+    """For each name, all names of tensors at the same place."""
+    names: dict[Any, set[str]] = {}
+    for name, tensor in places.items():
+        names.setdefault(place_of(tensor) if tensor.numel() else name, set()).add(name)
+    return {name: tied for tied in names.values() for name in tied}
+
+
+def _decoded(checkpoint: Checkpoint, document: Any, like: Mapping[str, torch.Tensor] | None = None) -> Any:
+    """A document with its tensors: laid out as the DTensors in ``like``, by name, else whole."""
+    places = {}
+    for name in dict.fromkeys(tensor_names(document)):
+        layout = (like or {}).get(name)
+        if layout is not None and name in checkpoint.index:
+            places[name] = empty_like(layout, checkpoint.index[name])
+        else:
+            places.update(checkpoint.whole([name]))
+    checkpoint.fill({name: place for name, place in places.items() if is_dtensor(place)})
+    return decode(document, places)
+
+
+def _plan_window(
+    checkpoint: Checkpoint, item: Any, name: str, rank: int, world_size: int
+) -> tuple[Any, list[Any], int] | None:
+    """The states of all ranks that saved; where each goes on with its own, without the tensors of the others."""
+    saved = checkpoint.manifest.saved.world_size
+    there = {other: checkpoint.of_rank(other) for other in checkpoint.ranks}
+    # Machines that share no file system have the states of their own ranks only.
+    documents = [there.get(other, there[checkpoint.ranks[0]]) for other in range(saved)]
+    if any(name not in document for document in documents):  # imported from elsewhere
+        return None
+    shapes = {
+        tensor: torch.empty(entry.shape, dtype=entry.torch_dtype, device="meta")
+        for tensor, entry in checkpoint.index.items()
+        if ".window." in tensor or tensor.startswith(name)
+    }
+    states = [decode(document[name], shapes) for document in documents]
+    unchanged = item.is_unchanged(states)
+    like = {f"{name}.{path}": place for path, place in item.places().items() if is_dtensor(place)}
+    for other, document in enumerate(documents):
+        if not unchanged or other == rank:
+            states[other] = _decoded(checkpoint, document[name], like)
+    item.check(states)
+    return item, states, rank
+
+
+def _sharded_in(item: Any, name: str, world_size: int) -> dict[str, torch.Tensor]:
+    """The DTensors that an object holds now, by the names under which they are saved."""
+    if world_size == 1:
+        return {}
+    tensors: dict[str, torch.Tensor] = {}
+    encode(item.state_dict(), tensors, name)
+    return {path: tensor for path, tensor in tensors.items() if is_dtensor(tensor)}

@@ -1,0 +1,97 @@
+"""Numbered checkpoints of a project: where the next one goes, which is the newest, which are removed."""
+
+from __future__ import annotations
+
+import re
+
+from lockstep.checkpoint.store.local import REMOVED, REPLACED, STAGING, Store
+from lockstep.checkpoint.store.place import store_for
+from lockstep.config.handlers import ProjectConfiguration
+from lockstep.errors import NoCheckpointError, UsageError
+
+
+def next_directory(output_dir: str | None, project: ProjectConfiguration, store: Store) -> str:
+    """Where ``save_state`` writes: the given directory, else the project's next numbered one.
+
+    Raises:
+        UsageError: neither a directory nor automatic naming, or the numbered one exists.
+    """
+    if output_dir is not None:
+        return refuse_unfinished(output_dir)
+    if not project.automatic_checkpoint_naming:
+        raise UsageError(
+            "save_state was called without a directory. Pass one, or ProjectConfiguration(project_dir=..., "
+            "automatic_checkpoint_naming=True)."
+        )
+    name = f"checkpoint_{project.iteration}"
+    folder = folder_of(project)
+    if name in store.children(folder):
+        raise UsageError(
+            f"{folder}/{name} exists already (project iteration {project.iteration}). Load it first, or set "
+            "ProjectConfiguration.iteration to the number that comes next."
+        )
+    return f"{folder}/{name}"
+
+
+def candidates(input_dir: str | None, project: ProjectConfiguration, store: Store) -> list[str]:
+    """Where ``load_state`` looks, best first: the given directory, or the numbered ones from the newest on."""
+    if input_dir is not None:
+        return store.candidates(input_dir)
+    if not project.automatic_checkpoint_naming:
+        raise UsageError("load_state was called without a directory. Pass the one that save_state wrote.")
+    folder = folder_of(project)
+    found = [f"{folder}/checkpoint_{number}" for number in reversed(numbers(folder, store))]
+    if not found:
+        raise NoCheckpointError(f"There is no checkpoint in {folder}. Save one first.")
+    return found
+
+
+def numbers(folder: str, store: Store) -> list[int]:
+    """The numbers of the checkpoints ``checkpoint_<i>`` in ``folder``, ascending; others are ignored."""
+    matches = (re.fullmatch(r"checkpoint_(0|[1-9]\d{0,17})", name) for name in store.children(folder))
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def number_after(project: ProjectConfiguration, store: Store) -> int:
+    """The number of the next checkpoint, once one has been loaded: above all that are there."""
+    there = numbers(folder_of(project), store)
+    return there[-1] + 1 if there else project.iteration
+
+
+def superfluous(directory: str, project: ProjectConfiguration, store: Store) -> list[str]:
+    """The oldest numbered checkpoints beyond ``total_limit``, once ``directory`` is one of them."""
+    if not project.automatic_checkpoint_naming or project.total_limit is None:
+        return []
+    folder = folder_of(project)
+    if directory.rpartition("/")[0] != folder:  # elsewhere, perhaps in another store
+        return []
+    others = [f"{folder}/checkpoint_{number}" for number in numbers(folder, store)]
+    others = [path for path in others if path != directory]
+    return others[: max(0, len(others) + 1 - project.total_limit)]
+
+
+def prune(old: list[str], folder: str, store: Store) -> None:
+    """Remove checkpoints, and what an earlier removal left in their folder."""
+    for directory in old:
+        store.remove(directory)
+    for name in store.children(folder):
+        if re.fullmatch(rf"checkpoint_\d+{re.escape(REMOVED)}", name):
+            store.abandon(f"{folder}/{name}")
+
+
+def folder_of(project: ProjectConfiguration) -> str:
+    """The folder of a project's numbered checkpoints."""
+    if project.project_dir is None:
+        raise UsageError(
+            "automatic_checkpoint_naming needs a place. Pass project_dir to ProjectConfiguration."
+        )
+    return f"{store_for(project.project_dir)[1]}/checkpoints"
+
+
+def refuse_unfinished(directory: str) -> str:
+    """``directory``; raises UsageError for a name that directories have while they are written or removed."""
+    if directory.endswith((STAGING, REPLACED, REMOVED)):
+        raise UsageError(
+            f"{directory} has a suffix that unfinished checkpoints are given. Pass a directory with another name."
+        )
+    return directory

@@ -1,0 +1,1 @@
+"""Where checkpoints lie: local directories, and whatever fsspec opens."""

@@ -1,0 +1,315 @@
+"""Where checkpoints lie. ``LocalStore`` is the only module that touches local files of a checkpoint.
+
+A checkpoint is written to a staging area, and published as a whole:
+
+    begin -> write, write, ... -> publish -> settle (once what was published has been verified)
+
+A process may be killed between any two operations. Directories that were published are never changed: one that is
+replaced is moved aside as ``<name>.old``, and removed only when its successor has been verified.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import PurePosixPath
+from typing import Protocol
+
+from lockstep.checkpoint.format.digest import Chunk, Digest, FileRecord, record_of
+from lockstep.checkpoint.store.lock import DirectoryLock
+from lockstep.comm.collectives import Communicator
+from lockstep.errors import CheckpointError, UsageError
+
+MANIFEST = "manifest.json"
+STAGING, REPLACED, REMOVED = ".partial", ".old", ".removed"
+BLOCK_BYTES = 4 << 20
+
+
+class Store(Protocol):
+    """A kind of place for checkpoints. Paths are texts, joined with "/"."""
+
+    def begin(self, directory: str) -> str:
+        """An empty staging area for a checkpoint that will be ``directory``; returns where it is."""
+
+    def write(self, path: str, chunks: Iterable[Chunk]) -> FileRecord:
+        """A new file with these contents, on the disk when this returns."""
+
+    def seal(self, path: str) -> FileRecord:
+        """Bring a staged file that others wrote onto the disk."""
+
+    def publish(self, directory: str, staging: str, manifest: bytes) -> None:
+        """Make the staged files the checkpoint ``directory``; ``manifest`` comes last."""
+
+    def settle(self, directory: str) -> None:
+        """Remove what ``publish`` moved aside."""
+
+    def abandon(self, staging: str) -> None:
+        """Remove a staging area; errors are ignored, as ``begin`` removes what is left."""
+
+    def exists(self, directory: str) -> bool:
+        """Whether something is published there."""
+
+    def candidates(self, directory: str) -> list[str]:
+        """Where the checkpoint ``directory`` may be found, best first."""
+
+    def read(self, path: str, limit: int) -> bytes:
+        """The whole file, of at most ``limit`` bytes."""
+
+    def blocks(self, path: str) -> Iterator[Chunk]:
+        """The file in pieces of some MB; each is valid until the next is asked for."""
+
+    def files(self, root: str) -> dict[str, int]:
+        """Sizes in bytes of all files below ``root``, by relative name."""
+
+    def children(self, folder: str) -> list[str]:
+        """Names of the directories in ``folder``; none if it does not exist."""
+
+    def remove(self, directory: str) -> None:
+        """Remove a published checkpoint, so that no half of it can be seen."""
+
+    def free_bytes(self, directory: str) -> int | None:
+        """Bytes that can be written there, where that can be known."""
+
+    def lock(self, path: str, what: str) -> Lock:
+        """A lock on ``what``, not yet acquired, that others see at ``path``."""
+
+    def local_copy(
+        self, directory: str, share: tuple[int, int], communicator: Communicator
+    ) -> AbstractContextManager[str]:
+        """A local directory with the checkpoint, for the time of the block; collective."""
+
+
+class Lock(Protocol):
+    """What one run at a time can hold."""
+
+    def acquire(self) -> None:
+        """Take it; nothing if this object holds it. Raises CheckpointError naming the run that does."""
+
+    def release(self) -> None:
+        """Let go of it."""
+
+
+class LocalStore:
+    """Directories of a POSIX file system, where renaming a directory is atomic."""
+
+    def __init__(self) -> None:
+        self._on_disk: set[str] = set()
+
+    def begin(self, directory: str) -> str:
+        self._recover(directory)
+        self._refuse_foreign(directory)
+        staging = directory + STAGING
+        for left in (staging, directory + REMOVED):
+            self._remove_tree(left)
+        self._make_folder(os.path.dirname(staging) or ".")
+        os.mkdir(staging)
+        return staging
+
+    def write(self, path: str, chunks: Iterable[Chunk]) -> FileRecord:
+        digest = Digest()
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            for chunk in chunks:
+                view = memoryview(chunk)
+                for start in range(0, len(view), BLOCK_BYTES):
+                    block = view[start : start + BLOCK_BYTES]
+                    digest.update(block)
+                    _write_all(handle, block)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        return digest.record()
+
+    def seal(self, path: str) -> FileRecord:
+        record = record_of(self.blocks(path))
+        sync(path)
+        return record
+
+    def publish(self, directory: str, staging: str, manifest: bytes) -> None:
+        self.write(f"{staging}/{MANIFEST}", [manifest])
+        for folder in self._folders(staging):
+            sync(folder)
+        if os.path.isdir(directory) and os.listdir(directory):
+            os.rename(directory, directory + REPLACED)
+        os.rename(staging, directory)
+        sync(os.path.dirname(directory) or ".")
+
+    def settle(self, directory: str) -> None:
+        if os.path.lexists(directory + REPLACED):
+            sync(
+                os.path.dirname(directory) or "."
+            )  # the process that published may have been killed before it had
+            self._remove_tree(directory + REPLACED)
+
+    def abandon(self, staging: str) -> None:
+        shutil.rmtree(staging, ignore_errors=True)
+
+    def exists(self, directory: str) -> bool:
+        return os.path.isdir(directory) and bool(os.listdir(directory))
+
+    def candidates(self, directory: str) -> list[str]:
+        found = [path for path in (directory, directory + REPLACED) if os.path.isdir(path)]
+        return found or [directory]
+
+    def read(self, path: str, limit: int) -> bytes:
+        with _opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > limit:
+                raise CheckpointError(
+                    f"{path} has {size} bytes, but at most {limit} are read. Load another checkpoint."
+                )
+            return file.read()
+
+    def blocks(self, path: str) -> Iterator[Chunk]:
+        with _opened(path) as file:
+            buffer = memoryview(bytearray(BLOCK_BYTES))
+            while count := file.readinto(buffer):
+                yield buffer[:count]
+
+    def files(self, root: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        pending = [""]
+        while pending:
+            folder = pending.pop()
+            with os.scandir(os.path.join(root, folder)) as entries:
+                for entry in entries:
+                    name = f"{folder}/{entry.name}" if folder else entry.name
+                    kind = entry.stat(follow_symlinks=False).st_mode
+                    if stat.S_ISDIR(kind):
+                        pending.append(name)
+                    elif stat.S_ISREG(kind):
+                        found[name] = entry.stat(follow_symlinks=False).st_size
+                    else:
+                        raise CheckpointError(
+                            f"{root}/{name} is a link or a special file, but a checkpoint holds plain files. "
+                            "Replace it by what it stands for."
+                        )
+        return found
+
+    def children(self, folder: str) -> list[str]:
+        if not os.path.isdir(folder):
+            return []
+        with os.scandir(folder) as entries:
+            return [entry.name for entry in entries if entry.is_dir()]
+
+    def remove(self, directory: str) -> None:
+        removed = directory + REMOVED
+        self._remove_tree(removed)
+        os.rename(directory, removed)
+        self._remove_tree(removed)
+
+    def free_bytes(self, directory: str) -> int | None:
+        folder = os.path.abspath(directory)
+        while not os.path.isdir(folder):
+            folder = os.path.dirname(folder)
+        found = os.statvfs(folder)
+        return found.f_bavail * found.f_frsize
+
+    def lock(self, path: str, what: str) -> Lock:
+        return DirectoryLock(path, what)
+
+    def local_copy(
+        self, directory: str, share: tuple[int, int], communicator: Communicator
+    ) -> AbstractContextManager[str]:
+        return nullcontext(directory)
+
+    def _recover(self, directory: str) -> None:
+        """Undo half of a replacement: its process was killed between moving the old one aside and publishing."""
+        if not os.path.isdir(directory) and os.path.isdir(directory + REPLACED):
+            os.rename(directory + REPLACED, directory)
+
+    def _refuse_foreign(self, directory: str) -> None:
+        """Raise UsageError where something else than a checkpoint would be replaced."""
+        if not os.path.lexists(directory):
+            return
+        names = sorted(os.listdir(directory)) if os.path.isdir(directory) else None
+        if names is None or (names and MANIFEST not in names):
+            found = "a file" if names is None else f"a folder with {', '.join(names[:3])}"
+            raise UsageError(
+                f"{directory} is no checkpoint but {found}, which save_state would replace as a whole. Pass a "
+                "directory that does not exist yet."
+            )
+
+    def _make_folder(self, path: str) -> None:
+        """Make a folder and those above it, with their names on the disk when this returns.
+
+        Those that are there are synced too, once: whoever made them may have been killed before.
+        """
+        path = os.path.abspath(path)
+        if path in self._on_disk and os.path.isdir(path):
+            return
+        os.makedirs(path, exist_ok=True)
+        folder, device = path, os.stat(path).st_dev
+        while (above := os.path.dirname(folder)) != folder and os.access(above, os.R_OK | os.W_OK):
+            if os.stat(above).st_dev != device:
+                break
+            sync(above)
+            folder = above
+        self._on_disk.add(path)
+
+    def _folders(self, root: str) -> list[str]:
+        return [folder for folder, _, _ in os.walk(root)]
+
+    def _remove_tree(self, path: str) -> None:
+        if not os.path.lexists(path):
+            return
+        if os.path.islink(path) or not os.path.isdir(path):
+            os.unlink(path)
+            return
+        for folder, folders, names in os.walk(path, topdown=False):
+            for name in names:
+                os.unlink(os.path.join(folder, name))
+            for name in folders:
+                inner = os.path.join(folder, name)
+                os.unlink(inner) if os.path.islink(inner) else os.rmdir(inner)
+        os.rmdir(path)
+
+
+def check_name(name: str) -> str:
+    """``name`` if it is a relative path of plain names, as files of a checkpoint have.
+
+    Raises:
+        CheckpointError: it is absolute, leaves its folder, or has other characters.
+    """
+    parts = name.split("/")
+    plain = all(re.fullmatch(r"[A-Za-z0-9_ .,=+@-]{1,255}", part) and part.strip(".") for part in parts)
+    if not plain or str(PurePosixPath(name)) != name or len(name) > 1024:
+        raise CheckpointError(
+            f"A file of the checkpoint is named {name[:80]!r}, which is not a plain relative name. Load another "
+            "checkpoint: nothing outside its folder is read."
+        )
+    return name
+
+
+def _opened(path: str) -> io.FileIO:
+    """A plain file, open for reading. Raises CheckpointError for anything else, for which opening could wait."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise CheckpointError(
+            f"{path} is no plain file, as those of a checkpoint are. Replace it by what it stands for."
+        )
+    return io.FileIO(handle, "rb")
+
+
+def _write_all(handle: int, block: memoryview) -> None:
+    while len(block):
+        written = os.write(handle, block)
+        if written == 0:
+            raise OSError(errno.EIO, "nothing was written")
+        block = block[written:]
+
+
+def sync(path: str) -> None:
+    """Bring a file, or the names in a folder, onto the disk."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

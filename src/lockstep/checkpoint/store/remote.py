@@ -1,0 +1,243 @@
+"""Checkpoints where nothing can be renamed: object stores, and whatever else fsspec reaches.
+
+A checkpoint is a folder of files, which is never renamed, and a manifest beside it that names the folder:
+
+    <directory>/manifest.json              the commit record: what it names is the checkpoint
+    <directory>/files-000002-9b1c02d4/     its files
+    <directory>/files-000001-5f00aa17/     the one that it replaced, with a manifest of its own, until settled
+    <directory>/.owner.json                the run that writes there
+
+Publishing is one put of ``manifest.json``. A process that is killed at any point leaves the old manifest or the new
+one, each with all of its files. Where a put can be interrupted half-way, the half is recognised by the digest in it,
+and the checkpoint that was set aside takes its place.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+
+from lockstep.checkpoint.format.digest import Chunk, FileRecord, record_of
+from lockstep.checkpoint.format.documents import Manifest
+from lockstep.checkpoint.store.fetch import fetched
+from lockstep.checkpoint.store.local import MANIFEST, REMOVED, Lock
+from lockstep.checkpoint.store.objects import Objects
+from lockstep.checkpoint.store.ownership import OWNER, Ownership
+from lockstep.checkpoint.store.place import UnreachableError
+from lockstep.checkpoint.store.url import parse_url
+from lockstep.checkpoint.verify import in_parallel, read_manifest
+from lockstep.comm.collectives import Communicator
+from lockstep.errors import CheckpointError, UsageError
+
+FOLDER = re.compile(r"files-(\d{6,})-[0-9a-f]{8}")
+
+
+class RemoteStore:
+    """A ``Store`` of which nothing is asked but to put, get, list and delete files.
+
+    Where a run takes a lock (``lock``), ``publish`` sees first that no other run has taken it over.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._owned: dict[str, Ownership] = {}
+
+    # Writing ----------------------------------------------------------------------------------------
+
+    def begin(self, directory: str) -> str:
+        self._refuse_foreign(directory)
+        self._recover(directory)
+        self._sweep(directory)
+        numbers = [0, *(_number(name) for name in self._folders(directory))]
+        staging = f"{directory}/files-{max(numbers) + 1:06d}-{secrets.token_hex(4)}"
+        self._objects.make_folder(staging)
+        return staging
+
+    def write(self, path: str, chunks: Iterable[Chunk]) -> FileRecord:
+        return self._objects.upload(path, chunks)
+
+    def seal(self, path: str) -> FileRecord:
+        return record_of(self.blocks(path))
+
+    def publish(self, directory: str, staging: str, manifest: bytes) -> None:
+        for owned in (directory, directory.rpartition("/")[0]):
+            if owned in self._owned:
+                self._owned[owned].check()
+        self._set_aside(directory)
+        path = f"{directory}/{MANIFEST}"
+        self._objects.put(path, manifest)
+        if self._objects.get(path) != manifest:
+            raise CheckpointError(
+                f"{path} is not what was just put there: another run writes it, too, or it was damaged on its way. "
+                "End the other run, or save again."
+            )
+
+    def settle(self, directory: str) -> None:
+        self._sweep(directory)
+
+    def abandon(self, staging: str) -> None:
+        directory, _, name = staging.rpartition("/")
+        try:
+            if staging.endswith(REMOVED):  # a directory that ``children`` gave this name
+                directory = staging.removesuffix(REMOVED)
+                if not self.exists(directory):
+                    self._remove_tree(directory)
+            elif not self._may_be_named(directory, name):  # a put that failed may have taken effect
+                self._remove_tree(staging)
+        except (CheckpointError, OSError):
+            pass
+
+    def remove(self, directory: str) -> None:
+        """Remove what is published; what it replaced stays if it is there, and ``begin`` brings it back."""
+        self._objects.delete(f"{directory}/{MANIFEST}")
+        set_aside = self._set_aside_in(directory)
+        for name in self._folders(directory):
+            if name not in set_aside:
+                self._remove_tree(f"{directory}/{name}")
+        if not set_aside:
+            self._remove_tree(directory)
+
+    # Reading ----------------------------------------------------------------------------------------
+
+    def exists(self, directory: str) -> bool:
+        return self._objects.exists(f"{directory}/{MANIFEST}")
+
+    def candidates(self, directory: str) -> list[str]:
+        found = [directory] if self.exists(directory) else []
+        found += [f"{directory}/{name}" for name in self._set_aside_in(directory)]
+        return found or [directory]
+
+    def read(self, path: str, limit: int) -> bytes:
+        size = self._objects.size(path)
+        if size > limit:
+            raise CheckpointError(
+                f"{path} has {size} bytes, but at most {limit} are read. Load another checkpoint."
+            )
+        return self._objects.get(path)
+
+    def blocks(self, path: str) -> Iterator[Chunk]:
+        return self._objects.blocks(path)
+
+    def files(self, root: str) -> dict[str, int]:
+        """Without the records that are no part of what was saved: the manifest and the owner."""
+        found, _ = self._objects.tree(root)
+        return {name: size for name, size in found.items() if name not in (MANIFEST, OWNER)}
+
+    def children(self, folder: str) -> list[str]:
+        """Directories without a manifest, which were never published or half removed, end in ``REMOVED`` here."""
+        names = [name for name, size in self._objects.entries(folder).items() if size is None]
+        published = in_parallel(lambda name: self.exists(f"{folder}/{name}"), names)
+        return [name if there else name + REMOVED for name, there in zip(names, published, strict=True)]
+
+    def free_bytes(self, directory: str) -> int | None:
+        return None
+
+    def lock(self, path: str, what: str) -> Lock:
+        """The record lies in ``what`` and not at ``path``: beside a bucket there is no place."""
+        return self._owned.setdefault(what, Ownership(self._objects, what))
+
+    def local_copy(
+        self, directory: str, share: tuple[int, int], communicator: Communicator
+    ) -> AbstractContextManager[str]:
+        """Verifies the checkpoint while it is copied."""
+        return fetched(self, directory, share[0] == 0, communicator)
+
+    # The layout -------------------------------------------------------------------------------------
+
+    def _folders(self, directory: str) -> list[str]:
+        """Names of the folders of files, the newest first."""
+        names = [name for name, size in self._objects.entries(directory).items() if size is None]
+        return sorted(filter(FOLDER.fullmatch, names), key=_number, reverse=True)
+
+    def _manifest(self, directory: str) -> Manifest | None:
+        """What is published; None if nothing is, or if it is damaged."""
+        try:
+            return read_manifest(self, directory)
+        except UnreachableError:
+            raise
+        except CheckpointError:
+            return None
+
+    def _may_be_named(self, directory: str, folder: str) -> bool:
+        """Whether the manifest names the folder; one that is damaged may name any."""
+        manifest = self._manifest(directory)
+        return self.exists(directory) if manifest is None else manifest.folder == folder
+
+    def _set_aside_in(self, directory: str) -> list[str]:
+        """The folders with a manifest of their own that ``manifest.json`` does not name, the newest first."""
+        found = [
+            name
+            for name in self._folders(directory)
+            if self._objects.exists(f"{directory}/{name}/{MANIFEST}")
+        ]
+        manifest = self._manifest(directory) if found else None
+        return [name for name in found if manifest is None or name != manifest.folder]
+
+    def _set_aside(self, directory: str) -> None:
+        """Give the published folder a manifest of its own, as the one beside it will be replaced."""
+        manifest = self._manifest(directory)
+        if manifest is not None:
+            alone = manifest.model_copy(update={"folder": ""})
+            self._objects.put(f"{directory}/{manifest.folder}/{MANIFEST}", alone.to_bytes())
+
+    def _recover(self, directory: str) -> None:
+        """Publish again what was set aside, where what had replaced it was removed."""
+        if self.exists(directory):
+            return
+        for name in self._set_aside_in(directory):
+            alone = self._manifest(f"{directory}/{name}")
+            if alone is not None:
+                again = alone.model_copy(update={"folder": name})
+                self._objects.put(f"{directory}/{MANIFEST}", again.to_bytes())
+                return
+
+    def _sweep(self, directory: str) -> None:
+        """Remove the folders that the manifest cannot name."""
+        for name in self._folders(directory):
+            if not self._may_be_named(directory, name):
+                self._remove_tree(f"{directory}/{name}")
+
+    def _remove_tree(self, root: str) -> None:
+        """Manifests first, so that nothing that lacks files can be taken for a checkpoint."""
+        files, folders = self._objects.tree(root)
+        for name in [name for name in files if name.rpartition("/")[2] == MANIFEST]:
+            self._objects.delete(f"{root}/{name}")
+            del files[name]
+        in_parallel(lambda name: self._objects.delete(f"{root}/{name}"), files)
+        for folder in sorted(folders, key=len, reverse=True):
+            self._objects.delete_folder(f"{root}/{folder}")
+        self._objects.delete_folder(root)
+
+    def _refuse_foreign(self, directory: str) -> None:
+        """Raise UsageError where something else than a checkpoint would be mixed with one."""
+        others = [
+            name
+            for name, size in self._objects.entries(directory).items()
+            if name not in (MANIFEST, OWNER) and not (size is None and FOLDER.fullmatch(name))
+        ]
+        if self._objects.exists(directory):
+            others = [directory.rpartition("/")[2]]
+        if others:
+            raise UsageError(
+                f"{directory} holds {', '.join(sorted(others)[:3])}, which save_state did not write there. Pass a "
+                "directory that does not exist yet."
+            )
+
+
+def _number(folder: str) -> int:
+    match = FOLDER.fullmatch(folder)
+    assert match is not None
+    return int(match[1])
+
+
+def remote_store(text: str) -> tuple[RemoteStore, str]:
+    """The store of a URL, and the URL as messages may show it.
+
+    Raises:
+        ConfigError: fsspec cannot open it, or nothing can lie below it.
+        CheckpointError: the place does not answer.
+    """
+    url = parse_url(text)
+    return RemoteStore(Objects(url)), url.shown

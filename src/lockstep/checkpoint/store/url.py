@@ -1,0 +1,96 @@
+"""URLs of checkpoints: what fsspec opens, and what people may see of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from urllib.parse import unquote
+
+from lockstep.errors import ConfigError
+
+CACHES = ("simplecache", "filecache", "blockcache", "cached")
+LOCAL = ("file", "local")
+# What stands before "@" is the container here, not a person.
+CONTAINER_FIRST = ("abfs", "abfss", "az", "adl")
+HIDDEN = "***"
+
+
+@dataclass(frozen=True)
+class Url:
+    """A directory's URL. Paths in the form of ``shown`` become URLs for fsspec by ``real``."""
+
+    shown: str
+    userinfo: str = field(default="", repr=False)
+
+    @property
+    def protocol(self) -> str:
+        return self.shown.partition("://")[0]
+
+    def real(self, shown: str) -> str:
+        """The URL, with its credentials, of a path that begins like this one."""
+        prefix = f"{self.protocol}://{HIDDEN}@"
+        if self.userinfo and shown.startswith(prefix):
+            return f"{self.protocol}://{self.userinfo}@{shown.removeprefix(prefix)}"
+        return shown
+
+    def without_secrets(self, text: str) -> str:
+        """``text`` with the credentials hidden: messages of file systems often name the whole URL."""
+        parts = [self.userinfo, *self.userinfo.split(":", 1)]
+        for secret in sorted({*parts, *map(unquote, parts)} - {""}, key=len, reverse=True):
+            text = text.replace(secret, HIDDEN)
+        return text
+
+
+def parse_url(text: str) -> Url:
+    """A URL without slashes at its end, and its credentials apart.
+
+    Raises:
+        ConfigError: nothing can lie below it, or its credentials are missing or cannot be told from its path.
+    """
+    protocol, _, rest = text.partition("://")
+    authority, slash, path = rest.rstrip("/").partition("/")
+    userinfo, at, host = authority.rpartition("@")
+    if "?" in rest:
+        raise ConfigError(
+            f"A {protocol}:// URL has a query after {HIDDEN}?, but a directory has none. Pass such options in fsspec's "
+            "configuration."
+        )
+    if userinfo == HIDDEN:
+        raise ConfigError(
+            f"{protocol}://{authority}{slash}{path} was shown without its credentials. Pass the URL that has them."
+        )
+    # A password with a slash would end up in the path, for all to see. Names of S3 may have colons.
+    if not at and "@" in path and re.search(r":(?!\d+$)", authority) and protocol not in ("s3", "s3a"):
+        raise ConfigError(
+            f"The user or password of a {protocol}:// URL has a slash. Write it as %2F, or pass the credentials in "
+            "fsspec's configuration."
+        )
+    if not at or (protocol in CONTAINER_FIRST and ":" not in userinfo):
+        return Url(f"{protocol}://{authority}{slash}{path}")
+    return Url(f"{protocol}://{HIDDEN}@{host}{slash}{path}", userinfo)
+
+
+def without_caches(text: str) -> str:
+    """The URL behind fsspec's caches, which would show what another process has replaced meanwhile.
+
+    Raises:
+        ConfigError: something else than a cache stands before "::", such as an archive.
+    """
+    while "::" in text:
+        first, _, rest = text.partition("::")
+        protocol = first.partition("://")[0]
+        if protocol not in CACHES:
+            raise ConfigError(
+                f"A URL has {protocol!r} before '::', where only fsspec's caches may stand: checkpoints need files "
+                "that can be replaced one by one. Pass the URL behind it, or a name without '::'."
+            )
+        text = rest
+    return text
+
+
+def local_path(url: str) -> str | None:
+    """The path on this machine that a URL names, or None if it names another place."""
+    protocol, separator, path = url.partition("://")
+    if not separator:
+        return url
+    return path if protocol in LOCAL else None

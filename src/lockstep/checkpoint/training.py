@@ -1,0 +1,80 @@
+"""What a checkpoint is made of: the prepared objects of a run, and the user's hooks. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.errors import UsageError
+
+SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
+LoadHook = Callable[[list[nn.Module], str], None]
+
+
+@dataclass
+class Hooks:
+    """Functions of the user that run before a state is saved or loaded.
+
+    A model whose entry a hook takes out of the list of weights (of models, when loading) is left to it.
+    """
+
+    save: OrderedDict[int, SaveHook] = field(default_factory=OrderedDict)
+    load: OrderedDict[int, LoadHook] = field(default_factory=OrderedDict)
+
+    @staticmethod
+    def add(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
+
+@dataclass
+class Training:
+    """What a checkpoint holds. ``models`` are unwrapped; ``parts`` have ``state_dict``/``load_state_dict``, by kind."""
+
+    models: list[nn.Module]
+    parts: dict[str, list[Any]]
+
+    def stateful(self, *kinds: str) -> Iterator[tuple[str, Any]]:
+        """The parts of these kinds with their names."""
+        for kind in kinds:
+            for i, item in enumerate(self.parts.get(kind, ())):
+                yield f"{kind}.{i}", item
+
+    def only(self, kinds: Collection[str]) -> Training:
+        """The models, and the parts of these kinds."""
+        return Training(self.models, {kind: items for kind, items in self.parts.items() if kind in kinds})
+
+    def contents(self) -> dict[str, int]:
+        """How many objects of each kind there are."""
+        counts = {kind: len(items) for kind, items in self.parts.items() if items and kind != "window"}
+        return {"model": len(self.models), **counts}
+
+
+def checked_stateful(objects: Iterable[Any]) -> list[Any]:
+    """The objects, if all of them can be saved and loaded; else UsageError."""
+    objects = list(objects)
+    for item in objects:
+        if not (
+            callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
+        ):
+            raise UsageError(
+                f"register_for_checkpointing got a {type(item).__name__} without state_dict() and load_state_dict(). "
+                "Give it both, or leave it out."
+            )
+    return objects
+
+
+def refuse_options(method: str, options: Mapping[str, Any], known: Collection[str] = ()) -> None:
+    """Raise UsageError for options that other libraries take, but which mean nothing here."""
+    unknown = sorted(options.keys() - set(known))
+    if unknown:
+        raise UsageError(
+            f"{method} got {', '.join(unknown)}, which it has no use for: states are saved and loaded as they are. "
+            "Leave that out."
+        )

@@ -1,0 +1,179 @@
+"""Whether a published checkpoint is, bit for bit, what was saved."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from lockstep.checkpoint.format.digest import Chunk, FileRecord, record_of
+from lockstep.checkpoint.format.documents import LARGEST_JSON_BYTES as LIMIT
+from lockstep.checkpoint.format.documents import TENSORS, Manifest, index_from_bytes
+from lockstep.checkpoint.store.local import MANIFEST, Store
+from lockstep.errors import CheckpointError, LockstepError, NoCheckpointError
+
+S = TypeVar("S")
+T = TypeVar("T")
+MOST_THREADS = 4
+
+
+def read_manifest(store: Store, directory: str) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        NoCheckpointError: there is none, so that nothing was published there.
+        CheckpointError: it is damaged.
+    """
+    path = f"{directory}/{MANIFEST}"
+    try:
+        content = store.read(path, LIMIT)
+    except FileNotFoundError as error:
+        raise NoCheckpointError(
+            f"There is no checkpoint at {directory}: {MANIFEST} is missing. Pass a directory that save_state wrote."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Load another checkpoint.") from error
+    return Manifest.from_bytes(content, path)
+
+
+def root_of(directory: str, manifest: Manifest) -> str:
+    """The folder in which the files are."""
+    return f"{directory}/{manifest.folder}" if manifest.folder else directory
+
+
+def verify(
+    store: Store,
+    directory: str,
+    share: tuple[int, int] = (0, 1),
+    seen: Callable[[int], Any] = lambda count: None,
+) -> Manifest:
+    """Compare names and sizes of all files, and the digest of every ``share[1]``-th from number ``share[0]`` on.
+
+    ``seen`` is told of bytes that were read. Returns the manifest.
+
+    Raises:
+        NoCheckpointError: nothing was published there.
+        CheckpointError: a file is missing, extra, of another size or of another content; names it.
+    """
+    _refuse_links(store, directory)
+    manifest = read_manifest(store, directory)
+    root = root_of(directory, manifest)
+    check_names(store, root, manifest)
+
+    def check(name: str) -> None:
+        check_content(store, root, manifest, name, _hashed(store, f"{root}/{name}", seen))
+
+    in_parallel(check, sorted(manifest.files)[share[0] :: share[1]])
+    return manifest
+
+
+def _refuse_links(store: Store, directory: str) -> None:
+    """Before a file is opened: links lead elsewhere, and a pipe would be waited for."""
+    try:
+        store.files(directory)
+    except FileNotFoundError:
+        return  # what is missing is said on reading
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be listed: {error}. Load another checkpoint.") from error
+
+
+def check_names(store: Store, root: str, manifest: Manifest) -> None:
+    """Raise CheckpointError unless exactly the files of the manifest are there, each with its size."""
+    try:
+        found = store.files(root)
+    except OSError as error:
+        raise CheckpointError(f"{root} cannot be listed: {error}. Load another checkpoint.") from error
+    if not manifest.folder:
+        found.pop(MANIFEST, None)
+    missing, extra = (
+        sorted(manifest.files.keys() - found.keys()),
+        sorted(found.keys() - manifest.files.keys()),
+    )
+    if missing:
+        raise CheckpointError(
+            f"{root} lacks {_list(missing)}, which the manifest lists."
+            f"{_inside(store, root, manifest, missing[0])} Load another checkpoint."
+        )
+    if extra:
+        raise CheckpointError(
+            f"{root} holds {_list(extra)}, of which the manifest knows nothing. Move that elsewhere, or load another "
+            "checkpoint."
+        )
+    for name, entry in sorted(manifest.files.items()):
+        if found[name] != entry.size:
+            raise CheckpointError(
+                f"{root}/{name} has {found[name]} bytes instead of {entry.size}."
+                f"{_inside(store, root, manifest, name)} Load another checkpoint."
+            )
+
+
+def check_content(store: Store, root: str, manifest: Manifest, name: str, record: FileRecord) -> None:
+    """Raise CheckpointError unless ``record``, of a file that was read, is the manifest's."""
+    if record.blake3 != manifest.files[name].blake3:
+        raise CheckpointError(
+            f"{root}/{name} is damaged: its BLAKE3 digest is not the manifest's."
+            f"{_inside(store, root, manifest, name)} Load another checkpoint."
+        )
+
+
+def _hashed(store: Store, path: str, seen: Callable[[int], Any]) -> FileRecord:
+    def told() -> Iterator[Chunk]:
+        for block in store.blocks(path):
+            yield block
+            seen(len(block))
+
+    try:
+        return record_of(told())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Load another checkpoint.") from error
+
+
+def _inside(store: Store, root: str, manifest: Manifest, name: str) -> str:
+    """A sentence on which tensors are in the file, where that can be known."""
+    try:
+        path = f"{root}/{TENSORS}"
+        index = index_from_bytes(store.read(path, LIMIT), manifest, path)
+    except (LockstepError, OSError):
+        return ""
+    names = [tensor for tensor, entry in index.items() if any(piece.file == name for piece in entry.pieces)]
+    return f" It holds {_list(names)}." if names else ""
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def in_parallel(work: Callable[[S], T], items: Iterable[S]) -> list[T]:
+    """``work`` on each item, in threads where this process has several cores; the first error is raised.
+
+    Not with concurrent.futures, which takes no more work once the main thread has ended: a save in the background
+    goes on then.
+    """
+    items = list(items)
+    threads = min(len(os.sched_getaffinity(0)), MOST_THREADS, len(items))
+    pending = deque(enumerate(items))
+    results: dict[int, T] = {}
+    failures: dict[int, BaseException] = {}
+
+    def take_from_pending() -> None:
+        while pending and not failures:
+            try:
+                number, item = pending.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                results[number] = work(item)
+            except BaseException as error:
+                failures[number] = error
+
+    others = [threading.Thread(target=take_from_pending, name="checkpoint") for _ in range(threads - 1)]
+    for thread in others:
+        thread.start()
+    take_from_pending()
+    for thread in others:
+        thread.join()
+    if failures:
+        raise failures[min(failures)]
+    return [results[number] for number in range(len(items))]

@@ -1,0 +1,1 @@
+"""Weights alone, as other libraries read them."""

@@ -1,0 +1,281 @@
+"""Weights of checkpoints and of folders of safetensors files, written anew: as one file, in shards, in another dtype.
+
+Memory stays bounded whatever the size of the model: see ``slabs``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from lockstep.checkpoint import retain
+from lockstep.checkpoint.format.digest import Chunk
+from lockstep.checkpoint.format.documents import (
+    DTYPES,
+    LARGEST_JSON_BYTES,
+    Index,
+    Piece,
+    TensorEntry,
+    parse_json,
+)
+from lockstep.checkpoint.read import Checkpoint
+from lockstep.checkpoint.store.local import MANIFEST, LocalStore, check_name, sync
+from lockstep.checkpoint.verify import read_manifest, verify
+from lockstep.checkpoint.weights.folder import (
+    CONFIGURATIONS,
+    PARTIAL,
+    local_directory,
+    remove_quietly,
+    write_folder,
+)
+from lockstep.checkpoint.weights.model import INDEX, WEIGHTS
+from lockstep.checkpoint.weights.slabs import PiecedTensors
+from lockstep.checkpoint.weights.weightfile import check_room, write_tensor_file
+from lockstep.errors import CheckpointError, LockstepError, UsageError
+
+Seen = Callable[[int], Any]
+"""Is told of bytes that were read or written."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One model's weights in files: checked, and not read yet."""
+
+    tensors: PiecedTensors
+    documents: dict[str, bytes] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, as they will be written."""
+        return sum(tensor.nbytes for tensor in self.tensors.described.values())
+
+
+def open_weights(
+    source: str, model: int | None = None, dtype: torch.dtype | None = None, seen: Seen = lambda count: None
+) -> Weights:
+    """The weights in ``source``: model number ``model`` (0) of a checkpoint, which is verified as a whole, or those
+    of a folder as transformers reads it, or one file.
+
+    Raises:
+        CheckpointError: something is damaged or missing; names it.
+        UsageError: ``source`` is none of these, or has no such model.
+    """
+    if "://" in source and not source.startswith("file://"):
+        raise UsageError(
+            f"{source} is a URL, but weights are read from local files. Copy it to a folder first."
+        )
+    path = os.path.normpath(os.path.expanduser(source.removeprefix("file://")))
+    if os.path.isfile(f"{path}/{MANIFEST}"):
+        return _of_checkpoint(path, model or 0, dtype, seen)
+    if model is not None:
+        raise UsageError(f"{path} is no checkpoint, so it has no model {model}. Leave --model out.")
+    if os.path.isfile(path):
+        return Weights(PiecedTensors(os.path.dirname(path) or ".", _of_files(path), dtype))
+    return _of_folder(path, dtype)
+
+
+def _of_checkpoint(directory: str, number: int, dtype: torch.dtype | None, seen: Seen) -> Weights:
+    checkpoint = Checkpoint(directory, verify(LocalStore(), directory, seen=seen))
+    models = checkpoint.state().get("models", {})
+    if str(number) not in models:
+        there = ", ".join(sorted(models)) or "none"
+        raise UsageError(f"{directory} holds no weights of model {number}. Name another one; it has {there}.")
+    prefix = f"model.{number}."
+    index = {
+        name.removeprefix(prefix): entry
+        for name, entry in checkpoint.index.items()
+        if name.startswith(prefix)
+    }
+    notes = [
+        f"{name} is left out, as it is tied to {first}" for name, first in models[str(number)]["ties"].items()
+    ]
+    notes += [f"{name} is left out, as it is no tensor" for name in models[str(number)]["extra"]]
+    return Weights(PiecedTensors(checkpoint.root, index, dtype), notes=notes)
+
+
+def _of_folder(folder: str, dtype: torch.dtype | None) -> Weights:
+    """What transformers would take: ``model.safetensors`` first, then an index; else the only such file there."""
+    store = LocalStore()
+    if not os.path.isdir(folder):
+        raise UsageError(
+            f"{folder} does not exist. Name a checkpoint, a folder of weights or a safetensors file."
+        )
+    numbered = retain.numbers(folder, store)
+    if numbered:
+        raise UsageError(
+            f"{folder} has {len(numbered)} checkpoints. Name one of them, such as {folder}/checkpoint_{numbered[-1]}."
+        )
+    names = sorted(os.listdir(folder))
+    indices = [name for name in names if name.endswith(".safetensors.index.json")]
+    files = [name for name in names if name.endswith(".safetensors")]
+    if WEIGHTS not in files and (INDEX in indices or len(indices) == 1):
+        index = _of_index(folder, INDEX if INDEX in indices else indices[0])
+    elif WEIGHTS in files or len(files) == 1:
+        index = _of_files(f"{folder}/{WEIGHTS if WEIGHTS in files else files[0]}")
+    else:
+        raise UsageError(
+            f"{folder} has neither {MANIFEST} nor {WEIGHTS} nor {INDEX}, but {', '.join(names[:5]) or 'nothing'}. Name "
+            "a checkpoint, a folder of weights or a safetensors file."
+        )
+    return Weights(PiecedTensors(folder, index, dtype), _documents(folder, dtype))
+
+
+def _of_index(folder: str, name: str) -> Index:
+    path = f"{folder}/{name}"
+    try:
+        with open(path, "rb") as file:
+            document = parse_json(file.read(LARGEST_JSON_BYTES), path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Copy it again.") from error
+    places = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise CheckpointError(f"{path} has no 'weight_map' from tensors to files. Copy it again.")
+    found: Index = {}
+    for file in sorted(set(places.values())):
+        there = _of_files(f"{folder}/{check_name(file)}", file)
+        named = {tensor for tensor, other in places.items() if other == file}
+        if named != there.keys():
+            raise CheckpointError(
+                f"{folder}/{file} lacks {_some(named - there.keys())}, and has {_some(there.keys() - named)} beside "
+                f"what {name} says. Copy both again."
+            )
+        found.update(there)
+    return found
+
+
+def _some(names: Iterable[str]) -> str:
+    found = sorted(names)
+    return (", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")) or "nothing"
+
+
+def _of_files(path: str, file: str | None = None) -> Index:
+    """The tensors of one safetensors file, each a piece of its own; the library checks header and size."""
+    found: Index = {}
+    try:
+        with safe_open(path, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118  (not a mapping)
+                piece = opened.get_slice(key)
+                dtype, shape = str(piece.get_dtype()), tuple(piece.get_shape())
+                if dtype not in DTYPES:
+                    raise CheckpointError(
+                        f"{path}: {key} has the dtype {dtype}, which is not known here. Leave the file as it is."
+                    )
+                own = Piece(
+                    file=file or os.path.basename(path), key=key, offsets=(0,) * len(shape), shape=shape
+                )
+                found[key] = TensorEntry(dtype=dtype, shape=shape, pieces=[own])
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Copy it again.") from error
+    return found
+
+
+def _documents(folder: str, dtype: torch.dtype | None) -> dict[str, bytes]:
+    """The configurations beside weights, with the dtype that these will have."""
+    found = {}
+    for name in CONFIGURATIONS:
+        path = f"{folder}/{name}"
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                found[name] = file.read(LARGEST_JSON_BYTES)
+    if dtype is not None and CONFIGURATIONS[0] in found:
+        config = parse_json(found[CONFIGURATIONS[0]], f"{folder}/{CONFIGURATIONS[0]}")
+        if isinstance(config, dict):
+            key = "torch_dtype" if "torch_dtype" in config else "dtype"
+            config[key] = str(dtype).removeprefix("torch.")
+            found[CONFIGURATIONS[0]] = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
+    return found
+
+
+def write_file(weights: Weights, path: str, replace: bool, seen: Seen = lambda count: None) -> str:
+    """Write weights as one safetensors file; ``path`` is its name, or a folder for ``model.safetensors``.
+
+    It appears when it is complete. Returns where it is.
+
+    Raises:
+        UsageError: it exists and is not to be replaced.
+        CheckpointError: it could not be written; what was there before still is.
+    """
+    path = os.path.normpath(os.path.expanduser(path))
+    if not path.endswith(".safetensors"):
+        write_weights_folder(weights, path, None, replace, seen)
+        return f"{path}/{WEIGHTS}"
+    folder = os.path.dirname(path) or "."
+    _refuse_checkpoint(folder)
+    if os.path.isdir(path) or (os.path.lexists(path) and not replace):
+        raise UsageError(f"{path} exists and was left as it is. Use --force, or name another file.")
+    partial = f"{path}{PARTIAL}"
+    try:
+        os.makedirs(folder, exist_ok=True)
+        check_room(folder, weights.nbytes)
+        remove_quietly(partial)
+        write_tensor_file(partial, weights.tensors.described, _told(weights, seen))
+        os.rename(partial, path)
+        sync(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} could not be written: {error}. Make room there or mend its permissions, or write elsewhere."
+        ) from error
+    finally:
+        remove_quietly(partial)
+    return path
+
+
+def write_weights_folder(
+    weights: Weights, directory: str, limit: int | None, replace: bool, seen: Seen = lambda count: None
+) -> list[str]:
+    """Write weights as ``save_model`` does, in files of at most ``limit`` bytes. Returns the names of files.
+
+    Raises:
+        UsageError: there are weights already, which are not to be replaced, or a checkpoint.
+        CheckpointError: a file could not be written; what was there before still is.
+    """
+    directory = local_directory(directory)
+    _refuse_checkpoint(directory)
+    if not replace and any(os.path.lexists(f"{directory}/{name}") for name in (WEIGHTS, INDEX)):
+        raise UsageError(
+            f"{directory} has weights, which were left as they are. Use --force, or name another folder."
+        )
+    tensors = weights.tensors.described
+    write_folder(directory, tensors, _told(weights, seen), limit or weights.nbytes + 1, weights.documents)
+    written = re.compile(r"model.*\.safetensors(\.index\.json)?")
+    return sorted(
+        name for name in os.listdir(directory) if written.fullmatch(name) or name in weights.documents
+    )
+
+
+def _refuse_checkpoint(folder: str) -> None:
+    """Raise UsageError for a folder in or below a checkpoint, which is never changed."""
+    at = os.path.realpath(folder)
+    while True:
+        if os.path.isfile(os.path.join(at, MANIFEST)):
+            raise UsageError(
+                f"{folder} is in the checkpoint {at}, which would be damaged. Name another folder."
+            )
+        if at == os.path.dirname(at):
+            return
+        at = os.path.dirname(at)
+
+
+def _is_checkpoint(folder: str) -> bool:
+    try:
+        read_manifest(LocalStore(), folder)
+    except LockstepError:  # there is none, or a file of this name that is something else
+        return False
+    return True
+
+
+def _told(weights: Weights, seen: Seen) -> Callable[[str], Iterable[Chunk]]:
+    def elements(name: str) -> Iterable[Chunk]:
+        for chunk in weights.tensors.elements(name):
+            yield chunk
+            seen(len(chunk))
+
+    return elements

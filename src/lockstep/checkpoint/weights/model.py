@@ -1,0 +1,101 @@
+"""Model weights as safetensors files, one or many with an index: names, sizes, and what scripts call by name."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from lockstep.errors import ConfigError, UsageError
+from lockstep.runtime import process
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# What scripts import for files that others wrote.
+PICKLED_WEIGHTS = "pytorch_model.bin"
+PICKLED_INDEX = "pytorch_model.bin.index.json"
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
+
+
+def refuse_pickle(method: str, safe_serialization: bool) -> None:
+    """Raise UsageError for ``safe_serialization=False``."""
+    if not safe_serialization:
+        raise UsageError(
+            f"{method} got safe_serialization=False, but weights are written as safetensors only, which no pickle can "
+            "hide in. Drop the argument, or save accelerator.get_state_dict(model) yourself."
+        )
+
+
+def save_object(value: Any, file: Any, safe_serialization: bool) -> None:
+    """``safetensors.torch.save_file`` for a dict of tensors, or ``torch.save`` for any object."""
+    if safe_serialization:
+        save_file(_without_ties(value), file, metadata={"format": "pt"})
+    else:
+        torch.save(value, file)
+
+
+def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+    """``save_object`` on rank 0, or on local rank 0 of each machine; nothing on the others."""
+    runtime = process.start()
+    if runtime.is_local_main if save_on_each_node else runtime.is_main:
+        save_object(obj, f, safe_serialization)
+
+
+def write_weights(
+    state_dict: Mapping[str, torch.Tensor],
+    save_directory: str | os.PathLike[str],
+    max_shard_size: int | str = "10GB",
+) -> None:
+    """Write ``model.safetensors``, or numbered shards of at most ``max_shard_size`` bytes with an index.
+
+    Tensors that share memory (tied weights) are written once, under their first name. Weights that are in the
+    folder already are replaced as ``folder.WeightsFolder`` says.
+
+    Raises:
+        ConfigError: ``max_shard_size`` is not a number of bytes or a text such as ``"500MB"``.
+        CheckpointError: a file could not be written; what was there before still is.
+    """
+    from lockstep.checkpoint.weights.export import (
+        write_tensors,  # with pydantic, which importing lockstep must not need
+    )
+
+    write_tensors(state_dict, save_directory, parse_size(max_shard_size))
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of ``size``: a positive integer, or a text such as ``"10GB"`` or ``"512MiB"``."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", str(size).upper())
+    factor = _UNITS.get(match[2]) if match else None
+    number = int(float(match[1]) * factor) if match and factor else 0
+    if number < 1:
+        raise ConfigError(
+            f"max_shard_size={size!r} is not a size. Pass a number of bytes or a text such as '10GB' or '512MiB'."
+        )
+    return number
+
+
+def _without_ties(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    seen: dict[Any, str] = {}
+    kept = {}
+    for name, tensor in state_dict.items():
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and place in seen:
+            continue
+        seen[place] = name
+        tensor = tensor.detach().cpu().contiguous()
+        is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
+        kept[name] = tensor.clone() if is_view else tensor
+    return kept

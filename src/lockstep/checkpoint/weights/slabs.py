@@ -1,0 +1,146 @@
+"""Tensors that lie in pieces in files, read as one stream with bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+
+import torch
+
+from lockstep.checkpoint.format.documents import DTYPE_NAMES, Index, Piece
+from lockstep.checkpoint.format.tensorfile import TensorReader
+from lockstep.comm.collectives import as_bytes
+from lockstep.errors import CheckpointError
+
+SLAB_BYTES = 8 << 20
+CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that a conversion changes. Eight bits and fewer come with scales of their own, and stay."""
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and lengths, by dimension."""
+
+
+def slabs(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
+    """Boxes of at most ``limit`` elements that together are a tensor of this shape, in the order of its elements."""
+    if not math.prod(shape):
+        return
+    if not shape:
+        yield (), ()
+        return
+    dim = 0
+    while dim < len(shape) - 1 and math.prod(shape[dim + 1 :]) > limit:
+        dim += 1
+    rest = shape[dim + 1 :]
+    step = max(1, limit // math.prod(rest))
+    for before in product(*(range(size) for size in shape[:dim])):
+        for start in range(0, shape[dim], step):
+            offsets = (*before, start, *(0 for _ in rest))
+            yield offsets, (*(1 for _ in before), min(step, shape[dim] - start), *rest)
+
+
+def overlap(box: Box, piece: Piece) -> Box | None:
+    """What of a tensor is both in the box and in the piece."""
+    starts = tuple(map(max, box[0], piece.offsets))
+    ends = [
+        min(offset + length, other + size)
+        for offset, length, other, size in zip(*box, piece.offsets, piece.shape, strict=True)
+    ]
+    lengths = tuple(end - start for start, end in zip(starts, ends, strict=True))
+    return (starts, lengths) if all(length > 0 for length in lengths) else None
+
+
+class PiecedTensors:
+    """Tensors by name, of which the files in ``root`` hold the pieces.
+
+    ``dtype`` is that in which tensors of the dtypes ``CASTABLE`` are given. Whatever the size of a tensor or a piece,
+    only a few slabs of ``SLAB_BYTES`` are in memory: what of the files is mapped, a slab, its cast, and what checks it.
+    """
+
+    def __init__(self, root: str, index: Index, dtype: torch.dtype | None = None) -> None:
+        self.root = root
+        self.index = index
+        self._dtype = dtype
+        self._readers: dict[str, TensorReader] = {}
+        self._mapped_bytes = 0
+
+    @property
+    def described(self) -> Mapping[str, torch.Tensor]:
+        """The tensors without elements."""
+        return {
+            name: torch.empty(entry.shape, dtype=self._dtype_of(name), device="meta")
+            for name, entry in self.index.items()
+        }
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        dtype = self.index[name].torch_dtype
+        return self._dtype if self._dtype is not None and dtype in CASTABLE else dtype
+
+    def elements(self, name: str) -> Iterator[memoryview]:
+        """The elements of a tensor in their order, as bytes, slab after slab; each is valid until the next.
+
+        Raises:
+            CheckpointError: a file does not have what it should, or a number is too large for the dtype.
+        """
+        entry, dtype = self.index[name], self._dtype_of(name)
+        limit = SLAB_BYTES // max(entry.torch_dtype.itemsize, dtype.itemsize)
+        # Memory that is used again and again: allocators keep some of what they are given back.
+        slab = torch.empty(min(limit, math.prod(entry.shape)), dtype=entry.torch_dtype)
+        cast = slab if dtype == slab.dtype else torch.empty_like(slab, dtype=dtype)
+        for box in slabs(entry.shape, limit):
+            count = math.prod(box[1])
+            self._fill(slab[:count].view(box[1]), name, box)
+            if cast is not slab:
+                _cast(slab[:count], cast[:count], name)
+            yield memoryview(as_bytes(cast[:count]).numpy())  # type: ignore[arg-type]
+
+    def _fill(self, slab: torch.Tensor, name: str, box: Box) -> None:
+        """Read what of a tensor is in the box."""
+        filled = 0
+        for piece in self.index[name].pieces:
+            common = overlap(box, piece)
+            if common is None:
+                continue
+            starts, lengths = common
+            inside = [start - offset for start, offset in zip(starts, piece.offsets, strict=True)]
+            part = self._read(piece, inside, lengths)
+            into = slab
+            for dim, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+                into = into.narrow(dim, start - box[0][dim], length)
+            if part.dtype != slab.dtype or part.shape != into.shape:
+                raise CheckpointError(
+                    f"{self.root}/{piece.file}: {piece.key} is {_said(part)} instead of {_said(into)}. Load another "
+                    "checkpoint."
+                )
+            into.copy_(part)
+            filled += part.numel()
+        if filled != slab.numel():
+            raise CheckpointError(
+                f"{self.root}: the pieces of {name} leave out or repeat elements. Load another checkpoint."
+            )
+
+    def _read(self, piece: Piece, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+        if self._mapped_bytes > SLAB_BYTES:  # what was read stays in memory as long as its file is open
+            self._readers.clear()
+            self._mapped_bytes = 0
+        path = f"{self.root}/{piece.file}"
+        if path not in self._readers:
+            self._readers[path] = TensorReader(path)
+        part = self._readers[path].read(piece.key, offsets, lengths)
+        self._mapped_bytes += part.nbytes
+        return part
+
+
+def _cast(slab: torch.Tensor, cast: torch.Tensor, name: str) -> None:
+    """Copy numbers into another dtype. Raises CheckpointError where one becomes infinite."""
+    cast.copy_(slab)
+    narrower = torch.finfo(cast.dtype).max < torch.finfo(slab.dtype).max
+    if narrower and (cast.isinf() & ~slab.isinf()).any():
+        largest = slab[cast.isinf() & ~slab.isinf()][0].item()
+        raise CheckpointError(
+            f"{name} holds {largest:g}, which {DTYPE_NAMES[cast.dtype]} cannot. Convert to another dtype."
+        )
+
+
+def _said(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

@@ -1,0 +1,264 @@
+"""Where an epoch stands in the global order: what a saved state says, and whether a loaded one fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+from lockstep.errors import CheckpointError
+
+
+class Behind(NamedTuple):
+    """What the loop has behind it in an epoch: one number for each worker process of a stream, else one.
+
+    ``samples`` have been dealt, out of the order or of the worker's stream. Dealing as it goes now began behind
+    ``base`` of them and has made ``rounds`` since. ``turn`` is the worker whose round is next.
+    """
+
+    samples: tuple[int, ...] = (0,)
+    base: tuple[int, ...] = (0,)
+    rounds: tuple[int, ...] = (0,)
+    turn: int = 0
+
+    def after(self, worker: int, samples: int) -> Behind:
+        """One round of ``worker`` with so many samples later."""
+        workers = len(self.samples)
+        return Behind(
+            tuple(n + samples if i == worker else n for i, n in enumerate(self.samples)),
+            self.base,
+            tuple(n + 1 if i == worker else n for i, n in enumerate(self.rounds)),
+            (worker + 1) % workers,
+        )
+
+    def dealt_anew(self) -> Behind:
+        """The same samples, behind which another way of dealing begins."""
+        return Behind(self.samples, self.samples, tuple(0 for _ in self.rounds), self.turn)
+
+
+def nothing(workers: int) -> Behind:
+    """The beginning of an epoch that ``workers`` streams feed."""
+    zeros = (0,) * max(1, workers)
+    return Behind(zeros, zeros, zeros)
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in an epoch. ``inner`` is the state of torchdata's loader there, where one is kept.
+
+    ``same_world``: it was not loaded from a run with another number of ranks.
+    """
+
+    epoch: int
+    behind: Behind
+    inner: dict[str, Any] | None = None
+    same_world: bool = True
+
+    @property
+    def is_midway(self) -> bool:
+        return any(self.behind.samples)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a loader reads and deals, as far as positions depend on it.
+
+    ``kind`` is ``"map"`` or ``"stream"``. ``dataset_size`` is None where the dataset has no length
+    that this rank knows.
+    """
+
+    kind: str
+    world_size: int
+    batch_size: int | None
+    split_batches: bool
+    even_batches: bool
+    drop_last: bool
+    num_workers: int
+    dataset_size: int | None
+
+    @property
+    def streams(self) -> int:
+        """Streams of samples, each with a position of its own."""
+        return max(1, self.num_workers) if self.kind == "stream" else 1
+
+
+@dataclass
+class Iteration:
+    """One pass of a loop. ``behind`` is None once the whole epoch is."""
+
+    epoch: int
+    behind: Behind | None
+    inner: dict[str, Any] | None = None
+    running: bool = True
+
+
+@dataclass
+class Epochs:
+    """What a loader and its copies that skip batches share.
+
+    ``seed`` of the order, the ``next`` epoch, the iteration that began last, and the position that the next
+    one continues from.
+    """
+
+    seed: int
+    next: int = 0
+    latest: Iteration | None = None
+    loaded: Position | None = None
+
+    def choose(self, epoch: int) -> None:
+        """Make ``epoch`` the next one; a loop that was broken off is over with that."""
+        self.next = epoch
+        if self.latest is not None and not self.latest.running:
+            self.latest = None
+
+    def position(self, streams: int) -> Position:
+        """Where a run would go on that is stopped now."""
+        if self.loaded is not None and self.loaded.epoch == self.next:
+            return self.loaded
+        latest = self.latest
+        if latest is None or latest.behind is None:
+            return Position(self.next, nothing(streams))
+        return Position(latest.epoch, latest.behind, latest.inner)
+
+    def begin(self, streams: int) -> tuple[Position, Iteration]:
+        """Start an iteration: where it begins, and the record of it."""
+        loaded, self.loaded = self.loaded, None
+        begin = Position(self.next, nothing(streams))
+        # A loaded position is stale once another epoch was chosen.
+        if loaded is not None and loaded.epoch == self.next:
+            begin = loaded
+        self.next += 1
+        self.latest = Iteration(begin.epoch, begin.behind, begin.inner)
+        return begin, self.latest
+
+
+def state_of(position: Position, seed: int, setup: Setup) -> dict[str, Any]:
+    """Plain values (and torchdata's state): what ``read_state`` reads."""
+    behind = position.behind
+    return {
+        "epoch": position.epoch,
+        "seed": seed,
+        "samples": list(behind.samples),
+        "base": list(behind.base),
+        "rounds": list(behind.rounds),
+        "turn": behind.turn,
+        "inner": position.inner,
+        **asdict(setup),
+    }
+
+
+# Key of a state -> the types it may have; "counts" is a list of whole numbers from 0.
+FIELDS: dict[str, tuple[Any, ...]] = {
+    "epoch": (int,),
+    "seed": (int,),
+    "samples": ("counts",),
+    "base": ("counts",),
+    "rounds": ("counts",),
+    "turn": (int,),
+    "inner": (dict, type(None)),
+    "kind": (str,),
+    "world_size": (int,),
+    "batch_size": (int, type(None)),
+    "split_batches": (bool,),
+    "even_batches": (bool,),
+    "drop_last": (bool,),
+    "num_workers": (int,),
+    "dataset_size": (int, type(None)),
+}
+
+
+def read_state(state: Any, here: Setup, keeps_inner_state: bool) -> tuple[Position, int]:
+    """The position that ``state`` gives a loader set up as ``here``, and the seed of its order.
+
+    Raises:
+        CheckpointError: ``state`` is not one of ``state_of``, or of other data.
+    """
+    _check_fields(state)
+    saved = Setup(**{name: state[name] for name in Setup.__dataclass_fields__})
+    behind = Behind(tuple(state["samples"]), tuple(state["base"]), tuple(state["rounds"]), state["turn"])
+    _check_consistent(behind, saved)
+    _check_fits(behind, saved, here)
+    same_dealing = replace(saved, num_workers=0) == replace(here, num_workers=0)
+    inner = state["inner"]
+    if not (keeps_inner_state and same_dealing and saved.num_workers == here.num_workers):
+        inner = None
+    if not any(behind.samples):
+        behind, inner = nothing(here.streams), None
+    elif not same_dealing:
+        behind = behind.dealt_anew()
+    same_world = saved.world_size == here.world_size
+    return Position(state["epoch"], behind, inner, same_world), state["seed"]
+
+
+MOST_SAMPLES = 2**48
+"""More than any run reads in an epoch."""
+
+
+def _check_fields(state: Any) -> None:
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"The state of a loader is a {type(state).__name__} instead of a dict. Pass what state_dict() returned."
+        )
+    missing, unknown = sorted(FIELDS.keys() - state.keys()), sorted(map(str, state.keys() - FIELDS.keys()))
+    if missing or unknown:
+        parts = [f"lacks {', '.join(missing)}"] if missing else []
+        parts += [f"has the unknown {', '.join(unknown)}"] if unknown else []
+        raise CheckpointError(
+            f"The state of a loader {' and '.join(parts)}. Pass what state_dict() of this version returned, unchanged."
+        )
+    for name, kinds in FIELDS.items():
+        if not any(_is_a(state[name], kind) for kind in kinds):
+            raise CheckpointError(
+                f"'{name}' in the state of a loader is {state[name]!r}, which it cannot be. "
+                "Pass what state_dict() returned, unchanged."
+            )
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    if kind == "counts":
+        return isinstance(value, list) and bool(value) and all(_is_a(n, int) and n >= 0 for n in value)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**64
+    return isinstance(value, kind)
+
+
+def _check_consistent(behind: Behind, saved: Setup) -> None:
+    lengths = {len(behind.samples), len(behind.base), len(behind.rounds)}
+    problem = None
+    if saved.kind not in ("map", "stream"):
+        problem = f"kind {saved.kind!r}"
+    elif any(count >= MOST_SAMPLES for count in behind.samples):
+        problem = f"{max(behind.samples)} samples"
+    elif saved.num_workers < 0 or saved.world_size < 1:
+        problem = f"{saved.num_workers} workers and {saved.world_size} ranks"
+    elif lengths != {saved.streams} or not 0 <= behind.turn < saved.streams:
+        problem = f"{len(behind.samples)} positions and turn {behind.turn} for {saved.streams} streams"
+    elif any(base > samples for base, samples in zip(behind.base, behind.samples, strict=True)):
+        problem = f"base {list(behind.base)} behind samples {list(behind.samples)}"
+    if problem is not None:
+        raise CheckpointError(
+            f"The state of a loader contradicts itself: {problem}. Pass what state_dict() returned, unchanged."
+        )
+
+
+def _check_fits(behind: Behind, saved: Setup, here: Setup) -> None:
+    if saved.kind != here.kind:
+        raise CheckpointError(
+            f"The position was saved of a {_KINDS[saved.kind]} dataset, but this loader has a {_KINDS[here.kind]} one. "
+            "Prepare the loaders of the saved run, in the same order."
+        )
+    if None not in (saved.dataset_size, here.dataset_size) and saved.dataset_size != here.dataset_size:
+        raise CheckpointError(
+            f"The position was saved in a dataset of {saved.dataset_size} samples, but this loader has one of "
+            f"{here.dataset_size}. Give it the dataset of the saved run; to go on with other data, prepare that loader "
+            "after load_state."
+        )
+    if here.kind == "stream" and any(behind.samples) and saved.num_workers != here.num_workers:
+        raise CheckpointError(
+            f"The position was saved in an iterable dataset with num_workers={saved.num_workers}, each with its "
+            f"own stream, but this loader has num_workers={here.num_workers}. Use num_workers={saved.num_workers} "
+            "until the epoch is over."
+        )
+
+
+_KINDS = {"map": "map-style", "stream": "iterable"}

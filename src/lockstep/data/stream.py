@@ -1,0 +1,260 @@
+"""Read an iterable dataset: the process, or each of its workers, deals the stream and keeps its ranks' part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info, graph_settings
+
+from lockstep.data.order import announce_epoch_to
+from lockstep.data.position import Behind, nothing
+from lockstep.data.readers import Begin, Dealt, Rounds, row_count, seed_workers
+from lockstep.data.rng import (
+    draw_privately,
+    generator_states,
+    mixed_seed,
+    seed_generators,
+    set_generator_states,
+)
+from lockstep.data.shard import Round, ShardPlan, grouped, later, rounds
+from lockstep.runtime.step import BatchCounts
+
+# What a stream yields: number of the worker, samples in the round, batches of its ranks (None: one has none), counts.
+# A round of no samples only passes the turn to the next worker.
+Message = tuple[int, int, "list[Any] | None", "BatchCounts | None"]
+
+
+class StreamStart:
+    """Where the workers' streams begin, in memory that they share: workers that persist get no new dataset."""
+
+    def __init__(self, workers: int) -> None:
+        streams = max(1, workers)
+        self.numbers = torch.zeros(3 + 2 * streams, dtype=torch.int64)
+        if workers:
+            self.numbers.share_memory_()
+
+    def give(self, seed: int, epoch: int, behind: Behind) -> None:
+        signed = (seed + 2**63) % 2**64 - 2**63
+        self.numbers.copy_(torch.tensor([signed, epoch, behind.turn, *behind.base, *behind.rounds]))
+
+    def take(self) -> tuple[int, int, Behind]:
+        seed, epoch, turn, *counts = self.numbers.tolist()
+        base, done = counts[: len(counts) // 2], counts[len(counts) // 2 :]
+        return seed, epoch, Behind(tuple(base), tuple(base), tuple(done), turn)
+
+
+class ShardedStream(IterableDataset[Any]):
+    """An iterable dataset that yields ``Message``: the batches of ``ranks``, collated, one round at a time.
+
+    Every process (and every worker process in it) iterates the whole user dataset and keeps its part.
+    Attributes are read and written through to the user's dataset, because functions given as
+    ``worker_init_fn`` set them on ``get_worker_info().dataset``.
+    """
+
+    _own: tuple[str, ...] = (
+        "_dataset",
+        "_plan",
+        "_ranks",
+        "_sample_batch_size",
+        "_drop_last",
+        "_collate_fn",
+        "_stream_start",
+    )
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        plan: ShardPlan,
+        ranks: Sequence[int],
+        sample_batch_size: int | None,
+        drop_last: bool,
+        collate_fn: Callable[[Any], Any],
+        workers: int,
+    ) -> None:
+        self._dataset = dataset
+        self._plan = plan
+        self._ranks = tuple(ranks)
+        self._sample_batch_size = sample_batch_size
+        self._drop_last = drop_last
+        self._collate_fn = collate_fn
+        self._stream_start = StreamStart(workers)
+
+    def __getattr__(self, name: str) -> Any:
+        # A state of the dataset alone would lack the first round that completes the last one.
+        if name in (*self._own, "state_dict", "load_state_dict") or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._own:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._dataset, name, value)
+
+    def __iter__(self) -> Iterator[Message]:
+        # Not a generator itself: where streams begin now holds for this iteration.
+        worker = get_worker_info()
+        seed, epoch, behind = self._stream_start.take()
+        number = 0 if worker is None else worker.id
+        if worker is not None:
+            seed_generators(mixed_seed(seed, epoch, number))
+            announce_epoch_to(self._dataset, seed, epoch)
+        if isinstance(self._dataset, IterDataPipe):
+            # What torch's loader does for one that it holds itself.
+            generator = torch.Generator().manual_seed(mixed_seed(seed, epoch))
+            graph_settings.apply_random_seed(self._dataset, generator)
+            if worker is not None:
+                graph_settings.apply_sharding(self._dataset, worker.num_workers, worker.id)
+        return self._messages(number, behind)
+
+    def _messages(self, number: int, behind: Behind) -> Iterator[Message]:
+        if number < behind.turn:
+            yield number, 0, None, None
+        for i, this in enumerate(self._rounds(behind.base[number])):
+            parts = [this.parts[rank] for rank in self._ranks]
+            batches, counts = self._collated(parts, this)
+            # Made although it was handed out before: it may draw random numbers.
+            if i >= behind.rounds[number]:
+                yield number, this.counts.total, batches, counts
+
+    def _rounds(self, behind: int) -> Iterator[Round[Any]]:
+        size = self._sample_batch_size or 1
+        first, rest = later(self._samples(), behind, self._plan.beginning * size)
+        beginning = list(grouped(first, size, drop_last=False))
+        return rounds(grouped(rest, size, self._drop_last), self._plan, beginning)
+
+    def _samples(self) -> Iterator[Any]:
+        return iter(self._dataset)
+
+    def _collated(self, parts: list[Any], this: Round[Any]) -> tuple[list[Any] | None, BatchCounts | None]:
+        if not all(parts):
+            return None, None
+        if self._sample_batch_size is not None:
+            return [self._collate_fn(part) for part in parts], this.counts
+        return [self._collate_fn(part[0]) for part in parts], _opaque_counts(this)
+
+
+class ResumableStream(ShardedStream):
+    """The stream of a dataset that saves its own position, in a world of one: torchdata keeps its state.
+
+    The state has that of the dataset, of its iterator where it has one, and of the random number generators. That
+    the stream has ended is part of it, because a dataset at its end may be one at its beginning.
+    """
+
+    _own = (*ShardedStream._own, "_source", "_ended", "_loaded")
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._source: Any = None
+        self._ended = False
+        self._loaded: dict[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[Message]:
+        self._source, self._ended = None, False
+        return super().__iter__()
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._loaded is not None:
+            return self._loaded  # no sample was read since
+        dataset, source = self._dataset, self._source
+        return {
+            # Copies, because what is read ahead must not change them.
+            "dataset": deepcopy(dataset.state_dict()) if source is not dataset else None,  # type: ignore[attr-defined]
+            "iterator": deepcopy(source.state_dict()) if hasattr(source, "state_dict") else None,
+            "ended": self._ended,
+            "generators": generator_states(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loaded = state
+
+    def _samples(self) -> Iterator[Any]:
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and loaded["dataset"] is not None:
+            self._dataset.load_state_dict(loaded["dataset"])  # type: ignore[attr-defined]
+        source: Any = iter(self._dataset)
+        self._source = source
+        if loaded is not None:
+            if loaded["iterator"] is not None:
+                source.load_state_dict(loaded["iterator"])
+            set_generator_states(loaded["generators"])
+            self._ended = loaded["ended"]
+        # Not a for loop, whose iter() would begin anew a dataset that is its own iterator.
+        while not self._ended:
+            try:
+                sample = next(source)
+            except StopIteration:
+                self._ended = True
+            else:
+                yield sample
+
+
+def _opaque_counts(this: Round[Any]) -> BatchCounts | None:
+    """Counts of a round whose parts hold one ready-made batch each."""
+    sizes = [row_count(part[0]) if part else 0 for part in this.parts]
+    rows = tuple(size for size in sizes if size is not None)
+    if len(rows) < len(sizes):
+        return None
+    real = tuple(size if whole else 0 for size, whole in zip(rows, this.counts.real, strict=True))
+    return BatchCounts(rows=rows, real=real)
+
+
+def as_it_is(message: Any) -> Any:
+    """The ``collate_fn`` of a loader whose dataset collates."""
+    return message
+
+
+class StreamReader:
+    """Reads a ``ShardedStream``; the counts travel with the batches, also out of worker processes."""
+
+    def __init__(self, inner: DataLoader[Any], stream: ShardedStream, keeps_inner_state: bool) -> None:
+        self.inner = inner
+        self.stream = stream
+        self.keeps_inner_state = keeps_inner_state
+        # Batches of one worker never overtake each other, and each worker's are counted.
+        self.has_position = True
+
+    def read(self, begin: Begin) -> Rounds:
+        seed_workers(self.inner, begin)
+        if begin.inner is None:
+            self.stream._stream_start.give(begin.seed, begin.epoch, begin.behind)
+        else:
+            # The dataset leaves out by itself what is behind, and torchdata knows whose turn it is.
+            self.stream._stream_start.give(begin.seed, begin.epoch, nothing(self.inner.num_workers))
+            self.inner.load_state_dict(begin.inner)  # type: ignore[attr-defined]
+        messages: Iterator[tuple[Message, Any]] = self._messages()
+        if self.inner.num_workers == 0:
+            # Reading ahead must not draw numbers that the loop draws too, nor must reading again.
+            seed = mixed_seed(begin.seed, begin.epoch, 0)
+            messages = draw_privately(messages, seed, block_size=1, device=None)
+        return self._dealt(messages, begin)
+
+    def _messages(self) -> Iterator[tuple[Message, Any]]:
+        for message in self.inner:
+            yield message, self.inner.state_dict() if self.keeps_inner_state else None  # type: ignore[attr-defined]
+
+    def _dealt(self, messages: Iterator[tuple[Message, Any]], begin: Begin) -> Rounds:
+        """One round behind ``messages``, because only the end of a stream says which one is the last."""
+        behind = begin.behind
+        left_out = 0
+        held: Dealt | None = None
+        others_go_on = False
+        for (worker, samples, batches, counts), inner in messages:
+            if not samples:
+                continue
+            behind = behind.after(worker, samples)
+            if batches is None:
+                others_go_on = True
+                continue
+            if left_out < begin.left_out:
+                left_out += 1
+                continue
+            if held is not None:
+                yield held
+            held = Dealt(batches, counts, last=False, behind=behind, inner=inner)
+            others_go_on = False
+        if held is not None:
+            yield held._replace(last=True, behind=held.behind if others_go_on else None)

@@ -1,0 +1,177 @@
+"""The accumulation window that is open now, as state: training goes on in the middle of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import CheckpointError
+from lockstep.parallel.accumulated import (
+    Accumulated,
+    accumulated,
+    clear,
+    layout,
+    places_of,
+    put_back,
+    put_mean,
+)
+from lockstep.parallel.compose import gradients
+from lockstep.parallel.unreduced import check_partial
+from lockstep.runtime.process import Runtime
+from lockstep.train.accumulation import Accumulation
+from lockstep.train.optimizer import PreparedOptimizer
+from lockstep.train.weighting import rescale
+
+
+class OpenWindow:
+    """What a rank must remember to go on between two steps of an optimizer.
+
+    Gradients are remembered from the backward that brings them to the step of their optimizer or until they are
+    cleared, also where a script accumulates them by itself, without ``accumulate``. What is left of them after a
+    step is not: that such gradients exist is all that is remembered.
+
+    In a world of the same size and with models spread alike, training goes on bit for bit. Otherwise it goes on
+    with the same mean gradient, on every rank or sharded, which the micro-batches to come are added to. Weights and
+    buffers, of which each rank may have its own inside of a window, are not part of it.
+
+    Args:
+        models: Prepared, in the order of the checkpoint. This and ``optimizers`` may be lists that still grow.
+    """
+
+    def __init__(
+        self,
+        accumulation: Accumulation,
+        models: list[nn.Module],
+        optimizers: list[PreparedOptimizer],
+        runtime: Runtime,
+    ) -> None:
+        self._accumulation = accumulation
+        self._models = models
+        self._optimizers = optimizers
+        self._runtime = runtime
+
+    def watch(self) -> None:
+        """Notice from now on when the optimizers step; those that were watched before still are."""
+        for optimizer in self._optimizers:
+            self._accumulation.watch(optimizer.optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part. Tensors are those in use: copy them before training goes on.
+
+        ``models[i]`` has the fields of ``Accumulated``; only ``reduced`` are DTensors, equal on all ranks that
+        hold the same shard.
+        """
+        spent = self._spent()
+        return {
+            "window": self._accumulation.state_dict(),
+            "layouts": [layout(model) for model in self._models],
+            "models": [vars(accumulated(model, spent)) for model in self._models],
+        }
+
+    def places(self) -> dict[str, torch.Tensor]:
+        """The parameters, by the keys that lead to their ``reduced`` gradients in ``state_dict``, joined by dots."""
+        return {
+            f"models.{i}.reduced.{name}": place
+            for i, model in enumerate(self._models)
+            for name, place in places_of(model).items()
+        }
+
+    def check(self, states: list[dict[str, Any]]) -> None:
+        """See whether ``load_state_dicts`` can load these; changes nothing, and holds no collective.
+
+        Raises:
+            CheckpointError: they are of other models, or of another window than this run can go on with.
+        """
+        if not states:
+            raise CheckpointError(
+                "The checkpoint has no rank's accumulation window. Load another checkpoint."
+            )
+        for rank, state in enumerate(states):
+            if len(state["models"]) != len(self._models):
+                raise CheckpointError(
+                    f"The checkpoint has gradients of {len(state['models'])} models (rank {rank}), but "
+                    f"{len(self._models)} are prepared. Prepare the same models in the same order."
+                )
+            self._accumulation.check_state(state["window"])
+        unchanged = self.is_unchanged(states)
+        for i, model in enumerate(self._models):
+            shapes = {name: tuple(place.shape) for name, place in places_of(model).items()}
+            for saved in _of_model(states, i):
+                _check_names(saved, shapes, type(model).__name__)
+                if not unchanged:
+                    check_partial(saved.partial)
+
+    def load_state_dicts(self, states: list[dict[str, Any]], rank: int) -> None:
+        """Go on in the window that was saved, or outside of one; what this run had accumulated is forgotten.
+
+        Collective for sharded models. The tensors are copied.
+
+        Args:
+            states: What ``state_dict`` returned on each rank that saved, in their order. ``reduced`` is laid out
+                as the parameters are here, or whole. If ``is_unchanged``, tensors of other ranks are not read.
+            rank: Of this process.
+
+        Raises:
+            CheckpointError: see ``check``; nothing was changed then.
+        """
+        self.check(states)
+        unchanged = self.is_unchanged(states)
+        for model in self._models:
+            clear(model)
+        windows = [state["window"] for state in states]
+        if unchanged:  # the tensors of other ranks may be on the meta device
+            for i, model in enumerate(self._models):
+                put_back(model, _of_model(states, i), rank)
+            self._accumulation.load_state_dict(windows[rank])
+        else:
+            shares = _shares(windows)
+            for i, model in enumerate(self._models):
+                put_mean(model, _of_model(states, i), shares)
+            self._accumulation.take_share(windows)
+        factor = self._accumulation.rescaling(windows[0])
+        if factor != 1:
+            for model in self._models:
+                rescale(gradients(model), torch.tensor(factor, dtype=torch.float64))
+
+    def is_unchanged(self, states: list[dict[str, Any]]) -> bool:
+        """Whether as many ranks with models spread alike saved these; each then needs its own tensors only."""
+        layouts = [layout(model) for model in self._models]
+        agreed = self._accumulation.state_dict()["agreed_divisor"]
+        return len(states) == self._runtime.world_size and all(
+            state["layouts"] == layouts and state["window"]["agreed_divisor"] == agreed for state in states
+        )
+
+    def _spent(self) -> set[int]:
+        """``id`` of each parameter on which all of its optimizers have stepped since the last backward."""
+        spent: set[int] = set()
+        waiting: set[int] = set()
+        for optimizer in (prepared.optimizer for prepared in self._optimizers):
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            (spent if self._accumulation.has_stepped(optimizer) else waiting).update(held)
+        return spent - waiting
+
+
+def _of_model(states: list[dict[str, Any]], i: int) -> list[Accumulated]:
+    return [Accumulated(**state["models"][i]) for state in states]
+
+
+def _check_names(saved: Accumulated, shapes: dict[str, tuple[int, ...]], model: str) -> None:
+    for name, shape in saved.shapes():
+        if name not in shapes:
+            raise CheckpointError(
+                f"The checkpoint has a gradient of '{name}', which {model} has no parameter of. Prepare the model "
+                "that was saved."
+            )
+        if shape not in (None, shapes[name]):
+            raise CheckpointError(
+                f"The checkpoint's gradient of '{name}' has shape {shape}, but the parameter of {model} has "
+                f"{shapes[name]}. Prepare the model that was saved."
+            )
+
+
+def _shares(windows: list[dict[str, Any]]) -> list[float]:
+    """Each rank's part in the mean gradient: what its losses were divided by has to be taken back."""
+    divisors = [1.0 if window["divisor"] is None else float(window["divisor"]) for window in windows]
+    return [divisor / sum(divisors) for divisor in divisors]

@@ -1,0 +1,355 @@
+"""Saving while training goes on: what is saved, who hears of failures, and what it costs."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+
+from checkpoint import saved_files
+from lockstep import Accelerator, ProjectConfiguration
+from lockstep.checkpoint.background import HostCopies
+from lockstep.checkpoint.format.tensorfile import TensorFile
+from lockstep.checkpoint.store.local import LocalStore
+from lockstep.errors import LockstepError
+
+
+class Counter:
+    """An object of the user's whose state are a number and a tensor, both changed in place."""
+
+    def __init__(self) -> None:
+        self.values, self.sums = [0], torch.zeros(3)
+
+    def count(self) -> None:
+        self.values.append(len(self.values))
+        self.sums += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values, "sums": self.sums}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values, self.sums = list(state["values"]), state["sums"].clone()
+
+
+class Run:
+    def __init__(self, parallel: str | None = None, project: ProjectConfiguration | None = None) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        self.accelerator = Accelerator(cpu=True, parallel=parallel, project_config=project)
+        model = nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Linear(9, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.counter = Counter()
+        self.accelerator.register_for_checkpointing(self.counter)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            rows, labels = torch.randn(4, 5), torch.randint(0, 2, (4,))
+            self.accelerator.backward(F.cross_entropy(self.model(rows), labels))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.counter.count()
+
+    def state(self) -> dict[str, Any]:
+        found = {name: whole(t) for name, t in self.model.state_dict().items()}
+        for i, values in enumerate(self.optimizer.state.values()):
+            found |= {f"{i}.{key}": whole(value) for key, value in values.items()}
+        generator = torch.get_rng_state()
+        return found | {
+            "sums": self.counter.sums.clone(),
+            "values": list(self.counter.values),
+            "rng": generator,
+        }
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    assert a.keys() == b.keys()
+    equal = {n: torch.equal(a[n], b[n]) if isinstance(a[n], torch.Tensor) else a[n] == b[n] for n in a}
+    return [name for name, same in equal.items() if not same]
+
+
+@contextmanager
+def writes(before: Any) -> Iterator[None]:
+    """``before(path)`` runs before each file is written."""
+    original = LocalStore.write
+
+    def write(self: LocalStore, path: str, chunks: Any) -> Any:
+        before(path)
+        return original(self, path, chunks)
+
+    with mock.patch.object(LocalStore, "write", write):
+        yield
+
+
+def goes_on(parallel: str | None, directory: str) -> dict[str, Any]:
+    run = Run(parallel)
+    run.train(2)
+    release = threading.Event()
+    with writes(lambda path: release.wait()):
+        expected = run.state()
+        found = run.accelerator.save_state(directory, blocking=False)
+        published = Path(directory).exists()
+        run.train(3)
+        release.set()
+        run.train(3)  # while it is written
+        run.accelerator.wait_for_checkpoint()
+    later = run.state()
+    run.accelerator.load_state(directory)
+    return {
+        "named": found == directory,
+        "published at once": published,
+        "trained": differing(later, expected),
+        "differs": differing(run.state(), expected),
+        "threads": [t.name for t in threading.enumerate() if t.name.startswith("lockstep-save")],
+    }
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [(1, None), (2, None), (2, "zero=1"), (2, "zero=3"), (4, "zero=2 replicate=2")],
+)
+def test_what_is_saved_are_the_values_at_the_call(
+    run_distributed: Any, tmp_path: Path, world_size: int, parallel: str | None
+) -> None:
+    directory = tmp_path / "state"
+    for found in run_distributed(goes_on, world_size, parallel, str(directory)):
+        assert found["named"]
+        assert not found["published at once"]
+        assert {"sums", "values", "rng", "0.exp_avg"} < set(found["trained"])
+        assert found["differs"] == []
+        assert found["threads"] == []
+    saved_files.assert_manifest_tells_the_truth(directory)
+    saved_files.tensors(directory)
+
+
+def shares(parallel: str | None, directory: str) -> dict[str, Any]:
+    run = Run(parallel)
+    run.train(1)
+    copies = run.accelerator._checkpointer._background.copies
+    run.accelerator.save_state(f"{directory}/blocking")
+    sizes = [copies.nbytes]
+    places = []
+    for i in range(2):
+        run.accelerator.save_state(f"{directory}/{i}", blocking=False)
+        run.accelerator.wait_for_checkpoint()
+        sizes.append(copies.nbytes)
+        places.append(
+            {(f, key): copy.data_ptr() for (f, key), copy in copies._copies.items() if "@" not in key}
+        )
+        run.train(1)
+    return {"sizes": sizes, "same memory": places[0] == places[1], "copies": len(places[0])}
+
+
+@pytest.mark.parametrize(("world_size", "parallel"), [(1, None), (2, None), (2, "zero=3"), (4, "zero=1")])
+def test_the_memory_is_one_copy_of_what_this_rank_writes(
+    run_distributed: Any, tmp_path: Path, world_size: int, parallel: str | None
+) -> None:
+    for rank, found in enumerate(run_distributed(shares, world_size, parallel, str(tmp_path))):
+        written = [
+            sum(
+                t.nbytes
+                for path in (tmp_path / name).glob(f"*-{rank:05d}*.safetensors")
+                for t in load_file(path).values()
+            )
+            for name in "01"
+        ]
+        assert found["sizes"] == [0, *written]
+        assert found["same memory"]
+        assert found["copies"] > 3
+
+
+def fails(kind: str, directory: str) -> dict[str, Any]:
+    """Rank 1 cannot write its second save; the next call after that is of this kind."""
+    records: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lockstep.checkpoint").addHandler(handler)
+    run = Run("zero=3")
+    accelerator, rank = run.accelerator, run.accelerator.process_index
+    accelerator.save_state(f"{directory}/first")
+
+    def full(path: str) -> None:
+        if rank == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with writes(full):
+        accelerator.save_state(f"{directory}/second", blocking=False)
+        run.train(1)
+        accelerator._checkpointer._background._thread.join()  # type: ignore[union-attr]
+    calls = {
+        "wait": accelerator.wait_for_checkpoint,
+        "save": lambda: accelerator.save_state(f"{directory}/third"),
+        "save in background": lambda: accelerator.save_state(f"{directory}/third", blocking=False),
+        "load": lambda: accelerator.load_state(f"{directory}/first"),
+        "end": accelerator.end_training,
+    }
+    error = ""
+    try:
+        calls[kind]()
+    except LockstepError as failure:
+        error = str(failure)
+    accelerator.wait_for_everyone()
+    there = sorted(path.name for path in Path(directory).iterdir())
+    accelerator.wait_for_everyone()
+    accelerator.save_state(f"{directory}/again", blocking=False)  # it is said once
+    accelerator.wait_for_checkpoint()
+    accelerator.load_state(f"{directory}/again")
+    return {"error": error, "log": records, "there": there}
+
+
+@pytest.mark.parametrize("kind", ["wait", "save", "save in background", "load", "end"])
+def test_a_failure_is_logged_and_raised_by_the_next_call_on_all_ranks(
+    run_distributed: Any, tmp_path: Path, kind: str
+) -> None:
+    for found in run_distributed(fails, 2, kind, str(tmp_path)):
+        assert f"{tmp_path}/second, which was being saved in the background, was not saved" in found["error"]
+        assert "Rank 1 could not write" in found["error"]
+        assert "No space left on device" in found["error"]
+        assert len(found["log"]) == 1
+        assert "second was not saved" in found["log"][0]
+        assert found["there"] == ["first"]
+
+
+def one_at_a_time(directory: str) -> list[Any]:
+    run = Run()
+    running: list[str] = []
+    seen: list[Any] = []
+
+    def slow(path: str) -> None:
+        name = Path(path).parent.name
+        running.append(name)
+        time.sleep(0.05)
+        seen.append(sorted(set(running)))
+        running.remove(name)
+
+    with writes(slow):
+        for i in range(3):
+            run.accelerator.save_state(f"{directory}/{i}", blocking=False)
+            before = Path(directory) / str(i - 1)
+            run.accelerator.wait_for_everyone()
+            seen.append(i == 0 or (before / "manifest.json").exists())
+        run.accelerator.wait_for_checkpoint()
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_there_are_never_two_at_once(run_distributed: Any, tmp_path: Path, world_size: int) -> None:
+    for seen in run_distributed(one_at_a_time, world_size, str(tmp_path)):
+        assert [one for one in seen if isinstance(one, bool)] == [True] * 3
+        assert all(len(names) == 1 for names in seen if isinstance(names, list))
+
+
+def no_memory(directory: str) -> tuple[str, bool]:
+    run = Run()
+    original = HostCopies.take
+
+    def take(self: HostCopies, files: dict[str, TensorFile]) -> dict[str, TensorFile]:
+        if run.accelerator.process_index == 1:
+            raise MemoryError("no memory")
+        return original(self, files)
+
+    error = ""
+    with mock.patch.object(HostCopies, "take", take):
+        try:
+            run.accelerator.save_state(directory, blocking=False)
+        except (LockstepError, MemoryError) as failure:
+            error = str(failure)
+    run.accelerator.wait_for_everyone()
+    return error, Path(directory).parent.joinpath("state.partial").exists()
+
+
+def test_a_rank_without_memory_for_the_copy_fails_the_save_on_all(
+    run_distributed: Any, tmp_path: Path
+) -> None:
+    for error, left in run_distributed(no_memory, 2, str(tmp_path / "state")):
+        assert "no memory" in error
+        assert not left
+
+
+def numbered_in_background(directory: str) -> list[str]:
+    project = ProjectConfiguration(directory, automatic_checkpoint_naming=True, total_limit=2)
+    run = Run("zero=2", project)
+    names = [Path(run.accelerator.save_state(blocking=False)).name for _ in range(4)]
+    run.accelerator.end_training()
+    return names
+
+
+def test_numbered_saves_in_the_background_keep_to_the_limit(run_distributed: Any, tmp_path: Path) -> None:
+    expected = [f"checkpoint_{i}" for i in range(4)]
+    assert run_distributed(numbered_in_background, 2, str(tmp_path)) == [expected] * 2
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == expected[2:]
+
+
+SCRIPT = """
+    import sys, threading
+    import torch
+    from lockstep import Accelerator
+    from lockstep.checkpoint.store.local import LocalStore
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(3, 3)
+    accelerator.prepare(model)
+    model.bias.data.fill_(1)
+    accelerator.save_state(sys.argv[1])
+    original = LocalStore.write
+    def write(self, path, chunks):
+        threading.main_thread().join()
+        if sys.argv[2] == "fails":
+            raise OSError("the disk is gone")
+        return original(self, path, chunks)
+    LocalStore.write = write
+    model.bias.data.fill_(2)
+    accelerator.save_state(sys.argv[1], blocking=False)
+    if sys.argv[2] == "raises":
+        raise ValueError("training failed")
+"""
+
+
+@pytest.mark.parametrize("kind", ["ends", "raises", "fails"])
+def test_a_process_does_not_end_before_its_save(tmp_path: Path, kind: str) -> None:
+    """Also what comes after writing is done: the new one is verified, and the one that it replaces removed."""
+    target = tmp_path / "state"
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(target), kind]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == (1 if kind == "raises" else 0), ended.stderr
+    if kind == "fails":
+        assert "state was not saved: Rank 0 could not write" in ended.stderr
+        assert "the disk is gone" in ended.stderr
+    else:
+        assert "was not saved" not in ended.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["state"]
+    saved_files.assert_manifest_tells_the_truth(target)
+    bias = saved_files.tensors(target)["model.0.bias"]
+    assert bias.tolist() == [1.0 if kind == "fails" else 2.0] * 3
+
+
+def test_copies_are_complete_and_apart_from_what_they_are_of() -> None:
+    wide = torch.arange(12.0).view(3, 4)
+    tensors = {"t": wide.t(), "e": wide[:1].expand(5, 4), "s": torch.tensor(3), "0": torch.zeros(0, 2)}
+    copies = HostCopies()
+    taken = copies.take({"file": TensorFile(dict(tensors))})["file"].tensors
+    expected = {name: tensor.clone() for name, tensor in tensors.items()}
+    wide.zero_()
+    assert all(torch.equal(taken[name], expected[name]) for name in tensors)
+    assert copies.nbytes == sum(tensor.numel() * tensor.element_size() for tensor in expected.values())
+    again = copies.take({"file": TensorFile({"t": torch.ones(4, 3), "s": torch.ones(2)})})["file"].tensors
+    assert again["t"].data_ptr() == taken["t"].data_ptr()
+    assert copies.nbytes == 12 * 4 + 2 * 4

@@ -1,0 +1,210 @@
+"""One run at a time writes a directory, and a run that died does not stand in the way of the next."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from lockstep import Accelerator, ProjectConfiguration
+from lockstep.checkpoint.store.lock import DirectoryLock
+from lockstep.errors import CheckpointError
+
+HOLDER = """
+import importlib.util, sys, time
+from lockstep.checkpoint.store.lock import DirectoryLock
+lock = DirectoryLock(sys.argv[1], sys.argv[2])
+try:
+    lock.acquire()
+except Exception as error:
+    print(error, flush=True)
+else:
+    print("held", flush=True)
+    time.sleep(float(sys.argv[3]))
+"""
+
+
+@contextmanager
+def holder(path: Path, seconds: float = 60) -> Iterator[subprocess.Popen[str]]:
+    """Another process that tries to take the lock and says on a line what became of that."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path), "the run", str(seconds)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_a_second_process_is_refused_at_once_and_told_who_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / ".lock"
+    with holder(path) as other:
+        assert said(other) == "held"
+        started = time.monotonic()
+        with pytest.raises(CheckpointError) as caught:
+            DirectoryLock(str(path), "the folder").acquire()
+        assert time.monotonic() - started < 2
+    message = str(caught.value)
+    assert message.startswith(
+        f"the folder is being written by process {other.pid} on {socket.gethostname()} since 2"
+    )
+    assert "End that run, or save to a directory of your own." in message
+
+
+def test_a_lock_that_was_released_leaves_nothing_and_can_be_taken(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    lock = DirectoryLock(str(path), "x")
+    for _ in range(2):
+        lock.acquire()
+        lock.acquire()  # it is held already
+        assert path.exists()
+        lock.release()
+        lock.release()
+        assert not path.exists()
+    with holder(path) as other:
+        assert said(other) == "held"
+
+
+def test_a_killed_process_holds_nothing_and_its_file_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    with holder(path) as other:
+        assert said(other) == "held"
+        os.kill(other.pid, signal.SIGKILL)
+        other.wait()
+    assert json.loads(path.read_text())["process"] == other.pid
+    lock = DirectoryLock(str(path), "x")
+    lock.acquire()
+    with holder(path) as second:
+        assert f"being written by process {os.getpid()}" in said(second)
+    lock.release()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"process": 1}', b"\xff" * 5000])
+def test_what_a_file_says_is_no_lock(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / ".lock"
+    path.write_bytes(content)
+    lock = DirectoryLock(str(path), "x")
+    lock.acquire()
+    assert json.loads(path.read_text())["process"] == os.getpid()
+    lock.release()
+
+
+def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("text")
+    (tmp_path / ".lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic link"):
+        DirectoryLock(str(tmp_path / ".lock"), "x").acquire()
+    assert (tmp_path / "precious").read_text() == "text"
+
+
+def test_a_lock_goes_with_the_last_reference(tmp_path: Path) -> None:
+    lock = DirectoryLock(str(tmp_path / ".lock"), "x")
+    lock.acquire()
+    del lock
+    with holder(tmp_path / ".lock") as other:
+        assert said(other) == "held"
+
+
+def test_releasing_in_a_folder_that_is_gone_is_no_error(tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    lock = DirectoryLock(str(folder / ".lock"), "x")
+    lock.acquire()
+    (folder / ".lock").unlink()
+    folder.rmdir()
+    lock.release()
+
+
+# -- whole runs ---------------------------------------------------------------------------------------------
+
+
+def numbered(folder: Path, **options: int) -> Accelerator:
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, **options)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    accelerator.prepare(nn.Linear(1, 1))
+    return accelerator
+
+
+def test_a_project_that_another_run_writes_is_refused_until_that_run_is_over(tmp_path: Path) -> None:
+    accelerator = numbered(tmp_path)
+    with holder(tmp_path / "checkpoints" / ".lock") as other:
+        assert said(other) == "held"
+        started = time.monotonic()
+        with pytest.raises(CheckpointError, match=f"checkpoints is being written by process {other.pid} on"):
+            accelerator.save_state()
+        assert time.monotonic() - started < 2
+        assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [".lock"]
+    assert Path(accelerator.save_state()).name == "checkpoint_0"
+    accelerator.end_training()
+
+
+def test_a_run_keeps_its_project_and_gives_it_back_at_its_end(tmp_path: Path) -> None:
+    accelerator = numbered(tmp_path)
+    accelerator.save_state()
+    path = tmp_path / "checkpoints" / ".lock"
+    with holder(path) as other:
+        assert f"process {os.getpid()}" in said(other)
+    accelerator.end_training()
+    with holder(path) as other:
+        assert said(other) == "held"
+
+
+def test_a_directory_by_name_is_locked_while_it_is_written(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    tried: list[str] = []
+
+    def look(models: object, weights: object, output: str) -> None:
+        with holder(tmp_path / "state.lock") as other:
+            tried.append(said(other))
+
+    accelerator.register_save_state_pre_hook(look)
+    accelerator.save_state(tmp_path / "state")
+    assert f"process {os.getpid()}" in tried[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["state"]
+
+
+def test_a_failed_save_lets_go_of_its_lock(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+
+    def fail(models: object, weights: object, output: str) -> None:
+        raise ValueError("no")
+
+    handle = accelerator.register_save_state_pre_hook(fail)
+    with pytest.raises(ValueError, match="no"):
+        accelerator.save_state(tmp_path / "state")
+    handle.remove()
+    with holder(tmp_path / "state.lock", seconds=0) as other:
+        assert said(other) == "held"
+        other.wait()
+    accelerator.save_state(tmp_path / "state")
+
+
+def test_two_accelerators_of_one_process_may_share_a_project(tmp_path: Path) -> None:
+    first = numbered(tmp_path)
+    second = numbered(tmp_path, iteration=1)
+    names = [Path(first.save_state()).name, Path(second.save_state()).name]
+    assert names == ["checkpoint_0", "checkpoint_1"]
+
+
+def test_the_end_of_one_accelerator_leaves_the_lock_of_another(tmp_path: Path) -> None:
+    first, second = numbered(tmp_path), numbered(tmp_path, iteration=1)
+    first.save_state()
+    second.save_state()
+    second.end_training()
+    with holder(tmp_path / "checkpoints" / ".lock") as other:
+        assert f"process {os.getpid()}" in said(other)

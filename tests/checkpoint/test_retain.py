@@ -1,0 +1,207 @@
+"""Numbered checkpoints: which come next, which are looked at first, which are removed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lockstep import Accelerator, ProjectConfiguration
+from lockstep.checkpoint import retain
+from lockstep.checkpoint.store.local import LocalStore
+from lockstep.errors import ConfigError, NoCheckpointError, UsageError
+
+STORE = LocalStore()
+
+
+def project(folder: Path, **options: Any) -> ProjectConfiguration:
+    return ProjectConfiguration(folder, automatic_checkpoint_naming=True, **options)
+
+
+def folders(root: Path, *names: str) -> None:
+    for name in names:
+        (root / "checkpoints" / name).mkdir(parents=True)
+
+
+def names(paths: list[str]) -> list[str]:
+    return [Path(path).name for path in paths]
+
+
+STRAY = (
+    *("checkpoint_", "checkpoint_01", "checkpoint_-1", "checkpoint_1x", "checkpoint_1.5", "xcheckpoint_1"),
+    *("checkpoint_1_2", "checkpoint_" + "9" * 30, "logs", "7", ".lock", "checkpoint_\N{SUPERSCRIPT TWO}"),
+    *(
+        "checkpoint_7.partial",
+        "checkpoint_8.old",
+        "checkpoint_9.removed",
+        "checkpoint_\N{ARABIC-INDIC DIGIT ONE}",
+    ),
+)
+
+
+def test_numbers_are_ordered_as_numbers_and_others_are_ignored(tmp_path: Path) -> None:
+    folders(tmp_path, "checkpoint_10", "checkpoint_9", "checkpoint_0", "checkpoint_100", *STRAY)
+    (tmp_path / "checkpoints" / "checkpoint_11").write_text("a file")
+    assert retain.numbers(str(tmp_path / "checkpoints"), STORE) == [0, 9, 10, 100]
+    assert retain.numbers(str(tmp_path / "nowhere"), STORE) == []
+
+
+def test_candidates_begin_with_the_newest(tmp_path: Path) -> None:
+    folders(tmp_path, "checkpoint_2", "checkpoint_10", "checkpoint_1")
+    found = retain.candidates(None, project(tmp_path), STORE)
+    assert names(found) == ["checkpoint_10", "checkpoint_2", "checkpoint_1"]
+    assert found[0] == str(tmp_path / "checkpoints" / "checkpoint_10")
+
+
+def test_the_candidates_of_a_named_directory_are_it_and_what_it_replaced(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    assert retain.candidates(path, project(tmp_path), STORE) == [path]
+    (tmp_path / "s.old").mkdir()
+    assert retain.candidates(path, project(tmp_path), STORE) == [f"{path}.old"]
+    (tmp_path / "s").mkdir()
+    assert retain.candidates(path, project(tmp_path), STORE) == [path, f"{path}.old"]
+
+
+def test_no_candidates_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(NoCheckpointError, match="There is no checkpoint in"):
+        retain.candidates(None, project(tmp_path), STORE)
+    with pytest.raises(UsageError, match="called without a directory"):
+        retain.candidates(None, ProjectConfiguration(tmp_path), STORE)
+
+
+def test_the_next_number_is_the_iteration_unless_it_is_taken(tmp_path: Path) -> None:
+    folders(tmp_path, "checkpoint_3")
+    assert names([retain.next_directory(None, project(tmp_path, iteration=2), STORE)]) == ["checkpoint_2"]
+    with pytest.raises(UsageError, match=r"checkpoint_3 exists already \(project iteration 3\)"):
+        retain.next_directory(None, project(tmp_path, iteration=3), STORE)
+    with pytest.raises(UsageError, match="called without a directory"):
+        retain.next_directory(None, ProjectConfiguration(tmp_path), STORE)
+    with pytest.raises(UsageError, match="needs a place"):
+        retain.next_directory(None, ProjectConfiguration(automatic_checkpoint_naming=True), STORE)
+
+
+@pytest.mark.parametrize("suffix", [".partial", ".old", ".removed"])
+def test_a_name_of_unfinished_checkpoints_is_refused(tmp_path: Path, suffix: str) -> None:
+    with pytest.raises(UsageError, match="suffix that unfinished checkpoints are given"):
+        retain.next_directory(str(tmp_path / f"s{suffix}"), project(tmp_path), STORE)
+    with pytest.raises(UsageError, match="suffix"):
+        Accelerator(cpu=True).save_state(tmp_path / f"s{suffix}")
+
+
+@pytest.mark.parametrize("there", [[], [5], [0, 1, 2], [3, 10, 20, 30]])
+@pytest.mark.parametrize("limit", [1, 2, 3, 10])
+def test_the_oldest_beyond_the_limit_go(tmp_path: Path, there: list[int], limit: int) -> None:
+    """With the new one there are at most ``limit``, and those that stay are newer than those that go."""
+    folders(tmp_path, *(f"checkpoint_{number}" for number in there))
+    new = str(tmp_path / "checkpoints" / "checkpoint_40")
+    going = names(retain.superfluous(new, project(tmp_path, total_limit=limit), STORE))
+    staying = [number for number in there if f"checkpoint_{number}" not in going]
+    assert len(staying) + 1 == min(limit, len(there) + 1)
+    assert going == [f"checkpoint_{number}" for number in there[: len(there) - len(staying)]]
+
+
+def test_without_limit_or_numbers_nothing_goes(tmp_path: Path) -> None:
+    folders(tmp_path, "checkpoint_0", "checkpoint_1")
+    assert retain.superfluous("x", project(tmp_path), STORE) == []
+    assert retain.superfluous("x", ProjectConfiguration(tmp_path, total_limit=1), STORE) == []
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1.5, True])
+def test_a_limit_below_one_is_refused(tmp_path: Path, limit: Any) -> None:
+    with pytest.raises(ConfigError, match="total_limit"):
+        project(tmp_path, total_limit=limit)
+
+
+def test_pruning_removes_what_it_is_told_and_what_an_earlier_one_left(tmp_path: Path) -> None:
+    folders(tmp_path, "checkpoint_1", "checkpoint_2", "checkpoint_0.removed", "mine.removed")
+    (tmp_path / "checkpoints" / "checkpoint_1" / "file").write_text("x")
+    folder = str(tmp_path / "checkpoints")
+    retain.prune([f"{folder}/checkpoint_1"], folder, STORE)
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["checkpoint_2", "mine.removed"]
+
+
+# -- whole runs ---------------------------------------------------------------------------------------------
+
+
+def run(folder: Path, **options: Any) -> tuple[Accelerator, nn.Linear]:
+    accelerator = Accelerator(cpu=True, project_config=project(folder, **options))
+    plain = nn.Linear(1, 1)
+    accelerator.prepare(plain)
+    return accelerator, plain
+
+
+def there(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir() if path.is_dir())
+
+
+def test_after_loading_an_older_one_the_newer_ones_are_not_overwritten(tmp_path: Path) -> None:
+    accelerator, plain = run(tmp_path)
+    for i in range(3):
+        plain.weight.data.fill_(i)
+        accelerator.save_state()
+    resumed, weights = run(tmp_path)
+    found = resumed.load_state(tmp_path / "checkpoints" / "checkpoint_1")
+    assert (Path(found).name, weights.weight.item()) == ("checkpoint_1", 1)
+    assert Path(resumed.save_state()).name == "checkpoint_3"
+    assert there(tmp_path) == [f"checkpoint_{i}" for i in range(4)]
+    assert Path(resumed.save_state()).name == "checkpoint_4"
+
+
+def test_a_new_run_does_not_overwrite_what_it_has_not_loaded(tmp_path: Path) -> None:
+    accelerator, plain = run(tmp_path)
+    accelerator.save_state()
+    other, _ = run(tmp_path)
+    with pytest.raises(UsageError, match="checkpoint_0 exists already"):
+        other.save_state()
+    plain.weight.data.fill_(5)
+    accelerator.load_state()
+    assert plain.weight.item() != 5
+
+
+def test_saves_by_name_count_nothing(tmp_path: Path) -> None:
+    accelerator, _ = run(tmp_path)
+    accelerator.save_state(tmp_path / "elsewhere")
+    assert Path(accelerator.save_state()).name == "checkpoint_0"
+    assert accelerator.save_iteration == 1
+
+
+def test_a_failed_save_keeps_its_number_and_removes_nothing(tmp_path: Path) -> None:
+    accelerator, _ = run(tmp_path, total_limit=1)
+    accelerator.save_state()
+
+    def fail(models: object, weights: object, output: str) -> None:
+        raise ValueError("no")
+
+    handle = accelerator.register_save_state_pre_hook(fail)
+    with pytest.raises(ValueError, match="no"):
+        accelerator.save_state()
+    assert there(tmp_path) == ["checkpoint_0"]
+    handle.remove()
+    assert Path(accelerator.save_state()).name == "checkpoint_1"
+    assert there(tmp_path) == ["checkpoint_1"]
+
+
+def test_a_damaged_newest_one_is_skipped_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator, plain = run(tmp_path)
+    for i in range(3):
+        plain.weight.data.fill_(i)
+        accelerator.save_state()
+    newest = next((tmp_path / "checkpoints" / "checkpoint_2").glob("model*.safetensors"))
+    content = bytearray(newest.read_bytes())
+    content[-1] ^= 1
+    newest.write_bytes(content)
+    (tmp_path / "checkpoints" / "checkpoint_1" / "manifest.json").unlink()
+    (tmp_path / "checkpoints" / "checkpoint_7").mkdir()
+    assert Path(accelerator.load_state()).name == "checkpoint_0"
+    assert plain.weight.item() == 0
+    skipped = [record.getMessage() for record in caplog.records if "Skipped" in record.getMessage()]
+    assert [words.split(":")[0].rsplit("/", 1)[1] for words in skipped] == [
+        "checkpoint_7",
+        "checkpoint_2",
+        "checkpoint_1",
+    ]
+    assert "BLAKE3 digest is not the manifest's" in skipped[1]
+    assert "It holds model.0." in skipped[1]
+    assert Path(accelerator.save_state()).name == "checkpoint_8"

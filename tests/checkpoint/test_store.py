@@ -1,0 +1,255 @@
+"""The store on local disks: what it replaces, what it leaves alone, and what an interrupted save leaves behind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+from torch import nn
+
+from checkpoint import saved_files
+from lockstep import Accelerator
+from lockstep.checkpoint.store.local import BLOCK_BYTES, LocalStore
+from lockstep.errors import CheckpointError, NoCheckpointError, UsageError
+
+STORE = LocalStore()
+
+
+class Run:
+    """A model of one number, which says from which save its state is."""
+
+    def __init__(self) -> None:
+        self.accelerator = Accelerator(cpu=True)
+        self.model = nn.Linear(1, 1)
+        self.accelerator.prepare(self.model)
+
+    def save(self, directory: Path, number: int) -> None:
+        self.model.weight.data.fill_(number)
+        self.accelerator.save_state(directory)
+
+    def load(self, directory: Path) -> float:
+        self.model.weight.data.fill_(-1)
+        self.accelerator.load_state(directory)
+        return self.model.weight.item()
+
+
+def below(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# -- files --------------------------------------------------------------------------------------------------
+
+
+def test_a_written_file_is_what_was_given_and_its_record_says_so(tmp_path: Path) -> None:
+    chunks = [b"", b"abc", memoryview(os.urandom(2 * BLOCK_BYTES + 3)), bytearray(b"\0"), b""]
+    content = b"".join(bytes(chunk) for chunk in chunks)
+    path = tmp_path / "file"
+    record = STORE.write(str(path), chunks)
+    assert path.read_bytes() == content
+    assert (record.size, record.blake3) == (len(content), blake3(content).hexdigest())
+    assert STORE.seal(str(path)) == record
+    assert b"".join(bytes(block) for block in STORE.blocks(str(path))) == content
+    assert STORE.read(str(path), len(content)) == content
+
+
+def test_a_file_that_is_there_is_never_written_over(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FileExistsError):
+        STORE.write(str(tmp_path / "file"), [b"yours"])
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_more_than_the_limit_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    with pytest.raises(CheckpointError, match="has 5 bytes, but at most 4 are read"):
+        STORE.read(str(tmp_path / "file"), 4)
+
+
+def test_files_are_listed_with_sizes_and_links_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "c").write_bytes(b"123")
+    (tmp_path / ".hidden").write_bytes(b"")
+    assert STORE.files(str(tmp_path)) == {"a/b/c": 3, ".hidden": 0}
+    os.mkfifo(tmp_path / "a" / "pipe")
+    with pytest.raises(CheckpointError, match="a/pipe is a link or a special file"):
+        STORE.files(str(tmp_path))
+
+
+def test_free_bytes_are_those_of_the_file_system_also_of_folders_to_come(tmp_path: Path) -> None:
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    found = STORE.free_bytes(str(tmp_path / "not" / "there"))
+    assert found == pytest.approx(free, rel=0.05)
+
+
+# -- what is in the way -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["folder", "file", "link to a folder", "dangling link", "old"])
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path, what: str) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("years")
+    target = tmp_path / "state"
+    if what == "folder":
+        (tmp_path / "precious").rename(target)
+    elif what == "file":
+        (tmp_path / "precious" / "thesis.txt").rename(target)
+    elif what == "link to a folder":
+        target.symlink_to(tmp_path / "precious")
+    elif what == "dangling link":
+        target.symlink_to(tmp_path / "nothing")
+    elif what == "old":
+        (tmp_path / "precious").rename(tmp_path / "state.old")
+    with pytest.raises(
+        UsageError, match="state is no checkpoint but .*Pass a directory that does not exist yet"
+    ):
+        Run().save(target, 1)
+    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path.read_text() for path in kept] == ["years"]
+    assert not any(path.name.endswith(".partial") for path in tmp_path.iterdir())
+
+
+def test_an_empty_folder_may_become_a_checkpoint(tmp_path: Path) -> None:
+    run = Run()
+    run.save(tmp_path, 3)
+    assert run.load(tmp_path) == 3
+    saved_files.assert_manifest_tells_the_truth(tmp_path)
+
+
+def test_a_file_in_place_of_the_folder_above_is_an_error_of_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        Run().save(tmp_path / "file" / "state", 1)
+
+
+def test_a_checkpoint_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    run, target = Run(), tmp_path / "state"
+
+    def leave(models: object, weights: object, output: str) -> None:
+        (Path(output) / "notes.txt").write_text("x")
+
+    handle = run.accelerator.register_save_state_pre_hook(leave)
+    run.save(target, 1)
+    handle.remove()
+    assert (target / "notes.txt").exists()
+    run.save(target, 2)
+    assert not (target / "notes.txt").exists()
+    assert run.load(target) == 2
+    assert below(tmp_path) == ["state"]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "checkpoint"])
+def test_links_in_a_checkpoint_are_not_followed(tmp_path: Path, kind: str) -> None:
+    run, target = Run(), tmp_path / "state"
+    run.save(target, 1)
+    file = next(target.glob("model*"))
+    if kind == "file":
+        file.rename(tmp_path / "elsewhere")
+        file.symlink_to(tmp_path / "elsewhere")
+    elif kind == "folder":
+        (tmp_path / "folder").mkdir()
+        (target / "more").symlink_to(tmp_path / "folder")
+    else:
+        (target / "manifest.json").rename(tmp_path / "manifest.json")
+        (target / "manifest.json").symlink_to(tmp_path / "manifest.json")
+    with pytest.raises(CheckpointError, match="link"):
+        run.load(target)
+
+
+# -- what a killed process leaves ---------------------------------------------------------------------------
+
+
+def checkpoint_at(run: Run, directory: Path, number: int) -> None:
+    run.save(directory.with_name("made"), number)
+    directory.with_name("made").rename(directory)
+
+
+def damage(directory: Path) -> None:
+    with next(directory.glob("model*")).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+
+
+def test_a_save_that_was_cut_is_not_there_and_the_next_one_clears_it(tmp_path: Path) -> None:
+    run, target = Run(), tmp_path / "state"
+    (tmp_path / "state.partial" / "deep").mkdir(parents=True)
+    (tmp_path / "state.partial" / "deep" / "model-00000.safetensors").write_bytes(b"half")
+    (tmp_path / "state.partial" / "link").symlink_to("/")
+    with pytest.raises(NoCheckpointError, match="There is no checkpoint at"):
+        run.load(target)
+    run.save(target, 1)
+    assert below(tmp_path) == ["state"]
+    assert run.load(target) == 1
+
+
+def test_cut_between_moving_the_old_one_aside_and_publishing(tmp_path: Path) -> None:
+    run, target = Run(), tmp_path / "state"
+    checkpoint_at(run, tmp_path / "state.old", 1)
+    checkpoint_at(run, tmp_path / "state.partial", 2)
+    assert run.load(target) == 1
+    run.save(target, 3)
+    assert run.load(target) == 3
+    assert below(tmp_path) == ["state"]
+
+
+def test_cut_between_publishing_and_removing_the_old_one(tmp_path: Path) -> None:
+    run, target = Run(), tmp_path / "state"
+    checkpoint_at(run, target, 2)
+    checkpoint_at(run, tmp_path / "state.old", 1)
+    assert run.load(target) == 2
+    run.save(target, 3)
+    assert run.load(target) == 3
+    assert below(tmp_path) == ["state"]
+
+
+def test_the_old_one_is_loaded_where_its_successor_is_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, target = Run(), tmp_path / "state"
+    checkpoint_at(run, target, 2)
+    checkpoint_at(run, tmp_path / "state.old", 1)
+    damage(target)
+    assert run.load(target) == 1
+    assert "Skipped" in caplog.text
+    assert "Loading" in caplog.text
+
+
+def test_the_old_one_outlives_a_failed_save_over_a_damaged_successor(tmp_path: Path) -> None:
+    run, target = Run(), tmp_path / "state"
+    checkpoint_at(run, target, 2)
+    checkpoint_at(run, tmp_path / "state.old", 1)
+    damage(target)
+
+    def fail(models: object, weights: object, output: str) -> None:
+        raise ValueError("no")
+
+    handle = run.accelerator.register_save_state_pre_hook(fail)
+    with pytest.raises(ValueError, match="no"):
+        run.save(target, 3)
+    handle.remove()
+    assert run.load(target) == 1
+    run.save(target, 4)
+    assert run.load(target) == 4
+    assert below(tmp_path) == ["state"]
+
+
+def test_half_a_removal_does_not_stand_in_the_way(tmp_path: Path) -> None:
+    run, target = Run(), tmp_path / "state"
+    checkpoint_at(run, target, 1)
+    (tmp_path / "state.removed").mkdir()
+    (tmp_path / "state.removed" / "manifest.json").write_text("{}")
+    STORE.remove(str(target))
+    assert below(tmp_path) == []
+
+
+def test_removing_does_not_follow_links(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("years")
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "link").symlink_to(tmp_path / "precious")
+    STORE.remove(str(tmp_path / "state"))
+    assert below(tmp_path) == ["precious"]
+    assert (tmp_path / "precious" / "thesis.txt").read_text() == "years"

@@ -1,0 +1,214 @@
+"""Sharded models go on in the middle of an accumulation window."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import CheckpointError
+from lockstep.parallel.unreduced import mean_factor
+from parallel import window_problem as windows
+from parallel import zero_problem as problem
+from parallel.window_problem import Setup
+
+SAME_WORLD = [
+    *((ranks, Setup(f"zero={stage}")) for stage in (1, 2, 3) for ranks in (1, 2)),
+    *((2, Setup(f"zero={stage}", weighted=True)) for stage in (1, 2, 3)),
+    *((2, Setup(f"zero={stage}", by_hand=True)) for stage in (1, 3)),
+    *((2, Setup(parallel, by_hand=True, held_back=True)) for parallel in ("zero=2", "zero=3 offload")),
+    (2, Setup("zero=2", precision="fp16")),
+    (2, Setup("zero=1 reduce=fp32", precision="bf16")),
+    (2, Setup("zero=1", precision="bf16")),
+    (2, Setup("zero=3 offload")),
+    (2, Setup("zero=3 quantized_gradients=int8")),
+    (2, Setup("zero=2", each_batch=True)),
+    (4, Setup("zero=1")),
+    (4, Setup("zero=2 replicate=2", weighted=True)),
+    (4, Setup("zero=3 hpz=2")),
+]
+
+
+@pytest.mark.parametrize(("world_size", "setup"), SAME_WORLD, ids=str)
+def test_training_goes_on_bit_for_bit(run_distributed, world_size: int, setup: Setup) -> None:
+    assert run_distributed(windows.go_on_and_compare, world_size, setup) == [[]] * world_size
+
+
+CHANGED = [
+    (2, Setup("zero=2"), 1, Setup()),
+    (1, Setup(), 2, Setup("zero=3")),
+    (2, Setup(), 2, Setup("zero=3")),
+    (2, Setup("zero=2"), 2, Setup()),
+    (2, Setup("zero=1"), 4, Setup("zero=2")),
+    (4, Setup("zero=2 replicate=2"), 2, Setup("zero=3")),
+    (4, Setup("zero=3 replicate=2"), 2, Setup()),
+    (2, Setup("zero=3", by_hand=True, held_back=True), 1, Setup(by_hand=True)),
+    (2, Setup(weighted=True), 1, Setup(weighted=True)),
+    (1, Setup(weighted=True), 4, Setup("zero=3", weighted=True)),
+    (2, Setup("zero=2", weighted=True), 2, Setup(weighted=True)),
+    (2, Setup(weighted=True), 2, Setup(weighted=True, each_batch=True)),
+]
+
+
+@pytest.mark.parametrize("stop", windows.STOPS)
+@pytest.mark.parametrize(("saving", "before", "loading", "after"), CHANGED, ids=str)
+def test_another_world_goes_on_as_plain_training(
+    run_distributed, saving: int, before: Setup, loading: int, after: Setup, stop: int
+) -> None:
+    losses, parameters = windows.plain_training(before.weighted)
+    saved = run_distributed(windows.save_at, saving, before, stop)[0]
+    for actual, reached in run_distributed(windows.go_on, loading, after, saved):
+        if not before.weighted:  # the mean of the ranks' means is another number then
+            assert actual == pytest.approx(losses[stop:], rel=2e-6)
+        assert problem.difference(reached, parameters) < 1e-5
+
+
+def mean_gradient(saved: windows.Saved) -> dict[str, torch.Tensor]:
+    run = windows.Run(Setup(precision="fp16"))
+    run.load(saved)
+    scale = run.accelerator.scaler.get_scale()
+    return {name: p.grad / scale for name, p in run.plain.named_parameters() if p.grad is not None}
+
+
+def test_sums_of_half_precision_over_some_of_the_ranks_become_means(run_distributed) -> None:
+    saved = run_distributed(windows.save_at, 4, Setup("zero=2 replicate=2", precision="fp16"), 1)[0]
+    assert saved.windows[0]["models"][0]["partial"]
+    model = problem.make_model()
+    (problem.loss_of(model, *problem.make_batches(1)[0]) / windows.ACCUMULATION).backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    actual = run_distributed(mean_gradient, 1, saved)[0]
+    del expected["scale"], actual["scale"]  # so large that it overflows at the first loss scale
+    assert problem.difference(actual, expected) < 2e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(("shards", "replicas"), [(2, 2), (2, 4), (4, 2), (3, 2), (8, 4), (6, 6)])
+def test_the_factor_to_the_mean_is_that_of_torch(shards: int, replicas: int, dtype: torch.dtype) -> None:
+    from torch.distributed import ReduceOp
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+
+    groups = (SimpleNamespace(size=lambda: shards), SimpleNamespace(size=lambda: replicas))
+    before, _, operation, _ = _get_gradient_divide_factors(*groups, dtype, "cpu")
+    reduced = shards / (before or 1)  # of ones
+    if operation == ReduceOp.AVG:
+        reduced /= shards
+    assert reduced * mean_factor(dtype, shards, replicas) == pytest.approx(1)
+
+
+def closed_window_over_an_open_one(setup: Setup) -> list[str]:
+    run = windows.Run(setup)
+    run.go(3)
+    saved = run.save()
+    run.go(windows.MICRO_BATCHES)
+    again = windows.Run(setup)
+    again.go(2)
+    again.load(saved)
+    again.go(windows.MICRO_BATCHES)
+    return windows.different(again.parameters(), run.parameters())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [(2, "zero=1"), (2, "zero=2"), (2, "zero=3"), (4, "zero=2 replicate=2")],
+)
+def test_a_closed_window_clears_the_one_that_is_open(run_distributed, world_size: int, parallel: str) -> None:
+    assert run_distributed(closed_window_over_an_open_one, world_size, Setup(parallel)) == [[]] * world_size
+
+
+class PartlyUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(problem.VOCABULARY, problem.VOCABULARY), nn.Linear(3, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.used(nn.functional.one_hot(tokens, problem.VOCABULARY).float())
+
+
+def partly_used() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return PartlyUsed()
+
+
+def refuse_another_world(setup: Setup) -> str:
+    run = windows.Run(setup, make_model=partly_used)
+    run.go(1)
+    saved = run.save()
+    before = windows.portable(run.window.state_dict()["models"])
+    with pytest.raises(CheckpointError) as error:
+        run.window.load_state_dicts(saved.windows[:2], 0)
+    after = windows.portable(run.window.state_dict()["models"])
+    found, expected = (list(windows.tensors_in(models)) for models in (after, before))
+    assert expected
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    return str(error.value)
+
+
+def test_sums_over_some_of_the_ranks_and_parameters_go_on_in_the_same_world_only(run_distributed) -> None:
+    setup = Setup("zero=2 replicate=2")
+    wrong = run_distributed(windows.go_on_and_compare, 4, setup, make_model=partly_used)
+    assert wrong == [[]] * 4
+    for message in run_distributed(refuse_another_world, 4, setup):
+        assert "begins with 'used.weight' some had no gradient" in message
+
+
+def two_models(parallel: str) -> list[str]:
+    """One loss through two models, with an optimizer each, one of which steps at every micro-batch."""
+
+    def build() -> tuple[
+        windows.Accelerator, list[nn.Module], list[torch.optim.Optimizer], windows.OpenWindow
+    ]:
+        accelerator = windows.Accelerator(cpu=True, parallel=parallel)
+        models = [partly_used(), partly_used()]
+        for model in models:
+            model.unused.requires_grad_(False)
+        optimizers = [torch.optim.SGD(model.used.parameters(), lr=0.1) for model in models]
+        *both, first, second = accelerator.prepare(*models, *optimizers)
+        return accelerator, both, [first, second], windows.window_of(accelerator)
+
+    def go(built: tuple, numbers: range) -> dict[str, torch.Tensor]:
+        accelerator, (first, second), (often, seldom), _ = built
+        for number in numbers:
+            tokens, labels = (
+                part.chunk(accelerator.num_processes)[accelerator.process_index]
+                for part in problem.make_batches(6)[number]
+            )
+            scores = first(tokens) + second(tokens)
+            accelerator.backward(nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()))
+            often.step()
+            often.zero_grad()
+            if number % 2:
+                seldom.step()
+                seldom.zero_grad()
+        return {
+            f"{i}.{name}": value
+            for i, model in enumerate((first, second))
+            for name, value in windows.portable(dict(plain(model).state_dict())).items()
+        }
+
+    def plain(model: nn.Module) -> nn.Module:
+        return getattr(model, "module", model)
+
+    run = build()
+    weights = go(run, range(3))
+    own = windows.portable(run[3].state_dict())
+    assert [len(model["local"]) + len(model["reduced"]) for model in own["models"]] == [0, 2]
+    states = windows.from_all_ranks(own, run[0])
+    expected = go(run, range(3, 6))
+    again = build()
+    for i, model in enumerate(again[1]):
+        prefix = f"{i}."
+        plain(model).load_state_dict(
+            {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+        )
+    again[3].load_state_dicts(states, again[0].process_index)
+    return windows.different(go(again, range(3, 6)), expected)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "zero=2"])
+def test_an_optimizer_that_steps_seldom_goes_on_beside_one_that_steps_often(
+    run_distributed, parallel: str
+) -> None:
+    assert run_distributed(two_models, 2, parallel) == [[], []]
