@@ -79,11 +79,15 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--bf16", action="store_true", help="mixed precision")
     parser.add_argument("--save-every", type=int, default=100, help="optimizer steps between checkpoints")
-    parser.add_argument("--resume", action="store_true", help="go on where the last checkpoint in --out was saved")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on where the last checkpoint in --out was saved"
+    )
     args = parser.parse_args()
     checkpoints = args.out / "checkpoints"
     if checkpoints.exists() and not args.resume:
-        parser.error(f"{checkpoints} belongs to an unfinished run. Go on with --resume, or remove it to start anew.")
+        parser.error(
+            f"{checkpoints} belongs to an unfinished run. Go on with --resume, or remove it to start anew."
+        )
 
     accelerator = Accelerator(
         split_batches=True,  # the processes share each batch, so that their number changes nothing but the speed

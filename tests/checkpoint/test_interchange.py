@@ -72,7 +72,9 @@ def test_pieces_of_any_layout_are_read_as_one_tensor(tmp_path_factory: Any, data
     names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.bool: "BOOL"}
     entry = TensorEntry(dtype=names[dtype], shape=shape, pieces=pieces)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lockstep.checkpoint.weights.slabs.SLAB_BYTES", data.draw(st.sampled_from([8, 40, 1 << 20])))
+        patch.setattr(
+            "lockstep.checkpoint.weights.slabs.SLAB_BYTES", data.draw(st.sampled_from([8, 40, 1 << 20]))
+        )
         read = b"".join(bytes(slab) for slab in PiecedTensors(str(folder), {"t": entry}).elements("t"))
     assert read == whole.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
