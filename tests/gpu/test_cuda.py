@@ -161,3 +161,30 @@ def test_every_stage_trains_over_nccl(parallel: str, precision: str, tmp_path: P
     command = [sys.executable, "-m", "lockstep.cli.main", "launch", "--nproc", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_a_run_on_the_gpu_goes_on_from_its_checkpoint(precision: str, blocking: bool, tmp_path: Path) -> None:
+    def run(steps: int, load: bool = False, save_after: int = 0) -> list[float]:
+        torch.manual_seed(5 if load else 0)
+        accelerator = Accelerator(mixed_precision=precision)
+        model = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.3), nn.GELU(), nn.Linear(64, 4))
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        if load:
+            accelerator.load_state(tmp_path / "state")
+        rows = torch.randn(32, 16, generator=torch.Generator().manual_seed(1)).to(accelerator.device)
+        losses = []
+        for step in range(steps):
+            loss = model(rows).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if step + 1 == save_after:
+                accelerator.save_state(tmp_path / "state", blocking=blocking)
+        accelerator.end_training()
+        return losses
+
+    whole = run(10, save_after=5)
+    assert run(5, load=True) == whole[5:]

@@ -6,23 +6,22 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep.checkpoint import retain
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.format.documents import STATE, TENSORS, Saved, canonical, rank_file
 from lockstep.checkpoint.format.tensorfile import TensorFile
 from lockstep.checkpoint.format.versions import versions
+from lockstep.checkpoint.places import Places, Target
 from lockstep.checkpoint.plan import Plan, Planner
 from lockstep.checkpoint.read import Checkpoint
 from lockstep.checkpoint.restore import plan_restoration
 from lockstep.checkpoint.state import Collected, collect, digests_of, part_ways
-from lockstep.checkpoint.store.local import LocalStore, Lock, Store
-from lockstep.checkpoint.store.place import UnreachableError, store_for
+from lockstep.checkpoint.store.local import LocalStore, Store
+from lockstep.checkpoint.store.place import UnreachableError
 from lockstep.checkpoint.training import Hooks, Training
 from lockstep.checkpoint.verify import verify
 from lockstep.checkpoint.write import Members, Snapshot, Transaction, now
@@ -30,21 +29,10 @@ from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import local, whole
 from lockstep.comm.together import together
 from lockstep.config.handlers import ProjectConfiguration
-from lockstep.errors import CheckpointError, LockstepError, UsageError
+from lockstep.errors import CheckpointError, LockstepError
 from lockstep.runtime.process import Runtime
 
 logger = logging.getLogger("lockstep.checkpoint")
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where one save goes. ``old`` are checkpoints to be removed afterwards."""
-
-    store: Store
-    directory: str
-    staging: str
-    replaces: bool
-    old: list[str]
 
 
 class Checkpointer:
@@ -57,18 +45,8 @@ class Checkpointer:
         self._project = project
         self._planner = Planner()
         self._background = Background(runtime)
-        self._locks: dict[str, Lock] = {}
-        self._stores: dict[str, tuple[Store, str]] = {}
-
-    @property
-    def _members(self) -> Members:
-        """The ranks that share a directory: all, or those of this machine where machines share no file system."""
-        runtime = self._runtime
-        ranks = range(runtime.world_size)
-        if self._project.save_on_each_node:
-            first = runtime.rank - runtime.local_rank
-            ranks = range(first, first + runtime.local_world_size)
-        return Members(runtime.rank, list(ranks))
+        self._members = _members(runtime, project)
+        self._places = Places(project, self._members, communicator)
 
     def wait(self) -> None:
         """Wait for a save that runs in the background. Raises CheckpointError if it failed."""
@@ -79,9 +57,7 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            for lock in self._locks.values():
-                lock.release()
-            self._locks.clear()
+            self._places.close()
 
     # Save -------------------------------------------------------------------------------------------
 
@@ -98,7 +74,7 @@ class Checkpointer:
         raised by the next call. ``described`` says how the run is set up.
         """
         self.wait()
-        target = self._open(output_dir)
+        target = self._places.open(output_dir)
         members = self._members
         try:
             snapshot = self._snapshot(training, members, target, described)
@@ -110,16 +86,16 @@ class Checkpointer:
         except BaseException:
             if members.is_first:
                 target.store.abandon(target.staging)
-                self._unlock(target.directory)
+                self._places.unlock(target.directory)
             raise
         transaction = Transaction(target.store, target.directory, target.staging, members, communicator)
         self._project.iteration += output_dir is None
 
         def write() -> None:
             try:
-                transaction.run(snapshot, target.replaces, self._pruning(target))
+                transaction.run(snapshot, target.replaces, target.pruning())
             finally:
-                self._unlock(target.directory)
+                self._places.unlock(target.directory)
 
         if not blocking:
             self._background.start(write, target.directory)
@@ -130,54 +106,6 @@ class Checkpointer:
             self._project.iteration -= output_dir is None
             raise
         return target.directory
-
-    def _open(self, output_dir: str | os.PathLike[str] | None) -> Target:
-        """Lock the place and make an empty staging area there."""
-        with together(self._communicator):
-            store, path = self._place(output_dir)
-            if output_dir is None:
-                for lock in self._locks.values():  # of one that another run took over, this tells
-                    lock.acquire()
-            directory = retain.next_directory(None if output_dir is None else path, self._project, store)
-        members = self._members
-        directories = self._communicator.gather_object([directory])
-        begun: tuple[str, bool, list[str]] = ("", False, [])
-        try:
-            with together(self._communicator):
-                _refuse_different(directories, members)
-                if members.is_first:
-                    begun = self._begin(store, directory, is_numbered=output_dir is None)
-        except BaseException:
-            self._unlock(directory)
-            raise
-        staging, replaces, old = self._communicator.gather_object([begun])[members.ranks[0]]
-        return Target(store, directory, staging, replaces, old)
-
-    def _place(self, path: str | os.PathLike[str] | None) -> tuple[Store, str]:
-        text = os.fspath(self._project.project_dir or "." if path is None else path)
-        if text not in self._stores:  # a store may know which locks this run has taken
-            self._stores[text] = store_for(text)
-        store, place = self._stores[text]
-        if not isinstance(store, LocalStore) and len(self._members.ranks) < self._runtime.world_size:
-            raise UsageError(
-                f"save_on_each_node=True saves one checkpoint on each machine, but {place} is one place for all of "
-                "them. Leave it out."
-            )
-        return store, place
-
-    def _begin(self, store: Store, directory: str, is_numbered: bool) -> tuple[str, bool, list[str]]:
-        try:
-            self._lock(store, directory, is_numbered)
-            if (
-                len(store.candidates(directory)) > 1
-            ):  # a process was killed before it had verified the newer one
-                _settle(store, directory)
-            staging = store.begin(directory)
-            return staging, store.exists(directory), retain.superfluous(directory, self._project, store)
-        except OSError as error:
-            raise CheckpointError(
-                f"{directory} cannot be written: {error}. Mend its permissions or make room there, or save elsewhere."
-            ) from error
 
     def _snapshot(
         self, training: Training, members: Members, target: Target, described: Mapping[str, Any]
@@ -249,25 +177,6 @@ class Checkpointer:
                 "checkpoints that were saved before are untouched."
             )
 
-    def _pruning(self, target: Target) -> Any:
-        if not target.old:
-            return None
-        return lambda: retain.prune(target.old, os.path.dirname(target.directory), target.store)
-
-    # Locks ------------------------------------------------------------------------------------------
-
-    def _lock(self, store: Store, directory: str, is_numbered: bool) -> None:
-        """Lock a project's folder until the run ends, another directory until it has been saved."""
-        folder = os.path.dirname(directory)
-        path = f"{folder}/.lock" if is_numbered else f"{directory}.lock"
-        lock = self._locks.setdefault(path, store.lock(path, folder if is_numbered else directory))
-        lock.acquire()
-
-    def _unlock(self, directory: str) -> None:
-        lock = self._locks.pop(f"{directory}.lock", None)
-        if lock is not None:
-            lock.release()
-
     # Load -------------------------------------------------------------------------------------------
 
     def load(self, input_dir: str | os.PathLike[str] | None, training: Training) -> str:
@@ -276,17 +185,12 @@ class Checkpointer:
         All ranks look at everything before anything is changed.
         """
         self.wait()
-        with together(self._communicator):
-            store, path = self._place(input_dir)
-            places = retain.candidates(None if input_dir is None else path, self._project, store)
-        # What rank 0 sees decides: file systems may show a new directory to some ranks later.
-        places = self._communicator.gather_object([places])[self._members.ranks[0]]
+        store, places = self._places.candidates(input_dir)
         with ExitStack() as copies:
             directory, folder = self._first_that_verifies(store, places, copies)
             self._restore(folder, training)
         if self._project.automatic_checkpoint_naming:
-            with together(self._communicator):
-                self._project.iteration = retain.number_after(self._project, self._place(None)[0])
+            self._project.iteration = self._places.next_number()
         return directory
 
     def _first_that_verifies(self, store: Store, places: list[str], copies: ExitStack) -> tuple[str, str]:
@@ -340,22 +244,10 @@ class Checkpointer:
             )
 
 
-def _refuse_different(directories: list[str], members: Members) -> None:
-    mine, first = directories[members.rank], directories[members.ranks[0]]
-    if mine != first:
-        raise UsageError(
-            f"Rank {members.rank} saves to {mine}, but rank {members.ranks[0]} to {first}. Pass the same directory on "
-            "every rank: all of them write it together."
-        )
-
-
-def _settle(store: Store, directory: str) -> None:
-    """Of a checkpoint and the one that it replaced, keep the newer that is whole."""
-    try:
-        verify(store, directory)
-    except UnreachableError:
-        raise
-    except CheckpointError:
-        store.remove(directory)
-    else:
-        store.settle(directory)
+def _members(runtime: Runtime, project: ProjectConfiguration) -> Members:
+    """The ranks that share a directory: all, or those of this machine where machines share no file system."""
+    ranks = range(runtime.world_size)
+    if project.save_on_each_node:
+        first = runtime.rank - runtime.local_rank
+        ranks = range(first, first + runtime.local_world_size)
+    return Members(runtime.rank, list(ranks))
