@@ -140,9 +140,8 @@ class WorkerPool:
         failed = [r for r in range(world_size) if r in stacks or (p := reports.get(r)) is None or p.traceback]
         if failed:
             message = explain(fn, ranks, reports, stacks, timeout_s)
-            for worker in ranks:  # those that failed together are not trusted with the next test
-                worker.kill()
-            self.workers = [worker for worker in self.workers if worker not in ranks]
+            # Those that failed are not trusted with the next test, and the others keep their ranks for life.
+            self.end_workers()
             raise DistributedTestError(message)
         return [pickle.loads(reports[rank].result or b"") for rank in range(world_size)]
 
@@ -180,10 +179,13 @@ class WorkerPool:
                 self.started += 1
         return self.workers[:count]
 
-    def close(self) -> None:
+    def end_workers(self) -> None:
         for worker in self.workers:
             worker.kill()
         self.workers = []
+
+    def close(self) -> None:
+        self.end_workers()
         shutil.rmtree(self.directory, ignore_errors=True)
 
 

@@ -53,6 +53,7 @@ def serve(connection: Connection, log_path: str, stacks_path: str) -> None:
     stacks = open(stacks_path, "w")  # noqa: SIM115 - lives as long as the process
     # The handler is written in C: it also answers when the main thread is inside a collective.
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    multiprocessing.set_start_method("fork", force=True)  # for loaders, as in a script
     import torch
 
     torch.set_num_threads(1)
