@@ -37,7 +37,7 @@ check: $(VENV)/.test  ## ruff, format, types, import layers
 	$(BIN)/lint-imports
 
 unit: $(VENV)/.test  ## the tests
-	$(BIN)/python -m pytest --durations=15
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations=15
 
 docs: $(VENV)/.test  ## build the documentation; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
