@@ -135,7 +135,6 @@ def test_dictionaries_keep_their_order() -> None:
         np.array([True, False]),
         np.array([2**63], dtype=np.uint64),
     ],
-    ids=repr,
 )
 def test_a_value_survives_with_its_type(value: Any) -> None:
     assert same(survivor(value), value)
@@ -200,7 +199,6 @@ class Shade(enum.Enum):
         ([np.zeros(2, dtype=">f4")], r"state\.0"),
         ([np.longdouble(1)], r"state\.0"),
     ],
-    ids=str,
 )
 def test_what_a_checkpoint_cannot_hold_is_refused_by_its_path(value: Any, path: str) -> None:
     with pytest.raises(
