@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 from lockstep import Accelerator, ProjectConfiguration
 from lockstep.checkpoint import retain
 from lockstep.checkpoint.store.local import LocalStore
-from lockstep.errors import ConfigError, NoCheckpointError, UsageError
+from lockstep.errors import CheckpointError, ConfigError, NoCheckpointError, UsageError
 
 STORE = LocalStore()
 
@@ -71,11 +73,12 @@ def test_no_candidates_are_an_error(tmp_path: Path) -> None:
         retain.candidates(None, ProjectConfiguration(tmp_path), STORE)
 
 
-def test_the_next_number_is_the_iteration_unless_it_is_taken(tmp_path: Path) -> None:
+def test_the_next_number_is_the_iteration_unless_a_later_one_is_there(tmp_path: Path) -> None:
     folders(tmp_path, "checkpoint_3")
-    assert names([retain.next_directory(None, project(tmp_path, iteration=2), STORE)]) == ["checkpoint_2"]
-    with pytest.raises(UsageError, match=r"checkpoint_3 exists already \(project iteration 3\)"):
-        retain.next_directory(None, project(tmp_path, iteration=3), STORE)
+    assert names([retain.next_directory(None, project(tmp_path, iteration=4), STORE)]) == ["checkpoint_4"]
+    for iteration in (0, 2, 3):
+        with pytest.raises(UsageError, match=r"checkpoint_3 exists already, .*iteration to 4 or more"):
+            retain.next_directory(None, project(tmp_path, iteration=iteration), STORE)
     with pytest.raises(UsageError, match="called without a directory"):
         retain.next_directory(None, ProjectConfiguration(tmp_path), STORE)
     with pytest.raises(UsageError, match="needs a place"):
@@ -95,6 +98,8 @@ def test_a_name_of_unfinished_checkpoints_is_refused(tmp_path: Path, suffix: str
 def test_the_oldest_beyond_the_limit_go(tmp_path: Path, there: list[int], limit: int) -> None:
     """With the new one there are at most ``limit``, and those that stay are newer than those that go."""
     folders(tmp_path, *(f"checkpoint_{number}" for number in there))
+    for folder in tmp_path.glob("checkpoints/*"):
+        (folder / "manifest.json").write_text("{}")
     new = str(tmp_path / "checkpoints" / "checkpoint_40")
     going = names(retain.superfluous(new, project(tmp_path, total_limit=limit), STORE))
     staying = [number for number in there if f"checkpoint_{number}" not in going]
@@ -205,3 +210,100 @@ def test_a_damaged_newest_one_is_skipped_and_said(tmp_path: Path, caplog: pytest
     assert "BLAKE3 digest is not the manifest's" in skipped[1]
     assert "It holds model.0." in skipped[1]
     assert Path(accelerator.save_state()).name == "checkpoint_8"
+
+
+def numbered(folder: Path, limit: int) -> Accelerator:
+    configuration = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=limit)
+    return Accelerator(cpu=True, project_config=configuration)
+
+
+def test_a_run_does_not_save_behind_the_checkpoints_of_another(tmp_path: Path) -> None:
+    first = numbered(tmp_path, limit=2)
+    for _ in range(4):
+        first.save_state()
+    first.end_training()
+    second = numbered(tmp_path, limit=2)
+    with pytest.raises(UsageError, match="checkpoint_3 exists already"):
+        second.save_state()
+    second.load_state()
+    assert Path(second.save_state()).name == "checkpoint_4"
+
+
+def test_folders_that_no_run_of_ours_wrote_stay(tmp_path: Path) -> None:
+    other = tmp_path / "checkpoints" / "checkpoint_0"
+    other.mkdir(parents=True)
+    (other / "random_states_0.pkl").write_bytes(b"theirs")
+    with pytest.raises(CheckpointError, match="manifest.json is missing") as raised:
+        numbered(tmp_path, limit=1).load_state()
+    assert not isinstance(raised.value, NoCheckpointError)  # scripts would start anew on it
+    run = numbered(tmp_path, limit=1)
+    run.project_configuration.iteration = 1
+    for _ in range(3):
+        run.save_state()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("c*")) == [
+        "checkpoint_0",
+        "checkpoint_3",
+    ]
+
+
+def test_what_was_found_damaged_goes_first(tmp_path: Path) -> None:
+    run = numbered(tmp_path, limit=3)
+    for _ in range(3):
+        run.save_state()
+    run.end_training()
+    damaged = tmp_path / "checkpoints" / "checkpoint_2" / "state.json"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    again = numbered(tmp_path, limit=2)
+    assert Path(again.load_state()).name == "checkpoint_1"
+    again.save_state()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("c*")) == [
+        "checkpoint_1",
+        "checkpoint_3",
+    ]
+
+
+def test_files_that_were_added_to_a_checkpoint_are_not_replaced(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_state(tmp_path / "state")
+    (tmp_path / "state" / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="notes.txt was added to it"):
+        accelerator.save_state(tmp_path / "state")
+    assert (tmp_path / "state" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("iteration", [-1, 1.5, True, "3", None])
+def test_a_number_that_is_none_is_refused(iteration: Any) -> None:
+    with pytest.raises(ConfigError, match="iteration is"):
+        ProjectConfiguration(iteration=iteration)
+
+
+def differing_saves(folder: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(UsageError, match="ranks differ in blocking"):
+        accelerator.save_state(folder, blocking=accelerator.is_main_process)
+    if not accelerator.is_main_process:
+        accelerator.register_for_checkpointing(torch.optim.SGD([torch.zeros(1)], 0.1))
+    with pytest.raises(UsageError, match="Rank 0 saves .*, but rank 1"):
+        accelerator.save_state(folder)
+
+
+def test_ranks_that_save_differently_are_told(run_distributed: Any, tmp_path: Path) -> None:
+    run_distributed(differing_saves, 2, str(tmp_path / "state"))
+
+
+def test_a_chained_scheduler_goes_on(tmp_path: Path) -> None:
+    def prepared() -> tuple[Accelerator, Any]:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+        parts = [lr_scheduler.ConstantLR(optimizer, 0.1, 2), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+        accelerator = Accelerator(cpu=True)
+        return accelerator, accelerator.prepare(
+            optimizer, lr_scheduler.ChainedScheduler(parts, optimizer=optimizer)
+        )
+
+    accelerator, (optimizer, scheduler) = prepared()
+    optimizer.step()
+    scheduler.step()
+    accelerator.save_state(tmp_path / "state")
+    other, (_, again) = prepared()
+    other.load_state(tmp_path / "state")
+    assert again.get_last_lr() == scheduler.get_last_lr()

@@ -29,7 +29,7 @@ from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import local, whole
 from lockstep.comm.together import together
 from lockstep.config.handlers import ProjectConfiguration
-from lockstep.errors import CheckpointError, LockstepError
+from lockstep.errors import CheckpointError, LockstepError, NoCheckpointError, UsageError
 from lockstep.runtime.process import Runtime
 
 logger = logging.getLogger("lockstep.checkpoint")
@@ -74,6 +74,8 @@ class Checkpointer:
         raised by the next call. ``described`` says how the run is set up.
         """
         self.wait()
+        if len(set(self._communicator.gather_object([bool(blocking)]))) > 1:
+            raise UsageError("The ranks differ in blocking. Pass the same to save_state on every rank.")
         target = self._places.open(output_dir)
         members = self._members
         try:
@@ -115,9 +117,11 @@ class Checkpointer:
         with together(self._communicator):
             collected = collect(training, members.rank)
             mine = digests_of(collected) if world_size > 1 else {}
-        digests = self._communicator.gather_object([mine])
-        part_ways(collected, digests, members.rank, members.ranks[0])
+        told = self._communicator.gather_object([(collected.state["contents"], mine)])
+        _refuse_other_contents([contents for contents, _ in told])
+        part_ways(collected, [digests for _, digests in told], members.rank, members.ranks[0])
         if self.hooks.save:
+            _refuse_url(target)
             self._run_save_hooks(training, collected, target.staging)
         tensors = collected.tensors
         if self._project.save_on_each_node and world_size > self._runtime.local_world_size:
@@ -206,7 +210,9 @@ class Checkpointer:
             except LockstepError as error:
                 if any(self._communicator.gather_object([isinstance(error, UnreachableError)])):
                     raise
-                first_failure = first_failure or error
+                self._places.damaged.add(directory)
+                if first_failure is None or isinstance(first_failure, NoCheckpointError):
+                    first_failure = error
                 if len(places) > 1 and self._members.is_first:
                     logger.warning("Skipped %s: %s", directory, error)
                 continue
@@ -242,6 +248,24 @@ class Checkpointer:
             logger.warning(
                 "%s was imported and holds no %s: left as is.", directory, " and ".join(restoration.left)
             )
+
+
+def _refuse_other_contents(contents: list[dict[str, int]]) -> None:
+    """Raise UsageError, on every rank, where ranks have prepared or registered different numbers of objects."""
+    other = next((r for r, held in enumerate(contents) if held != contents[0]), None)
+    if other is not None:
+        raise UsageError(
+            f"Rank 0 saves {contents[0]}, but rank {other} {contents[other]}. Prepare and register the same objects in "
+            "the same order on every rank."
+        )
+
+
+def _refuse_url(target: Target) -> None:
+    if not isinstance(target.store, LocalStore):
+        raise UsageError(
+            f"A hook is registered that runs before save_state, and would write files into {target.directory}, "
+            "which is a URL. Save to a local directory, or remove the hook."
+        )
 
 
 def _members(runtime: Runtime, project: ProjectConfiguration) -> Members:

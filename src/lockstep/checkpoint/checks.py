@@ -24,8 +24,9 @@ def check_scheduler(saved: Any, scheduler: Any, what: str) -> None:
     if not isinstance(scheduler, LRScheduler):
         return
     if type(scheduler).__module__.startswith("torch."):
-        # Other versions of torch have other attributes, but each has this.
-        check_kinds(saved, scheduler.state_dict(), {"last_epoch"}, what)
+        # Other versions of torch have other attributes, but those that count have this.
+        present = scheduler.state_dict()
+        check_kinds(saved, present, {"last_epoch"} & present.keys(), what)
     if isinstance(saved, Mapping):
         own = scheduler.state_dict()
         replaced = sorted(str(key) for key in saved if key not in own and hasattr(scheduler, str(key)))

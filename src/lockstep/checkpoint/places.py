@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lockstep.checkpoint import retain
-from lockstep.checkpoint.store.local import LocalStore, Lock, Store
+from lockstep.checkpoint.store.local import MANIFEST, LocalStore, Lock, Store
 from lockstep.checkpoint.store.place import UnreachableError, store_for
-from lockstep.checkpoint.verify import verify
+from lockstep.checkpoint.verify import read_manifest, root_of, verify
 from lockstep.checkpoint.write import Members
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.together import together
@@ -35,7 +35,7 @@ class Target:
 
 
 class Places:
-    """The places of one run. ``members`` are the ranks that share a directory."""
+    """The places of one run. ``members`` are the ranks that share a directory, ``damaged`` what was found not whole."""
 
     def __init__(self, project: ProjectConfiguration, members: Members, communicator: Communicator) -> None:
         self._project = project
@@ -43,6 +43,7 @@ class Places:
         self._communicator = communicator
         self._locks: dict[str, Lock] = {}
         self._stores: dict[str, tuple[Store, str]] = {}
+        self.damaged: set[str] = set()
 
     def open(self, output_dir: str | os.PathLike[str] | None) -> Target:
         """Lock the place and make an empty staging area there."""
@@ -83,8 +84,13 @@ class Places:
             # Both are there where a process was killed before it had verified the newer one.
             if len(store.candidates(directory)) > 1:
                 _settle(store, directory)
+            _refuse_added(store, directory)
             staging = store.begin(directory)
-            return staging, store.exists(directory), retain.superfluous(directory, self._project, store)
+            return (
+                staging,
+                store.exists(directory),
+                retain.superfluous(directory, self._project, store, self.damaged),
+            )
         except OSError as error:
             raise CheckpointError(
                 f"{directory} cannot be written: {error}. Mend its permissions or make room there, or save elsewhere."
@@ -129,6 +135,21 @@ def _refuse_different(directories: list[str], members: Members) -> None:
         raise UsageError(
             f"Rank {members.rank} saves to {mine}, but rank {members.ranks[0]} to {first}. Pass the same directory on "
             "every rank: all of them write it together."
+        )
+
+
+def _refuse_added(store: Store, directory: str) -> None:
+    """Raise UsageError if a checkpoint that would be replaced holds files that were put there later."""
+    try:
+        manifest = read_manifest(store, directory)
+        found = store.files(root_of(directory, manifest))
+    except CheckpointError:  # there is none, or it is damaged
+        return
+    added = sorted(found.keys() - manifest.files.keys() - {MANIFEST})
+    if added:
+        raise UsageError(
+            f"{directory} would be replaced as a whole, but {', '.join(added[:3])} was added to it. Move that "
+            "elsewhere, or save to another directory."
         )
 
 

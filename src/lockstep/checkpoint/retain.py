@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from lockstep.checkpoint.store.local import REMOVED, REPLACED, STAGING, Store
 from lockstep.checkpoint.store.place import store_for
+from lockstep.checkpoint.verify import is_published
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.errors import NoCheckpointError, UsageError
 
@@ -14,7 +16,7 @@ def next_directory(output_dir: str | None, project: ProjectConfiguration, store:
     """Where ``save_state`` writes: the given directory, else the project's next numbered one.
 
     Raises:
-        UsageError: neither a directory nor automatic naming, or the numbered one exists.
+        UsageError: neither a directory nor automatic naming, or there are later ones that this run has not loaded.
     """
     if output_dir is not None:
         return refuse_unfinished(output_dir)
@@ -23,14 +25,15 @@ def next_directory(output_dir: str | None, project: ProjectConfiguration, store:
             "save_state was called without a directory. Pass one, or ProjectConfiguration(project_dir=..., "
             "automatic_checkpoint_naming=True)."
         )
-    name = f"checkpoint_{project.iteration}"
     folder = folder_of(project)
-    if name in store.children(folder):
+    there = numbers(folder, store)
+    if there and there[-1] >= project.iteration:
         raise UsageError(
-            f"{folder}/{name} exists already (project iteration {project.iteration}). Load it first, or set "
-            "ProjectConfiguration.iteration to the number that comes next."
+            f"{folder}/checkpoint_{there[-1]} exists already, and this run would save checkpoint_{project.iteration} "
+            "behind it. Call load_state first to go on with that run, or save to a project_dir of its own, or set "
+            f"ProjectConfiguration.iteration to {there[-1] + 1} or more."
         )
-    return f"{folder}/{name}"
+    return f"{folder}/checkpoint_{project.iteration}"
 
 
 def candidates(input_dir: str | None, project: ProjectConfiguration, store: Store) -> list[str]:
@@ -58,15 +61,21 @@ def number_after(project: ProjectConfiguration, store: Store) -> int:
     return there[-1] + 1 if there else project.iteration
 
 
-def superfluous(directory: str, project: ProjectConfiguration, store: Store) -> list[str]:
-    """The oldest numbered checkpoints beyond ``total_limit``, once ``directory`` is one of them."""
+def superfluous(
+    directory: str, project: ProjectConfiguration, store: Store, damaged: Collection[str] = ()
+) -> list[str]:
+    """The checkpoints beyond ``total_limit``, once ``directory`` is one of them: the ``damaged``, then the oldest.
+
+    Numbered folders that no ``save_state`` wrote are not counted and stay.
+    """
     if not project.automatic_checkpoint_naming or project.total_limit is None:
         return []
     folder = folder_of(project)
     if directory.rpartition("/")[0] != folder:  # elsewhere, perhaps in another store
         return []
     others = [f"{folder}/checkpoint_{number}" for number in numbers(folder, store)]
-    others = [path for path in others if path != directory]
+    others = [path for path in others if path != directory and is_published(store, path)]
+    others.sort(key=lambda path: path not in damaged)  # stable: the oldest of each kind first
     return others[: max(0, len(others) + 1 - project.total_limit)]
 
 

@@ -19,8 +19,8 @@ from lockstep.checkpoint.format.documents import (
 )
 from lockstep.checkpoint.retain import numbers
 from lockstep.checkpoint.store.local import Store
-from lockstep.checkpoint.verify import read_manifest, root_of
-from lockstep.errors import CheckpointError, LockstepError, NoCheckpointError
+from lockstep.checkpoint.verify import is_published, read_manifest, root_of
+from lockstep.errors import CheckpointError, NoCheckpointError
 
 
 @dataclass
@@ -120,7 +120,7 @@ def checkpoints_in(store: Store, directory: str) -> list[str]:
         NoCheckpointError: it is none of these.
     """
     candidates = store.candidates(directory)
-    if any(_is_published(store, candidate) for candidate in candidates):
+    if any(is_published(store, candidate) for candidate in candidates):
         return candidates
     for folder in (directory, f"{directory}/checkpoints"):
         found = numbers(folder, store)
@@ -130,16 +130,6 @@ def checkpoints_in(store: Store, directory: str) -> list[str]:
         f"There is no checkpoint at {directory}, and none in it. Name a directory that save_state wrote, or the folder "
         "of a project's checkpoints."
     )
-
-
-def _is_published(store: Store, directory: str) -> bool:
-    try:
-        read_manifest(store, directory)
-    except NoCheckpointError:
-        return False
-    except LockstepError:  # damaged: whoever reads it says so
-        return True
-    return True
 
 
 def _owner(name: str) -> str:

@@ -12,6 +12,7 @@ from lockstep.checkpoint.format.digest import Chunk, FileRecord, record_of
 from lockstep.checkpoint.format.documents import LARGEST_JSON_BYTES as LIMIT
 from lockstep.checkpoint.format.documents import TENSORS, Manifest, index_from_bytes
 from lockstep.checkpoint.store.local import MANIFEST, Store
+from lockstep.checkpoint.store.place import UnreachableError
 from lockstep.errors import CheckpointError, LockstepError, NoCheckpointError
 
 S = TypeVar("S")
@@ -19,23 +20,46 @@ T = TypeVar("T")
 MOST_THREADS = 4
 
 
+class NoManifestError(CheckpointError):
+    """There are files, but none says that they are a checkpoint."""
+
+
 def read_manifest(store: Store, directory: str) -> Manifest:
     """The manifest of a checkpoint.
 
     Raises:
-        NoCheckpointError: there is none, so that nothing was published there.
+        NoCheckpointError: there is nothing at all.
+        NoManifestError: there is something else.
         CheckpointError: it is damaged.
     """
     path = f"{directory}/{MANIFEST}"
     try:
         content = store.read(path, LIMIT)
     except FileNotFoundError as error:
+        if store.exists(directory):
+            raise NoManifestError(
+                f"{directory} is no checkpoint, or a damaged one: {MANIFEST} is missing. Pass a directory that "
+                "save_state wrote."
+            ) from error
         raise NoCheckpointError(
             f"There is no checkpoint at {directory}: {MANIFEST} is missing. Pass a directory that save_state wrote."
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Load another checkpoint.") from error
     return Manifest.from_bytes(content, path)
+
+
+def is_published(store: Store, directory: str) -> bool:
+    """Whether a checkpoint was published there, be it whole or damaged."""
+    try:
+        read_manifest(store, directory)
+    except UnreachableError:
+        raise
+    except (NoCheckpointError, NoManifestError):
+        return False
+    except CheckpointError:
+        return True
+    return True
 
 
 def root_of(directory: str, manifest: Manifest) -> str:

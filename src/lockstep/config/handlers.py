@@ -169,6 +169,10 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
         if self.total_limit is not None:
             check_positive("total_limit", self.total_limit)
+        if not isinstance(self.iteration, int) or isinstance(self.iteration, bool) or self.iteration < 0:
+            raise ConfigError(
+                f"iteration is {self.iteration!r}, but must be an integer of at least 0. Pass the next number."
+            )
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
         self.project_dir = project_dir

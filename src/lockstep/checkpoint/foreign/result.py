@@ -17,6 +17,7 @@ from lockstep.checkpoint.store.place import store_for
 from lockstep.checkpoint.weights.model import write_weights
 from lockstep.checkpoint.write import Members, Snapshot, Transaction, now
 from lockstep.comm.collectives import Communicator
+from lockstep.errors import UsageError
 from lockstep.runtime.process import Runtime
 
 
@@ -24,9 +25,12 @@ def write_imported(state: ImportedState, directory: str) -> None:
     """Write weights alone as ``save_model`` does, anything more as a checkpoint without a place in the data.
 
     Raises:
-        UsageError: something else than a checkpoint is at ``directory``, or a state holds what no checkpoint can.
+        UsageError: something is at ``directory``, or a state holds what no checkpoint can.
         CheckpointError: it cannot be written.
     """
+    store, place = store_for(directory)
+    if store.exists(place):
+        raise UsageError(f"{directory} exists already. Pass a directory that does not exist yet.")
     if state.weights_only:
         write_weights(state.models[0], directory)
         return
@@ -50,9 +54,8 @@ def write_imported(state: ImportedState, directory: str) -> None:
         file: TensorFile({key: tensors[name] for key, name in keys.items()})
         for file, keys in plan.mine.items()
     }
-    store, place = store_for(directory)
     transaction = Transaction(store, place, store.begin(place), Members(0, [0]), communicator)
-    transaction.run(Snapshot(files, documents, saved), replaces=store.exists(place))
+    transaction.run(Snapshot(files, documents, saved), replaces=False)
 
 
 def _collected(state: ImportedState) -> Collected:

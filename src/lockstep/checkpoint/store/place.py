@@ -38,4 +38,6 @@ def store_for(path: str | os.PathLike[str]) -> tuple[Store, str]:
         raise ConfigError(
             f"{text} is no URL, as one of its slashes is missing; pathlib.Path drops it. Pass URLs as str."
         )
-    return LocalStore(), os.path.normpath(os.path.expanduser(text))
+    place = os.path.abspath(os.path.expanduser(text))
+    # What a link stands for is replaced, not the link.
+    return LocalStore(), os.path.realpath(place) if os.path.islink(place) else place
