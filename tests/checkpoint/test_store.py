@@ -115,7 +115,7 @@ def test_an_empty_folder_may_become_a_checkpoint(tmp_path: Path) -> None:
 
 def test_a_file_in_place_of_the_folder_above_is_an_error_of_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match="cannot be written"):
+    with pytest.raises(CheckpointError, match="Rank 0 cannot write"):
         Run().save(tmp_path / "file" / "state", 1)
 
 

@@ -102,11 +102,7 @@ class Checkpointer:
         if not blocking:
             self._background.start(write, target.directory)
             return target.directory
-        try:
-            write()
-        except BaseException:
-            self._project.iteration -= output_dir is None
-            raise
+        write()  # if it fails after it has published, the number is taken
         return target.directory
 
     def _snapshot(

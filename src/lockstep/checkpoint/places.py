@@ -10,7 +10,7 @@ from lockstep.checkpoint import retain
 from lockstep.checkpoint.store.local import MANIFEST, LocalStore, Lock, Store
 from lockstep.checkpoint.store.place import UnreachableError, store_for
 from lockstep.checkpoint.verify import read_manifest, root_of, verify
-from lockstep.checkpoint.write import Members
+from lockstep.checkpoint.write import ELSEWHERE, Members, explained
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.together import together
 from lockstep.config.handlers import ProjectConfiguration
@@ -52,7 +52,8 @@ class Places:
             if output_dir is None:
                 for lock in self._locks.values():  # of one that another run took over, this tells
                     lock.acquire()
-            directory = retain.next_directory(None if output_dir is None else path, self._project, store)
+            with explained(f"Rank {self._members.rank} cannot save to {path}", ELSEWHERE):
+                directory = retain.next_directory(None if output_dir is None else path, self._project, store)
         directories = self._communicator.gather_object([directory])
         begun: tuple[str, bool, list[str]] = ("", False, [])
         try:
@@ -79,22 +80,20 @@ class Places:
         return store, place
 
     def _begin(self, store: Store, directory: str, is_numbered: bool) -> tuple[str, bool, list[str]]:
-        try:
+        with explained(f"Rank {self._members.rank} cannot write {directory}", ELSEWHERE):
             self._lock(store, directory, is_numbered)
             # Both are there where a process was killed before it had verified the newer one.
             if len(store.candidates(directory)) > 1:
                 _settle(store, directory)
             _refuse_added(store, directory)
+            if is_numbered:
+                retain.clear_unfinished(os.path.dirname(directory), store)
             staging = store.begin(directory)
             return (
                 staging,
                 store.exists(directory),
                 retain.superfluous(directory, self._project, store, self.damaged),
             )
-        except OSError as error:
-            raise CheckpointError(
-                f"{directory} cannot be written: {error}. Mend its permissions or make room there, or save elsewhere."
-            ) from error
 
     def candidates(self, input_dir: str | os.PathLike[str] | None) -> tuple[Store, list[str]]:
         """Where a checkpoint may be that is loaded, best first; collective."""

@@ -88,6 +88,14 @@ def prune(old: list[str], folder: str, store: Store) -> None:
             store.abandon(f"{folder}/{name}")
 
 
+def clear_unfinished(folder: str, store: Store) -> None:
+    """Remove what saves and removals left in ``folder`` that did not come to their end; the caller holds its lock."""
+    unfinished = rf"checkpoint_\d+({re.escape(STAGING)}|{re.escape(REMOVED)})"
+    for name in store.children(folder):
+        if re.fullmatch(unfinished, name):
+            store.abandon(f"{folder}/{name}")
+
+
 def folder_of(project: ProjectConfiguration) -> str:
     """The folder of a project's numbered checkpoints."""
     if project.project_dir is None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lockstep.checkpoint.format.digest import FileRecord
@@ -14,6 +15,11 @@ from lockstep.checkpoint.verify import in_parallel, verify
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.together import together
 from lockstep.errors import CheckpointError, LockstepError
+
+ELSEWHERE = (
+    "Make room there or mend its permissions, or save elsewhere; "
+    "checkpoints that were saved before are untouched."
+)
 
 
 @dataclass(frozen=True)
@@ -77,12 +83,10 @@ class Transaction:
             raise
         if replaces or afterwards is not None:
             with together(self.communicator):
-                verify(self.store, self.directory, self.members.share)
+                self._verify()
             with together(self.communicator):
                 if self.members.is_first:
-                    self.store.settle(self.directory)
-                    if afterwards is not None:
-                        afterwards()
+                    self._clean_up(afterwards)
 
     def _write(self, snapshot: Snapshot) -> dict[str, FileRecord]:
         def write_tensors(name: str) -> FileRecord:
@@ -101,19 +105,18 @@ class Transaction:
     def _written(
         self, name: str, write: Callable[[], FileRecord], file: TensorFile | None = None
     ) -> FileRecord:
-        try:
+        path = f"{self.staging}/{name}"
+        with explained(
+            lambda: (
+                f"Rank {self.members.rank} could not write {path}"
+                + (f" at tensor {file.current}" if file is not None and file.current else "")
+            ),
+            ELSEWHERE,
+        ):
             return write()
-        except LockstepError:
-            raise
-        except Exception as error:  # of a remote file system it may be anything
-            tensor = f" at tensor {file.current}" if file is not None and file.current else ""
-            raise CheckpointError(
-                f"Rank {self.members.rank} could not write {self.staging}/{name}{tensor}: {error}. Make room there or "
-                "mend its permissions, or save elsewhere; checkpoints that were saved before are untouched."
-            ) from error
 
     def _publish(self, saved: Saved, records: dict[str, FileRecord]) -> None:
-        try:
+        with explained(f"Rank {self.members.rank} could not publish {self.directory}", ELSEWHERE):
             for name in sorted(self.store.files(self.staging).keys() - records.keys()):  # made by hooks
                 records[check_name(name)] = self.store.seal(f"{self.staging}/{name}")
             folder = self.staging.removeprefix(self.directory + "/")
@@ -123,13 +126,33 @@ class Transaction:
                 files={name: entry_of(record) for name, record in records.items()},
             )
             self.store.publish(self.directory, self.staging, manifest.to_bytes())
-        except LockstepError:
-            raise
-        except Exception as error:
+
+    def _verify(self) -> None:
+        try:
+            verify(self.store, self.directory, self.members.share)
+        except CheckpointError as error:
             raise CheckpointError(
-                f"Rank {self.members.rank} could not publish {self.directory}: {error}. Make room there or mend its "
-                "permissions, or save elsewhere; checkpoints that were saved before are untouched."
+                f"Rank {self.members.rank} has read back {self.directory} after it was written, and it is not whole: "
+                f"{error} Nothing older was removed; save again, elsewhere if this recurs."
             ) from error
+
+    def _clean_up(self, afterwards: Callable[[], None] | None) -> None:
+        what = f"Rank {self.members.rank} has saved {self.directory}, but could not remove what is older"
+        with explained(what, "Mend the permissions there: the next save removes it."):
+            self.store.settle(self.directory)
+            if afterwards is not None:
+                afterwards()
+
+
+@contextmanager
+def explained(what: str | Callable[[], str], remedy: str) -> Iterator[None]:
+    """Raise what a file system raises, which may be anything of a remote one, as CheckpointError."""
+    try:
+        yield
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{what if isinstance(what, str) else what()}: {error}. {remedy}") from error
 
 
 def now() -> str:

@@ -1,0 +1,92 @@
+"""Let the power fail at every operation of a run, lose what was not synced, and load what is left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint.crash.crashes import Allowed, Outcome, Point, Written, check, folder_for, write
+from checkpoint.crash.lost_writes import Disk, Tree
+from checkpoint.crash.operations import Operation
+from checkpoint.crash.subject import Scenario
+
+
+@dataclass(frozen=True)
+class Remains:
+    """What may be left when the power fails before operation ``number``, and the steps that are right to load."""
+
+    tree: Tree
+    number: int
+    point: str
+    allowed: Allowed
+
+
+def remains(log: list[Operation], allowed: list[Allowed], first: int = 0) -> list[Remains]:
+    """All different trees that may be left, from operation ``first`` on; ``allowed[i]`` before operation i."""
+    disk = Disk()
+    found: dict[tuple[frozenset[tuple[str, bytes | None]], Allowed], Remains] = {}
+    for number in range(len(log) + 1):
+        operation = log[number] if number < len(log) else None
+        if number >= first:
+            point = f"power off before operation {number}: {operation or 'the end'}"
+            for tree in disk.after_power_failure():
+                one = Remains(tree, number, point, allowed[number])
+                found.setdefault((frozenset(tree.items()), one.allowed), one)
+        if operation is not None:
+            disk.do(operation)
+    return list(found.values())
+
+
+def allowed_in(written: Written) -> list[Allowed]:
+    """Before each operation, and at the end."""
+    found = []
+    for number in range(len(written.log) + 1):
+        returned = sum(number >= end for end in written.ends)
+        found.append(frozenset([returned, min(returned + 1, len(written.ends))]))
+    return found
+
+
+def after_one_run(scenario: Scenario) -> list[Remains]:
+    """The power fails in a run that saves again and again."""
+    with folder_for() as folder:
+        (written,) = write(folder, scenario)
+        assert_model_is_right(written.log, folder)
+    return remains(written.log, allowed_in(written))
+
+
+def after_a_crash(scenario: Scenario, written: Written, number: int) -> list[Remains]:
+    """The run of ``written`` is killed at its operation ``number``; the power fails while the next one saves.
+
+    What the killed run had not finished to save may have been loaded by the next one, and yet be gone after the
+    failure of the power, as nobody was told that it was saved.
+    """
+    with folder_for() as folder:
+        write(folder, scenario, Point(number))
+        (again,) = write(folder, scenario, saves=1, resume=True)
+    before, step = allowed_in(written)[: number + 1], again.loaded + 1
+    while_saving = before[-1] | {again.loaded, step}
+    after = [while_saving if i < again.ends[0] else frozenset([step]) for i in range(1, len(again.log) + 1)]
+    return remains([*written.log[:number], *again.log], [*before, *after], first=number)
+
+
+def assert_model_is_right(log: list[Operation], folder: Path) -> None:
+    """Where nothing is lost, the model has what the folder has."""
+    disk = Disk()
+    for operation in log:
+        disk.do(operation)
+    found: Tree = {
+        str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes()
+        for path in folder.rglob("*")
+    }
+    assert disk.tree() == found
+
+
+def load(scenario: Scenario, left: Remains) -> Outcome:
+    """Write what is left in a folder, and load it."""
+    with folder_for() as folder:
+        for path, content in sorted(left.tree.items()):
+            if content is None:
+                (folder / path).mkdir()
+            else:
+                (folder / path).write_bytes(content)
+        return check(folder, scenario, left.allowed, left.point)

@@ -1,0 +1,85 @@
+"""Writers with one mistake each, to see that the harness finds it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from checkpoint.crash.crashes import Outcome
+from checkpoint.crash.subject import Scenario
+from checkpoint.crash.trials import EXPLICIT, LIMIT_1, Slice
+from lockstep.checkpoint import retain
+from lockstep.checkpoint.store import local as store
+
+Broken = Callable[[], Any]
+
+
+def outcomes(broken: Broken, kind: Callable[[Scenario, Slice], list[Outcome]]) -> list[Outcome]:
+    """Trials with the mistake in this process, whose children inherit it."""
+    scenario = LIMIT_1 if broken is prunes_first else EXPLICIT
+    slices = 6 if kind.__name__ == "killed" else 20
+    with broken():
+        return kind(scenario, (slices, 1))
+
+
+@contextmanager
+def replaces_in_place() -> Iterator[None]:
+    """The checkpoint that is replaced is removed before the new one is there."""
+    publish = store.LocalStore.publish
+
+    def hasty(self: Any, directory: str, staging: str, manifest: bytes) -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+        publish(self, directory, staging, manifest)
+
+    with patch.object(store.LocalStore, "publish", hasty):
+        yield
+
+
+@contextmanager
+def prunes_first() -> Iterator[None]:
+    """Older checkpoints are removed before the new one is written."""
+    begin = store.LocalStore.begin
+
+    def hasty(self: Any, directory: str) -> str:
+        folder = os.path.dirname(directory)
+        for number in retain.numbers(folder, self):
+            self.remove(f"{folder}/checkpoint_{number}")
+        return begin(self, directory)
+
+    with patch.object(store.LocalStore, "begin", hasty):
+        yield
+
+
+@contextmanager
+def syncs_nothing() -> Iterator[None]:
+    """The page cache is left to itself."""
+
+    class Lazy:
+        def __getattr__(self, name: str) -> Any:
+            return (lambda handle: None) if name == "fsync" else getattr(os, name)
+
+    with patch.object(store, "os", Lazy()):
+        yield
+
+
+@contextmanager
+def replaces_file_by_file() -> Iterator[None]:
+    """Each file takes the place of the older one of its name, and nobody looks whether they belong together."""
+
+    def hasty(self: Any, directory: str, staging: str, manifest: bytes) -> None:
+        self.write(f"{staging}/{store.MANIFEST}", [manifest])
+        os.makedirs(directory, exist_ok=True)
+        for name in sorted(os.listdir(staging)):
+            os.replace(f"{staging}/{name}", f"{directory}/{name}")
+        os.rmdir(staging)
+
+    with (
+        patch.object(store.LocalStore, "publish", hasty),
+        patch("lockstep.checkpoint.checkpointer.verify", lambda store, directory, share: None),
+        patch("lockstep.checkpoint.write.verify", lambda store, directory, share: None),
+    ):
+        yield

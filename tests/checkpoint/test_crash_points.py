@@ -1,0 +1,167 @@
+"""A run that is killed, loses its power or meets a broken disk while it saves continues from a whole checkpoint."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from checkpoint.crash import sabotage, trials
+from checkpoint.crash.crashes import Outcome
+from checkpoint.crash.lost_writes import Disk
+from checkpoint.crash.operations import Operation
+from checkpoint.crash.system_calls import STRACE, changes
+from checkpoint.crash.trials import TRIALS, make
+from tests.distributed.pool import server_environment
+
+LEAST_KILLED, LEAST_KILLED_TWICE = 130, 70
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[ProcessPoolExecutor]:
+    with server_environment():  # in case that this test is the first to start the server
+        executor = trials.pool(multiprocessing.get_context("forkserver"))
+        executor.submit(os.getpid).result()
+    with executor:
+        yield executor
+
+
+def results(outcomes: list[Outcome]) -> Counter[str]:
+    assert [one for one in outcomes if not one.is_right] == []
+    return Counter(one.result for one in outcomes)
+
+
+def made(executor: ProcessPoolExecutor, kinds: set[object], slices: int, taken: int) -> list[Outcome]:
+    chosen = [trial for trial in TRIALS if trial.kind in kinds and trial.scenario.ranks == 1]
+    return [one for _, outcomes in make(executor, chosen, slices, taken) for one in outcomes]
+
+
+def test_a_run_that_is_killed_anywhere_continues_at_the_save_or_the_one_before(executor) -> None:
+    found = results(made(executor, {trials.killed}, slices=8, taken=1))
+    assert found.total() >= LEAST_KILLED
+    assert min(found["N"], found["N-1"], found["none"]) > 0
+
+
+def test_the_run_that_resumes_may_be_killed_too(executor) -> None:
+    found = results(made(executor, {trials.killed_twice}, slices=8, taken=1))
+    assert found.total() >= LEAST_KILLED_TWICE
+    assert min(found["N"], found["N-1"]) > 0
+
+
+def test_a_rank_that_is_killed_alone_or_with_the_others_leaves_a_whole_checkpoint(executor) -> None:
+    chosen = [trial for trial in TRIALS if trial.kind is trials.killed and trial.scenario.ranks == 2]
+    found = [one for _, outcomes in make(executor, chosen, 25, 1) for one in outcomes]
+    assert results(found).total() >= 10
+    assert {one.point.split(",")[0] for one in found} == {"rank 0", "rank 1"}
+
+
+def test_what_was_not_synced_may_be_lost(executor) -> None:
+    found = results(made(executor, {trials.power_off, trials.killed_then_power_off}, slices=40, taken=1))
+    assert min(found["N"], found["N-1"], found["none"]) > 0
+
+
+def test_a_broken_disk_fails_the_save_and_nothing_else(executor) -> None:
+    found = results(made(executor, {trials.failed}, slices=16, taken=1))
+    assert min(found["N"], found["N-1"]) > 0
+
+
+def test_a_broken_disk_of_one_rank_fails_the_save_on_both(executor) -> None:
+    chosen = [trial for trial in TRIALS if trial.kind is trials.failed and trial.scenario.ranks == 2]
+    found = [one for _, outcomes in make(executor, chosen, 40, 1) for one in outcomes]
+    assert results(found).total() >= 6
+
+
+@pytest.mark.parametrize(
+    ("broken", "kind", "seen"),
+    [
+        (sabotage.replaces_in_place, trials.killed, {"unreadable"}),
+        (sabotage.prunes_first, trials.killed, {"unreadable"}),
+        (sabotage.syncs_nothing, trials.power_off, {"unreadable"}),
+        (sabotage.replaces_file_by_file, trials.killed, {"mixed"}),
+    ],
+)
+def test_the_harness_finds_what_is_wrong_with_a_careless_writer(executor, broken, kind, seen) -> None:
+    found = executor.submit(sabotage.outcomes, broken, kind).result()
+    assert seen <= {one.result for one in found}
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """The folder, what the run itself recorded, and what strace did, where there is one."""
+    place = Path(os.path.realpath(tmp_path_factory.mktemp("traced")))
+    folder, record, calls = place / "run", place / "record", place / "calls"
+    folder.mkdir()
+    command = [sys.executable, "-m", "checkpoint.crash.traced", str(folder), str(record)]
+    if shutil.which("strace"):
+        command = [*STRACE, "-o", str(calls), *command]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return folder, record, calls
+
+
+def test_the_recorder_sees_every_system_call_that_changes_a_file(traced: tuple[Path, Path, Path]) -> None:
+    folder, record, calls = traced
+    if not calls.exists():
+        pytest.skip("strace is not installed")
+    seen = json.loads(record.read_text())["seen"]
+    assert len(seen) > 200
+    assert changes(calls, folder) == seen
+
+
+def test_the_recorder_sees_what_python_audits(traced: tuple[Path, Path, Path]) -> None:
+    record = json.loads(traced[1].read_text())
+    assert len(record["tried"]) > 80
+    assert without_repetition(record["audited"]) == without_repetition(record["tried"])
+
+
+def without_repetition(lines: list[str]) -> list[str]:
+    """Opening a file is audited twice, by ``open`` and by ``os.open``."""
+    return [line for line, before in zip(lines, ["", *lines], strict=False) if line != before]
+
+
+def after(*operations: Operation) -> list[dict[str, bytes | None]]:
+    disk = Disk()
+    for operation in operations:
+        disk.do(operation)
+    return list(disk.after_power_failure())
+
+
+def test_a_file_that_is_not_synced_may_be_empty_zeros_or_there() -> None:
+    written = (Operation("open", "a"), Operation("sync", "."), Operation("write", "a", data=b"xy"))
+    assert after(*written) == [{"a": b""}, {"a": b"xy"}, {"a": b"\0\0"}]
+    assert after(*written, Operation("sync", "a")) == [{"a": b"xy"}]
+
+
+def test_a_synced_file_may_have_no_name_until_its_folder_is_synced() -> None:
+    written = (Operation("open", "a"), Operation("write", "a", data=b"xy"), Operation("sync", "a"))
+    assert after(*written) == [{}, {"a": b"xy"}]
+    assert after(*written, Operation("sync", ".")) == [{"a": b"xy"}]
+
+
+def test_changes_of_a_folder_are_lost_from_the_last_on() -> None:
+    made = (
+        Operation("mkdir", "a"),
+        Operation("sync", "."),
+        Operation("rename", "a", to="b"),
+        Operation("mkdir", "c"),
+    )
+    assert after(*made) == [{"a": None}, {"b": None}, {"b": None, "c": None}]
+
+
+def test_folders_are_independent() -> None:
+    made = (Operation("mkdir", "a"), Operation("open", "a/x"), Operation("sync", "a"), Operation("sync", "."))
+    gone = (Operation("rename", "a", to="b"), Operation("unlink", "b/x"))
+    assert {frozenset(tree) for tree in after(*made, *gone)} == {
+        frozenset(names) for names in (["a", "a/x"], ["b", "b/x"], ["a"], ["b"])
+    }
