@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -11,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -58,6 +59,43 @@ def summary(values: Sequence[float]) -> Summary:
 def ratios(values: Sequence[float], references: Sequence[float]) -> list[float]:
     """Each value over the reference of the same round: what drifts between rounds cancels."""
     return [value / reference for value, reference in zip(values, references, strict=True)]
+
+
+def parse_for_blocks(
+    parser: argparse.ArgumentParser, name: str, rounds: int, quick_rounds: int
+) -> argparse.Namespace:
+    """The parser's options, and those of every benchmark whose contenders take turns in blocks of steps."""
+    parser.add_argument(
+        "--quick", action="store_true", help="a few rounds: shows that it runs, proves little"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        help=f"rounds of one block a contender (default {rounds}, quick {quick_rounds})",
+    )
+    parser.add_argument("--steps", type=int, default=20, help="timed steps a block (default %(default)s)")
+    parser.add_argument("--only", nargs="+", help="contenders besides the hand-written loop")
+    parser.add_argument("--output", type=Path, help=f"JSON file (default benchmarks/results/{name}.json)")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    chosen.rounds = chosen.rounds or (quick_rounds if chosen.quick else rounds)
+    return chosen
+
+
+def time_steps(
+    loop: Iterator[Any], steps: int, read: Callable[[Any], Any] = lambda given: None
+) -> tuple[dict[str, float], list[Any]]:
+    """Medians over so many steps of wall-clock ("wall_ms") and of this process's CPU time ("cpu_ms"), in ms; and
+    what was read, untimed, from what each step gave."""
+    wall, cpu, found = [], [], []
+    for _ in range(steps):
+        cpu_start = time.process_time()
+        start = time.perf_counter()
+        given = next(loop)
+        wall.append((time.perf_counter() - start) * 1e3)
+        cpu.append((time.process_time() - cpu_start) * 1e3)
+        found.append(read(given))
+    return {"wall_ms": summary(wall).median, "cpu_ms": summary(cpu).median}, found
 
 
 def free_port() -> int:

@@ -16,7 +16,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -33,19 +32,9 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="a few rounds: shows that it runs, proves little"
-    )
-    parser.add_argument("--rounds", type=int, help="rounds of one block a contender (default 40, quick 5)")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps a block (default %(default)s)")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="world sizes (default 1 2)")
     parser.add_argument("--tasks", nargs="+", default=["gpt", "digits"], help="gpt, digits (default both)")
-    parser.add_argument("--only", nargs="+", help="contenders besides the hand-written loop")
-    parser.add_argument("--output", type=Path, help="JSON file (default benchmarks/results/step_time.json)")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
-    chosen.rounds = chosen.rounds or (5 if chosen.quick else 40)
-    return chosen
+    return common.parse_for_blocks(parser, "step_time", rounds=40, quick_rounds=5)
 
 
 def worker(chosen: argparse.Namespace) -> None:
@@ -92,14 +81,7 @@ def time_block(loop: Any, steps: int, world_size: int) -> Block:
         dist.barrier()
     for _ in range(UNTIMED):
         next(loop)
-    wall, cpu = [], []
-    for _ in range(steps):
-        cpu_start = time.process_time()
-        start = time.perf_counter()
-        next(loop)
-        wall.append((time.perf_counter() - start) * 1e3)
-        cpu.append((time.process_time() - cpu_start) * 1e3)
-    return {"wall_ms": common.summary(wall).median, "cpu_ms": common.summary(cpu).median}
+    return common.time_steps(loop, steps)[0]
 
 
 def figure(pairs: list[Pair]) -> dict[str, common.Summary]:

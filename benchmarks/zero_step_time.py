@@ -16,7 +16,6 @@ import gc
 import json
 import sys
 import tempfile
-import time
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -38,25 +37,13 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="a few rounds: shows that it runs, proves little"
-    )
-    parser.add_argument("--rounds", type=int, help="rounds of one block a contender (default 16, quick 3)")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps a block (default %(default)s)")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3], help="default 1 2 3")
     parser.add_argument(
         "--accumulation", type=int, nargs="+", default=[1, 4], help="micro-batches a step (default 1 4)"
     )
     parser.add_argument("--fused", action="store_true", help="torch's fused AdamW for everyone")
-    parser.add_argument("--only", nargs="+", help="contenders besides the hand-written loop")
     parser.add_argument("--sweep", action="store_true", help="DeepSpeed's settings instead of the contenders")
-    parser.add_argument(
-        "--output", type=Path, help="JSON file (default benchmarks/results/zero_step_time.json)"
-    )
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
-    chosen.rounds = chosen.rounds or (3 if chosen.quick else 16)
-    return chosen
+    return common.parse_for_blocks(parser, "zero_step_time", rounds=16, quick_rounds=3)
 
 
 def worker(chosen: argparse.Namespace) -> None:
@@ -95,17 +82,10 @@ def worker(chosen: argparse.Namespace) -> None:
 def time_block(loop: Any, steps: int, blocks: Blocks) -> list[float]:
     """Append the medians over a block's steps of wall-clock and of this process's CPU time; returns all losses."""
     losses = [float(next(loop)) for _ in range(UNTIMED)]
-    wall, cpu = [], []
-    for _ in range(steps):
-        cpu_start = time.process_time()
-        start = time.perf_counter()
-        loss = next(loop)
-        wall.append((time.perf_counter() - start) * 1e3)
-        cpu.append((time.process_time() - cpu_start) * 1e3)
-        losses.append(float(loss))
-    blocks["wall_ms"].append(common.summary(wall).median)
-    blocks["cpu_ms"].append(common.summary(cpu).median)
-    return losses
+    medians, timed = common.time_steps(loop, steps, read=float)
+    for kind, median in medians.items():
+        blocks[kind].append(median)
+    return losses + timed
 
 
 def summaries(blocks: dict[str, Blocks]) -> dict[str, dict[str, common.Summary]]:

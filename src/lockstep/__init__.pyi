@@ -16,6 +16,9 @@ from lockstep.errors import CheckpointError as CheckpointError
 from lockstep.errors import NoCheckpointError as NoCheckpointError
 from lockstep.launch.functions import debug_launcher as debug_launcher
 from lockstep.launch.functions import notebook_launcher as notebook_launcher
+from lockstep.parallel.asynchronous.diloco import DiLoCo as DiLoCo
+from lockstep.parallel.asynchronous.local_sgd import LocalSGD as LocalSGD
+from lockstep.parallel.asynchronous.stale import BoundedStaleness as BoundedStaleness
 from lockstep.runtime.control import PartialState as PartialState
 from lockstep.runtime.memory import find_executable_batch_size as find_executable_batch_size
 from lockstep.runtime.seed import set_seed as set_seed

@@ -6,8 +6,8 @@ import inspect
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -39,14 +39,15 @@ from lockstep.config.parallel import Parallel
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.skip import skip_first_batches
 from lockstep.parallel.autocast import autocast
-from lockstep.parallel.compose import hold_back, unwrap
 from lockstep.parallel.join import join_replicas
 from lockstep.parallel.materialize import InitWeights
+from lockstep.parallel.prepared import hold_back, loss_of, unwrap
 from lockstep.preparation.prepare import Preparation
 from lockstep.preparation.window import OpenWindow
 from lockstep.runtime import process
 from lockstep.runtime.control import ProcessControl, RunState
 from lockstep.runtime.memory import release_memory
+from lockstep.runtime.mesh import Meshes
 from lockstep.runtime.step import StepState
 from lockstep.train import clipping
 from lockstep.train.accumulation import Accumulation, trigger_sync
@@ -139,6 +140,7 @@ class Accelerator(ProcessControl, OptionsView):
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.runtime = process.start(options.cpu, options.init)
         self._options = options = fit_to_world(options, self.runtime.world_size)
+        self.meshes = Meshes(self.runtime, options.parallel)
         for text in options.config_warnings if self.runtime.is_main else ():
             warnings.warn(text, stacklevel=2)
         self._communicator = Communicator(self.runtime)
@@ -158,11 +160,14 @@ class Accelerator(ProcessControl, OptionsView):
             or options.parallel.zero > 1,
         )
         self._scaler = (
-            LossScaler(self.runtime.device, options.scaler) if options.mixed_precision == "fp16" else None
+            LossScaler(self.runtime.device, options.scaler, lambda: self.meshes.stage_group)
+            if options.mixed_precision == "fp16"
+            else None
         )
         self._preparation = Preparation(
             options,
             self.runtime,
+            self.meshes,
             self._step,
             self._communicator,
             self._scaler,
@@ -171,7 +176,10 @@ class Accelerator(ProcessControl, OptionsView):
             step_scheduler_with_optimizer,
         )
         self._window = OpenWindow(
-            self._accumulation, self._preparation.models, self._preparation.optimizers, self.runtime
+            self._accumulation,
+            self._preparation.models,
+            self._preparation.optimizers,
+            self.meshes,
         )
         self._registered: list[Any] = []
         self._trackers = TrackerSet(log_with, options.project.logging_dir, self.is_main_process)
@@ -316,12 +324,39 @@ class Accelerator(ProcessControl, OptionsView):
             loss = self._scaler.scale(loss)
         self._preparation.backward(loss, **kwargs)
 
+    def train_step(
+        self,
+        model: nn.Module,
+        loss_function: Callable[..., torch.Tensor],
+        inputs: Any,
+        targets: Any = (),
+        *,
+        weight: torch.Tensor | float | None = None,
+    ) -> torch.Tensor:
+        """Forward, loss and backward of one micro-batch; with a pipeline in the order of its schedule.
+
+        Where the loss is computed outside of the model, this is the way to have another schedule than GPipe's. Other
+        models do the same as three lines would.
+
+        Args:
+            loss_function: Called with the model's output and ``targets``; a mean over the batch.
+            inputs: What the model is called with: one value, a tuple of them, or a mapping of keywords.
+            targets: One value or a tuple of them, cut into the pipeline's micro-batches as the inputs are.
+            weight: See ``backward``.
+
+        Returns:
+            The loss, 0-d and detached, on every rank.
+        """
+        loss = loss_of(model, loss_function, inputs, targets, self.autocast)
+        self.backward(loss, weight=weight)
+        return loss.detach()
+
     def sample_weights(self) -> torch.Tensor | None:
         """For each row of this rank's batch, 1 if it is a sample and 0 if it is padding.
 
         Float32 of shape (rows,) on this device. None where the loader cannot count.
         """
-        return sample_weights(self._step, self.runtime.rank, self.runtime.device)
+        return sample_weights(self._step, self.meshes.data_rank, self.runtime.device)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """One micro-batch of ``gradient_accumulation_steps``; gradients are averaged after the last."""
@@ -330,6 +365,10 @@ class Accelerator(ProcessControl, OptionsView):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Backward inside adds to this rank's gradients without averaging them."""
         return self._accumulation.no_sync([model])
+
+    def alone(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Each rank trains this model by itself inside: gradients, and weights of ``backward``, are its own."""
+        return self._accumulation.alone([model])
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
@@ -357,7 +396,7 @@ class Accelerator(ProcessControl, OptionsView):
         """
         parameters = self._preparation.shards_of(clipping.as_list(parameters))
         self._unscale_owners(parameters)
-        return clipping.clip_norm(parameters, max_norm, norm_type, self.sync_gradients)
+        return self._preparation.clip_norm(parameters, max_norm, norm_type, self.sync_gradients)
 
     def clip_grad_value_(self, parameters: clipping.Parameters, clip_value: float) -> None:
         """Clamp whole windows' gradients to [-clip_value, clip_value]."""
@@ -387,6 +426,26 @@ class Accelerator(ProcessControl, OptionsView):
             for loader, value in zip(loaders, before, strict=True):
                 loader.even_batches = value
 
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[Any]:
+        """Inside, these tensors are this rank's chunks of the sequence, and models work on chunks throughout.
+
+        Then not even logits are whole on any rank. Everything that depends on the position must be among the buffers:
+        inputs, ``position_ids``, and labels that were shifted before. The loss is the mean over the chunk. Without
+        ``cp`` nothing happens.
+        """
+        if self.meshes.axes.cp == 1:
+            return nullcontext()
+        from lockstep.parallel.context.split import split_sequence
+
+        return split_sequence(
+            self._preparation.models, buffers or [], buffer_seq_dims or [], no_restore_buffers or set()
+        )
+
     # Between ranks ----------------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
@@ -396,8 +455,15 @@ class Accelerator(ProcessControl, OptionsView):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """``gather`` without the rows that pad the last batch: each sample exactly once."""
         return gather_for_metrics(
-            self._communicator, self._step, input_data, self.runtime.rank, use_gather_object
+            self._data_communicator, self._step, input_data, self.meshes.data_rank, use_gather_object
         )
+
+    @cached_property
+    def _data_communicator(self) -> Communicator:
+        """Over the ranks with batches of their own."""
+        if not self.meshes.axes.splits_model:
+            return self._communicator
+        return Communicator(self.meshes.data_runtime, self.meshes.data_group)
 
     def reduce(self, tensor: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
         """Sum, mean or maximum over ranks of nested tensors, times ``scale``."""
@@ -425,8 +491,14 @@ class Accelerator(ProcessControl, OptionsView):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole model's ``state_dict``, under the names of the unwrapped model.
 
-        Of a sharded model it is gathered into host memory, one tensor after the other: call it on every rank.
+        Of a sharded model it is gathered into host memory, one tensor after the other: call it on every rank. That of
+        a pipeline is on rank 0, and empty on the others.
         """
+        whole_model = self._preparation.whole_of(model)
+        if whole_model is not None:
+            from lockstep.checkpoint.weights.stages import collect_stages
+
+            return collect_stages(self.unwrap_model(model).state_dict(), self._communicator, whole_model)
         state = (self.unwrap_model(model, keep_torch_compile=False) if unwrap else model).state_dict()
         gathered: dict[str, Any] = whole(state)
         return gathered
@@ -449,9 +521,14 @@ class Accelerator(ProcessControl, OptionsView):
         with together(self._communicator):
             refuse_pickle("save_model", safe_serialization)
             plain = self.unwrap_model(model, keep_torch_compile=False)
-        from lockstep.checkpoint.weights.export import save_model  # with pydantic, which a run may never need
+        # With pydantic, which a run may never need.
+        from lockstep.checkpoint.weights.export import save_model, save_stages
 
-        save_model(plain, save_directory, max_shard_size, self._communicator)
+        whole_model = self._preparation.whole_of(model)
+        if whole_model is not None:
+            save_stages(plain, whole_model, save_directory, max_shard_size, self._communicator)
+        else:
+            save_model(plain, save_directory, max_shard_size, self._communicator)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Include objects with ``state_dict`` and ``load_state_dict`` in saved states."""
@@ -530,18 +607,7 @@ class Accelerator(ProcessControl, OptionsView):
         self._checkpointer.wait()
 
     def _training(self) -> Training:
-        prepared = self._preparation
-        return Training(
-            models=[self.unwrap_model(model, keep_torch_compile=False) for model in prepared.models],
-            parts={
-                "optimizer": list(prepared.optimizers),
-                "scheduler": list(prepared.schedulers),
-                "loader": list(prepared.loaders),
-                "scaler": [] if self._scaler is None else [self._scaler],
-                "object": self._registered,
-                "window": [self._window],
-            },
-        )
+        return self._preparation.training({"object": self._registered, "window": [self._window]})
 
     # Look on ----------------------------------------------------------------------------------------
 

@@ -201,6 +201,8 @@ def test_the_dry_run_shows_parallel_and_where_it_is_from(capsys: pytest.CaptureF
             "--parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_size 2",
             "zero=3 replicate=2",
         ),
+        ("--parallelism_config_tp_size 2 --parallelism_config_dp_shard_size 2", "zero=3 tp=2"),
+        ("--parallelism_config_sp_size 4", "cp=4 cp_method=ulysses"),
     ],
 )
 def test_sharding_flags_of_accelerate_launch_work(
@@ -224,7 +226,7 @@ def test_sharding_flags_of_accelerate_launch_work(
         ),
         (["--nproc", 8, "--deepspeed_config_file", "ds.json"], ["x 8 processes = 64, not 32"]),
         (["--deepspeed_config_file", "none.json"], ["cannot read"]),
-        (["--parallelism_config_tp_size", 2], ["tensor parallelism"]),
+        (["--nproc", 3, "--parallelism_config_tp_size", 2], ["tp_size='2'", "3 processes (flag --nproc)"]),
         (
             ["--nproc", 3, "--parallelism_config_dp_shard_size", 2],
             ["dp_shard_size='2'", "3 processes (flag --nproc)"],

@@ -226,7 +226,10 @@ def test_sections_of_a_file_become_settings(text: str, expected: dict[str, Any])
         ("fsdp_config: {fsdp_version: 2}\ndistributed_type: DEEPSPEED\n", ["distributed_type is DEEPSPEED"]),
         ("fsdp_config: {fsdp_version: 2}\ndeepspeed_config: {zero_stage: 1}\n", ["both shard the model"]),
         ("fsdp_config: {fsdp_version: 2}\nparallel: zero=1\n", ["parallel='zero=1'", "contradicts"]),
-        ("parallelism_config: {tp_size: 2}\n", ["tp_size=2 asks for tensor parallelism"]),
+        (
+            "parallelism_config: {cp_size: 2, sp_size: 2}\n",
+            ["cp_size=2", "sp_size=2", "both split the sequence"],
+        ),
         ("parallelism_config: {dp_shard_size: 2}\nnum_processes: 3\n", ["num_processes=3", "contradicts"]),
         ("deepspeed_config: {offload_param_device: nvme}\n", ["nvme", "disk"]),
         ("deepspeed_config: {deepspeed_hostfile: hosts}\n", ["deepspeed_hostfile", "run the same command"]),
@@ -235,7 +238,7 @@ def test_sections_of_a_file_become_settings(text: str, expected: dict[str, Any])
             ["gradient_accumulation_steps=4", "gradient_accumulation_steps=2"],
         ),
         ("deepspeed_config: {deepspeed_config_file: /nonexistent.json}\n", ["cannot read"]),
-        ("parallel: tp=2\n", ["run.yaml:1: parallel: ", "tp is not available yet"]),
+        ("parallel: sequence_parallel\n", ["run.yaml:1: parallel: ", "sequence_parallel needs tp"]),
     ],
 )
 def test_contradictions_in_a_file_show_both_values(text: str, sentences: list[str]) -> None:

@@ -19,10 +19,7 @@ NUMBER = r"(\d+\.\d+(?:e[+-]\d+)?)"
 
 PYTHON = [sys.executable]
 LOCKSTEP = [str(BIN / "lockstep"), "launch", "--nproc", "2"]
-
-
-def torchrun(processes: int) -> list[str]:
-    return [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(processes)]
+TORCHRUN = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"]
 
 
 def run(launcher: list[str], script: str, *arguments: object) -> str:
@@ -41,11 +38,11 @@ def numbers(pattern: str, text: str) -> list[float]:
 
 def test_gpt_learns_on_two_processes_and_leaves_a_model_that_another_program_loads(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    text = run(LOCKSTEP, "gpt/train.py", "--steps", 60, "--out", out)
+    text = run(LOCKSTEP, "gpt/train.py", "--steps", 40, "--out", out)
 
     (unigram,) = numbers("unigram entropy NUMBER nats", text)
     (final,) = numbers("validation loss NUMBER nats =", text)
-    assert final < 0.97 * unigram  # 60 of 800 steps
+    assert final < 0.97 * unigram  # 40 of 800 steps
     records = [json.loads(line) for line in next(out.rglob("*.jsonl")).read_text().splitlines()]
     values = [record["values"] for record in records if "values" in record]
     checks = [value["validation/loss"] for value in values if "validation/loss" in value]
@@ -60,14 +57,15 @@ def test_gpt_learns_on_two_processes_and_leaves_a_model_that_another_program_loa
     assert {"model.safetensors", "config.json"} <= {path.name for path in out.iterdir()}
     assert text.count("a sample, from the prompt") == 1  # one process prints
 
-    sample = run(PYTHON, "gpt/sample.py", out, "--prompt", "def main", "--length", 40)
-    assert sample.startswith("def main")
-    assert len(sample) > 20
-    assert sample == run(PYTHON, "gpt/sample.py", out, "--prompt", "def main", "--length", 40)
+    (printed,) = re.findall(r"from the prompt 'def '\n(.*)\n---\nsaved to", text, flags=re.DOTALL)
+    sample = run(PYTHON, "gpt/sample.py", out, "--prompt", "def ", "--length", 300)
+    assert sample == f"{printed}\n"  # by another program, from the file, with the same seed
+    assert sample.startswith("def ")
+    assert len(sample) > 200
 
 
 def test_gpt_runs_on_one_process_with_bf16_and_accumulation(tmp_path: Path) -> None:
-    text = run(PYTHON, "gpt/train.py", "--steps", 8, "--accumulation", 2, "--bf16", "--out", tmp_path)
+    text = run(PYTHON, "gpt/train.py", "--steps", 2, "--accumulation", 2, "--bf16", "--out", tmp_path)
     (unigram,) = numbers("unigram entropy NUMBER nats", text)
     (final,) = numbers("validation loss NUMBER nats =", text)
     assert final < 5.0  # from log(256) = 5.5
@@ -81,7 +79,7 @@ def zero_table(text: str) -> dict[str, list[float]]:
 
 
 def test_the_gpt_has_one_loss_under_every_stage_and_the_bytes_that_the_formulas_promise() -> None:
-    rows = zero_table(run(LOCKSTEP, "gpt/zero.py", "--steps", 4))
+    rows = zero_table(run(LOCKSTEP, "gpt/zero.py", "--steps", 2))
     assert list(rows) == ["ddp", "zero=1", "zero=2", "zero=3", "zero=3 activation=full"]
     plain = rows["ddp"]
     width, vocabulary, context, layers = 192, 256, 64, 6
@@ -106,11 +104,10 @@ def test_the_gpt_has_one_loss_under_every_stage_and_the_bytes_that_the_formulas_
     assert sent == pytest.approx(expected, rel=0.01)
 
 
+# accelerated.py on one process and under torchrun, with the same result: tests/test_readme.py.
 DIGITS = {
     "plain": (PYTHON, "digits/plain.py"),
-    "ddp on 1": (torchrun(1), "digits/ddp.py"),
-    "ddp on 2": (torchrun(2), "digits/ddp.py"),
-    "accelerated on 1": (PYTHON, "digits/accelerated.py"),
+    "ddp on 2": (TORCHRUN, "digits/ddp.py"),
     "accelerated on 2": (LOCKSTEP, "digits/accelerated.py"),
 }
 

@@ -15,13 +15,15 @@ class LiveBytes(TorchDispatchMode):
     """Follows every storage that an operator inside returns or changes, until it is freed.
 
     ``now()``: bytes of these alive; ``peak``: the largest such number after any operator. A storage that torch
-    resizes to nothing counts as nothing. Tensors from before that no operator touches are not seen.
+    resizes to nothing counts as nothing, and one that grows does from the next operator on that touches it.
+    Tensors from before that no operator touches are not seen.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._at_most = 0  # the sum of the sizes in there, some of which may have shrunk since
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -33,14 +35,23 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and not hasattr(tensor, "placements"):
                 storage = tensor.untyped_storage()
                 if storage.device.type != "meta":  # as those of DTensor's rules of propagation
-                    self._storages[storage._cdata] = weakref.ref(storage)
-        self.peak = max(self.peak, self.now())
+                    self._see(storage)
+        if self._at_most > self.peak:  # else counting, which takes long, cannot find more
+            self.peak = max(self.peak, self.now())
         return result
 
     def now(self) -> int:
-        alive = {address: ref for address, ref in self._storages.items() if ref() is not None}
-        self._storages = alive
-        return sum(storage.nbytes() for ref in alive.values() if (storage := ref()) is not None)
+        alive = [storage for ref, _ in self._storages.values() if (storage := ref()) is not None]
+        self._storages, self._at_most = {}, 0
+        for storage in alive:
+            self._see(storage)
+        return self._at_most
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        _, before = self._storages.get(storage._cdata, (None, 0))
+        size = storage.nbytes()
+        self._storages[storage._cdata] = (weakref.ref(storage), size)
+        self._at_most += size - before
 
 
 def reachable_bytes() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +75,7 @@ class Result:
     parameters: dict[str, torch.Tensor]
 
 
+@functools.cache
 def train(
     kind: str, optimizer_name: str, accumulation: int, steps: int, batch: int, bf16: bool, slices: int
 ) -> Result:

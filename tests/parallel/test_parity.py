@@ -14,7 +14,7 @@ from lockstep import Accelerator, DataLoaderConfiguration
 from parallel import plain
 
 GLOBAL_BATCH = 8
-STEPS = 20
+STEPS = {"adamw": 20, "sgd": 8}
 
 
 @dataclass(frozen=True)
@@ -51,41 +51,47 @@ def train(case: Case, optimizer_name: str) -> plain.Result:
         shuffle=case.data == "map",
     )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    losses: list[float] = []
-    window: list[torch.Tensor] = []
+    own_losses: list[torch.Tensor] = []
     gradients: dict[str, torch.Tensor] = {}
+    steps = 0
     for tokens, labels in loader:
         with accelerator.accumulate(model):
             loss = F.cross_entropy(model(tokens), labels)
             accelerator.backward(loss)
-            window.append(accelerator.gather(loss.detach()).mean())
+            own_losses.append(loss.detach())
             if accelerator.sync_gradients:
                 plain_model = accelerator.unwrap_model(model)
                 gradients = {name: p.grad.clone() for name, p in plain_model.named_parameters()}
-                losses.append(torch.stack(window).mean().item())
-                window = []
+                steps += 1
             optimizer.step()
             optimizer.zero_grad()
-        if len(losses) == STEPS:
+        if steps == STEPS[optimizer_name]:
             break
+    means = accelerator.reduce(torch.stack(own_losses), "mean")
+    losses = means.view(steps, case.accumulation).mean(1).tolist()
     parameters = {n: p.detach().clone() for n, p in accelerator.unwrap_model(model).named_parameters()}
     return plain.Result(losses, gradients, parameters)
+
+
+def train_with_both(case: Case) -> dict[str, plain.Result]:
+    return {optimizer_name: train(case, optimizer_name) for optimizer_name in STEPS}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_training_equals_plain_single_process_training(run_distributed, case: Case) -> None:
     bf16 = case.precision == "bf16"
-    for optimizer_name in ("adamw", "sgd"):
+    found = run_distributed(train_with_both, case.world_size, case)
+    for optimizer_name, steps in STEPS.items():
         expected = plain.train(
             "map" if case.data == "map" else "iterable",
             optimizer_name,
             case.accumulation,
-            STEPS,
+            steps,
             GLOBAL_BATCH,
             bf16,
             slices=case.world_size if bf16 else 1,
         )
-        results = run_distributed(train, case.world_size, case, optimizer_name)
+        results = [of_rank[optimizer_name] for of_rank in found]
         for result in results:
             assert result.losses == pytest.approx(expected.losses, rel=2e-6)
             if optimizer_name == "sgd":

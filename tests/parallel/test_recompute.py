@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -415,6 +416,7 @@ class OperatorCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@functools.cache
 def measure(mode: Activation, count: int) -> tuple[int, int]:
     """Bytes kept between forward and backward, and at most, by ``count`` blocks without anything around."""
     torch.manual_seed(0)
@@ -424,11 +426,15 @@ def measure(mode: Activation, count: int) -> tuple[int, int]:
     outside = torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)
     model(outside * 1.0).sum().backward()  # so that gradients are there and only added to
     gc.collect()
-    with LiveBytes() as counter:
-        loss = model(outside * 1.0).sum()
-        gc.collect()
-        kept = counter.live() - loss.nbytes
-        loss.backward()
+    gc.freeze()  # all that is there by now would be visited again
+    try:
+        with LiveBytes() as counter:
+            loss = model(outside * 1.0).sum()
+            gc.collect()
+            kept = counter.live() - loss.nbytes
+            loss.backward()
+    finally:
+        gc.unfreeze()
     return kept, counter.peak
 
 

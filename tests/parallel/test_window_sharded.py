@@ -52,17 +52,17 @@ CHANGED = [
 ]
 
 
-@pytest.mark.parametrize("stop", windows.STOPS)
 @pytest.mark.parametrize(("saving", "before", "loading", "after"), CHANGED, ids=str)
 def test_another_world_goes_on_as_plain_training(
-    run_distributed, saving: int, before: Setup, loading: int, after: Setup, stop: int
+    run_distributed, saving: int, before: Setup, loading: int, after: Setup
 ) -> None:
     losses, parameters = windows.plain_training(before.weighted)
-    saved = run_distributed(windows.save_at, saving, before, stop)[0]
-    for actual, reached in run_distributed(windows.go_on, loading, after, saved):
-        if not before.weighted:  # the mean of the ranks' means is another number then
-            assert actual == pytest.approx(losses[stop:], rel=2e-6)
-        assert problem.difference(reached, parameters) < 1e-5
+    saves = run_distributed(windows.save_at, saving, before, *windows.STOPS)[0]
+    for of_rank in run_distributed(windows.go_on, loading, after, saves):
+        for stop, (actual, reached) in zip(windows.STOPS, of_rank, strict=True):
+            if not before.weighted:  # the mean of the ranks' means is another number then
+                assert actual == pytest.approx(losses[stop:], rel=2e-6), stop
+            assert problem.difference(reached, parameters) < 1e-5, stop
 
 
 def mean_gradient(saved: windows.Saved) -> dict[str, torch.Tensor]:
@@ -73,7 +73,7 @@ def mean_gradient(saved: windows.Saved) -> dict[str, torch.Tensor]:
 
 
 def test_sums_of_half_precision_over_some_of_the_ranks_become_means(run_distributed) -> None:
-    saved = run_distributed(windows.save_at, 4, Setup("zero=2 replicate=2", precision="fp16"), 1)[0]
+    [saved] = run_distributed(windows.save_at, 4, Setup("zero=2 replicate=2", precision="fp16"), 1)[0]
     assert saved.windows[0]["models"][0]["partial"]
     model = problem.make_model()
     (problem.loss_of(model, *problem.make_batches(1)[0]) / windows.ACCUMULATION).backward()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -12,6 +14,8 @@ from torch import nn
 
 from lockstep import Accelerator
 from lockstep.config.parallel import Parallel
+from parallel.blocks_and_root import BlocksAndRoot
+from tests.distributed.pool import WorkerPool
 
 WIDTH, BLOCKS = 64, 3
 ROOT = WIDTH * WIDTH
@@ -21,19 +25,9 @@ GROUPS = BLOCKS + 1
 QUANTIZED_BLOCK, SCALE = 256, 4
 
 
-class Model(nn.Module):
-    """Blocks, and a layer that is in none of them. All sizes divide by the ranks."""
-
+class Model(BlocksAndRoot):
     def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.blocks = nn.Sequential(*(self._block() for _ in range(BLOCKS)))
-
-    def _block(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.blocks(self.first(rows))
+        super().__init__(WIDTH, BLOCKS)
 
 
 class WithBuffersAndScalars(Model):
@@ -161,39 +155,45 @@ CASES: list[tuple[int, str, str, dict[str, float]]] = [
 ]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
+MICRO_BATCHES = (1, 3)
+
+
+def windows_of_each(text: str, precision: str) -> dict[int, list[list[Sent]]]:
+    return {count: windows(text, precision, count) for count in MICRO_BATCHES}
+
+
+@pytest.fixture(scope="module")
+def measure(worker_pool: WorkerPool) -> Callable[[int, str, str], list[dict[int, list[list[Sent]]]]]:
+    """``windows_of_each`` of each of so many ranks, run once for the same arguments."""
+    return functools.cache(functools.partial(worker_pool.run, windows_of_each))
+
+
 @pytest.mark.parametrize(("ranks", "text", "precision", "widths"), CASES)
 def test_a_step_sends_what_theory_says_in_one_collective_for_each_group(
-    run_distributed: Any,
-    ranks: int,
-    text: str,
-    precision: str,
-    widths: dict[str, float],
-    micro_batches: int,
+    measure: Any, ranks: int, text: str, precision: str, widths: dict[str, float]
 ) -> None:
     theory = Theory(ranks, Parallel.parse(text), **widths)
-    for both in run_distributed(windows, ranks, text, precision, micro_batches):
-        for window in both:
-            sent = merged(window)
-            assert sent.bytes == theory.bytes(micro_batches)
-            assert sent.count == theory.counts(micro_batches)
+    for found in measure(ranks, text, precision):
+        for micro_batches in MICRO_BATCHES:
+            for window in found[micro_batches]:
+                sent = merged(window)
+                assert sent.bytes == theory.bytes(micro_batches), micro_batches
+                assert sent.count == theory.counts(micro_batches), micro_batches
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_nothing_is_sent_by_the_step_nor_by_calls_that_do_nothing_inside_a_window(
-    run_distributed: Any, stage: int
+    measure: Any, stage: int
 ) -> None:
-    for both in run_distributed(windows, 2, f"zero={stage}", "no", 3):
-        for window in both:
+    for found in measure(2, f"zero={stage}", "no"):
+        for window in found[3]:
             assert [one.count for one in window[1::2]] == [{}, {}, {}]
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_weights_are_gathered_in_the_first_micro_batch_of_a_window_alone(
-    run_distributed: Any, stage: int
-) -> None:
-    for both in run_distributed(windows, 2, f"zero={stage}", "no", 3):
-        for window in both:
+def test_weights_are_gathered_in_the_first_micro_batch_of_a_window_alone(measure: Any, stage: int) -> None:
+    for found in measure(2, f"zero={stage}", "no"):
+        for window in found[3]:
             gathers = [one.count.get("all_gather", 0) for one in window[::2]]
             reduces = [one.count.get("reduce_scatter", 0) for one in window[::2]]
             assert gathers == [GROUPS, 0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,28 +15,15 @@ from torch import nn
 from lockstep import Accelerator
 from lockstep.config.parallel import Parallel
 from lockstep.plan.memory import state_bytes, textbook_bytes
+from parallel.blocks_and_root import BlocksAndRoot
 from parallel.live_bytes import LiveBytes, reachable_bytes
+from tests.distributed.pool import WorkerPool
 
-WIDTH, BLOCKS = 32, 32
+WIDTH, BLOCKS = 32, 20
 ROOT = WIDTH * WIDTH
 BLOCK = 2 * WIDTH * WIDTH
 PSI = BLOCKS * BLOCK + ROOT
 GLOO_THREADS = 2
-
-
-class Model(nn.Module):
-    """Blocks, and a layer that is in none of them. All sizes divide by the ranks; batches are small."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.blocks = nn.Sequential(*(self._block() for _ in range(BLOCKS)))
-
-    def _block(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.blocks(self.first(rows))
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -89,7 +77,7 @@ def rest(
     rows = torch.randn(2, WIDTH)
     before = reachable_bytes()
     accelerator = Accelerator(cpu=True, mixed_precision=precision, parallel=text)
-    model = Model()
+    model = BlocksAndRoot(WIDTH, BLOCKS)
     optimizer: Any = make_optimizer(optimizer_name, model)
     if used_before:
         model(rows).sum().backward()
@@ -174,7 +162,7 @@ def within(text: str, precision: str, micro_batches: int) -> Within:
     accelerator = Accelerator(
         cpu=True, mixed_precision=precision, parallel=text, gradient_accumulation_steps=micro_batches
     )
-    model = Model()
+    model = BlocksAndRoot(WIDTH, BLOCKS)
     model, optimizer = accelerator.prepare(model, make_optimizer("adamw", model))
     rows = torch.randn(2, WIDTH)
     found = Within(0, 0, 0)
@@ -213,15 +201,21 @@ WITHIN = [
 ]
 
 
+@pytest.fixture(scope="module")
+def measure(worker_pool: WorkerPool) -> Callable[[int, str, str, int], list[Within]]:
+    """``within`` of each of so many ranks, run once for the same arguments."""
+    return functools.cache(functools.partial(worker_pool.run, within))
+
+
 @pytest.mark.parametrize(("ranks", "text", "precision", "micro_batches"), WITHIN)
 def test_a_window_needs_at_most_what_was_predicted_and_hardly_less(
-    run_distributed: Any, ranks: int, text: str, precision: str, micro_batches: int
+    measure: Any, ranks: int, text: str, precision: str, micro_batches: int
 ) -> None:
     plan = Parallel.parse(text)
     row = state_bytes(
         PSI, ranks, plan, precision, "adamw", block=BLOCK, root=ROOT, micro_batches=micro_batches
     )
-    for found in run_distributed(within, ranks, text, precision, micro_batches):
+    for found in measure(ranks, text, precision, micro_batches):
         assert found.window <= row.peak + in_flight(plan)
         # Without accumulation weights are let go while the gradients come, which the prediction leaves out.
         assert found.window > (0.9 if micro_batches > 1 else 0.8) * row.peak
@@ -229,12 +223,12 @@ def test_a_window_needs_at_most_what_was_predicted_and_hardly_less(
         assert row.at_rest <= found.step <= 1.01 * row.at_rest + in_flight(plan)
 
 
-def test_each_stage_needs_less_within_a_window_than_the_one_before(run_distributed: Any) -> None:
-    one, two, three = (run_distributed(within, 2, f"zero={stage}", "no", 3)[0].window for stage in (1, 2, 3))
+def test_each_stage_needs_less_within_a_window_than_the_one_before(measure: Any) -> None:
+    one, two, three = (measure(2, f"zero={stage}", "no", 3)[0].window for stage in (1, 2, 3))
     assert one > two + PSI  # whole gradients instead of shards: 4 - 4 / N bytes a parameter
     assert two > three + 2 * PSI  # whole weights instead of two blocks
 
 
-def test_stage_1_without_accumulation_is_stage_2(run_distributed: Any) -> None:
-    one, two = (run_distributed(within, 2, f"zero={stage}", "no", 1)[0].window for stage in (1, 2))
+def test_stage_1_without_accumulation_is_stage_2(measure: Any) -> None:
+    one, two = (measure(2, f"zero={stage}", "no", 1)[0].window for stage in (1, 2))
     assert one == pytest.approx(two, abs=in_flight(Parallel(zero=2)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +80,7 @@ class Result:
     parameters: dict[str, torch.Tensor]
 
 
+@functools.cache
 def train(optimizer_name: str, accumulation: int, steps: int | None = None) -> Result:
     torch.set_num_threads(1)
     model = make_model()

@@ -96,6 +96,30 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
 
 
+def step_and_clear(optimizer: Any) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def learn(run: Any, optimizer: Any, loss: torch.Tensor) -> None:
+    """A step without accumulation."""
+    run.backward(loss)
+    step_and_clear(optimizer)
+
+
+def clip_and_step(run: Any, model: nn.Module, optimizer: Any) -> torch.Tensor:
+    """The end of a window; the norm of its gradients."""
+    norm = run.clip_grad_norm_(model.parameters(), 0.5)
+    step_and_clear(optimizer)
+    return norm
+
+
+def rank_tokens(run: Any, step: int, low: int, high: int) -> torch.Tensor:
+    """This rank's rows of a global batch of tokens."""
+    tokens = torch.randint(low, high, (8, 6), generator=torch.Generator().manual_seed(step))
+    return tokens.chunk(run.num_processes)[run.process_index]
+
+
 def values(**models: nn.Module) -> dict[str, torch.Tensor]:
     """The whole tensors of all models' state."""
     return {
@@ -122,20 +146,18 @@ def adversaries(run: Any) -> dict[str, Any]:
     make, judge = seeded(Net, 4, 6), seeded(Net, 6, 1, seed=1)
     make_step, judge_step = sgd(make), sgd(judge, 0.05)
     make, judge, make_step, judge_step = run.prepare(make, judge, make_step, judge_step)
-    for step in range(4 * run.gradient_accumulation_steps):
+    for step in range(3 * run.gradient_accumulation_steps):
         with run.accumulate(make, judge):
             noise, real = batch(run, step, 4)[0], batch(run, step + 100)[0]
             fake = make(noise)
             run.backward(F.softplus(-judge(real)).mean() + F.softplus(judge(fake.detach())).mean())
             if run.sync_gradients:
-                judge_step.step()
-                judge_step.zero_grad()
+                step_and_clear(judge_step)
             judge.requires_grad_(False)
             run.backward(F.softplus(-judge(fake)).mean())
             judge.requires_grad_(True)
             if run.sync_gradients:
-                make_step.step()
-                make_step.zero_grad()
+                step_and_clear(make_step)
     return values(make=make, judge=judge)
 
 
@@ -148,9 +170,7 @@ def frozen_teacher(run: Any) -> dict[str, Any]:
         x, _ = batch(run, step)
         with torch.no_grad():
             target = teacher(x)
-        run.backward(F.mse_loss(student(x), target))
-        optimizer.step()
-        optimizer.zero_grad()
+        learn(run, optimizer, F.mse_loss(student(x), target))
         with torch.no_grad():
             teacher(x)  # someone looks at it before its weights change
             for mine, theirs in zip(teacher.parameters(), student.parameters(), strict=True):
@@ -164,13 +184,12 @@ def two_optimizers(run: Any) -> dict[str, Any]:
     first = torch.optim.SGD([p for p in model.parameters() if p.ndim > 1], lr=0.1)
     second = torch.optim.SGD([p for p in model.parameters() if p.ndim == 1], lr=0.05, momentum=0.5)
     model, first, second = run.prepare(model, first, second)
-    for step in range(4 * run.gradient_accumulation_steps):
+    for step in range(3 * run.gradient_accumulation_steps):
         with run.accumulate(model):
             run.backward(loss_of(run, model, step))
             if run.sync_gradients:
                 for optimizer in (first, second):
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    step_and_clear(optimizer)
     return values(model=model)
 
 
@@ -188,8 +207,7 @@ def several_forwards_and_backwards(run: Any) -> dict[str, Any]:
         run.backward(first)
         run.backward(second)
         seen = gradients_of(model=model)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)
     return seen | values(model=model)
 
 
@@ -198,9 +216,7 @@ def unused_block(run: Any) -> dict[str, Any]:
     model = seeded(Net)
     model, optimizer = run.prepare(model, sgd(model))
     for step in range(5):
-        run.backward(loss_of(run, model, step, skip=step % 3 - 1 if step % 3 else None))
-        optimizer.step()
-        optimizer.zero_grad()
+        learn(run, optimizer, loss_of(run, model, step, skip=step % 3 - 1 if step % 3 else None))
     return values(model=model)
 
 
@@ -250,9 +266,7 @@ def submodules_called_directly(run: Any) -> dict[str, Any]:
         with torch.no_grad():
             seen[f"{step}"] = F.linear(model.layers[1](x).sum(0), torch.eye(WIDTH)).mean() * 0
         model.layers[1](x).pow(2).mean()
-        run.backward(F.cross_entropy(model(x), y) + model.layers[0](x).pow(2).mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        learn(run, optimizer, F.cross_entropy(model(x), y) + model.layers[0](x).pow(2).mean())
     return seen | values(model=model)
 
 
@@ -275,9 +289,7 @@ def changed_by_hand(run: Any) -> dict[str, Any]:
             seen[f"{step} zeroed"] = model(fixed).clone()
             model.load_state_dict(before)
             seen[f"{step} loaded"] = model(fixed).clone()
-        run.backward(F.cross_entropy(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
+        learn(run, optimizer, F.cross_entropy(model(x), y))
     return seen | values(model=model)
 
 
@@ -293,8 +305,7 @@ def windows_by_hand(run: Any) -> dict[str, Any]:
             run.backward(loss_of(run, model, step + 1) / 3)
         run.backward(loss_of(run, model, step + 2) / 3)
         seen = gradients_of(model=model)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)
     return seen | values(model=model)
 
 
@@ -331,11 +342,9 @@ def one_of_two_held_back(run: Any) -> dict[str, Any]:
     for step in range(0, 6, 2):
         with run.no_sync(waits):
             run.backward(loss_of(run, waits, step) + loss_of(run, goes, step))
-        goes_step.step()
-        goes_step.zero_grad()
+        step_and_clear(goes_step)
         run.backward(loss_of(run, waits, step + 1))
-        waits_step.step()
-        waits_step.zero_grad()
+        step_and_clear(waits_step)
     return values(waits=waits, goes=goes)
 
 
@@ -347,9 +356,7 @@ def loaded_between_forward_and_backward(run: Any) -> dict[str, Any]:
         loss_of(run, model, step + 40)  # nobody calls backward
         if step == 1:
             model.load_state_dict(seeded(Scaled, seed=5).state_dict())
-        run.backward(loss_of(run, model, step))
-        optimizer.step()
-        optimizer.zero_grad()
+        learn(run, optimizer, loss_of(run, model, step))
     return values(model=model)
 
 
@@ -399,8 +406,7 @@ def clipping(run: Any) -> dict[str, Any]:
         seen[f"{norm_type} all"] = run.clip_grad_norm_(groups, 0.04, norm_type)
         run.clip_grad_value_(model.parameters(), 0.004)
         seen |= {f"{norm_type} {name}": g for name, g in gradients_of(model=model).items()}
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)
     return seen | values(model=model)
 
 
@@ -441,14 +447,11 @@ def odd_shapes(run: Any) -> dict[str, Any]:
     model, optimizer = run.prepare(model, sgd(model))
     seen: dict[str, Any] = {}
     for step in range(3 * run.gradient_accumulation_steps):
-        tokens = torch.randint(0, 7, (8, 6), generator=torch.Generator().manual_seed(step))
-        tokens = tokens.chunk(run.num_processes)[run.process_index]
+        tokens = rank_tokens(run, step, 0, 7)
         with run.accumulate(model):
             run.backward(model(tokens).pow(2).mean())
             if run.sync_gradients:
-                seen["norm"] = run.clip_grad_norm_(model.parameters(), 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
+                seen["norm"] = clip_and_step(run, model, optimizer)
     return seen | values(model=model)
 
 
@@ -519,9 +522,7 @@ def kinds_of_models(run: Any) -> dict[str, Any]:
             with run.accumulate(model):
                 run.backward(loss_of(run, model, step))
                 if run.sync_gradients:
-                    seen[f"{name} norm {step}"] = run.clip_grad_norm_(model.parameters(), 0.5)
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    seen[f"{name} norm {step}"] = clip_and_step(run, model, optimizer)
         seen |= values(**{name: model})
     return seen
 
@@ -533,9 +534,7 @@ def nothing_to_train(run: Any) -> dict[str, Any]:
     model, optimizer, frozen, bare = run.prepare(model, sgd(model), frozen, bare)
     for step in range(3):
         x, y = batch(run, step)
-        run.backward(F.cross_entropy(model(bare(frozen(x))), y))
-        optimizer.step()
-        optimizer.zero_grad()
+        learn(run, optimizer, F.cross_entropy(model(bare(frozen(x))), y))
     return values(model=model, frozen=frozen)
 
 
@@ -547,9 +546,7 @@ def batch_normalisation(run: Any) -> dict[str, Any]:
     model, optimizer = run.prepare(model, sgd(model))
     for step in range(3):
         x, y = batch(Plain(), step)
-        run.backward(F.cross_entropy(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
+        learn(run, optimizer, F.cross_entropy(model(x), y))
     model.eval()
     return values(model=model) | {"output": model(x).detach()}
 
@@ -564,8 +561,7 @@ def transformer(run: Any) -> dict[str, Any]:
     model, optimizer = run.prepare(model, sgd(model))
     seen = {}
     for step in range(2 * run.gradient_accumulation_steps):
-        tokens = torch.randint(1, 11, (8, 6), generator=torch.Generator().manual_seed(step))
-        tokens = tokens.chunk(run.num_processes)[run.process_index]
+        tokens = rank_tokens(run, step, 1, 11)
         with run.accumulate(model):
             run.backward(model(input_ids=tokens, labels=tokens).loss)
             model.eval()
@@ -576,9 +572,7 @@ def transformer(run: Any) -> dict[str, Any]:
             seen[f"{step} words"] = words.float()
             model.train()
             if run.sync_gradients:
-                seen[f"{step} norm"] = run.clip_grad_norm_(model.parameters(), 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
+                seen[f"{step} norm"] = clip_and_step(run, model, optimizer)
     return seen | values(model=model)
 
 

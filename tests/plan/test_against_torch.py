@@ -19,27 +19,13 @@ from lockstep.plan.memory import state_bytes
 from lockstep.plan.size import ModelSize
 from lockstep.plan.traffic import sent_bytes
 from lockstep.runtime.process import start
+from parallel.blocks_and_root import BlocksAndRoot
 
 WIDTH, BLOCKS = 16, 3
 BLOCK = 2 * WIDTH * WIDTH
 ROOT = WIDTH * WIDTH
 SIZE = ModelSize(BLOCKS * BLOCK + ROOT, BLOCKS * BLOCK + ROOT, BLOCK, ROOT)
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class Model(nn.Module):
-    """Blocks, and a layer that is in none of them. All sizes divide by the ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.blocks = nn.Sequential(*(self._block() for _ in range(BLOCKS)))
-
-    def _block(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.blocks(self.first(rows))
 
 
 def sharded(plan: Parallel, precision: str) -> Any:
@@ -50,7 +36,7 @@ def sharded(plan: Parallel, precision: str) -> Any:
     compute = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     reduce = TORCH[plan.reduce] if plan.reduce else None
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
-    model = Model()
+    model = BlocksAndRoot(WIDTH, BLOCKS)
     for block in model.blocks:
         fully_shard(
             block,
@@ -85,7 +71,11 @@ def count(text: str, precision: str, micro_batches: int) -> dict[str, Any]:
     start(cpu=True)
     torch.manual_seed(0)
     plan = Parallel.parse(text)
-    model: Any = sharded(plan, precision) if plan.shards else nn.parallel.DistributedDataParallel(Model())
+    model: Any = (
+        sharded(plan, precision)
+        if plan.shards
+        else nn.parallel.DistributedDataParallel(BlocksAndRoot(WIDTH, BLOCKS))
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, plan, micro_batches)
     optimizer.step()

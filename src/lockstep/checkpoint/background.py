@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -78,7 +79,7 @@ class Background:
         """Collectives over a group of their own, as training uses the main one; made once, by all ranks together."""
         if self._communicator is None:
             group = dist.new_group(backend="gloo") if self._runtime.world_size > 1 else None
-            self._communicator = Communicator(self._runtime, group)
+            self._communicator = Communicator(replace(self._runtime, backend="gloo"), group)
         return self._communicator
 
     def start(self, work: Callable[[], None], what: str) -> None:

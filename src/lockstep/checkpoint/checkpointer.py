@@ -23,10 +23,11 @@ from lockstep.checkpoint.state import Collected, collect, digests_of, part_ways
 from lockstep.checkpoint.store.local import LocalStore, Store
 from lockstep.checkpoint.store.place import UnreachableError
 from lockstep.checkpoint.training import Hooks, Training
+from lockstep.checkpoint.union import gather_documents, joined_names, joined_state, names_here, refuse_untold
 from lockstep.checkpoint.verify import verify
 from lockstep.checkpoint.write import Members, Snapshot, Transaction, now
 from lockstep.comm.collectives import Communicator
-from lockstep.comm.dtensor import local, whole
+from lockstep.comm.dtensor import whole
 from lockstep.comm.together import together
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.errors import CheckpointError, LockstepError, NoCheckpointError, UsageError
@@ -115,7 +116,7 @@ class Checkpointer:
             mine = digests_of(collected) if world_size > 1 else {}
         told = self._communicator.gather_object([(collected.state["contents"], mine)])
         _refuse_other_contents([contents for contents, _ in told])
-        part_ways(collected, [digests for _, digests in told], members.rank, members.ranks[0])
+        part_ways(collected, [digests for _, digests in told], members.rank, members.ranks)
         if self.hooks.save:
             _refuse_url(target)
             self._run_save_hooks(training, collected, target.staging)
@@ -123,11 +124,30 @@ class Checkpointer:
         if self._project.save_on_each_node and world_size > self._runtime.local_world_size:
             tensors = whole(tensors, keep=members.is_first)
             tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        tensors = {**tensors, **(collected.of_first if members.is_first else {}), **collected.of_rank}
-        plan = self._planner.plan(tensors, members.rank, members.ranks, self._communicator)
+        collected.state = self._joined_state(collected, training)
+        tensors = {**tensors, **collected.of_first, **collected.of_rank}
+        plan = self._planner.plan(
+            tensors, members.rank, members.ranks, self._communicator, own=collected.of_first.keys()
+        )
         with together(self._communicator):
+            if not self.hooks.save:
+                refuse_untold(training, collected.state, plan.index)
             self._check_room(plan, target, members)
             return self._files(plan, tensors, collected, members, described)
+
+    def _joined_state(self, collected: Collected, training: Training) -> dict[str, Any]:
+        """What is common to all ranks that share a directory, also where each has other blocks of a model."""
+        with together(self._communicator):
+            canonical(collected.state)  # raises where it is too deep
+        documents = gather_documents(collected.state, self._communicator)
+        with together(self._communicator):
+            ranks = self._members.ranks
+            if training.whole and len(ranks) < len(documents):
+                raise UsageError(
+                    f"save_on_each_node=True saves what the {len(ranks)} ranks of a machine have, but the stages of a "
+                    "pipeline may be on other machines. Leave it out, and save to a file system that all of them share."
+                )
+            return joined_state([documents[rank] for rank in ranks], training)
 
     def _run_save_hooks(self, training: Training, collected: Collected, staging: str) -> None:
         """Hooks see whole weights, and what they leave of them is what is saved."""
@@ -149,10 +169,7 @@ class Checkpointer:
         members: Members,
         described: Mapping[str, Any],
     ) -> Snapshot:
-        files = {
-            file: TensorFile({key: local(tensors[name]) for key, name in keys.items()})
-            for file, keys in plan.mine.items()
-        }
+        files = {file: TensorFile(plan.content(file, tensors)) for file in plan.mine}
         documents = {rank_file(members.rank): canonical(collected.own)}
         if members.is_first:
             documents[STATE] = canonical(collected.state)
@@ -234,8 +251,12 @@ class Checkpointer:
             models: list[nn.Module] = list(training.models)
             for hook in list(self.hooks.load.values()):
                 hook(models, checkpoint.root)
+        with together(self._communicator):
+            mine = names_here(training)
+        everywhere = joined_names(gather_documents(mine, self._communicator))
+        with together(self._communicator):
             restoration = plan_restoration(
-                checkpoint, training, models, self._runtime.rank, self._runtime.world_size
+                checkpoint, training, models, self._runtime.rank, self._runtime.world_size, everywhere
             )
         with together(self._communicator):
             restoration.apply()

@@ -16,19 +16,26 @@ from lockstep.checkpoint.plan import empty_like
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import CheckpointError
 
-HOW_TO_STEP = ("foreach", "fused")
-"""Entries of a parameter group that a run keeps as they are: what suits whole parameters need not suit shards."""
+HOW_TO_STEP = ("foreach", "fused", "param_names")
+"""Entries of a parameter group that a run keeps as they are: what suits whole parameters need not suit shards, and
+names that an optimizer was given are those of its own parameters."""
 
 
 class ParameterNames:
-    """Names of the parameters of several models: number of the model, dot, name in it."""
+    """Names of the parameters of several models: number of the model, dot, name in it.
 
-    def __init__(self, models: Iterable[nn.Module]) -> None:
+    ``ties`` gives, by the model's number, the first names of weights that are tied to one of another rank's blocks.
+    """
+
+    def __init__(
+        self, models: Iterable[nn.Module], ties: Mapping[int, Mapping[str, str]] | None = None
+    ) -> None:
         self._names: dict[int, str] = {}
         self._held: list[nn.Parameter] = []  # so that no other object gets the identity of one
         for i, model in enumerate(models):
+            first = (ties or {}).get(i, {})
             for name, parameter in model.named_parameters():
-                self._names.setdefault(id(parameter), f"{i}.{name}")
+                self._names.setdefault(id(parameter), f"{i}.{first.get(name, name)}")
                 self._held.append(parameter)
 
     def of(self, optimizer: Any) -> list[list[str]]:
@@ -98,12 +105,20 @@ def _keeps_shapes(optimizer: Any) -> bool:
 class OptimizerPlaces:
     """Memory for a saved optimizer state, laid out as the optimizer's parameters are.
 
+    ``names`` are those of its parameters, ``everywhere`` those on any rank, where ranks have different ones.
+
     Raises:
         CheckpointError: it has other groups than the optimizer, or tensors that its parameters cannot have.
     """
 
     def __init__(
-        self, document: Any, optimizer: Any, names: list[list[str]], index: Index, what: str
+        self,
+        document: Any,
+        optimizer: Any,
+        names: list[list[str]],
+        index: Index,
+        what: str,
+        everywhere: list[list[str]] | None = None,
     ) -> None:
         _check_form(document, what)
         self._optimizer = optimizer
@@ -112,7 +127,8 @@ class OptimizerPlaces:
         self._by_name = document["by_name"]
         self._parameters: dict[str, tuple[int, torch.Tensor]] = {}
         if self._by_name:
-            self._match(names, what)
+            self._match(names, names if everywhere is None else everywhere, what)
+            self._value = self._of_this_rank()
         self._owners = {
             tensor: (key, self._parameters[name][1])
             for name, values in (self._value["state"].items() if self._by_name else ())
@@ -142,31 +158,49 @@ class OptimizerPlaces:
         states = {numbers[name]: values for name, values in state["state"].items()}
         return {**state, "state": states, "param_groups": groups}
 
-    def _match(self, names: list[list[str]], what: str) -> None:
+    def _match(self, names: list[list[str]], everywhere: list[list[str]], what: str) -> None:
         """Find the parameter of each saved name: by that name, or where other names are used, by its place."""
         saved = [list(group["params"]) for group in self._value["param_groups"]]
-        if [len(group) for group in saved] != [len(group) for group in names]:
+        if [len(group) for group in saved] != [len(group) for group in everywhere]:
             raise CheckpointError(
                 f"{what} was saved with groups of {[len(group) for group in saved]} parameters, but has groups of "
-                f"{[len(group) for group in names]} here. Build it as the run that saved it did."
+                f"{[len(group) for group in everywhere]} here. Build it as the run that saved it did."
             )
         mine = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         flat = [name for group in names for name in group]
         place_of = {name: number for number, name in enumerate(flat)}
         number = 0
-        for saved_group, group in zip(saved, names, strict=True):
-            same_names = set(saved_group) == set(group)
+        for saved_group, group, of_all in zip(saved, names, everywhere, strict=True):
+            same_names = set(saved_group) == set(of_all)
+            if not same_names and len(group) != len(of_all):
+                other = sorted(set(saved_group) - set(of_all))
+                raise CheckpointError(
+                    f"{what} was saved with parameters {other[:3]} in a group where no rank has them, so that those "
+                    "of a pipeline's ranks cannot be found. Build it as the run that saved it did."
+                )
             for name in saved_group:
+                if same_names and name not in place_of:  # another rank's
+                    continue
                 found = place_of[name] if same_names else number
                 self._parameters[name] = (found, mine[found])
                 number += 1
+
+    def _of_this_rank(self) -> dict[str, Any]:
+        """The saved value without the parameters of other ranks."""
+        value: dict[str, Any] = self._value
+        groups = [
+            {**group, "params": [name for name in group["params"] if name in self._parameters]}
+            for group in value["param_groups"]
+        ]
+        state = {name: values for name, values in value["state"].items() if name in self._parameters}
+        return {**value, "state": state, "param_groups": groups}
 
     def _place(self, name: str, index: Index, what: str) -> torch.Tensor:
         if name not in index:
             raise CheckpointError(f"{what}: the checkpoint has no tensor {name}. Load another checkpoint.")
         entry = index[name]
         key, owner = self._owners.get(name, ("", None))
-        if owner is None:
+        if owner is None or (key == "step" and not entry.shape):  # torch counts in plain numbers
             return torch.empty(entry.shape, dtype=entry.torch_dtype)
         if is_dtensor(owner) and entry.shape and entry.shape != tuple(owner.shape):
             raise CheckpointError(

@@ -10,12 +10,15 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.checks import check_buffers, check_rng, check_scaler, check_scheduler
-from lockstep.checkpoint.format.codec import decode, encode, tensor_names
+from lockstep.checkpoint.format.codec import encode
 from lockstep.checkpoint.parameters import OptimizerPlaces, ParameterNames
-from lockstep.checkpoint.plan import Read, empty_like, reads
+from lockstep.checkpoint.plan import Read, reads, reads_as
 from lockstep.checkpoint.read import Checkpoint
+from lockstep.checkpoint.sources import Sources
 from lockstep.checkpoint.state import is_extra, place_of
 from lockstep.checkpoint.training import Training
+from lockstep.checkpoint.union import Everywhere
+from lockstep.checkpoint.window import decoded, plan_window
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.runtime.seed import set_rng_state
@@ -65,11 +68,16 @@ class Restoration:
 
 
 def plan_restoration(
-    checkpoint: Checkpoint, training: Training, models: list[nn.Module], rank: int, world_size: int
+    checkpoint: Checkpoint,
+    training: Training,
+    models: list[nn.Module],
+    rank: int,
+    world_size: int,
+    everywhere: Everywhere,
 ) -> Restoration:
     """Look at everything, and read all but weights and optimizer states, which go straight to their places.
 
-    ``models`` are those that no hook has loaded.
+    ``models`` are those that no hook has loaded, ``everywhere`` what all ranks together want.
 
     Raises:
         CheckpointError: the checkpoint is of another set of objects, or of other names or shapes.
@@ -81,40 +89,41 @@ def plan_restoration(
         plan.left = [kind for kind in training.contents() if kind not in there]
         training = training.only(there)
     _check_contents(checkpoint, state, training)
-    same_world = checkpoint.manifest.saved.world_size == world_size
-    own = checkpoint.of_rank(rank if same_world and rank in checkpoint.ranks else checkpoint.ranks[0])
+    sources = Sources(checkpoint, rank, world_size, training.place)
+    own = checkpoint.of_rank(sources.rank)
     for number, model in enumerate(training.models):
         if any(model is other for other in models):
-            _plan_model(plan, model, number, state["models"])
-    names = ParameterNames(training.models)
+            _plan_model(plan, model, number, state["models"], training, everywhere.models[str(number)])
+    names = ParameterNames(training.models, {number: whole.ties for number, whole in training.whole.items()})
     for name, optimizer in training.stateful("optimizer"):
-        document = _part(checkpoint, state, name)
-        places = OptimizerPlaces(document, optimizer, names.of(optimizer), checkpoint.index, name)
+        document, groups = _part(checkpoint, state, name), names.of(optimizer)
+        wanted = everywhere.optimizers[name]
+        places = OptimizerPlaces(document, optimizer, groups, checkpoint.index, name, wanted)
         plan.reads += reads(places.tensors, checkpoint.index)
         plan.states.append((optimizer, places.state_dict()))
     for name, item in training.stateful("scheduler"):
-        plan.states.append((item, _decoded(checkpoint, _part(checkpoint, state, name))))
+        plan.states.append((item, decoded(checkpoint, _part(checkpoint, state, name))))
         check_scheduler(plan.states[-1][1], item, name)
     for name, item in training.stateful("scaler"):
-        plan.states.append((item, _decoded(checkpoint, _part(checkpoint, state, name))))
+        plan.states.append((item, decoded(checkpoint, _part(checkpoint, state, name))))
         check_scaler(plan.states[-1][1], item, name)
     for name, item in training.stateful("loader"):
-        plan.loaders.append((item, _decoded(checkpoint, _part(checkpoint, own, name))))
+        plan.loaders.append((item, decoded(checkpoint, _part(checkpoint, own, name))))
     for name, item in training.stateful("object"):
         document = _part(checkpoint, own, name)
-        plan.states.append((item, _decoded(checkpoint, document, _sharded_in(item, name, world_size))))
+        plan.states.append((item, decoded(checkpoint, document, _sharded_in(item, name, world_size))))
     for name, item in training.stateful("window"):
         try:
-            plan.window = _plan_window(checkpoint, item, name, rank, world_size)
+            plan.window = plan_window(checkpoint, item, name, sources, set(training.whole))
         except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
             raise CheckpointError(
                 f"{checkpoint.root} has an accumulation window that none can be ({type(error).__name__}: {error}). "
                 "Load another checkpoint."
             ) from error
-    if same_world and ("imported" not in state or "rng" in own):
-        plan.rng = _decoded(checkpoint, _part(checkpoint, own, "rng"))
+    if sources.same_world and ("imported" not in state or "rng" in own):
+        plan.rng = decoded(checkpoint, _part(checkpoint, own, "rng"))
         check_rng(plan.rng, checkpoint.root)
-        plan.buffers = _decoded(checkpoint, own.get("buffers", {}))
+        plan.buffers = decoded(checkpoint, own.get("buffers", {}))
         check_buffers(plan.buffers, _tensors_of(plan.models), checkpoint.root)
     checkpoint.check(plan.reads)
     return plan
@@ -160,7 +169,14 @@ def _said(contents: Any) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in dict(contents or {}).items()) or "nothing"
 
 
-def _plan_model(plan: Restoration, model: nn.Module, number: int, saved_models: dict[str, Any]) -> None:
+def _plan_model(
+    plan: Restoration,
+    model: nn.Module,
+    number: int,
+    saved_models: dict[str, Any],
+    training: Training,
+    everywhere: set[str],
+) -> None:
     what = f"{plan.checkpoint.directory} does not fit {type(model).__name__}"
     document = saved_models.get(str(number))
     if document is None:
@@ -174,26 +190,34 @@ def _plan_model(plan: Restoration, model: nn.Module, number: int, saved_models: 
     places = {
         name: value for name, value in state.items() if isinstance(value, torch.Tensor) and not is_extra(name)
     }
+    sources = {name: name for name in places if name in saved}
     tied_here = _ties(places)
-    absent = sorted(n for n in places if n not in saved and not saved & tied_here[n])
-    unknown = sorted(saved - places.keys())
+    for name in places:
+        if not saved & tied_here[name]:  # another rank's block may have its first name
+            others = sorted(saved & training.whole_of(number).names_of(name))
+            sources.update((name, other) for other in others[:1])
+    absent = sorted(n for n in places if n not in sources and not saved & tied_here[n])
+    unknown = sorted(saved - places.keys() - everywhere)
     if absent or unknown:
         raise CheckpointError(
             f"{what}: tensors {absent[:3]} are missing from it, and {unknown[:3]} are not in the model. Load it into "
             "the model that it was saved from."
         )
     try:
-        plan.reads += reads(
-            {prefix + name: places[name] for name in places if name in saved}, plan.checkpoint.index
+        plan.reads += reads_as(
+            {prefix + name: (prefix + source, places[name]) for name, source in sources.items()},
+            plan.checkpoint.index,
         )
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from error
     for name, value in document["extra"].items():
+        if name not in state and name in everywhere:
+            continue
         if name not in state or name in places:
             raise CheckpointError(
                 f"{what}: it has {name} as no tensor, unlike the model. Load it into the model that it was saved from."
             )
-        state[name] = _decoded(plan.checkpoint, value)
+        state[name] = decoded(plan.checkpoint, value)
     plan.models.append((number, model, state))
 
 
@@ -203,44 +227,6 @@ def _ties(places: dict[str, torch.Tensor]) -> dict[str, set[str]]:
     for name, tensor in places.items():
         names.setdefault(place_of(tensor) if tensor.numel() else name, set()).add(name)
     return {name: tied for tied in names.values() for name in tied}
-
-
-def _decoded(checkpoint: Checkpoint, document: Any, like: Mapping[str, torch.Tensor] | None = None) -> Any:
-    """A document with its tensors: laid out as the DTensors in ``like``, by name, else whole."""
-    places = {}
-    for name in dict.fromkeys(tensor_names(document)):
-        layout = (like or {}).get(name)
-        if layout is not None and name in checkpoint.index:
-            places[name] = empty_like(layout, checkpoint.index[name])
-        else:
-            places.update(checkpoint.whole([name]))
-    checkpoint.fill({name: place for name, place in places.items() if is_dtensor(place)})
-    return decode(document, places)
-
-
-def _plan_window(
-    checkpoint: Checkpoint, item: Any, name: str, rank: int, world_size: int
-) -> tuple[Any, list[Any], int] | None:
-    """The states of all ranks that saved; where each goes on with its own, without the tensors of the others."""
-    saved = checkpoint.manifest.saved.world_size
-    there = {other: checkpoint.of_rank(other) for other in checkpoint.ranks}
-    # Machines that share no file system have the states of their own ranks only.
-    documents = [there.get(other, there[checkpoint.ranks[0]]) for other in range(saved)]
-    if any(name not in document for document in documents):  # imported from elsewhere
-        return None
-    shapes = {
-        tensor: torch.empty(entry.shape, dtype=entry.torch_dtype, device="meta")
-        for tensor, entry in checkpoint.index.items()
-        if ".window." in tensor or tensor.startswith(name)
-    }
-    states = [decode(document[name], shapes) for document in documents]
-    unchanged = item.is_unchanged(states)
-    like = {f"{name}.{path}": place for path, place in item.places().items() if is_dtensor(place)}
-    for other, document in enumerate(documents):
-        if not unchanged or other == rank:
-            states[other] = _decoded(checkpoint, document[name], like)
-    item.check(states)
-    return item, states, rank
 
 
 def _sharded_in(item: Any, name: str, world_size: int) -> dict[str, torch.Tensor]:

@@ -4,11 +4,14 @@ model.<i>.<name>                         weights and buffers
 optimizer.<i>.state.<parameter>.<key>    state of optimizers, by the names of parameters
 object.<i>.<path>                        tensors of registered objects, where ranks hold the same
 rank.<r>.<path>                          tensors that one rank alone has
+
+Where ranks have different blocks of a model, each collects its own, and ``union`` joins the documents.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +23,7 @@ from lockstep.checkpoint.format.tensorfile import dtype_name
 from lockstep.checkpoint.parameters import ParameterNames, encode_optimizer
 from lockstep.checkpoint.training import Training
 from lockstep.comm.collectives import as_bytes
-from lockstep.comm.dtensor import is_dtensor, local
+from lockstep.comm.dtensor import boxes_of, is_dtensor, local
 from lockstep.errors import UsageError
 from lockstep.runtime.seed import rng_state
 
@@ -31,9 +34,9 @@ COMMON, OF_RANK = ("scheduler", "scaler"), ("loader", "object", "window")
 class Collected:
     """A run's state on one rank.
 
-    ``tensors`` are common to all ranks, ``of_first`` those that only the first rank may write, ``of_rank`` this
-    rank's own. ``shared`` are in objects of each rank, which may hold the same, until ``part_ways`` divides them.
-    ``state`` and ``own`` are the documents of all ranks and of this one.
+    ``tensors`` are common to all ranks that have them, ``of_first`` those that only the first of these may write,
+    ``of_rank`` this rank's own. ``shared`` are in objects of each rank, which may hold the same, until ``part_ways``
+    divides them. ``state`` and ``own`` are the documents of all ranks and of this one.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -42,6 +45,8 @@ class Collected:
     shared: dict[str, torch.Tensor] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
+    ties: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    """Of models whose ranks have different blocks."""
 
     def replace_model(self, number: int, weights: dict[str, Any] | None) -> None:
         """Save these whole weights of a model, or none of it, in place of what was collected."""
@@ -61,20 +66,30 @@ def collect(training: Training, rank: int) -> Collected:
     Raises:
         UsageError: a state holds what no checkpoint can.
     """
-    found = Collected()
+    found = Collected(ties={number: whole.ties for number, whole in training.whole.items()})
     found.state = {"contents": training.contents(), "models": {}}
     for i, model in enumerate(training.models):
         found.state["models"][str(i)] = _collect_model(model, i, found)
-    names = ParameterNames(training.models)
+    names = ParameterNames(training.models, found.ties)
     for name, optimizer in training.stateful("optimizer"):
         found.state[name] = encode_optimizer(optimizer, names.of(optimizer), found.tensors, name)
+        if training.whole and not found.state[name]["by_name"]:
+            raise UsageError(
+                f"{name} is a {type(optimizer).__name__}, whose state does not tell the parameters apart, so that the "
+                "states of a pipeline's ranks cannot be joined. Use an optimizer with torch's form of state_dict()."
+            )
     for name, item in training.stateful(*COMMON):
         found.state[name] = encode(item.state_dict(), found.tensors, name)
     found.own = {"rng": encode(rng_state(), found.of_rank, f"rank.{rank}.rng")}
+    if training.place is not None:
+        found.own["place"] = asdict(training.place)
+    if training.whole:  # as are the gradients of some blocks
+        found.own["parts"] = True
     for name, item in training.stateful(*OF_RANK):
         found.own[name] = _collect_of_rank(item, name, rank, found)
     for name, tensor in (*found.tensors.items(), *found.of_first.items(), *found.shared.items()):
         dtype_name(local(tensor), name)
+        boxes_of(tensor)  # raises where they cannot be told
         if tensor.is_meta:
             raise UsageError(
                 f"{name} is on the meta device and has no elements. Give it some before it is saved."
@@ -85,16 +100,22 @@ def collect(training: Training, rank: int) -> Collected:
 def _collect_of_rank(item: Any, name: str, rank: int, found: Collected) -> Any:
     tensors: dict[str, torch.Tensor] = {}
     document = encode(item.state_dict(), tensors, name)
+    is_window = name.startswith("window.")
+    reduced = {f"{name}.{path}" for path in item.places()} if is_window else set()
     names = {}
     for path, tensor in tensors.items():
         names[path] = path
-        if is_dtensor(tensor):
+        if is_dtensor(tensor) and (path in reduced or not is_window):
             found.tensors[path] = tensor
         elif name.startswith("object."):
             found.shared[path] = tensor
         else:
             names[path] = f"rank.{rank}.{path}"
-            found.of_rank[names[path]] = tensor
+            found.of_rank[names[path]] = local(tensor)
+            if is_dtensor(
+                tensor
+            ):  # of a gradient that is not averaged yet; other ranks' parts may be of others
+                found.own.setdefault("parts", []).append(names[path])
     return rename_tensors(document, names)
 
 
@@ -108,18 +129,22 @@ def collect_weights(
 ) -> dict[str, Any]:
     """Names of tied weights by the first name of each, and what is no tensor, as JSON."""
     first_names: dict[Any, str] = {}
+    ties = found.ties.get(number, {})
     document: dict[str, Any] = {"ties": {}, "extra": {}}
     for name, value in weights.items():
         if not isinstance(value, torch.Tensor) or is_extra(name):
             document["extra"][name] = encode(value, found.of_first, f"extra.{number}.{name}")
             continue
-        first = first_names.setdefault(place_of(value), name) if value.numel() else name
+        here = first_names.setdefault(place_of(value), name) if value.numel() else name
+        first = ties.get(here, here)  # may be another rank's
         if first != name:
             document["ties"][name] = first
-        elif name in parameters or is_dtensor(value):
-            found.tensors[f"model.{number}.{name}"] = value
+        if here != name:
+            continue
+        if name in parameters or is_dtensor(value):
+            found.tensors[f"model.{number}.{first}"] = value
         else:
-            found.of_first[f"model.{number}.{name}"] = value
+            found.of_first[f"model.{number}.{first}"] = value
     return document
 
 
@@ -139,9 +164,16 @@ def digests_of(found: Collected) -> dict[str, str]:
     return {name: _digest_of(tensor) for name, tensor in (found.of_first | found.shared).items()}
 
 
-def part_ways(found: Collected, digests: list[dict[str, str]], rank: int, first: int) -> None:
-    """Give this rank tensors of its own where they differ from the first rank's."""
-    differ = {name for name, digest in digests[rank].items() if digests[first].get(name) != digest}
+def part_ways(found: Collected, digests: list[dict[str, str]], rank: int, ranks: list[int]) -> None:
+    """Give this rank tensors of its own where they differ from those of the first of ``ranks``.
+
+    Buffers that it does not have, as its blocks are others, are compared with those of the first rank that has them.
+    """
+    differ = set()
+    for name, digest in digests[rank].items():
+        holders = [other for other in ranks if name in digests[other]] if name in found.of_first else ranks
+        if digests[holders[0]].get(name) != digest:
+            differ.add(name)
     buffers = {name: tensor for name, tensor in found.of_first.items() if name in differ}
     if buffers:
         found.own["buffers"] = encode(buffers, found.of_rank, f"rank.{rank}.buffers")

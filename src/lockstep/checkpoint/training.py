@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -33,12 +33,57 @@ class Hooks:
         return handle
 
 
+@dataclass(frozen=True)
+class Place:
+    """What a rank's own state belongs to: its number among those with batches of their own, and among those whose
+    gradients are averaged.
+
+    Ranks that differ in tensor or pipeline parallel only have the same numbers; those that share a sequence (context
+    parallel) differ in ``gradient_rank`` alone.
+    """
+
+    data_rank: int
+    data_size: int
+    gradient_rank: int
+    gradient_size: int
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A model before its blocks went to several ranks.
+
+    ``names`` are those in its ``state_dict``, in order; ``ties`` the first name of each weight that has several, by
+    the others, also where no rank has both.
+    """
+
+    names: tuple[str, ...]
+    ties: Mapping[str, str]
+
+    def names_of(self, name: str) -> set[str]:
+        """All names of the weight that has this one."""
+        first = self.ties.get(name, name)
+        return {first, *(other for other, of in self.ties.items() if of == first)}
+
+
+NO_TIES = Whole((), {})
+
+
 @dataclass
 class Training:
-    """What a checkpoint holds. ``models`` are unwrapped; ``parts`` have ``state_dict``/``load_state_dict``, by kind."""
+    """What a checkpoint holds. ``models`` are unwrapped; ``parts`` have ``state_dict``/``load_state_dict``, by kind.
+
+    Models of which each rank has some blocks only list those; ``whole`` tells of such a model by its number.
+    ``place`` is None where every rank has batches and gradients of its own.
+    """
 
     models: list[nn.Module]
     parts: dict[str, list[Any]]
+    place: Place | None = None
+    whole: Mapping[int, Whole] = field(default_factory=dict)
+
+    def whole_of(self, number: int) -> Whole:
+        """What is known of a model's other ranks."""
+        return self.whole.get(number, NO_TIES)
 
     def stateful(self, *kinds: str) -> Iterator[tuple[str, Any]]:
         """The parts of these kinds with their names."""
@@ -48,7 +93,7 @@ class Training:
 
     def only(self, kinds: Collection[str]) -> Training:
         """The models, and the parts of these kinds."""
-        return Training(self.models, {kind: items for kind, items in self.parts.items() if kind in kinds})
+        return replace(self, parts={kind: items for kind, items in self.parts.items() if kind in kinds})
 
     def contents(self) -> dict[str, int]:
         """How many objects of each kind there are."""

@@ -19,6 +19,7 @@ COMMANDS = {
     "config": ("lockstep.cli.config", "Write a configuration file for launch."),
     "env": ("lockstep.cli.env", "Show what this machine and installation have."),
     "checkpoint": ("lockstep.cli.checkpoint", "Verify, show, merge and convert checkpoints."),
+    "schedule": ("lockstep.cli.schedule", "Show a pipeline schedule and count its bubble."),
     "test": ("lockstep.cli.test", "Check on this machine that distributed training is right."),
 }
 

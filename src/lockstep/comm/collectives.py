@@ -46,8 +46,8 @@ class Communicator:
     tensor is needed and something else was found.
 
     Args:
-        group: All ranks in a gloo group beside the main one, for a thread whose collectives must not mix
-            with those of training; ``gather_object``, ``barrier`` and ``agree`` work over it.
+        runtime: Rank and world size are those within ``group``.
+        group: The ranks that take part; None: all, in the main group.
     """
 
     def __init__(self, runtime: Runtime, group: dist.ProcessGroup | None = None) -> None:
@@ -109,7 +109,7 @@ class Communicator:
             tensor = found[path].detach()
             data = as_bytes(self._carried(tensor))
             if data.numel() > 0:
-                dist.broadcast(data, src=from_process)
+                dist.broadcast(data, group=self._group, group_src=from_process)
                 if data.data_ptr() != tensor.data_ptr():
                     tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
         return tree
@@ -170,7 +170,9 @@ class Communicator:
         name = f"broadcast_object_list(list of {len(values)}, from_process={from_process})"
         self._meet(Call(name), problem)
         box: list[Any] = [payload]
-        dist.broadcast_object_list(box, src=from_process, device=self.runtime.control_device)
+        dist.broadcast_object_list(
+            box, group=self._group, group_src=from_process, device=self.runtime.control_device
+        )
         if self.runtime.rank != from_process:
             values[:] = pickle.loads(box[0])
         return values
@@ -205,8 +207,7 @@ class Communicator:
             if error is not None:
                 raise error
             return [call]
-        device = self.runtime.control_device if self._group is None else torch.device("cpu")
-        mine = torch.tensor([call.digest(), int(error is not None)], device=device)
+        mine = torch.tensor([call.digest(), int(error is not None)], device=self.runtime.control_device)
         all_ranks = mine.new_empty(2 * self.world_size)
         all_gather_into_tensor(all_ranks, mine, group=self._group)
         numbers = all_ranks.tolist()
@@ -251,7 +252,7 @@ class Communicator:
         data = as_bytes(source)
         out = data.new_empty(self.world_size * data.numel())
         if data.numel() > 0:
-            all_gather_into_tensor(out, data)
+            all_gather_into_tensor(out, data, group=self._group)
         joined = out.view(tensor.dtype).view(self.world_size, most, *rest)
         if min(rows) == most:
             joined = joined.flatten(0, 1)
@@ -263,7 +264,8 @@ class Communicator:
         dtype = SUM_TYPES.get(tensor.dtype, tensor.dtype)
         total = self._carried(tensor.detach()).to(dtype, copy=True, memory_format=torch.contiguous_format)
         if self.world_size > 1 and total.numel() > 0:
-            dist.all_reduce(total, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM)
+            op = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+            dist.all_reduce(total, op, group=self._group)
         if reduction == "mean":
             total = total / self.world_size
         if scale != 1:

@@ -5,13 +5,18 @@ Nothing here imports ``torch.distributed.tensor`` before there is such a tensor:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.collectives import all_gather_into_tensor, as_bytes
+from lockstep.comm.layout import Box, boxes, dim_of, is_partial, is_plain, local_shape, whole_box
 from lockstep.comm.tree import map_tensors
+from lockstep.errors import UsageError
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -40,8 +45,7 @@ def whole(tree: Any, keep: bool = True) -> Any:
             return tensor
         place = _place(tensor)
         if place not in gathered:
-            sharded: Any = tensor
-            full = sharded.to(sharded.device_mesh.device_type).full_tensor()
+            full = _full(tensor)
             gathered[place] = full.cpu() if keep else None
         return gathered[place]
 
@@ -54,6 +58,77 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     return part.untyped_storage()._cdata, part.storage_offset(), tensor.shape, part.dtype
 
 
+def _full(tensor: Any) -> torch.Tensor:
+    """All of a DTensor, on the device of its mesh; collective."""
+    tensor = tensor.to(tensor.device_mesh.device_type)
+    full: torch.Tensor = (
+        tensor.full_tensor()
+        if is_plain(tensor.placements)
+        else _gathered(local(tensor), tensor.shape, tensor.device_mesh, tensor.placements)
+    )
+    return full
+
+
+def _gathered(part: torch.Tensor, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> torch.Tensor:
+    """The tensor of which each rank has ``part``: torch's ``full_tensor`` mixes some up that fully_shard has cut."""
+    cut = [axis for axis, placement in enumerate(placements) if dim_of(placement) is not None]
+    coordinates = []
+    for chosen in product(*(range(mesh.shape[axis]) for axis in cut)):
+        coordinate = list(mesh.get_coordinate())
+        for axis, index in zip(cut, chosen, strict=True):
+            coordinate[axis] = index
+        coordinates.append(coordinate)
+    shapes = [local_shape(shape, mesh.shape, placements, coordinate) for coordinate in coordinates]
+    sent = part.new_zeros(max(math.prod(one) for one in shapes))
+    sent[: part.numel()] = part.reshape(-1)
+    data = as_bytes(sent)
+    for axis in reversed(cut):
+        received = data.new_empty(mesh.shape[axis] * data.numel())
+        if data.numel():
+            all_gather_into_tensor(received, data, group=mesh.get_group(axis))
+        data = received
+    full = part.new_empty(tuple(shape))
+    parts = data.view(part.dtype).view(len(coordinates), -1)
+    for coordinate, of_rank, row in zip(coordinates, shapes, parts, strict=True):
+        other = row[: math.prod(of_rank)].view(of_rank)
+        for box in boxes(shape, mesh.shape, placements, coordinate):
+            box.within(full).copy_(box.of(other))
+    return full
+
+
+def boxes_of(tensor: torch.Tensor) -> list[Box]:
+    """What this rank holds of a tensor: all of it, unless it is a DTensor.
+
+    Raises:
+        UsageError: the DTensor's local part is not what its placements say, or no part but an addend.
+    """
+    if not is_dtensor(tensor):
+        return [whole_box(tensor.shape)]
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    placements: Any = tensor.placements  # type: ignore[attr-defined]
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:  # this rank is not in the mesh
+        return []
+    _refuse_partial(placements)
+    expected = local_shape(tensor.shape, mesh.shape, placements, coordinate)
+    if expected != tuple(local(tensor).shape):
+        raise UsageError(
+            f"A tensor of shape {tuple(tensor.shape)} is spread as {placements} over a mesh of shape "
+            f"{tuple(mesh.shape)}, so that this rank would hold {expected} of it, but it holds "
+            f"{tuple(local(tensor).shape)}. Spread it with distribute_tensor or fully_shard, or choose dimensions that "
+            "divide evenly."
+        )
+    return boxes(tensor.shape, mesh.shape, placements, coordinate)
+
+
+def _refuse_partial(placements: Iterable[Any]) -> None:
+    if any(is_partial(placement) for placement in placements):
+        raise UsageError(
+            f"A tensor is spread as {tuple(placements)}: its ranks hold addends, whose sum is not taken yet. "
+            "Redistribute it to Shard or Replicate first."
+        )
+
+
 @torch.no_grad()
 def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's part of ``tensor``, of which every rank has the whole, as a DTensor laid out as ``like``.
@@ -62,26 +137,39 @@ def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """
     if not is_dtensor(like) or is_dtensor(tensor):
         return tensor
-    from torch.distributed.tensor import distribute_tensor
+    part = torch.empty(local(like).shape, dtype=tensor.dtype, device=local(like).device)
+    for box in boxes_of(like):
+        box.of(part).copy_(box.within(tensor))
+    return with_part(part, like)
 
-    device = local(like).device
+
+@torch.no_grad()
+def with_part(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A DTensor laid out as the DTensor ``like``, of which this rank has ``part``, on its device and in its dtype."""
+    from torch.distributed.tensor import DTensor
+
     mesh: Any = like.device_mesh  # type: ignore[attr-defined]
     placements: Any = like.placements  # type: ignore[attr-defined]
-    sharded: Any = distribute_tensor(
-        tensor.detach().to(mesh.device_type), mesh, placements, src_data_rank=None
+    spread: Any = DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
     )
-    return sharded if local(sharded).device == device else sharded.to(device)
+    return spread if local(spread).device == part.device else spread.to(part.device)
 
 
 @torch.no_grad()
 def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """The norm of all elements of all tensors as if they were one vector, 0-d and the same on all ranks.
 
-    Collective where there are DTensors: one all-reduce for each mesh dimension over which they are sharded.
+    Collective where there are DTensors: one all-reduce for each mesh dimension over which they are sharded. They may
+    be on several meshes, but every rank must pass them in the same order. Copies on other ranks count once.
+
+    Raises:
+        UsageError: a DTensor is not summed up yet.
     """
     groups: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         layout = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None  # type: ignore[attr-defined]
+        _refuse_partial(layout[1] if layout else ())
         groups.setdefault(layout, []).append(local(tensor))
     norms = []
     for layout, parts in groups.items():
@@ -120,6 +208,8 @@ def _over_shards(number: torch.Tensor, op: Any, mesh: Any, placements: Any) -> t
     # Shards may be in host memory, where the group cannot reduce.
     reduced = number.to(mesh.device_type, copy=True)
     for dim, placement in enumerate(placements):
-        if placement.is_shard():
+        if (
+            dim_of(placement) is not None
+        ):  # strided ones, of fully_shard on tensor parallel, do not call themselves so
             dist.all_reduce(reduced, op, mesh.get_group(dim))
     return reduced.to(number.device)

@@ -66,6 +66,31 @@ class Activation(Word):
     OFFLOAD = "offload"
 
 
+class Schedule(Word):
+    """The order in which a pipeline's stages work on micro-batches, by the names of its papers.
+
+    ``GPIPE``: Huang et al., NeurIPS 2019. ``1F1B``: Narayanan et al., SOSP 2019. ``INTERLEAVED``: Narayanan et
+    al., SC 2021. ``ZERO_BUBBLE`` (interleaved) and ``ZBV``: Qi et al., ICLR 2024. ``DUALPIPEV``: DeepSeek-AI, 2024.
+    """
+
+    ONE_F_ONE_B = "1f1b"
+    GPIPE = "gpipe"
+    INTERLEAVED = "interleaved"
+    ZERO_BUBBLE = "zero_bubble"
+    ZBV = "zbv"
+    DUALPIPEV = "dualpipev"
+
+
+class CPMethod(Word):
+    """How attention sees the whole sequence when each rank holds a part of it.
+
+    ``RING``: keys and values travel around. ``ULYSSES``: each rank gets all of the sequence for some heads.
+    """
+
+    RING = "ring"
+    ULYSSES = "ulysses"
+
+
 class ReduceType(Word):
     """Types in which gradients may be averaged."""
 

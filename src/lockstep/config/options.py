@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from lockstep.config.axes import axes_of
 from lockstep.config.batch import BatchSizes
 from lockstep.config.elsewhere import asked_elsewhere
 from lockstep.config.handlers import (
@@ -85,6 +86,11 @@ class OptionsView:
     # Scripts ask for these; there are none.
     parallelism_config: None = None
     is_composable_parallelism_enabled: bool = False
+
+    @property
+    def parallel(self) -> Parallel:
+        """How models are spread."""
+        return self._options.parallel
 
     @property
     def is_fsdp2(self) -> bool:
@@ -254,8 +260,7 @@ def fit_to_world(options: Options, world_size: int) -> Options:
     Raises:
         ConfigError: batch sizes, or the groups of ``parallel``, do not fit this number.
     """
-    options.parallel.shard_size(world_size)
-    batch = options.batch.solved(world_size)
+    batch = options.batch.solved(axes_of(options.parallel, world_size).data)
     steps = batch.accumulation or options.accumulation.num_steps
     return replace(
         options,

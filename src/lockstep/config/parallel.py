@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from lockstep.config.enums import Activation, QuantizedType, ReduceType, Strategy
-from lockstep.config.values import parse_bool, parse_integer, shown, suggestion
+from lockstep.config.enums import Activation, CPMethod, QuantizedType, ReduceType, Schedule, Strategy
+from lockstep.config.parallel_words import PARSERS, SWITCHED_ON, known_word, text_of
+from lockstep.config.parallel_words import BlockRule as BlockRule
+from lockstep.config.values import shown
 from lockstep.errors import ConfigError
-
-BlockRule = Callable[[str, Any], bool]
-"""Called with (name, module) of each submodule: whether it is a block."""
-
-LATER_WORDS = ("tp", "pp", "cp", "ep")
 
 
 @dataclass(frozen=True)
@@ -34,8 +31,17 @@ class Parallel:
     - ``activation``: what of a block's activations is kept for backward.
     - ``blocks``: names of the modules to shard and to recompute one by one: a class, a module's name, or
       a pattern such as ``layers.*``; or a rule (name, module) -> bool. Empty: found.
+    - ``tp``, ``pp``, ``cp``, ``ep``: ranks over which layers, the depth, the sequence, and experts are split.
+    - ``sequence_parallel``: with tp, activations between its layers are split along the sequence.
+    - ``loss_parallel``: with tp, logits stay split over the vocabulary in the loss.
+    - ``tp_plan``: which layers tp splits and how: (name, style) pairs, ``transformers`` (the model says so),
+      ``infer`` (from its structure), or None: the first of these that there is.
+    - ``cp_method``: how attention sees the whole sequence.
+    - ``schedule``, ``micro_batches``, ``stages_per_rank``: of the pipeline; 0: chosen.
+    - ``split``: names of the blocks at which a stage of the pipeline begins; empty: balanced by parameters.
 
-    References: Rajbhandari et al., ZeRO, SC 2020; Wang et al., ZeRO++, 2023; Zhao et al., PyTorch FSDP, VLDB 2023.
+    References: Rajbhandari et al., ZeRO, SC 2020; Wang et al., ZeRO++, 2023; Zhao et al., PyTorch FSDP, VLDB 2023;
+    Shoeybi et al., Megatron-LM, 2019.
 
     Raises:
         ConfigError: a value is not allowed, or two contradict each other.
@@ -52,9 +58,21 @@ class Parallel:
     forward_prefetch: bool = False
     activation: Activation = Activation.NONE
     blocks: tuple[str, ...] | BlockRule = ()
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+    tp_plan: str | tuple[tuple[str, str], ...] | None = None
+    cp_method: CPMethod = CPMethod.RING
+    schedule: Schedule = Schedule.ONE_F_ONE_B
+    micro_batches: int = 0
+    stages_per_rank: int = 0
+    split: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, parse in _PARSERS.items():
+        for name, parse in PARSERS.items():
             object.__setattr__(self, name, parse(getattr(self, name), f"parallel: {name}"))
         self._check_together()
 
@@ -81,7 +99,7 @@ class Parallel:
             if not equals and name in Strategy.list():
                 name, value = "strategy", name
             elif not equals:
-                value = _SWITCHED_ON.get(_known(name), "")
+                value = SWITCHED_ON.get(_known(name), "")
             if _known(name) in values:
                 raise ConfigError(f"parallel={given!r} says {name} twice. Say it once.")
             if not value:
@@ -98,10 +116,10 @@ class Parallel:
         given = {_known(name): value for name, value in values.items() if value is not None}
         for name, value in given.items():
             mine = getattr(self, name)
-            value = _PARSERS[name](value, name)
+            value = PARSERS[name](value, name)
             if mine != getattr(Parallel, name) and mine != value:
                 raise ConfigError(
-                    f"{name} is {_text(mine)} in parallel='{self}' but {name}={_text(value)} was given too. "
+                    f"{name} is {text_of(mine)} in parallel='{self}' but {name}={text_of(value)} was given too. "
                     "Say it in one place."
                 )
         return replace(self, **given)
@@ -112,7 +130,7 @@ class Parallel:
             value = getattr(self, field.name)
             if field.name == "strategy" or value == getattr(Parallel, field.name):
                 continue
-            words.append(field.name if value is True else f"{field.name}={_text(value)}")
+            words.append(field.name if value is True else f"{field.name}={text_of(value)}")
         return " ".join(words) or "auto"
 
     @property
@@ -120,24 +138,45 @@ class Parallel:
         """Whether any stage of ZeRO is asked for."""
         return self.zero > 0
 
+    @property
+    def splits_model(self) -> bool:
+        """Whether ranks share the work on one batch."""
+        return self.tp * self.pp * self.cp > 1
+
+    @property
+    def replaces_parameters(self) -> bool:
+        """Whether models get other parameters than they had, such as shards, where there are several ranks."""
+        return self.shards or self.divides_weights
+
+    @property
+    def divides_weights(self) -> bool:
+        """Whether ranks hold different weights between a forward and a backward too."""
+        return self.tp * self.pp * self.ep > 1
+
     def shard_size(self, world_size: int) -> int:
-        """The number of ranks over which one copy of the model's state is sharded; 1 in a world of one.
+        """The number of ranks over which one copy of each weight is sharded; 1 in a world of one.
 
         Raises:
             ConfigError: the world cannot be divided this way; the message has the arithmetic.
         """
-        if world_size == 1:
+        ranks = world_size // (self.tp * self.pp)
+        if ranks <= 1:
             return 1
-        if world_size % self.replicate:
+        if ranks % self.replicate:
             raise ConfigError(
-                f"parallel='{self}' wants {self.replicate} groups of equal size, but there are {world_size} processes "
-                f"({world_size} / {self.replicate} is not whole). Set replicate to a divisor of {world_size}."
+                f"parallel='{self}' wants {self.replicate} groups of equal size, but there are {ranks} processes "
+                f"for each weight ({ranks} / {self.replicate} is not whole). Set replicate to a divisor of {ranks}."
             )
-        size = world_size // self.replicate
+        size = ranks // self.replicate
         if size == 1 and self.replicate > 1:
             raise ConfigError(
-                f"parallel='{self}' with {world_size} processes leaves groups of {world_size} / {self.replicate} = 1, "
+                f"parallel='{self}' with {ranks} processes leaves groups of {ranks} / {self.replicate} = 1, "
                 "in which nothing is sharded. Use a smaller replicate, or parallel='ddp'."
+            )
+        if size % self.cp:
+            raise ConfigError(
+                f"parallel='{self}' leaves groups of {ranks} / {self.replicate} = {size} ranks, which cp={self.cp} "
+                "does not divide. Use a smaller replicate."
             )
         if self.hpz and (size % self.hpz or not 1 < self.hpz < size):
             raise ConfigError(
@@ -159,90 +198,46 @@ class Parallel:
                 f"parallel: hpz={self.hpz} changes how stage 3 keeps parameters, but zero={self.zero}. Use zero=3, or "
                 "drop hpz."
             )
-        if self.blocks and not self.shards and self.activation is Activation.NONE:
+        self._check_split()
+        if not (
+            self.blocks == () or self.shards or self.pp * self.cp > 1 or self.activation != Activation.NONE
+        ):
             raise ConfigError(
                 "parallel: blocks are named, but nothing uses them. Add zero=... or activation=..., or drop blocks."
             )
 
+    def _check_whole_between_stages(self) -> None:
+        for word, axes in (("sequence_parallel", ("pp", "cp")), ("loss_parallel", ("pp",))):
+            axis = next((axis for axis in axes if getattr(self, axis) > 1), None)
+            if getattr(self, word) and axis is not None:
+                raise ConfigError(
+                    f"parallel='{self}': {word} keeps tensors split in tp, but {axis} needs them whole. Drop {word}."
+                )
+
+    def _check_split(self) -> None:
+        if self.strategy is Strategy.DATA_PARALLEL and self.splits_model:
+            raise ConfigError(
+                "parallel='dataparallel' copies whole models within one process, and cannot be split further. Drop it."
+            )
+        for axis, names in _NEED_AXIS.items():
+            for name in names:
+                if getattr(self, axis) == 1 and getattr(self, name) != getattr(Parallel, name):
+                    raise ConfigError(f"parallel: {name} needs {axis}. Add {axis}=2 or more, or drop {name}.")
+        self._check_whole_between_stages()
+        if self.ep > 1 and (self.splits_model or self.shards):
+            raise ConfigError(
+                f"parallel='{self}': ep goes with replicated data parallel training only. Drop ep, or the other words."
+            )
+
 
 def _known(name: str) -> str:
-    known = [field.name for field in fields(Parallel)]
-    if name in LATER_WORDS:
-        raise ConfigError(f"parallel: {name} is not available yet. Use zero, or remove it.")
-    if name not in known:
-        words = [*known[1:], *Strategy.list()]
-        hint = suggestion(name, words) or f" Use one of {', '.join(words)}."
-        raise ConfigError(f"parallel has no word {shown(name)}.{hint}")
-    return name
+    return known_word(name, [field.name for field in fields(Parallel)])
 
 
-def _word(kind: Any) -> Callable[[Any, str], Any]:
-    def parse(value: Any, origin: str) -> Any:
-        if isinstance(value, kind):
-            return value
-        if str(value) not in kind.list():
-            hint = suggestion(str(value), kind.list()) or f" Use one of {', '.join(kind.list())}."
-            raise ConfigError(f"{origin}={shown(value)} is not known.{hint}")
-        return kind(str(value))
-
-    return parse
-
-
-def _optional(parse: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-    return lambda value, origin: None if value in (None, "no", "none") else parse(value, origin)
-
-
-def _between(low: int, high: int) -> Callable[[Any, str], int]:
-    return lambda value, origin: parse_integer(value, origin, low, high)
-
-
-def _weights_type(value: Any, origin: str) -> QuantizedType | None:
-    if isinstance(value, bool):
-        value = QuantizedType.INT8 if value else None
-    kind: QuantizedType | None = _optional(_word(QuantizedType))(value, origin)
-    if kind is QuantizedType.INT4 and origin.endswith("quantized_weights"):
-        raise ConfigError(f"{origin}=int4 is too coarse for weights. Use int8.")
-    return kind
-
-
-def _blocks(value: Any, origin: str) -> tuple[str, ...] | BlockRule:
-    if callable(value):
-        rule: BlockRule = value
-        return rule
-    names = value.split(",") if isinstance(value, str) else value
-    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name for name in names):
-        raise ConfigError(
-            f"{origin} is {shown(value)}, but must be names of modules or classes. Pass 'Block' or 'layers.*'."
-        )
-    return tuple(names)
-
-
-def _text(value: Any) -> str:
-    if callable(value):
-        return getattr(value, "__name__", "a rule")
-    return ",".join(value) if isinstance(value, tuple) else str(value)
-
-
-_PARSERS: dict[str, Callable[[Any, str], Any]] = {
-    "strategy": _word(Strategy),
-    "zero": _between(0, 3),
-    "replicate": _between(1, 2**20),
-    "hpz": _between(0, 2**20),
-    "reduce": _optional(_word(ReduceType)),
-    "quantized_weights": _weights_type,
-    "quantized_gradients": _weights_type,
-    "offload": parse_bool,
-    "forward_prefetch": parse_bool,
-    "activation": _word(Activation),
-    "blocks": _blocks,
-}
-
-# What a word means that stands alone.
-_SWITCHED_ON = {
-    "offload": "true",
-    "forward_prefetch": "true",
-    "quantized_weights": "int8",
-    "quantized_gradients": "int8",
+_NEED_AXIS = {
+    "tp": ("sequence_parallel", "loss_parallel", "tp_plan"),
+    "cp": ("cp_method",),
+    "pp": ("schedule", "micro_batches", "stages_per_rank", "split"),
 }
 
 _NEED_ZERO = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,9 +74,9 @@ LAYOUT_PREFIX = "parallelism_config_"
 LAYOUT_KEYS: Table = {
     "dp_replicate_size": Used("copies", read.integer(1)),
     "dp_shard_size": Used("shards", read.integer(1)),
-    "tp_size": Refused("tensor parallelism", (1, "1")),
-    "cp_size": Refused("context parallelism", (1, "1")),
-    "sp_size": Refused("sequence parallelism", (1, "1")),
+    "tp_size": Used("tp", read.several),
+    "cp_size": Used("cp", read.several),
+    "sp_size": Used("ulysses", read.several),
     "cp_backend": Detail("cp_size"),
     "cp_comm_strategy": Detail("cp_size"),
     "cp_handler": Detail("cp_size"),
@@ -93,20 +94,29 @@ def from_layout(section: Mapping[str, Any], where: str, alone: bool = True) -> T
 
     ``alone``: nothing else says a stage, so that its shards are those of stage 3.
 
+    ``sp_size`` is context parallelism by all-to-all (Ulysses).
+
     Raises:
-        ConfigError: a key is unknown, or asks for another than data parallel axes.
+        ConfigError: a key is unknown, or the sequence is split in two ways.
     """
     table = {**LAYOUT_KEYS, **{LAYOUT_PREFIX + key: rule for key, rule in LAYOUT_KEYS.items()}}
     found = translate(table, section, where)
     copies, shards = found.says.get("copies"), found.says.get("shards")
-    size = (copies.value if copies else 1) * (shards.value if shards else 1)
-    says: dict[str, Said] = {}
+    says: dict[str, Said] = {name: found.says[name] for name in ("tp", "cp") if name in found.says}
+    ulysses = found.says.get("ulysses")
+    if ulysses is not None:
+        if "cp" in says:
+            raise ConfigError(
+                f"{says['cp'].source} and {ulysses.source} both split the sequence. Set one of them to 1."
+            )
+        says |= {"cp": ulysses, "cp_method": Said("ulysses", ulysses.source)}
     if shards is not None and shards.value > 1:
         if alone:
             says["zero"] = Said(3, shards.source)
         if copies is not None and copies.value > 1:
             says["replicate"] = copies
+    sizes = [said for said in (copies, shards, says.get("cp"), says.get("tp")) if said is not None]
+    size = math.prod(said.value for said in sizes)
     if size > 1:
-        source = " x ".join(said.source for said in (copies, shards) if said is not None)
-        says["processes"] = Said(size, source)
+        says["processes"] = Said(size, " x ".join(said.source for said in sizes))
     return Translation(says, found.warnings, found.rows)

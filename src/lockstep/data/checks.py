@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from lockstep.config.axes import Axes
 from lockstep.config.handlers import DataLoaderConfiguration
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.map_reader import sample_count
@@ -15,13 +16,11 @@ from lockstep.data.shard import ShardPlan
 from lockstep.errors import ConfigError, UsageError
 
 
-def decide(
-    loader: DataLoader[Any], config: DataLoaderConfiguration, world_size: int
-) -> tuple[ShardPlan, bool]:
+def decide(loader: DataLoader[Any], config: DataLoaderConfiguration, axes: Axes) -> tuple[ShardPlan, bool]:
     """How the loader is dealt, and whether rank 0 dispatches it. Raises UsageError or ConfigError if it cannot be."""
-    check_loader(loader, world_size)
-    dispatch = should_dispatch(loader, config, world_size)
-    plan = plan_for(loader, config, world_size)
+    check_loader(loader, axes.data)
+    dispatch = should_dispatch(loader, config, axes)
+    plan = plan_for(loader, config, axes.data)
     check_plan(loader, plan, dispatch)
     return plan, dispatch
 
@@ -59,8 +58,9 @@ def plan_for(loader: DataLoader[Any], config: DataLoaderConfiguration, world_siz
     return replace(plan, split_batches=config.split_batches)
 
 
-def should_dispatch(loader: DataLoader[Any], config: DataLoaderConfiguration, world_size: int) -> bool:
-    if world_size == 1:
+def should_dispatch(loader: DataLoader[Any], config: DataLoaderConfiguration, axes: Axes) -> bool:
+    """Streams are read once, because ranks that share one model need the same rows too."""
+    if axes.data == 1 and not axes.splits_model:
         return False
     if config.dispatch_batches is None:
         return is_iterable(loader) and config.even_batches

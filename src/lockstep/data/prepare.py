@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.together import together
+from lockstep.config.axes import Axes
 from lockstep.config.enums import RNGType
 from lockstep.config.handlers import DataLoaderConfiguration
 from lockstep.data.checks import batches_by_sampler, check_lengths, decide, is_iterable, lengths
@@ -53,22 +54,26 @@ def prepare_loader(
     rank: int | None = None,
     world_size: int | None = None,
     rng_types: Sequence[Any] | None = None,
+    axes: Axes | None = None,
 ) -> PreparedLoader:
     """This rank's part of ``loader``.
 
     ``device``: where batches go (None: they stay). ``rank`` and ``world_size`` stand in for those of
-    ``runtime``. With a ``communicator`` and several ranks this is a collective call.
+    ``runtime``. ``axes``: how the ranks share one model; those that do get the same batches. With a
+    ``communicator`` and several ranks this is a collective call.
 
     Raises:
         UsageError: the loader is empty, smaller than the world, already prepared or already sharded.
         ConfigError: the configuration does not go with this loader.
     """
-    rank = runtime.rank if rank is None else rank
-    world_size = runtime.world_size if world_size is None else world_size
     # With ranks that stand in for others there is nobody to talk to.
-    shared = communicator if world_size > 1 and world_size == runtime.world_size else None
+    stands_in = world_size not in (None, runtime.world_size)
+    shared = communicator if runtime.world_size > 1 and not stands_in else None
+    axes = axes or Axes(replicate=runtime.world_size if world_size is None else world_size)
+    rank = axes.data_rank(runtime.rank) if rank is None else rank
+    world_size = axes.data
     with together(shared) if shared is not None else nullcontext():
-        plan, dispatch = decide(loader, config, world_size)
+        plan, dispatch = decide(loader, config, axes)
         kinds = [kind for kind in check_rng_types(rng_types or ()) if kind is not RNGType.GENERATOR]
         if dispatch and shared is None:
             raise UsageError(
@@ -96,7 +101,7 @@ def prepare_loader(
             samples=samples,
             opaque=batches_by_sampler(loader) is None,
             keeps_inner_state=reader.keeps_inner_state,
-            reads=rank == 0 or not dispatch,
+            reads=runtime.is_main or not dispatch,
             dispatch=partial(dispatched, communicator=shared, rank=rank, device=runtime.device)
             if dispatch and shared is not None
             else None,

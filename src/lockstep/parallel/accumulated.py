@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm.dtensor import is_dtensor, shard_like
-from lockstep.parallel.compose import unwrap
+from lockstep.parallel.prepared import unwrap
 from lockstep.parallel.replicate import mark_used
 from lockstep.parallel.sharding import sharding_of
 from lockstep.parallel.unreduced import PartialSum, put_unreduced, take_unreduced

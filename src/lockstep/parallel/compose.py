@@ -1,12 +1,13 @@
 """The order in which a model is made ready: the one file that knows every strategy.
 
-blocks → recompute → compile → shard (or: device, replicate) → autocast
+blocks → stages (pp) → layers (tp) → experts (ep) → sequence (cp) → recompute → compile
+       → shard (zero), replicate (ddp) or mean of gradients → autocast
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,26 +17,31 @@ from torch import nn
 from lockstep.config.enums import Activation, Strategy
 from lockstep.config.handlers import AutocastKwargs, DistributedDataParallelKwargs
 from lockstep.config.parallel import Parallel
-from lockstep.parallel.autocast import autocast_forward, remove_autocast
+from lockstep.errors import UsageError
+from lockstep.parallel.autocast import autocast_forward
 from lockstep.parallel.blocks import find_blocks
-from lockstep.parallel.materialize import InitWeights, is_on_meta, materialize
+from lockstep.parallel.gradient_mean import GradientMean, Replicas
+from lockstep.parallel.materialize import InitWeights, check_same_model, is_on_meta, materialize
 from lockstep.parallel.recompute import recompute
 from lockstep.parallel.replicate import data_parallel, distributed_data_parallel
-from lockstep.parallel.sharding import sharding_of
+from lockstep.runtime.mesh import Meshes
 from lockstep.runtime.process import Runtime
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What ``spread`` does to a model. ``mesh``: of ``runtime.mesh.data_mesh``, where the model is sharded."""
+    """What ``spread`` does to a model. ``loss_scale``: the factor of losses now, with fp16."""
 
+    meshes: Meshes
     parallel: Parallel = field(default_factory=Parallel)
     mixed_precision: str = "no"
     autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
     ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
     compile_options: dict[str, Any] | None = None
-    mesh: Any = None
     init_weights: InitWeights | None = None
+    loss_scale: Callable[[], float] | None = None
 
 
 def spread(
@@ -47,100 +53,210 @@ def spread(
 ) -> nn.Module:
     """The model that the training loop calls. ``unwrap`` gives back the user's own object.
 
-    With ``evaluation_mode`` the model is neither replicated with gradients nor sharded: each rank just calls it.
+    With ``evaluation_mode`` the model is neither replicated with gradients nor sharded: each rank just calls it, or
+    its part of it.
     """
-    parallel = options.parallel
-    shards = options.mesh is not None and not evaluation_mode and next(model.parameters(), None) is not None
-    needs_blocks = shards or parallel.activation is not Activation.NONE
+    parallel, axes = options.parallel, options.meshes.axes
+    divides_weights = parallel.divides_weights
+    shards = _shards(model, options) and not evaluation_mode
+    needs_blocks = shards or axes.pp * axes.cp > 1 or parallel.activation is not Activation.NONE
     blocks = find_blocks(model, parallel.blocks) if needs_blocks else {}
-    recompute(model, parallel.activation, blocks)
+    if divides_weights:
+        check_same_model(model, runtime.world_size)
+        materialize(model, runtime.device, options.init_weights, runtime.world_size)
+    if axes.pp > 1:
+        return _pipeline(model, blocks, runtime, options, shards, evaluation_mode)
+    experts = _prepare_layers(model, blocks, options, runtime)
+    if shards or divides_weights:
+        _compile(blocks or {"": model}, options)
     if shards:
-        if options.compile_options is not None:
-            for block in blocks.values() or [model]:
-                block.compile(**options.compile_options)
-        model = _shard(model, blocks, runtime, options)
+        model = _shard(model, blocks, runtime, options, is_filled=divides_weights)
         return autocast_forward(model, options.mixed_precision, runtime.device, options.autocast)
     if is_on_meta(model):
         materialize(model, runtime.device, options.init_weights, runtime.world_size)
     if device_placement:
         model = model.to(runtime.device)
     model = autocast_forward(model, options.mixed_precision, runtime.device, options.autocast)
-    if options.compile_options is not None:
+    if options.compile_options is not None and not divides_weights:
         model = torch.compile(model, **options.compile_options)  # type: ignore[assignment]
     if evaluation_mode:
         return model
     if parallel.strategy is Strategy.DATA_PARALLEL:
         return data_parallel(model, runtime)
+    if divides_weights:
+        return _with_gradient_mean(model, experts, options)
     if runtime.world_size > 1:
         return distributed_data_parallel(model, runtime, options.ddp)
     return model
 
 
-def hold_back(model: nn.Module, inside_window: bool) -> AbstractContextManager[Any]:
-    """Backward inside adds to this rank's gradients without averaging them over all ranks.
+def _shards(model: nn.Module, options: ModelOptions) -> bool:
+    has_parameters = next(model.parameters(), None) is not None
+    return options.parallel.shards and options.meshes.gradient_size > 1 and has_parameters
 
-    ``inside_window``: as a micro-batch of an accumulation window, in which a sharded model may keep its
-    gradients sharded.
+
+def _prepare_layers(
+    model: nn.Module,
+    blocks: dict[str, nn.Module],
+    options: ModelOptions,
+    runtime: Runtime,
+    tensor_plan: Any = None,
+) -> list[nn.Parameter]:
+    """Split layers, experts and the sequence, and let blocks recompute, in place. Returns the experts' weights.
+
+    ``tensor_plan``: that of a whole model of which this is a part.
     """
-    sharding = sharding_of(model)
-    if sharding is not None:
-        return sharding.inside_window() if inside_window else sharding.no_sync()
-    if not hasattr(model, "no_sync"):
-        return nullcontext()
-    if getattr(model, "static_graph", False) and not getattr(model, "_saw_backward", False):
-        # With a static graph DDP records the graph in its first backward, which must be a synchronised
-        # one. Averaging early leaves the window's result the same: a mean of equal means is that mean.
-        model._saw_backward = True  # type: ignore[assignment]
-        return nullcontext()
-    no_sync: Any = model.no_sync
-    context: AbstractContextManager[Any] = no_sync()
-    return context
+    parallel, meshes = options.parallel, options.meshes
+    experts: list[nn.Parameter] = []
+    # Imported here, because torch's DTensor takes most of a second to import.
+    if (mesh := meshes.axis("tp")) is not None:
+        from lockstep.parallel.tensor.apply import tensor_parallel
+
+        plan = tensor_parallel(model, mesh, _tensor_options(blocks, options, runtime, tensor_plan))
+        if runtime.is_main and tensor_plan is None and parallel.tp_plan is None:
+            logger.warning("%s is split over %d ranks: %s", type(model).__name__, mesh.size(), plan)
+    if (mesh := meshes.axis("ep")) is not None:
+        from lockstep.parallel.expert.apply import expert_parallel
+
+        experts = expert_parallel(model, mesh)
+    elif meshes.gradient_size > 1 and meshes.axes.pp == 1:
+        _share_routing(model, meshes)
+    if (mesh := meshes.axis("cp")) is not None:
+        from lockstep.parallel.context.apply import context_parallel
+
+        context_parallel(model, blocks, mesh, parallel.cp_method)
+    recompute(model, parallel.activation, blocks)
+    return experts
 
 
-def gradients(model: nn.Module) -> Iterator[torch.Tensor]:
-    """The tensors in which this rank accumulates the model's gradients now."""
-    sharding = sharding_of(model)
-    if sharding is not None:
-        yield from sharding.gradients()
-    else:
-        yield from (p.grad for p in model.parameters() if p.grad is not None)
+def _share_routing(model: nn.Module, meshes: Meshes) -> None:
+    """Balance experts over the batches of all ranks, as one process would."""
+    from lockstep.parallel.expert.layer import layers
+
+    if any(layers(model)):
+        from lockstep.parallel.expert.apply import share_routing
+
+        share_routing(model, meshes.gradient_group)
 
 
-def unwrap(model: nn.Module, keep_autocast: bool = True, keep_compile: bool = True) -> nn.Module:
-    """The user's own model inside what ``spread`` returned."""
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        model = model.module
-    inner: nn.Module = getattr(model, "_orig_mod", model)  # of what torch.compile returns
-    if not keep_autocast:
-        remove_autocast(inner)
-    return model if keep_compile else inner
+def _tensor_options(
+    blocks: dict[str, nn.Module], options: ModelOptions, runtime: Runtime, plan: Any = None
+) -> Any:
+    from lockstep.parallel.tensor.apply import TensorOptions
+
+    parallel = options.parallel
+    asked = parallel.tp_plan if isinstance(parallel.tp_plan, str) else dict(parallel.tp_plan or ())
+    return TensorOptions(
+        plan=plan or asked or "auto",
+        sequence_parallel=parallel.sequence_parallel,
+        loss_parallel=parallel.loss_parallel,
+        is_main=runtime.is_main,
+        blocks=blocks or None,
+    )
 
 
-def is_compiled_module(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` returned this module."""
-    return hasattr(module, "_orig_mod")
+def _compile(modules: dict[str, nn.Module], options: ModelOptions) -> None:
+    if options.compile_options is not None:
+        for module in modules.values():
+            module.compile(**options.compile_options)
 
 
-def extract_model_from_parallel(
-    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+def _pipeline(
+    model: nn.Module,
+    blocks: dict[str, nn.Module],
+    runtime: Runtime,
+    options: ModelOptions,
+    shards: bool,
+    evaluation_mode: bool,
 ) -> nn.Module:
-    """``unwrap`` under the name and arguments that scripts know."""
-    return unwrap(model, keep_autocast=keep_fp32_wrapper, keep_compile=keep_torch_compile)
+    """This rank's stages. What comes after splitting follows in the first forward, which settles who has what."""
+    from lockstep.parallel.pipeline import PipelineOptions, split_model
+
+    parallel, meshes = options.parallel, options.meshes
+    mesh = meshes.axis("pp")
+    assert mesh is not None
+    plan = None
+    if meshes.axes.tp > 1:
+        from lockstep.parallel.tensor.apply import make_plan
+
+        plan = make_plan(model, meshes.axes.tp, _tensor_options(blocks, options, runtime), blocks)
+    pipeline = split_model(
+        model,
+        blocks,
+        mesh,
+        PipelineOptions(
+            schedule=parallel.schedule,
+            micro_batches=parallel.micro_batches,
+            stages_per_rank=parallel.stages_per_rank,
+            split=parallel.split,
+            loss_scale=options.loss_scale,
+        ),
+        runtime.device,
+    )
+    local = pipeline.local_blocks()
+    _prepare_layers(model, local, options, runtime, None if plan is None else plan.within(model))
+    _compile(local, options)
+
+    def settle() -> None:
+        if shards:
+            _refuse_shared(pipeline.shared_between_stages(), parallel)
+            for stage in pipeline.stage_modules():
+                _shard(stage, pipeline.blocks_of(stage), runtime, options, is_filled=True)
+        elif not evaluation_mode:
+            _with_gradient_mean(pipeline, [], options)
+
+    pipeline.on_settled(settle)
+    return autocast_forward(pipeline, options.mixed_precision, runtime.device, options.autocast)
+
+
+def _refuse_shared(names: list[str], parallel: Parallel) -> None:
+    if names:
+        raise UsageError(
+            f"{len(names)} parameters ('{names[0]}', ...) are used by several stages of one rank, which zero="
+            f"{parallel.zero} shards stage by stage. Use schedule=1f1b or gpipe, untie these weights, or drop zero."
+        )
+
+
+def _with_gradient_mean(model: nn.Module, experts: list[nn.Parameter], options: ModelOptions) -> nn.Module:
+    """Average gradients after backward: of experts among the ranks that hold the same ones."""
+    from lockstep.parallel.sharding import broadcast_buffers, synchronised_buffers
+
+    meshes, axes = options.meshes, options.meshes.axes
+    ids = {id(parameter) for parameter in experts}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in ids]
+    mean = GradientMean(
+        [
+            Replicas(others, meshes.gradient_group, meshes.gradient_size),
+            Replicas(experts, meshes.expert_replicas, axes.data // axes.ep),
+        ]
+    )
+    model._gradient_mean = mean  # type: ignore[assignment]
+    buffers = synchronised_buffers(model)
+    if options.ddp.broadcast_buffers and buffers and meshes.gradient_size > 1:
+
+        def take_buffers(*_: Any) -> None:
+            if not mean.is_held_back:
+                broadcast_buffers(buffers, meshes.gradient_group)
+
+        model.register_forward_pre_hook(take_buffers, prepend=True)
+    return model
 
 
 def _shard(
-    model: nn.Module, blocks: dict[str, nn.Module], runtime: Runtime, options: ModelOptions
+    model: nn.Module, blocks: dict[str, nn.Module], runtime: Runtime, options: ModelOptions, is_filled: bool
 ) -> nn.Module:
     # Imported here, because torch's sharding takes most of a second to import.
     from lockstep.parallel.shard import ShardOptions, shard
 
     shard_options = ShardOptions(
-        mesh=options.mesh,
+        mesh=options.meshes.shard_mesh,
         parallel=options.parallel,
         mixed_precision=options.mixed_precision,
         autocast=options.autocast.enabled,
         broadcast_buffers=options.ddp.broadcast_buffers,
         find_unused_parameters=options.ddp.find_unused_parameters,
         init_weights=options.init_weights,
+        group=options.meshes.gradient_group,
+        is_filled=is_filled,
     )
     return shard(model, blocks, runtime, shard_options)

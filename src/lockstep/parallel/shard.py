@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +23,12 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.comm.dtensor import shard_like
+from lockstep.comm.dtensor import is_dtensor, shard_like
 from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import shared_parameters
 from lockstep.parallel.exchange import exchange_on_cpu
+from lockstep.parallel.gradient_mean import GradientMean, Replicas
 from lockstep.parallel.materialize import (
     GroupValues,
     InitWeights,
@@ -45,8 +47,10 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """``mesh`` is that of ``runtime.mesh.data_mesh``; ``autocast``: forward runs under autocast;
+    """``mesh`` is that of ``Meshes.shard_mesh``; ``autocast``: forward runs under autocast;
     ``find_unused_parameters``: parameters without a gradient count as zeros, because other ranks may have one.
+    ``group``: the ranks of the mesh; None: all. ``is_filled``: the ranks of the group hold equal values already, maybe
+    of one part of a model, split in other ways.
     """
 
     mesh: Any
@@ -56,6 +60,8 @@ class ShardOptions:
     broadcast_buffers: bool = True
     find_unused_parameters: bool = False
     init_weights: InitWeights | None = None
+    group: Any = None
+    is_filled: bool = False
 
 
 def shard(
@@ -72,12 +78,13 @@ def shard(
         UsageError: the ranks' models differ, trainable parameters of one group have several types, or nothing
             says how to initialise a model on the meta device.
     """
-    check_same_model(model, runtime.world_size)
+    sources = 1 if options.is_filled else runtime.world_size
+    if sources > 1:
+        check_same_model(model, sources)
     to_fill = initialisers(model, options.init_weights)
     groups = _groups(model, blocks, runtime.is_main)
-    _check_types(groups)
-    values = GroupValues(runtime.device, to_fill, runtime.world_size)
-    before = dict(model.named_parameters())
+    _check_types(groups, options.is_filled)
+    values = GroupValues(runtime.device, to_fill, sources)
     # In the order of construction, so that the same seed gives the values of a model that is built whole.
     outside = set(groups[model])
     waiting: list[nn.Module] = []
@@ -91,7 +98,7 @@ def shard(
             waiting = []
     values.fill(waiting)
     _shard_group(model, groups[model], options, is_root=True)
-    after = dict(model.named_parameters())
+    whole = [parameter for parameter in model.parameters() if parameter.ndim == 0 and parameter.requires_grad]
     sharded = [module for module in model.modules() if hasattr(module, "set_requires_gradient_sync")]
     if options.mesh.device_type == "cpu":
         exchange_on_cpu(sharded)
@@ -105,11 +112,12 @@ def shard(
     sharding = Sharding(
         stage=options.parallel.zero,
         groups=sharded,
-        whole=[p for p in after.values() if p.ndim == 0 and p.requires_grad],
+        whole=whole,
         buffers=synchronised_buffers(model) if options.broadcast_buffers else [],
-        replaced=[(old, after[name]) for name, old in before.items() if old is not after[name]],
+        group=options.group,
     )
     model._sharding = sharding  # type: ignore[assignment]
+    model._gradient_mean = GradientMean([Replicas(whole, options.group, options.mesh.size())])  # type: ignore[assignment]
     model.register_forward_pre_hook(sharding.before_forward, prepend=True)
     model.register_forward_hook(sharding.after_forward, always_call=True)
     model.register_load_state_dict_pre_hook(_shard_whole_tensors)
@@ -166,11 +174,11 @@ def _groups(
     return groups
 
 
-def _check_types(groups: dict[nn.Module, list[nn.Module]]) -> None:
+def _check_types(groups: dict[nn.Module, list[nn.Module]], may_be_split: bool) -> None:
     for group, members in groups.items():
         own = [p for module in members for p in module.parameters(recurse=False)]
         types = {p.dtype for p in own if p.requires_grad and not _stays_whole(p)}
-        if any(hasattr(p, "placements") for p in own):
+        if not may_be_split and any(map(is_dtensor, own)):
             raise UsageError(
                 f"{type(group).__name__} has parameters that are sharded already (DTensors). Pass the model as it was "
                 "before, and leave sharding to prepare."
@@ -196,6 +204,11 @@ def _shard_group(module: nn.Module, members: list[nn.Module], options: ShardOpti
         if parallel.offload
         else OffloadPolicy(),
     }
+    if any(map(is_dtensor, before.values())):
+        from lockstep.parallel.tensor.parameters import zero_placement
+
+        _check_columns(before.values(), zero_placement, mesh.size(-1))
+        arguments["shard_placement_fn"] = zero_placement
     reduce = DTYPES[parallel.reduce] if parallel.reduce else None
     compute = DTYPES.get(options.mixed_precision)
     if compute is not None:
@@ -211,8 +224,19 @@ def _shard_group(module: nn.Module, members: list[nn.Module], options: ShardOpti
     fully_shard(module, mp_policy=policy, **arguments)
     now = {id(p) for member in members for p in member.parameters(recurse=False)}
     for old in before.values():
-        if id(old) not in now:
+        if id(old) not in now and not is_dtensor(old):
             old.data = torch.empty(0, dtype=old.dtype, device=old.device)
+
+
+def _check_columns(parameters: Iterable[nn.Parameter], placement: Any, ranks: int) -> None:
+    for parameter in parameters:
+        dim = placement(parameter).dim
+        if dim > 0 and parameter.shape[dim] % ranks:
+            raise UsageError(
+                f"A fused projection of shape {tuple(parameter.shape)}, whose rows tp has divided, is sharded along "
+                f"its {parameter.shape[dim]} input features, which {ranks} ranks do not divide. Use replicate=... for "
+                "groups of another size, or drop zero."
+            )
 
 
 def _stays_whole(parameter: nn.Parameter) -> bool:

@@ -30,9 +30,9 @@ class Sharding:
     Args:
         stage: Of ZeRO.
         groups: The modules that ``fully_shard`` was applied to; the first is the model itself.
-        whole: Parameters that every rank holds whole, whose gradients ``average_whole`` averages.
+        whole: Parameters that every rank holds whole.
         buffers: (module, name) of each buffer that rank 0 hands out before a forward.
-        replaced: (parameter before, parameter now) of each that changed.
+        group: The ranks with parts of this model; None: all.
     """
 
     def __init__(
@@ -41,21 +41,16 @@ class Sharding:
         groups: list[Any],
         whole: list[nn.Parameter],
         buffers: list[tuple[nn.Module, str]],
-        replaced: list[tuple[nn.Parameter, nn.Parameter]],
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.stage = stage
         self._root = groups[0]
         self._groups = groups
         self._whole = whole
         self._buffers = buffers
-        self._replaced = replaced
+        self._group = group
         self._flags = _Flags()
         self._is_broken = False
-
-    def take_replaced(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """(parameter before, parameter now) of each that changed; forgotten afterwards."""
-        replaced, self._replaced = self._replaced, []
-        return replaced
 
     @property
     def modules(self) -> list[Any]:
@@ -174,32 +169,8 @@ class Sharding:
         for owner, name in list(self._unreduced({id(shard) for shard in of})):
             setattr(owner, name, None)
 
-    @torch.no_grad()
-    def average_whole(self) -> None:
-        """Average the gradients of parameters that are not sharded. Collective.
-
-        Nothing happens where backward is held back. Doing it twice does no harm: an average of equal numbers is
-        that number. A gradient that only some ranks lack counts as zero there; one that all lack stays away.
-        """
-        if not self._whole or self._is_held_back:
-            return
-        gradients = [p.new_zeros(()) if p.grad is None else p.grad for p in self._whole]
-        present = [
-            torch.full_like(g, float(p.grad is not None)) for g, p in zip(gradients, self._whole, strict=True)
-        ]
-        message = torch.stack([*gradients, *present]).double()
-        dist.all_reduce(message)
-        means = message[: len(gradients)] / dist.get_world_size()
-        for i, parameter in enumerate(self._whole):
-            # Only where it matters is the number read, because on an accelerator reading waits for it.
-            if parameter.grad is not None or message[len(gradients) + i].item():
-                parameter.grad = means[i].to(parameter.dtype)
-
-    @torch.no_grad()
     def _broadcast_buffers(self) -> None:
-        tensors = [module._buffers[name] for module, name in self._buffers]
-        broadcast: Any = dist._broadcast_coalesced  # type: ignore[attr-defined]  # private; DDP's own way
-        broadcast(dist.group.WORLD, tensors, BROADCAST_BYTES, 0)
+        broadcast_buffers(self._buffers, self._group)
 
     def parameter_groups(self) -> list[Any]:
         """torch's own records of the parameters that are gathered together."""
@@ -240,6 +211,14 @@ def sharding_of(model: nn.Module) -> Sharding | None:
     """The ``Sharding`` of a model that ``shard`` returned."""
     found = getattr(model, "_sharding", None)
     return found if isinstance(found, Sharding) else None
+
+
+@torch.no_grad()
+def broadcast_buffers(buffers: list[tuple[nn.Module, str]], group: dist.ProcessGroup | None) -> None:
+    """Give all ranks of ``group`` the first one's values, in place. Collective."""
+    tensors = [module._buffers[name] for module, name in buffers]
+    broadcast: Any = dist._broadcast_coalesced  # type: ignore[attr-defined]  # private; DDP's own way
+    broadcast(group or dist.group.WORLD, tensors, BROADCAST_BYTES, 0)
 
 
 def synchronised_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -134,6 +134,10 @@ def state_bytes(
         raise ConfigError(
             f"parallel='dataparallel' is one process, but there are {ranks}. Use parallel='ddp' or a stage of ZeRO."
         )
+    if parallel.splits_model or parallel.ep > 1:
+        raise ConfigError(
+            f"parallel='{parallel}': the table counts data parallel and ZeRO only. Drop tp, pp, cp and ep here."
+        )
     state = _optimizer_bytes(optimizer)
     sharded = parallel.shards and ranks > 1
     shard = parallel.shard_size(ranks) if sharded else 1

@@ -11,18 +11,22 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lockstep.checkpoint.training import Place, Training, Whole
 from lockstep.comm.collectives import Communicator
 from lockstep.config.options import Options
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.prepare import prepare_loader
 from lockstep.errors import UsageError
-from lockstep.parallel.compose import ModelOptions, gradients, spread
+from lockstep.parallel.compose import ModelOptions, spread
 from lockstep.parallel.materialize import InitWeights
+from lockstep.parallel.prepared import average_gradients, gradients, is_pipeline, unwrap
 from lockstep.preparation.described import SCHEDULERS, build_described
 from lockstep.preparation.first_forward import FirstForward
 from lockstep.preparation.shards import Shards
+from lockstep.runtime.mesh import Meshes
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
+from lockstep.train.clipping import OtherStages, clip_norm
 from lockstep.train.loss_scale import LossScaler
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.scheduler import PreparedScheduler
@@ -38,6 +42,7 @@ class Preparation:
         self,
         options: Options,
         runtime: Runtime,
+        meshes: Meshes,
         step: StepState,
         communicator: Communicator,
         scaler: LossScaler | None,
@@ -47,6 +52,7 @@ class Preparation:
     ) -> None:
         self._options = options
         self._runtime = runtime
+        self._meshes = meshes
         self._step = step
         self._communicator = communicator
         self._scaler = scaler
@@ -54,8 +60,12 @@ class Preparation:
         self._device_placement = device_placement
         self._step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._originals: list[object] = []
-        self._shards = Shards(options.parallel, runtime, loss_is_scaled=scaler is not None)
+        self._shards = Shards(
+            active=runtime.world_size > 1 and options.parallel.replaces_parameters,
+            loss_is_scaled=scaler is not None,
+        )
         self._forward_seen = False
+        self._wholes: dict[int, Whole] = {}
         self.models: list[nn.Module] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
@@ -73,7 +83,7 @@ class Preparation:
                 f"prepare got {len(objects)} objects and {len(placement)} values of device_placement. "
                 "Pass one value for each object."
             )
-        objects = build_described(objects, self._options, self._runtime.world_size)
+        objects = build_described(objects, self._options, self._meshes.data_size)
         prepared = list(objects)
         # Models first, because optimizers are checked against them; schedulers last, they follow optimizers.
         makers: tuple[tuple[Any, Callable[[Any, bool | None], Any]], ...] = (
@@ -99,28 +109,58 @@ class Preparation:
         self._refuse_replicas(model)
         self._shards.refuse_shared_parameters(model)
         options = self._options
+        whole = _whole(model) if self._meshes.axes.pp > 1 else None
+        before = dict(model.named_parameters(remove_duplicate=False))
         prepared = spread(
             model,
             self._runtime,
             ModelOptions(
+                meshes=self._meshes,
                 parallel=options.parallel,
                 mixed_precision=options.mixed_precision,
                 autocast=options.autocast,
                 ddp=options.ddp,
                 compile_options=options.compile_options,
-                mesh=self._shards.mesh,
                 init_weights=init_weights,
+                loss_scale=None if self._scaler is None else self._scaler.scaler.get_scale,
             ),
             device_placement=self._device_placement if device_placement is None else device_placement,
             evaluation_mode=evaluation_mode,
         )
-        self._shards.add_model(prepared, self.optimizers)
+        now = self._take_over(prepared, before)
+        if is_pipeline(prepared):
+            pipeline: Any = prepared
+            pipeline.on_settled(lambda: self._take_over(prepared, now))
         if not self._forward_seen:
             FirstForward(prepared, self.forward_was_seen)
         self._originals.append(model)  # not before: what was refused may be mended and prepared again
         self._remember_result(prepared, model)
+        if whole is not None:
+            self._wholes[len(self.models)] = whole
         self.models.append(prepared)
         return prepared
+
+    def whole_of(self, model: nn.Module) -> Whole | None:
+        """What a model was of which this rank has some blocks; None for others."""
+        number = next((i for i, known in enumerate(self.models) if known is model), None)
+        return None if number is None else self._wholes.get(number)
+
+    def training(self, further: dict[str, list[Any]]) -> Training:
+        """What a checkpoint is made of: the prepared objects and ``further`` ones."""
+        meshes = self._meshes
+        place = Place(meshes.data_rank, meshes.data_size, meshes.gradient_rank, meshes.gradient_size)
+        return Training(
+            models=[unwrap(model, keep_compile=False) for model in self.models],
+            parts={
+                "optimizer": list(self.optimizers),
+                "scheduler": list(self.schedulers),
+                "loader": list(self.loaders),
+                "scaler": [] if self._scaler is None else [self._scaler],
+                **further,
+            },
+            place=place if meshes.axes.splits_model else None,
+            whole=self._wholes,
+        )
 
     def prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         self._remember(optimizer)
@@ -134,6 +174,7 @@ class Preparation:
             after_zero_grad=partial(self._shards.discard_unreduced, optimizer)
             if self._options.parallel.shards
             else None,
+            other_stages=self.other_stages,
         )
         self._remember_result(prepared, optimizer)
         self.optimizers.append(prepared)
@@ -151,6 +192,7 @@ class Preparation:
             communicator=self._communicator,
             device=self._runtime.device if place else None,
             rng_types=self._rng_types,
+            axes=self._meshes.axes,
         )
         self._remember_result(prepared, loader)
         self.loaders.append(prepared)
@@ -168,7 +210,7 @@ class Preparation:
             scheduler,
             own or self.optimizers,
             self._step,
-            steps_per_call=1 if one_step_a_call else self._runtime.world_size,
+            steps_per_call=1 if one_step_a_call else self._meshes.data_size,
             step_with_optimizer=self._step_scheduler_with_optimizer,
         )
         if prepared.steps_per_call > 1:
@@ -179,6 +221,23 @@ class Preparation:
         self._remember_result(prepared, scheduler)
         self.schedulers.append(prepared)
         return prepared
+
+    def other_stages(self) -> OtherStages | None:
+        """Who else holds parameters of the prepared models; None: nobody."""
+        group = self._meshes.stage_group
+        if group is None:
+            return None
+        counted: set[int] = set()
+        for model in self.models:
+            named: Any = model
+            counted |= {id(p) for p in (named.owned().values() if is_pipeline(model) else ())}
+        return OtherStages(group, {id(p) for p in self.parameters()} - counted)
+
+    def clip_norm(
+        self, parameters: list[torch.Tensor], max_norm: float, norm_type: float, window_ended: bool
+    ) -> torch.Tensor:
+        """See ``clipping.clip_norm``: over all ranks that hold parameters."""
+        return clip_norm(parameters, max_norm, norm_type, window_ended, self.other_stages())
 
     def override_even_batches(self, even_batches: bool) -> None:
         """Set it on all loaders that can still be changed, and warn about the others."""
@@ -200,7 +259,8 @@ class Preparation:
         except BaseException:
             self._shards.recover()
             raise
-        self._shards.average_whole()
+        for model in self.models:
+            average_gradients(model)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """All parameters of the prepared models."""
@@ -230,6 +290,7 @@ class Preparation:
     def clear(self) -> None:
         self._originals.clear()
         self._shards.clear()
+        self._wholes.clear()
         self._forward_seen = False
         if self._scaler is not None:
             self._scaler.clear()
@@ -238,11 +299,17 @@ class Preparation:
         self.schedulers.clear()
         self.loaders.clear()
 
+    def _take_over(self, prepared: nn.Module, before: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Let optimizers have the parameters that came in the place of others. Returns these by name."""
+        now = dict(unwrap(prepared, keep_compile=False).named_parameters(remove_duplicate=False))
+        self._shards.add_model(prepared, before, now, self.optimizers)
+        return now
+
     def _check_micro_batch(self, loader: DataLoader[Any]) -> None:
         wanted = self._options.micro_batch_size
         if wanted is None or loader.batch_size is None:
             return
-        ranks = self._runtime.world_size if self._options.loaders.split_batches else 1
+        ranks = self._meshes.data_size if self._options.loaders.split_batches else 1
         if loader.batch_size != wanted * ranks:
             raise UsageError(
                 f"The loader has batch_size={loader.batch_size}, but the DeepSpeed configuration says {wanted} rows "
@@ -290,3 +357,14 @@ class Preparation:
                 f"prepare got a {type(model).__name__}, but it spreads models itself. Pass the model inside it, and "
                 "DDP's options as DistributedDataParallelKwargs."
             )
+
+
+def _whole(model: nn.Module) -> Whole:
+    """The names of all weights, before other ranks' blocks leave."""
+    firsts: dict[int, str] = {}
+    ties = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = firsts.setdefault(id(parameter), name)
+        if first != name:
+            ties[name] = first
+    return Whole(tuple(model.state_dict()), ties)

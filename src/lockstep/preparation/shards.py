@@ -2,55 +2,69 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
+from lockstep.parallel.prepared import parts
 from lockstep.parallel.sharding import Sharding, sharding_of
-from lockstep.runtime.mesh import data_mesh
-from lockstep.runtime.process import Runtime
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.sharded import check_optimizer, choose_implementation, replace_parameters
 
 
 class Shards:
-    """Knows which parameters took the places of which. Without sharding every method does nothing.
+    """Knows which parameters took the places of which. Where none did every method does nothing.
 
     Args:
+        active: Models are spread so that parameters may change.
         loss_is_scaled: Optimizers step through a loss scaler.
     """
 
-    def __init__(self, parallel: Parallel, runtime: Runtime, loss_is_scaled: bool) -> None:
-        self._parallel = parallel
-        self._runtime = runtime
+    def __init__(self, active: bool, loss_is_scaled: bool) -> None:
+        self._active = active
         self._loss_is_scaled = loss_is_scaled
-        self._active = parallel.shards and runtime.world_size > 1
-        self._mesh: Any = None
         self._of_models: list[Sharding] = []
-        # Parameter before sharding -> the one that took its place; for optimizers that hold the former.
+        # Parameter as it was -> the one that took its place, or None; for optimizers that hold the former.
         self._replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    @property
-    def mesh(self) -> Any:
-        """The mesh to shard over, made once; None where nothing is sharded."""
-        if self._active and self._mesh is None:
-            self._mesh = data_mesh(self._runtime, self._parallel)
-        return self._mesh
+    def add_model(
+        self,
+        model: nn.Module,
+        before: Mapping[str, nn.Parameter],
+        after: Mapping[str, nn.Parameter],
+        optimizers: list[PreparedOptimizer],
+    ) -> None:
+        """Take note of a prepared model, and give its parameters to optimizers that were prepared before it.
 
-    def add_model(self, model: nn.Module, optimizers: list[PreparedOptimizer]) -> None:
-        """Take note of a prepared model, and give its shards to optimizers that were prepared before it."""
-        sharding = sharding_of(model)
-        if sharding is None:
-            return
-        self._of_models.append(sharding)
-        self._replaced.update(sharding.take_replaced())
-        for optimizer in optimizers:
-            self._hand_over(optimizer.optimizer)
+        Args:
+            before: The parameters that it had, by name.
+            after: Those that it has now.
+        """
+        for part in parts(model):
+            sharding = sharding_of(part)
+            if sharding is not None and sharding not in self._of_models:
+                self._of_models.append(sharding)
+        self._note(before, after)
+        if self._active:
+            for optimizer in optimizers:
+                self._hand_over(optimizer.optimizer)
+
+    def _note(self, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]) -> None:
+        """Which parameters replaced which; one of which no name is left is another rank's now."""
+        left = {id(old) for name, old in before.items() if name in after}
+        changed = {old: after[name] for name, old in before.items() if name in after}
+        gone = [old for old in before.values() if id(old) not in left]
+        for first, now in list(self._replaced.items()):
+            if now in changed:
+                self._replaced[first] = changed[now]
+            elif any(now is old for old in gone):
+                self._replaced[first] = None
+        self._replaced.update({old: new for old, new in changed.items() if old is not new})
+        self._replaced.update(dict.fromkeys(gone))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Give an optimizer the shards of the parameters that it holds, and drop gathered ones before it steps."""
@@ -67,7 +81,7 @@ class Shards:
         return [gathered.get(id(parameter), parameter) for parameter in parameters]
 
     def refuse_shared_parameters(self, model: nn.Module) -> None:
-        """Raise UsageError if a parameter of ``model`` belongs to a model that was sharded before."""
+        """Raise UsageError if a parameter of ``model`` belongs to a model that was spread before."""
         names = [name for name, parameter in model.named_parameters() if parameter in self._replaced]
         if names:
             raise UsageError(
@@ -92,11 +106,6 @@ class Shards:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for sharding in self._of_models:
             sharding.discard_unreduced(parameters)
-
-    def average_whole(self) -> None:
-        """Average gradients of parameters that every rank holds whole, where averaging is not held back. Collective."""
-        for sharding in self._of_models:
-            sharding.average_whole()
 
     def clear(self) -> None:
         self._of_models.clear()

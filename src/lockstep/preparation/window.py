@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, UsageError
 from lockstep.parallel.accumulated import (
     Accumulated,
     accumulated,
@@ -17,9 +17,9 @@ from lockstep.parallel.accumulated import (
     put_back,
     put_mean,
 )
-from lockstep.parallel.compose import gradients
+from lockstep.parallel.prepared import gradients
 from lockstep.parallel.unreduced import check_partial
-from lockstep.runtime.process import Runtime
+from lockstep.runtime.mesh import Meshes
 from lockstep.train.accumulation import Accumulation
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.weighting import rescale
@@ -38,6 +38,7 @@ class OpenWindow:
 
     Args:
         models: Prepared, in the order of the checkpoint. This and ``optimizers`` may be lists that still grow.
+        meshes: The ranks over which gradients are averaged, and those that hold different weights.
     """
 
     def __init__(
@@ -45,12 +46,12 @@ class OpenWindow:
         accumulation: Accumulation,
         models: list[nn.Module],
         optimizers: list[PreparedOptimizer],
-        runtime: Runtime,
+        meshes: Meshes,
     ) -> None:
         self._accumulation = accumulation
         self._models = models
         self._optimizers = optimizers
-        self._runtime = runtime
+        self._meshes = meshes
 
     def watch(self) -> None:
         """Notice from now on when the optimizers step; those that were watched before still are."""
@@ -64,10 +65,16 @@ class OpenWindow:
         hold the same shard.
         """
         spent = self._spent()
+        found = [accumulated(model, spent) for model in self._models]
+        if self._meshes.axes.divides_weights and any(each.names() for each in found):
+            raise UsageError(
+                "save_state was called inside an accumulation window, where gradients wait for a step, but weights are "
+                "divided by tp, pp or ep. Save after optimizer.step()."
+            )
         return {
             "window": self._accumulation.state_dict(),
-            "layouts": [layout(model) for model in self._models],
-            "models": [vars(accumulated(model, spent)) for model in self._models],
+            "layouts": self._layouts(),
+            "models": [vars(each) for each in found],
         }
 
     def places(self) -> dict[str, torch.Tensor]:
@@ -137,11 +144,16 @@ class OpenWindow:
 
     def is_unchanged(self, states: list[dict[str, Any]]) -> bool:
         """Whether as many ranks with models spread alike saved these; each then needs its own tensors only."""
-        layouts = [layout(model) for model in self._models]
+        layouts = self._layouts()
         agreed = self._accumulation.state_dict()["agreed_divisor"]
-        return len(states) == self._runtime.world_size and all(
+        return len(states) == self._meshes.gradient_size and all(
             state["layouts"] == layouts and state["window"]["agreed_divisor"] == agreed for state in states
         )
+
+    def _layouts(self) -> list[str]:
+        axes = self._meshes.axes
+        sizes = [f"{name}={size}" for name in ("pp", "cp", "tp", "ep") if (size := getattr(axes, name)) > 1]
+        return [" ".join([*sizes, layout(model)]) for model in self._models]
 
     def _spent(self) -> set[int]:
         """``id`` of each parameter on which all of its optimizers have stepped since the last backward."""

@@ -1,29 +1,133 @@
-"""Which ranks share a model's state, as torch's DeviceMesh."""
+"""Which ranks share what, as views of torch's DeviceMesh: data, weights, gradients, loss and the parts of one model.
+
+The mesh is pp x replicate x shard x cp x tp, outermost first, so that ranks which talk most are neighbours.
+
+    what                            is equal on ranks that differ in     is averaged over
+    the batch                       pp, cp, tp                           -
+    gradients of a parameter        (all of the right-hand side)         replicate, shard, cp
+    the gradient of an expert       (all of the right-hand side)         ranks with the same expert
+    the loss, as ``reduce`` has it  pp, cp, tp                           all
+    the norm of gradients           everything                           summed over pp and over shards
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
+from lockstep.config.axes import Axes, axes_of
 from lockstep.config.parallel import Parallel
 from lockstep.runtime.process import Runtime
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_ORDER = ("pp", "replicate", "shard", "cp", "tp")
 
-def data_mesh(runtime: Runtime, parallel: Parallel) -> DeviceMesh:
-    """The mesh of data parallel training: axis ``shard``, and before it ``replicate`` if there are several copies.
 
-    Neighbouring ranks share a copy. Collective where ``replicate`` is above 1: it makes process groups.
+class Meshes:
+    """The views of one run's mesh. Each is made when it is first used, which is collective.
 
     Raises:
-        ConfigError: the world size cannot be divided as ``parallel`` says.
+        ConfigError: the world cannot be divided as ``parallel`` says.
     """
-    from torch.distributed.device_mesh import init_device_mesh
 
-    size = parallel.shard_size(runtime.world_size)
-    if parallel.replicate == 1:
-        return init_device_mesh(runtime.device.type, (size,), mesh_dim_names=("shard",))
-    return init_device_mesh(
-        runtime.device.type, (parallel.replicate, size), mesh_dim_names=("replicate", "shard")
-    )
+    def __init__(self, runtime: Runtime, parallel: Parallel) -> None:
+        self.axes: Axes = axes_of(parallel, runtime.world_size)
+        self._runtime = runtime
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank's batches: ranks with the same one get the same."""
+        return self.axes.data_rank(self._runtime.rank)
+
+    @property
+    def data_size(self) -> int:
+        """How many ranks have batches of their own."""
+        return self.axes.data
+
+    @cached_property
+    def data_runtime(self) -> Runtime:
+        """This process as one of those with batches of their own."""
+        if not self.axes.splits_model:
+            return self._runtime
+        return replace(self._runtime, rank=self.data_rank, world_size=self.data_size)
+
+    @cached_property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks with batches of their own that this one belongs to; None: all ranks, or no group is needed."""
+        return self._group("replicate", "shard") if self.axes.splits_model and self.data_size > 1 else None
+
+    @cached_property
+    def gradient_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which gradients are averaged; None: all, or this one alone (see ``gradient_size``)."""
+        if self.axes.pp * self.axes.tp == 1 or self.gradient_size == 1:
+            return None
+        return self._group("replicate", "shard", "cp")
+
+    @property
+    def gradient_size(self) -> int:
+        """How many ranks gradients are averaged over."""
+        return self.axes.data * self.axes.cp
+
+    @property
+    def gradient_rank(self) -> int:
+        """The place of this rank among those over which gradients are averaged."""
+        return self._runtime.rank // self.axes.tp % self.gradient_size
+
+    @property
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the stages of the same pipeline; None: there is one stage."""
+        mesh = self.axis("pp")
+        return None if mesh is None else mesh.get_group()
+
+    def axis(self, name: str) -> DeviceMesh | None:
+        """The ranks along ``pp``, ``cp``, ``tp`` or ``ep``; None where the axis has one rank."""
+        if getattr(self.axes, name) == 1:
+            return None
+        return self._experts["ep"] if name == "ep" else self._mesh[name]
+
+    @property
+    def expert_replicas(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same experts; None: only this one."""
+        if self.axes.ep in (1, self.axes.data):
+            return None
+        return self._experts["replicate"].get_group()
+
+    @cached_property
+    def shard_mesh(self) -> DeviceMesh:
+        """What ZeRO shards over: axis ``shard``, and before it ``replicate`` if there are several copies."""
+        axes = self.axes
+        if axes.splits_model:
+            mesh = self._mesh
+            shard = "shard"
+            if axes.cp > 1:
+                shard = "shard_cp" if axes.shard > 1 else "cp"
+                if axes.shard > 1:
+                    mesh["shard", "cp"]._flatten(shard)
+            return mesh[("replicate", shard) if axes.replicate > 1 else (shard,)]
+        if axes.replicate == 1:
+            return self._make({"shard": axes.shard})
+        return self._make({"replicate": axes.replicate, "shard": axes.shard})
+
+    @cached_property
+    def _mesh(self) -> DeviceMesh:
+        sizes = {name: getattr(self.axes, name) for name in _ORDER}
+        return self._make({name: size for name, size in sizes.items() if size > 1})
+
+    @cached_property
+    def _experts(self) -> DeviceMesh:
+        return self._make({"replicate": self.axes.data // self.axes.ep, "ep": self.axes.ep})
+
+    def _make(self, sizes: dict[str, int]) -> DeviceMesh:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh(self._runtime.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    def _group(self, *names: str) -> dist.ProcessGroup:
+        present = tuple(name for name in names if getattr(self.axes, name) > 1)
+        mesh = self._mesh[present]
+        return mesh.get_group() if len(present) == 1 else mesh._flatten("_".join(present)).get_group()

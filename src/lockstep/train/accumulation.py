@@ -37,6 +37,7 @@ class Accumulation:
         self._weighted = WeightedMean(runtime, agreed_divisor)
         self._inputs_are_uneven = False
         self._unsynchronised = 0
+        self._is_alone = False
         self._window_is_weighted: bool | None = None
         self._backward_calls = 0
         self._backwards = 0
@@ -88,6 +89,18 @@ class Accumulation:
         return self._held_back(models, inside_window=False)
 
     @contextmanager
+    def alone(self, models: Iterable[nn.Module]) -> Iterator[None]:
+        """Each rank trains by itself inside: nothing is averaged, and windows end as ever."""
+        before, self._is_alone = self._is_alone, True
+        try:
+            with ExitStack() as stack:
+                for model in models:
+                    stack.enter_context(self._hold_back(model, False))
+                yield
+        finally:
+            self._is_alone = before
+
+    @contextmanager
     def _held_back(self, models: Iterable[nn.Module], inside_window: bool) -> Iterator[None]:
         models = tuple(models)
         with ExitStack() as stack:
@@ -136,7 +149,7 @@ class Accumulation:
                 "take part in adding the weights up. Drop the weight, or use even batches and "
                 "accelerator.sample_weights()."
             )
-        return self._weighted.scale(loss, weight, last, gradients)
+        return self._weighted.scale(loss, weight, last, gradients, self._is_alone)
 
     def reset(self) -> None:
         """Forget an unfinished window."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_
 
 from lockstep.comm.dtensor import local, total_norm
@@ -17,18 +19,48 @@ def as_list(parameters: Parameters) -> list[torch.Tensor]:
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
+@dataclass(frozen=True)
+class OtherStages:
+    """Ranks with other parameters of the same models: ``group``, and ``id`` of those that this one does not count."""
+
+    group: dist.ProcessGroup
+    uncounted: Collection[int] = ()
+
+
 def clip_norm(
-    parameters: list[torch.Tensor], max_norm: float, norm_type: float, window_ended: bool
+    parameters: list[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    window_ended: bool,
+    others: OtherStages | None = None,
 ) -> torch.Tensor:
     """Scale gradients so that their total norm is at most ``max_norm``; returns the norm before (0-d).
 
-    The norm is that of the whole gradients, also where each rank holds a shard of them; then it is collective.
-    Inside an accumulation window (``window_ended`` False) the partial gradients are left alone.
+    The norm is that of the whole gradients, also where each rank holds a shard of them, or ``others`` hold other
+    ones; then it is collective. Inside an accumulation window (``window_ended`` False) the partial gradients are left
+    alone.
     """
-    norm = total_norm((p.grad for p in parameters if p.grad is not None), float(norm_type))
+    uncounted = others.uncounted if others is not None else ()
+    counted = [p.grad for p in parameters if p.grad is not None and id(p) not in uncounted]
+    norm = total_norm(counted, float(norm_type))
+    if others is not None:
+        device = parameters[0].device if parameters else norm.device
+        norm = _norm_over(norm.to(device), float(norm_type), others.group)
     if window_ended:
         clip_grads_with_norm_(_local_gradients(parameters), max_norm, norm)
     return norm
+
+
+@torch.no_grad()
+def _norm_over(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
+    """The norm of all ranks' vectors as one."""
+    if norm_type == float("inf"):
+        largest = norm.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        return largest
+    power = norm.to(torch.promote_types(norm.dtype, torch.float32)) ** norm_type
+    dist.all_reduce(power, group=group)
+    return (power ** (1 / norm_type)).to(norm.dtype)
 
 
 def clip_value(parameters: list[torch.Tensor], clip: float, window_ended: bool) -> None:

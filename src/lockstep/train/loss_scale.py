@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lockstep.comm.dtensor import is_dtensor, local, max_over_shards
@@ -17,14 +18,23 @@ class _ShardScaler(torch.amp.GradScaler):
     """A GradScaler for sharded gradients, beside whole ones and in host memory too.
 
     torch's own does not mix the first two, and does not wait for its copies of the scale to host memory.
+    ``other_stages``: ranks with other parameters of the same models, which skip the same steps.
     """
+
+    def __init__(
+        self, device: str, other_stages: Callable[[], dist.ProcessGroup | None], **options: Any
+    ) -> None:
+        super().__init__(device, **options)
+        self._other_stages = other_stages
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         gradients = [p.grad for p in _with_gradients(optimizer)]
         if not any(map(is_dtensor, gradients)):
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            return self._everywhere(
+                super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16), found_inf
+            )
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for part in map(local, gradients):
             by_device.setdefault(part.device, []).append(_with_gradient(part))
@@ -35,7 +45,18 @@ class _ShardScaler(torch.amp.GradScaler):
                 stand_in, inv_scale.to(device), torch.zeros_like(found_inf, device=device), allow_fp16
             )
             found = torch.maximum(found, here[device].to(found.device))
-        return {found.device: max_over_shards(found, gradients)}
+        return self._everywhere({found.device: max_over_shards(found, gradients)}, found_inf)
+
+    def _everywhere(
+        self, found: dict[torch.device, torch.Tensor], none: torch.Tensor
+    ) -> dict[torch.device, torch.Tensor]:
+        """What was found here or on a rank with another stage."""
+        group = self._other_stages()
+        if group is None:
+            return found
+        largest = torch.stack([none, *(number.to(none.device) for number in found.values())]).amax(0)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        return {largest.device: largest}
 
 
 class LossScaler:
@@ -48,8 +69,13 @@ class LossScaler:
     Reference: Micikevicius et al., Mixed Precision Training, ICLR 2018; ``torch.amp.GradScaler``.
     """
 
-    def __init__(self, device: torch.device, options: GradScalerKwargs) -> None:
-        self.scaler: torch.amp.GradScaler = _ShardScaler(device.type, **options.to_dict())
+    def __init__(
+        self,
+        device: torch.device,
+        options: GradScalerKwargs,
+        other_stages: Callable[[], dist.ProcessGroup | None] = lambda: None,
+    ) -> None:
+        self.scaler: torch.amp.GradScaler = _ShardScaler(device.type, other_stages, **options.to_dict())
         self._optimizers: list[Optimizer] = []
         self._stepped: set[int] = set()
         self._unscaled: set[int] = set()

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.step import StepState
-from lockstep.train.clipping import clip_norm
+from lockstep.train.clipping import OtherStages, clip_norm
 from lockstep.train.loss_scale import LossScaler
 
 
@@ -25,6 +25,7 @@ class PreparedOptimizer(Optimizer):
         clip_norm: Before each step the gradients of this optimizer are scaled so that their total
             2-norm is at most this; None leaves them alone.
         after_zero_grad: Clears gradients that are not at ``parameter.grad``.
+        other_stages: Who else holds parameters of the same models, for ``clip_norm``.
 
     Raises:
         ConfigError: ``clip_norm`` is not positive.
@@ -38,6 +39,7 @@ class PreparedOptimizer(Optimizer):
         before_first_step: Callable[[Optimizer], None] | None = None,
         clip_norm: float | None = None,
         after_zero_grad: Callable[[], None] | None = None,
+        other_stages: Callable[[], OtherStages | None] | None = None,
     ) -> None:
         if clip_norm is not None and not clip_norm > 0:
             raise ConfigError(
@@ -50,6 +52,7 @@ class PreparedOptimizer(Optimizer):
         self._before_first_step = before_first_step
         self._after_zero_grad = after_zero_grad
         self._clip_norm = clip_norm
+        self._other_stages = other_stages
         self._ran = True
         self._found_inf: torch.Tensor | None = None
         if scaler is not None:
@@ -63,7 +66,7 @@ class PreparedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # The check belongs to one Accelerator, which neither a copy nor a file should carry along.
-        return {**self.__dict__, "_before_first_step": None, "_after_zero_grad": None}
+        return {**self.__dict__, "_before_first_step": None, "_after_zero_grad": None, "_other_stages": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -140,7 +143,8 @@ class PreparedOptimizer(Optimizer):
     def _clip(self) -> None:
         if self._clip_norm is not None:
             parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            clip_norm(parameters, self._clip_norm, norm_type=2.0, window_ended=True)
+            others = self._other_stages() if self._other_stages is not None else None
+            clip_norm(parameters, self._clip_norm, norm_type=2.0, window_ended=True, others=others)
 
     def _clipping_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def compute_and_clip() -> Any:

@@ -45,22 +45,31 @@ def _check_rows(optimizer: Optimizer) -> None:
             )
 
 
-def replace_parameters(optimizer: Optimizer, replaced: Mapping[Any, torch.Tensor]) -> None:
-    """Put new parameters in the places of old ones, in all groups and with their state, sharded alike."""
+def replace_parameters(optimizer: Optimizer, replaced: Mapping[Any, torch.Tensor | None]) -> None:
+    """Put new parameters in the places of old ones, in all groups and with their state, sharded alike.
+
+    Those in whose place is None leave the optimizer.
+    """
     for group in optimizer.param_groups:
-        for i, old in enumerate(group["params"]):
-            new = replaced.get(old)
+        stay = []
+        for place, old in enumerate(group["params"]):
+            new = replaced.get(old, old)
+            state = optimizer.state.pop(old, None) if new is not old else None
             if new is None:
                 continue
-            group["params"][i] = new
-            if old in optimizer.state:
-                shape = new.shape
-                optimizer.state[new] = {
-                    name: shard_like(value, new)
-                    if isinstance(value, torch.Tensor) and value.shape == shape and value.ndim
-                    else value
-                    for name, value in optimizer.state.pop(old).items()
-                }
+            stay.append(place)
+            group["params"][place] = new
+            if state is not None:
+                optimizer.state[new] = {name: _laid_out_as(value, new) for name, value in state.items()}
+        if len(stay) < len(group["params"]):
+            for key in {"params", "param_names"} & group.keys():
+                group[key] = [group[key][place] for place in stay]
+
+
+def _laid_out_as(value: Any, parameter: torch.Tensor) -> Any:
+    if isinstance(value, torch.Tensor) and value.ndim and value.shape == parameter.shape:
+        return shard_like(value, parameter)
+    return value
 
 
 def choose_implementation(optimizer: Optimizer, loss_is_scaled: bool = False) -> None:

@@ -71,14 +71,16 @@ class WeightedMean:
         weight: torch.Tensor | float,
         last: bool,
         gradients: Iterable[torch.Tensor],
+        alone: bool = False,
     ) -> torch.Tensor:
-        """The 0-d loss to call backward on. Collective when ``last``.
+        """The 0-d loss to call backward on. Collective when ``last``, unless ``alone``.
 
         Args:
             loss: 0-d mean loss, or a tensor of losses.
             weight: A number (what a 0-d ``loss`` is the mean of), or a tensor of ``loss``'s shape.
             last: This micro-batch ends the window.
             gradients: The tensors in which the window's gradients were accumulated.
+            alone: The mean is over this rank's window only.
 
         Raises:
             UsageError: ``weight`` is negative or of another shape than ``loss``.
@@ -100,10 +102,11 @@ class WeightedMean:
         if not last:
             return weighted / self._divisor
         total = self._window_weight
-        if self._runtime.world_size > 1:
+        ranks = 1 if alone else self._runtime.world_size
+        if ranks > 1:
             dist.all_reduce(total)
         # All weights 0: the gradient is 0, not NaN.
-        factor = torch.where(total > 0, self._runtime.world_size / total, torch.zeros_like(total))
+        factor = torch.where(total > 0, ranks / total, torch.zeros_like(total))
         if not first:
             rescale(gradients, factor * self._divisor)
         self._window_weight = self._divisor = None

@@ -44,7 +44,7 @@ from lockstep.config.handlers import (
 )
 from lockstep.config.parallel import Parallel
 from lockstep.config.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
-from lockstep.parallel.compose import extract_model_from_parallel, is_compiled_module
+from lockstep.parallel.prepared import extract_model_from_parallel, is_compiled_module
 from lockstep.runtime.available import *  # noqa: F403  (is_<package>_available)
 from lockstep.runtime.environ import clear_environment, patch_environment, str_to_bool
 from lockstep.runtime.memory import clear_device_cache, find_executable_batch_size, release_memory

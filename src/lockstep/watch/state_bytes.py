@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.comm.dtensor import local
 from lockstep.comm.tree import leaves
-from lockstep.parallel.compose import gradients
+from lockstep.parallel.prepared import gradients
 from lockstep.parallel.sharding import sharding_of
 
 

@@ -248,12 +248,13 @@ def _check_pieces(name: str, entry: TensorEntry, path: str) -> None:
             f"{path}: the pieces of {name} hold {filled} elements, but its shape {entry.shape} has "
             f"{math.prod(entry.shape)}. Load another checkpoint."
         )
-    if _overlap([piece for piece in entry.pieces if math.prod(piece.shape)]):
+    if overlap(entry.pieces):
         raise CheckpointError(f"{path}: pieces of {name} overlap. Load another checkpoint.")
 
 
-def _overlap(pieces: list[Piece]) -> bool:
-    """Whether two boxes share an element: a sweep along the dim that was cut most often."""
+def overlap(pieces: list[Piece]) -> bool:
+    """Whether two pieces share an element: a sweep along the dim that was cut most often."""
+    pieces = [piece for piece in pieces if math.prod(piece.shape)]
     if len(pieces) < 2:
         return False
     dims = range(len(pieces[0].shape))

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.format.tensorfile import dtype_name
+from lockstep.checkpoint.training import Whole
 from lockstep.checkpoint.weights.folder import local_directory, write_folder
 from lockstep.checkpoint.weights.model import parse_size
 from lockstep.checkpoint.weights.pretrained import configurations, named_to_save
+from lockstep.checkpoint.weights.stages import collect_stages
 from lockstep.checkpoint.weights.weightfile import described
 from lockstep.comm.collectives import Communicator, as_bytes
 from lockstep.comm.dtensor import whole
@@ -55,6 +57,24 @@ def save_model(
         failure = error
     deque(gathered, maxlen=0)  # also where writing failed: the others are in these collectives
     communicator.agree(failure)
+
+
+def save_stages(
+    model: nn.Module,
+    whole_model: Whole,
+    save_directory: str | os.PathLike[str],
+    max_shard_size: int | str,
+    communicator: Communicator,
+) -> None:
+    """``save_model`` for a model of which each rank has some blocks: rank 0 gets all of them, in host memory, first."""
+    with together(communicator):
+        limit, directory = parse_size(max_shard_size), local_directory(save_directory)
+    state = collect_stages(model.state_dict(), communicator, whole_model)
+    with together(communicator):
+        if communicator.runtime.is_main:
+            tensors = checked_tensors(state)
+            tensors = {name: tensors[name] for name in named_to_save(model, tensors)}
+            _write(directory, tensors, iter(tensors.items()), limit, configurations(model))
 
 
 def write_tensors(

@@ -1,0 +1,69 @@
+"""The weights of a model whose blocks are on several ranks, on one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lockstep.checkpoint.state import place_of
+from lockstep.checkpoint.training import NO_TIES, Whole
+from lockstep.comm.collectives import Communicator
+from lockstep.comm.dtensor import whole as gathered
+from lockstep.comm.together import together
+from lockstep.comm.transfer import transfer
+
+
+def collect_stages(
+    state: Mapping[str, Any], communicator: Communicator, whole: Whole = NO_TIES
+) -> dict[str, Any]:
+    """All ranks' entries of a ``state_dict`` on rank 0, in host memory, and nothing on the others; collective.
+
+    One tensor at a time is gathered where it is spread, and sent. Names of one weight share memory afterwards. Of a
+    name that several ranks have, the first one's value is taken.
+
+    Args:
+        state: What this rank's blocks have.
+        whole: The order of the names, and the weights that are tied across ranks.
+    """
+    rank = communicator.runtime.rank
+    with together(communicator):
+        tensors, mine = _described(state, whole)
+    told: list[list[tuple[str, str, Any]]] = communicator.gather_object([mine])
+    holders: dict[str, tuple[int, Any]] = {}
+    firsts: dict[str, str] = {}
+    for holder, entries in enumerate(told):
+        for name, first, value in entries:
+            firsts.setdefault(name, first)
+            holders.setdefault(first, (holder, value))
+    found: dict[str, Any] = {}
+    for first, (holder, value) in holders.items():
+        if not isinstance(value, torch.Tensor):
+            found[first] = value
+            continue
+        tensor = gathered(tensors[first], keep=rank == holder) if first in tensors else None
+        found[first] = transfer(tensor, value, holder, 0, communicator)
+    if rank > 0:
+        return {}
+    place = {name: number for number, name in enumerate(whole.names)}
+    names = sorted(firsts, key=lambda name: place.get(name, len(place)))  # stable
+    return {name: found[firsts[name]] for name in names}
+
+
+def _described(
+    state: Mapping[str, Any], whole: Whole
+) -> tuple[dict[str, torch.Tensor], list[tuple[str, str, Any]]]:
+    """The tensors by their first names, and (name, first name, value or a tensor without elements) of each entry."""
+    tensors: dict[str, torch.Tensor] = {}
+    entries: list[tuple[str, str, Any]] = []
+    places: dict[Any, str] = {}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            entries.append((name, name, value))
+            continue
+        first = places.setdefault(place_of(value), name) if value.numel() else name
+        first = whole.ties.get(first, first)
+        tensors.setdefault(first, value)
+        entries.append((name, first, torch.empty(value.shape, dtype=value.dtype, device="meta")))
+    return tensors, entries

@@ -1,0 +1,159 @@
+"""``lockstep schedule``: what each rank of a pipeline does when, and how long it does nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lockstep.cli.output import print_table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lockstep.plan.schedule import Timeline, Times
+    from lockstep.plan.schedule_case import Case
+
+STYLES = {
+    "F": "black on bright_blue",
+    "B": "black on yellow",
+    "I": "black on bright_red",
+    "W": "black on green",
+}
+
+NOTES = (
+    "bubble: idle / (idle + useful) over all ranks, while any of them works. formula: the same by the paper's formula, "
+    "'-' where it does not hold. waiting: idle time between a rank's first action and its last alone. step: its time "
+    "with a stage's times as given, divided by the stages on a rank. in flight: micro-batches whose activations a rank "
+    "holds at most, in those of all its layers. Sending takes no time here."
+)
+
+EPILOG = """\b
+Examples:
+  lockstep schedule 1f1b --ranks 4 --micro-batches 8
+  lockstep schedule interleaved --ranks 4 --micro-batches 8 --stages-per-rank 3
+  lockstep schedule zbv --ranks 4 --micro-batches 8 -o zbv.svg
+  lockstep schedule zero_bubble --times 1,1.2,0.8
+  lockstep schedule --compare --ranks 4 --micro-batches 8
+"""
+
+
+@click.command("schedule", epilog=EPILOG)
+@click.argument("name", required=False)
+@click.option("--ranks", default="4", metavar="P", help="Ranks of the pipeline (default: 4).")
+@click.option("--micro-batches", default="8", metavar="M", help="Micro-batches in a step (default: 8).")
+@click.option(
+    "--stages-per-rank", default="0", metavar="V", help="Stages on each rank (default: by schedule)."
+)
+@click.option("--times", default="1,2", metavar="F,B|F,I,W",
+              help="How long forward and backward of a stage take, or forward, backward of the input, and of the "
+              "weights (default: 1,2, of which backward of the input is half).")  # fmt: skip
+@click.option("-o", "--output", metavar="FILE.svg", help="Write a picture, and no text timeline.")
+@click.option("--compare", is_flag=True, help="One row for each schedule.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    name: str | None,
+    ranks: str,
+    micro_batches: str,
+    stages_per_rank: str,
+    times: str,
+    output: str | None,
+    compare: bool,
+    as_json: bool,
+) -> None:
+    """Show the order in which torch runs a pipeline schedule (gpipe, 1f1b, interleaved, zero_bubble, zbv or
+    dualpipev), and count the bubble in it. No processes are started."""
+    from lockstep.config.values import parse_integer
+    from lockstep.plan.schedule_case import parse_times
+
+    if compare == (name is not None):
+        what = f"--compare is for all schedules, not {name!r} alone" if name else "No schedule is named"
+        raise click.UsageError(f"{what}. Give either a name, such as 1f1b, or --compare.")
+    if compare and output:
+        raise click.UsageError("-o draws one schedule, but --compare shows all. Name one, or drop -o.")
+    if compare and stages_per_rank != "0":
+        raise click.UsageError(
+            "--stages-per-rank belongs to one schedule, but --compare shows all. Name one, or drop it."
+        )
+    picture = _picture_path(output)
+    most = 10**6
+    sizes = (
+        parse_integer(ranks, "--ranks", 1, most),
+        parse_integer(micro_batches, "--micro-batches", 1, most),
+        parse_integer(stages_per_rank, "--stages-per-rank", 0, most),
+    )
+    cases = _cases(name, *sizes, parse_times(times))
+    if picture is not None:
+        _write_picture(picture, cases[0])
+    if as_json:
+        facts = [case.facts() for case in cases]
+        click.echo(json.dumps(facts if compare else facts[0], indent=2))
+        return
+    _print(cases, with_timeline=not compare and picture is None)
+
+
+def _cases(name: str | None, ranks: int, micro_batches: int, stages: int, times: Times) -> list[Case]:
+    from lockstep.plan.schedule_case import compared, counted
+
+    if name is None:
+        return compared(ranks, micro_batches, times)
+    return [counted(name, ranks, micro_batches, stages, times)]
+
+
+def _picture_path(output: str | None) -> Path | None:
+    if output is None:
+        return None
+    path = Path(output)
+    if path.suffix.lower() != ".svg":
+        raise click.UsageError(f"-o {output[:200]!r} is not an SVG file. Give a name that ends in .svg.")
+    return path
+
+
+def _write_picture(path: Path, case: Case) -> None:
+    from lockstep.plan.schedule_svg import svg
+
+    assert case.timeline is not None
+    try:
+        path.write_text(svg(case.timeline, case.title), encoding="utf-8")
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise click.UsageError(
+            f"{str(path)[:200]!r} cannot be written: {reason}. Name another file."
+        ) from error
+
+
+def _print(cases: list[Case], with_timeline: bool) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 110
+    console.print(Text(cases[0].sizes if len(cases) > 1 else cases[0].title), style="bold")
+    titles = ("schedule", "stages", "bubble", "formula", "", "waiting", "step", "in flight")
+    rows = [case.cells() for case in cases]
+    print_table(titles, rows, right=("stages", "bubble", "formula", "waiting", "step"))
+    if with_timeline and cases[0].timeline is not None:
+        _print_timeline(console, cases[0].timeline)
+    console.print(Text(f"\n{NOTES}"))
+
+
+def _print_timeline(console: Console, timeline: Timeline) -> None:
+    from rich.text import Text
+
+    from lockstep.plan.schedule_text import text_rows
+
+    rows = text_rows(timeline)
+    if not rows:
+        console.print(Text("\nThe timeline is too long for text. Add -o FILE.svg for a picture."))
+        return
+    lines = [Text.assemble(*((text, STYLES.get(kind, "")) for text, kind in row)) for row in rows]
+    label = len(f"rank {len(rows)} ")
+    room = max(20, console.width - label) if console.is_terminal else len(lines[0])
+    for start in range(0, len(lines[0]), room):
+        console.print()
+        for rank, line in enumerate(lines):
+            console.print(Text(f"rank {rank} ".ljust(label)) + line[start : start + room], soft_wrap=True)

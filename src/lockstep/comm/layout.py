@@ -1,0 +1,159 @@
+"""Which elements of a tensor each rank of a mesh holds: plain arithmetic on what torch's placements say.
+
+A placement along one mesh dimension cuts a tensor dimension as ``torch.chunk`` does. A strided one, of split factor f,
+cuts it into f parts first, and each of these into the chunks; a rank holds its chunk of every part.
+
+fully_shard describes what it cuts after a mesh dimension behind it was cut (tensor parallel) as strided too, with the
+number of the later chunks as split factor. Where they divide evenly, that is the same; where not, and where the later
+cut is strided itself (a fused query, key and value projection), only the order in which it cut is right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+Range = tuple[int, int]
+"""First index, and how many."""
+
+
+class Box(NamedTuple):
+    """``shape`` elements of a tensor from ``offsets`` on, which a rank has from ``inside`` on in its local part."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    inside: tuple[int, ...]
+
+    def of(self, part: torch.Tensor) -> torch.Tensor:
+        """This box of a rank's local part, as a view."""
+        return _narrowed(part, self.inside, self.shape)
+
+    def within(self, whole: torch.Tensor) -> torch.Tensor:
+        """This box of the whole tensor, as a view."""
+        return _narrowed(whole, self.offsets, self.shape)
+
+
+def dim_of(placement: Any) -> int | None:
+    """The tensor dimension that a placement cuts, strided or not; None where it cuts none."""
+    dim: int | None = getattr(placement, "dim", None)
+    return dim
+
+
+def is_partial(placement: Any) -> bool:
+    """Whether the ranks along this mesh dimension hold addends instead of elements."""
+    return bool(placement.is_partial())
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """All of a tensor, held whole."""
+    zeros = (0,) * len(shape)
+    return Box(zeros, tuple(shape), zeros)
+
+
+def boxes(
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Any], coordinate: Sequence[int]
+) -> list[Box]:
+    """What the rank at ``coordinate`` of the mesh holds, in boxes that together are its local part; none is empty."""
+    ranges = held(shape, mesh_shape, placements, coordinate)
+    return [
+        Box(
+            tuple(start for _, (start, _) in chosen),
+            tuple(count for _, (_, count) in chosen),
+            tuple(inside for inside, _ in chosen),
+        )
+        for chosen in product(*(_with_places(of_dim) for of_dim in ranges))
+    ]
+
+
+def local_shape(
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Any], coordinate: Sequence[int]
+) -> tuple[int, ...]:
+    """The shape of the local part of the rank at ``coordinate``."""
+    ranges = held(shape, mesh_shape, placements, coordinate)
+    return tuple(sum(count for _, count in of_dim) for of_dim in ranges)
+
+
+def held(
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Any], coordinate: Sequence[int]
+) -> list[list[Range]]:
+    """By tensor dimension, the indices that the rank at ``coordinate`` holds, in the order of its local part."""
+    ranges: list[list[Range]] = [[(0, size)] if size else [] for size in shape]
+    for axis, factor in _in_order(mesh_shape, placements):
+        dim = dim_of(placements[axis])
+        if dim is not None:
+            parts = _chunks(ranges[dim], factor)
+            number, index = mesh_shape[axis], coordinate[axis]
+            ranges[dim] = _joined([one for part in parts for one in _chunks(part, number)[index]])
+    return ranges
+
+
+def is_plain(placements: Sequence[Any]) -> bool:
+    """Whether no tensor dimension is cut twice, nor strided: torch's own functions handle the rest."""
+    dims = [dim for dim in map(dim_of, placements) if dim is not None]
+    return len(set(dims)) == len(dims) and all(_factor(placement) == 1 for placement in placements)
+
+
+def _in_order(mesh_shape: Sequence[int], placements: Sequence[Any]) -> list[tuple[int, int]]:
+    """Mesh dimensions in the order in which they cut, with the number of parts that are cut first."""
+    order: list[tuple[int, int]] = []
+    for axis in reversed(range(len(placements))):
+        dim, factor = dim_of(placements[axis]), _factor(placements[axis])
+        later = math.prod(
+            mesh_shape[other]
+            for other in range(axis + 1, len(placements))
+            if dim_of(placements[other]) == dim
+        )
+        if factor > 1 and factor == later:  # cut after those behind it: see above
+            order.append((axis, 1))
+        else:
+            order.insert(0, (axis, factor))
+    return order
+
+
+def _factor(placement: Any) -> int:
+    return int(getattr(placement, "split_factor", 1))
+
+
+def _chunks(ranges: list[Range], number: int) -> list[list[Range]]:
+    """As ``torch.chunk`` of the indices, with empty chunks in the end where there are too few."""
+    total = sum(count for _, count in ranges)
+    most = -(-total // number)
+    return [_cut(ranges, i * most, (i + 1) * most) for i in range(number)]
+
+
+def _cut(ranges: list[Range], begin: int, end: int) -> list[Range]:
+    found, place = [], 0
+    for start, count in ranges:
+        first, last = max(begin, place), min(end, place + count)
+        if first < last:
+            found.append((start + first - place, last - first))
+        place += count
+    return found
+
+
+def _joined(ranges: list[Range]) -> list[Range]:
+    found: list[Range] = []
+    for start, count in ranges:
+        if found and sum(found[-1]) == start:
+            found[-1] = (found[-1][0], found[-1][1] + count)
+        else:
+            found.append((start, count))
+    return found
+
+
+def _with_places(ranges: list[Range]) -> Iterator[tuple[int, Range]]:
+    place = 0
+    for start, count in ranges:
+        yield place, (start, count)
+        place += count
+
+
+def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    for dim, (start, count) in enumerate(zip(offsets, shape, strict=True)):
+        if (start, count) != (0, tensor.shape[dim]):
+            tensor = tensor.narrow(dim, start, count)
+    return tensor

@@ -1,0 +1,136 @@
+"""The words of ``parallel="..."``: how each value is read, and shown again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from lockstep.config.enums import Activation, CPMethod, QuantizedType, ReduceType, Schedule, Strategy
+from lockstep.config.values import parse_bool, parse_integer, shown, suggestion
+from lockstep.errors import ConfigError
+
+BlockRule = Callable[[str, Any], bool]
+"""Called with (name, module) of each submodule: whether it is a block."""
+
+MOST_RANKS = 2**20
+TP_PLANS = ("auto", "transformers", "infer")
+
+
+def known_word(name: str, known: Collection[str]) -> str:
+    """``name``, if it is a field; raises ConfigError with the nearest one else."""
+    if name not in known:
+        words = [*(field for field in known if field != "strategy"), *Strategy.list()]
+        hint = suggestion(name, words) or f" Use one of {', '.join(words)}."
+        raise ConfigError(f"parallel has no word {shown(name)}.{hint}")
+    return name
+
+
+def _word(kind: Any) -> Callable[[Any, str], Any]:
+    def parse(value: Any, origin: str) -> Any:
+        if isinstance(value, kind):
+            return value
+        if str(value) not in kind.list():
+            hint = suggestion(str(value), kind.list()) or f" Use one of {', '.join(kind.list())}."
+            raise ConfigError(f"{origin}={shown(value)} is not known.{hint}")
+        return kind(str(value))
+
+    return parse
+
+
+def _optional(parse: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    return lambda value, origin: None if value in (None, "no", "none") else parse(value, origin)
+
+
+def _between(low: int, high: int) -> Callable[[Any, str], int]:
+    return lambda value, origin: parse_integer(value, origin, low, high)
+
+
+def _weights_type(value: Any, origin: str) -> QuantizedType | None:
+    if isinstance(value, bool):
+        value = QuantizedType.INT8 if value else None
+    kind: QuantizedType | None = _optional(_word(QuantizedType))(value, origin)
+    if kind is QuantizedType.INT4 and origin.endswith("quantized_weights"):
+        raise ConfigError(f"{origin}=int4 is too coarse for weights. Use int8.")
+    return kind
+
+
+def _blocks(value: Any, origin: str) -> tuple[str, ...] | BlockRule:
+    if callable(value):
+        rule: BlockRule = value
+        return rule
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(
+            f"{origin} is {shown(value)}, but must be names of modules or classes. Pass 'Block' or 'layers.*'."
+        )
+    return tuple(names)
+
+
+def _names(value: Any, origin: str) -> tuple[str, ...]:
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(
+            f"{origin} is {shown(value)}, but must be names of modules. Pass 'layers.4,layers.8'."
+        )
+    return tuple(names)
+
+
+def _tp_plan(value: Any, origin: str) -> str | tuple[tuple[str, str], ...] | None:
+    if value is None or value in TP_PLANS:
+        return None if value == "auto" else value
+    entries = value.items() if isinstance(value, Mapping) else value
+    if isinstance(entries, str) or not all(
+        isinstance(entry, tuple) and len(entry) == 2 and all(isinstance(word, str) for word in entry)
+        for entry in entries
+    ):
+        raise ConfigError(
+            f"{origin} is {shown(value)}, but must be one of {', '.join(TP_PLANS)}, or in code a mapping of names to "
+            "styles, such as {'layers.*.mlp.up': 'colwise'}. Pass one of these."
+        )
+    return tuple(entries)
+
+
+def text_of(value: Any) -> str:
+    """A field's value as ``parse`` reads it."""
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+        return f"{len(value)}_entries"
+    if callable(value):
+        return getattr(value, "__name__", "a rule")
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+PARSERS: dict[str, Callable[[Any, str], Any]] = {
+    "strategy": _word(Strategy),
+    "zero": _between(0, 3),
+    "replicate": _between(1, MOST_RANKS),
+    "hpz": _between(0, MOST_RANKS),
+    "reduce": _optional(_word(ReduceType)),
+    "quantized_weights": _weights_type,
+    "quantized_gradients": _weights_type,
+    "offload": parse_bool,
+    "forward_prefetch": parse_bool,
+    "activation": _word(Activation),
+    "blocks": _blocks,
+    "tp": _between(1, MOST_RANKS),
+    "pp": _between(1, MOST_RANKS),
+    "cp": _between(1, MOST_RANKS),
+    "ep": _between(1, MOST_RANKS),
+    "sequence_parallel": parse_bool,
+    "loss_parallel": parse_bool,
+    "tp_plan": _tp_plan,
+    "cp_method": _word(CPMethod),
+    "schedule": _word(Schedule),
+    "micro_batches": _between(0, 2**20),
+    "stages_per_rank": _between(0, 2**10),
+    "split": _names,
+}
+
+# What a word means that stands alone.
+SWITCHED_ON = {
+    "offload": "true",
+    "forward_prefetch": "true",
+    "sequence_parallel": "true",
+    "loss_parallel": "true",
+    "quantized_weights": "int8",
+    "quantized_gradients": "int8",
+}

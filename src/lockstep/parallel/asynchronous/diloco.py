@@ -1,0 +1,120 @@
+"""DiLoCo: each rank trains by itself for many steps; an outer optimizer follows the mean of where they went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from lockstep.comm.together import together
+from lockstep.errors import CheckpointError, UsageError
+from lockstep.parallel.asynchronous.averaging import means
+from lockstep.parallel.asynchronous.local_rounds import LocalRounds
+from lockstep.parallel.asynchronous.trainer import Trainer
+
+OuterOptimizer = Callable[[list[torch.Tensor]], Optimizer]
+
+
+def nesterov(parameters: list[torch.Tensor]) -> Optimizer:
+    """The outer optimizer of the paper."""
+    return SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+class DiLoCo(LocalRounds):
+    """Every ``steps`` optimizer steps, and at the end of the block, step the outer optimizer.
+
+        with DiLoCo(accelerator, model, steps=100) as diloco:
+            for batch in loader:
+                ...
+                optimizer.step()
+                diloco.step()
+
+    The outer gradient is where the round began, minus the mean over the ranks of where it ended. The outer optimizer
+    steps on the former, and there the next round begins on all ranks. With ``SGD(lr=1)`` that is local SGD.
+    Floating-point buffers are averaged. The inner optimizer's state stays each rank's own.
+    Reference: Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023.
+
+    Args:
+        model: What ``prepare`` returned, replicated on every rank. All ranks must make the same number of steps.
+        steps: Of the inner optimizer, from one outer step to the next (the paper: 500).
+        outer_optimizer: Builds it from the parameters at which rounds begin, a copy of the model's in at least fp32.
+            None: SGD with a learning rate of 0.7 and Nesterov momentum of 0.9.
+        optimizer: The inner one. Only needed to go on exactly from a checkpoint; see ``state_dict``.
+        offload: Keep that copy and the outer optimizer's state in host memory.
+        enabled: False: gradients are averaged at each step, as without the block.
+
+    Raises:
+        ConfigError: ``steps`` is below 1.
+        UsageError: the model is sharded, split, or not prepared. Both are raised on all ranks.
+    """
+
+    def __init__(
+        self,
+        accelerator: Trainer,
+        model: nn.Module,
+        steps: int,
+        outer_optimizer: OuterOptimizer | None = None,
+        *,
+        optimizer: Any = None,
+        offload: bool = False,
+        enabled: bool = True,
+    ) -> None:
+        super().__init__(accelerator, model, steps, optimizer, enabled)
+        self._offload = offload
+        self._start = {name: self._copy(p) for name, p in self._trained.items()}
+        build = outer_optimizer or nesterov
+        with together(self._communicator):
+            self.outer_optimizer = build(list(self._start.values())) if callable(build) else None
+            if not isinstance(self.outer_optimizer, Optimizer):
+                raise UsageError(
+                    f"DiLoCo got outer_optimizer={outer_optimizer!r}, which builds no optimizer. Pass a function of a "
+                    "list of tensors, such as functools.partial(torch.optim.SGD, lr=0.7)."
+                )
+
+    def _copy(self, parameter: torch.Tensor) -> torch.Tensor:
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        device = torch.device("cpu") if self._offload else parameter.device
+        return parameter.detach().to(device=device, dtype=dtype, copy=True)
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        for name, parameter in self._trained.items():
+            self._start[name].copy_(parameter)
+
+    @torch.no_grad()
+    def _combine(self) -> None:
+        assert self.outer_optimizer is not None
+        starts = {id(parameter): self._start[name] for name, parameter in self._trained.items()}
+        for parameter, mean in means(self._communicator, self._trained.values()):
+            start = starts[id(parameter)]
+            start.grad = start - mean.to(start)
+        self.outer_optimizer.step()
+        for name, parameter in self._trained.items():
+            self._start[name].grad = None
+            parameter.copy_(self._start[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of every rank, and where the round began with the outer optimizer's state, equal on all ranks."""
+        assert self.outer_optimizer is not None
+        return {
+            **super().state_dict(),
+            "start": dict(self._start),
+            "outer": self.outer_optimizer.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert self.outer_optimizer is not None
+        super().load_state_dict(state)
+        for name, value in state["start"].items():
+            self._start[name].copy_(value)
+        self.outer_optimizer.load_state_dict(state["outer"])
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        super()._check_state(state)
+        if not {"start", "outer"} <= state.keys():
+            raise CheckpointError("A state of DiLoCo lacks start or outer. Load a state that DiLoCo saved.")
+        self._check_tensors(state["start"], self._start)

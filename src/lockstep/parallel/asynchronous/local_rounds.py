@@ -1,0 +1,195 @@
+"""Rounds of steps that each rank makes by itself, with a meeting at the end of each round."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, suppress
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.comm.collectives import Communicator
+from lockstep.comm.together import together
+from lockstep.errors import CheckpointError, UsageError
+from lockstep.parallel.asynchronous.averaging import agree_on_loss_scale, average, floating_buffers
+from lockstep.parallel.asynchronous.meeting import meet
+from lockstep.parallel.asynchronous.trainer import Trainer, check_count, check_replicas
+from lockstep.runtime.failure import is_consequence
+
+
+class LocalRounds:
+    """What ``LocalSGD`` and ``DiLoCo`` share. What happens when ranks meet is ``_combine``.
+
+    Inside of the block no gradients are averaged. A rank that leaves it with an exception tells the others, which
+    raise at their next meeting.
+
+    Args:
+        steps: Optimizer steps of a round.
+        optimizer: Of the steps in between. Its state differs from rank to rank; given here, it is part of
+            ``state_dict``.
+        enabled: False: training is as it would be without the block.
+    """
+
+    def __init__(
+        self, accelerator: Trainer, model: nn.Module, steps: int, optimizer: Any, enabled: bool
+    ) -> None:
+        self._name = type(self).__name__
+        self._trainer = accelerator
+        self._communicator = Communicator(accelerator.runtime)
+        with together(self._communicator):
+            check_count(self._name, "a number of steps", steps, least=1)
+            check_replicas(self._name, accelerator, model)
+        meet(self._communicator, f"{self._name}(steps={steps}, enabled={enabled})", 0)
+        self.model = model
+        self.steps = steps
+        self.enabled = enabled
+        self.num_steps = 0
+        self._in_round = 0
+        self._optimizer = optimizer
+        inner = getattr(model, "module", model) if accelerator.runtime.world_size > 1 else model
+        plain = getattr(inner, "_orig_mod", inner)  # whose names are the same in every world, compiled or not
+        self._trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+        self._exits: ExitStack | None = None
+        self._others_know = False
+
+    @property
+    def ranks_agree(self) -> bool:
+        """Whether all ranks have the same parameters now: from a meeting to the next step."""
+        return self._in_round == 0
+
+    def __enter__(self) -> Any:
+        if self._exits is not None:
+            raise UsageError(f"{self._name} was entered twice. Use one with block at a time.")
+        self._others_know = False
+        with ExitStack() as exits:
+            if self.enabled:
+                exits.enter_context(self._trainer.alone(self.model))
+                if self.ranks_agree:
+                    self._begin()
+            self._exits = exits.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._exits is not None
+        exits, self._exits = self._exits, None
+        with exits:
+            if not self.enabled:
+                return
+            if error is not None:
+                self._say_farewell(error)
+            else:  # also right after a meeting: another rank may not have ended
+                self._meet("at the end of its block", combine=self._in_round > 0 or self.num_steps == 0)
+
+    def step(self) -> None:
+        """Call it after each ``optimizer.step()``; inside an accumulation window it does nothing.
+
+        Raises:
+            LockstepError: another rank failed.
+            UsageError: it is called outside of the block, or another rank made another number of steps.
+        """
+        if not self._trainer.sync_gradients:
+            return
+        if self.enabled and self._exits is None:
+            raise UsageError(
+                f"{self._name}.step was called outside of its block. Train inside 'with {self._name}(...)'."
+            )
+        self.num_steps += 1
+        if not self.enabled:
+            return
+        self._in_round += 1
+        if self._in_round >= self.steps:
+            self._meet("at the end of a round", combine=True)
+
+    def _begin(self) -> None:
+        """Called when a block is entered while all ranks have the same parameters."""
+
+    def _combine(self) -> None:
+        """Give all ranks the same parameters. Collective."""
+        raise NotImplementedError
+
+    def _meet(self, where: str, combine: bool) -> None:
+        self._others_know = True  # whatever is raised from here on is raised on all ranks
+        meet(self._communicator, f"{self._name} {where}", self.num_steps)
+        if combine:
+            self._combine()
+            average(self._communicator, floating_buffers(self.model))
+            agree_on_loss_scale(self._communicator, self._trainer.scaler)
+            self._in_round = 0
+        self._others_know = False
+
+    def _say_farewell(self, error: BaseException) -> None:
+        """Let the others know at their next meeting, instead of leaving them waiting there."""
+        if self._others_know or not isinstance(error, Exception) or is_consequence(error):
+            return
+        with suppress(Exception):  # the error that counts is the one on its way
+            meet(self._communicator, self._name, self.num_steps, error)
+
+    # State ------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's own state: where it is in its round, and inside of one its parameters.
+
+        Tensors are those in use.
+        """
+        state: dict[str, Any] = {
+            "num_steps": self.num_steps,
+            "in_round": self._in_round,
+            "world_size": self._communicator.world_size,
+            "parameters": {},
+            "buffers": [],
+            "optimizer": None,
+        }
+        if self._in_round:
+            state["parameters"] = {name: p.detach() for name, p in self._trained.items()}
+            state["buffers"] = floating_buffers(self.model)
+        if self._optimizer is not None:
+            state["optimizer"] = self._optimizer.state_dict()
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where this rank was.
+
+        Raises:
+            CheckpointError: it was saved inside of a round by another number of ranks, or of another model.
+        """
+        self._check_state(state)
+        self.num_steps, self._in_round = state["num_steps"], state["in_round"]
+        for name, value in state["parameters"].items():
+            self._trained[name].copy_(value)
+        if state["buffers"]:
+            for buffer, value in zip(floating_buffers(self.model), state["buffers"], strict=True):
+                buffer.copy_(value)
+        same_world = state["world_size"] == self._communicator.world_size
+        if self._optimizer is not None and state["optimizer"] is not None and same_world:
+            self._optimizer.load_state_dict(state["optimizer"])
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        """Raise CheckpointError if the state cannot be loaded; changes nothing."""
+        missing = {"num_steps", "in_round", "world_size", "parameters", "buffers", "optimizer"} - state.keys()
+        if missing:
+            raise CheckpointError(
+                f"A state of {self._name} lacks {', '.join(sorted(missing))}. Load a state that {self._name} saved."
+            )
+        if state["in_round"] and state["world_size"] != self._communicator.world_size:
+            raise CheckpointError(
+                f"{self._name} was saved {state['in_round']} steps into a round by {state['world_size']} ranks, each "
+                f"with parameters of its own, but here are {self._communicator.world_size}. Start as many, or save "
+                "when ranks_agree."
+            )
+        if state["in_round"]:
+            self._check_tensors(state["parameters"], self._trained)
+            buffers = {str(i): buffer for i, buffer in enumerate(floating_buffers(self.model))}
+            self._check_tensors({str(i): buffer for i, buffer in enumerate(state["buffers"])}, buffers)
+
+    def _check_tensors(self, saved: dict[str, torch.Tensor], here: dict[str, torch.Tensor]) -> None:
+        shapes = [{name: tuple(value.shape) for name, value in tensors.items()} for tensors in (saved, here)]
+        differ = [name for name in {**shapes[0], **shapes[1]} if shapes[0].get(name) != shapes[1].get(name)]
+        if differ:
+            raise CheckpointError(
+                f"A state of {self._name} has {shapes[0].get(differ[0])} for '{differ[0]}', but the model has "
+                f"{shapes[1].get(differ[0])}. Prepare the model that was saved."
+            )

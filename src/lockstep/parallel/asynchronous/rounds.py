@@ -1,0 +1,189 @@
+"""Rounds of messages between ranks that are not in step: ranks take turns as the server that adds them up.
+
+In round t the server is rank t mod N. The others send it their message and go on. When all have arrived, it adds them
+up in the order of ranks, and sends the sum back. One thread on each rank does this, one round after the other, so that
+a server answers while it computes.
+
+No rank waits for ever: posting a round waits for nobody, and of the rounds that some thread has not carried yet, the
+first needs only that every rank posts it, since all threads have carried those before it. Between two ranks, messages
+to servers are posted in the order of rounds, and so are sums from them, each kind over a group of its own: backends
+without tags, such as NCCL, pair them up right.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.parallel.asynchronous.message import MessageFormat, Total, Word
+from lockstep.runtime.process import THREADS_LET_GO_S, Runtime
+
+Works = list[Any]
+
+
+@dataclass
+class _Round:
+    number: int
+    message: torch.Tensor
+    inbox: dict[int, torch.Tensor] = field(default_factory=dict)
+    works: Works = field(default_factory=list)
+    packed: Any = None
+
+
+class Rounds:
+    """Carries rounds until one in which some rank has ended or failed. Building it is collective.
+
+    ``post`` and ``take`` are for the thread that trains.
+    """
+
+    def __init__(self, runtime: Runtime, form: MessageFormat) -> None:
+        self.waits = 0
+        self._sent = self._answered = 0  # bytes; one for each thread
+        self._rank, self._world_size = runtime.rank, runtime.world_size
+        self._form = form
+        self._posted = 0
+        self._to_server, self._from_server = dist.new_group(), dist.new_group()
+        self._todo: SimpleQueue[_Round] = SimpleQueue()
+        self._done: SimpleQueue[Total | BaseException] = SimpleQueue()
+        self._answers: deque[tuple[Works, torch.Tensor]] = deque()
+        self._lane = torch.Stream(form.device) if form.device.type != "cpu" else None
+        self._thread = threading.Thread(target=self._run, name="lockstep-rounds", daemon=True)
+        self._thread.start()
+
+    @property
+    def bytes_sent(self) -> int:
+        """By this rank, as client and as server."""
+        return self._sent + self._answered
+
+    def post(self, message: torch.Tensor) -> None:
+        """Begin the next round with this rank's message, which from now on belongs to the round."""
+        number = self._posted
+        server = number % self._world_size
+        this = _Round(number, message)
+        if server == self._rank:
+            for rank in self._others():
+                this.inbox[rank] = self._form.empty()
+                this.works.append(dist.irecv(this.inbox[rank], rank, group=self._to_server, tag=number))
+            if self._lane is not None:
+                this.packed = torch.accelerator.current_stream(self._form.device).record_event()
+        else:
+            this.works.append(dist.isend(message, server, group=self._to_server, tag=number))
+            self._sent += message.nbytes
+        self._posted += 1
+        self._todo.put(this)
+
+    def take(self, wait: bool) -> Total | None:
+        """The sum of the next round; None if it has not come and we do not ``wait`` for it.
+
+        Raises:
+            BaseException: what broke the connection to the others.
+        """
+        try:
+            found = self._done.get_nowait()
+        except Empty:
+            if not wait:
+                return None
+            self.waits += 1
+            found = self._done.get()
+        if isinstance(found, BaseException):
+            raise found
+        if self._lane is not None:  # its memory must not be given away before we have read it
+            found.gradients.record_stream(torch.accelerator.current_stream(self._form.device))
+        return found
+
+    def close(self, limit_s: float | None = None) -> None:
+        """Wait until the last round is carried, and leave the groups.
+
+        After ``limit_s`` seconds the thread is left at its work, which may still bring others the last message.
+        """
+        self._thread.join(limit_s)
+        if self._thread.is_alive():
+            return
+        groups = self._to_server, self._from_server
+        for group in groups:
+            dist.destroy_process_group(group)
+        # As when the main group is left: the backend's threads must not have the last hold on a group.
+        time.sleep(THREADS_LET_GO_S)
+        del groups
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._world_size) if rank != self._rank]
+
+    # In the thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with self._own_lane():
+                while True:
+                    total = self._form.read(self._carry(self._todo.get()))
+                    self._done.put(total)
+                    if any(word is not Word.RUNNING for word in total.words):
+                        break
+                for works, _ in self._answers:
+                    for work in works:
+                        work.wait()
+        except BaseException as error:
+            self._done.put(error)
+        finally:
+            self._answers.clear()
+
+    @contextmanager
+    def _own_lane(self) -> Iterator[None]:
+        """On an accelerator, waiting for others must not hold up the stream that computes."""
+        if self._lane is None:
+            yield
+            return
+        torch.accelerator.set_device_index(self._form.device.index)
+        torch.accelerator.set_stream(self._lane)
+        yield
+
+    def _carry(self, this: _Round) -> torch.Tensor:
+        """The sum of the round's messages; complete, also on an accelerator."""
+        server = this.number % self._world_size
+        if server == self._rank:
+            total = self._add_up(this)
+            sends = [
+                dist.isend(total, rank, group=self._from_server, tag=this.number) for rank in self._others()
+            ]
+            self._answered += total.nbytes * len(sends)
+            self._answers.append((sends, total))  # it must not change before all have it
+            while self._answers and all(work.is_completed() for work in self._answers[0][0]):
+                self._answers.popleft()
+        else:
+            total = self._form.empty()
+            work = dist.irecv(total, server, group=self._from_server, tag=this.number)
+            assert work is not None
+            work.wait()
+            for sent in this.works:
+                sent.wait()
+        if self._lane is not None:
+            self._lane.synchronize()
+        return total
+
+    def _add_up(self, this: _Round) -> torch.Tensor:
+        for work in this.works:
+            work.wait()
+        if self._lane is not None:
+            self._lane.wait_event(this.packed)
+        parts = {**this.inbox, self._rank: this.message}
+        total = parts[0]
+        for rank in range(1, self._world_size):
+            total += parts[rank]
+        return total
+
+
+def message_device(device: torch.device) -> torch.device:
+    """Where messages lie: with the gradients, or in host memory if the backend carries only that."""
+    backends = str(dist.get_backend_config())
+    here = [pair.split(":") for pair in backends.split(",")]
+    backend = next((pair[-1] for pair in here if pair[0] == device.type or len(pair) == 1), "gloo")
+    return torch.device("cpu") if backend == "gloo" else device

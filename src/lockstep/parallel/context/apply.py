@@ -1,0 +1,108 @@
+"""Context parallelism put into a model, in place."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lockstep.config.enums import CPMethod
+from lockstep.errors import UsageError
+from lockstep.parallel.context.layout import layout_on
+from lockstep.parallel.context.region import ContextParallelBlock, ContextParallelModel, Region, regions_of
+from lockstep.parallel.subclass import subclass
+
+logger = logging.getLogger(__name__)
+
+
+def context_parallel(
+    model: nn.Module, blocks: dict[str, nn.Module], mesh: DeviceMesh, method: CPMethod | str = CPMethod.RING
+) -> None:
+    """Split the sequence over the ranks of ``mesh`` from the first block's input to the last block's output.
+
+    In place; names, classes' names and ``state_dict`` keys stay. Each block is called with this rank's chunk of its
+    arguments along the sequence (``arguments`` has the rule), and ``F.scaled_dot_product_attention`` inside it sees
+    the whole. What runs between blocks must work position by position. Everything else runs on the whole sequence
+    on every rank, from the same batch. The mean over the mesh of the ranks' gradients is the gradient of the mean of
+    their losses. Apply before ``recompute``, ``compile`` and ``fully_shard``. With one rank nothing changes.
+
+    Without gradients, a call with a key-value cache, or with a length that cannot be split, runs whole on each rank.
+
+    Raises:
+        UsageError: blocks that cannot be split; while running, calls that would see only a part of the sequence.
+    """
+    method = CPMethod(method)
+    if mesh.size() == 1:
+        return
+    if not blocks:
+        raise UsageError(
+            f"cp={mesh.size()} splits the sequence between blocks, but {type(model).__name__} was given without any. "
+            "Name them with blocks=..., as a class or as a pattern such as 'layers.*'."
+        )
+    if regions_of(model):
+        raise UsageError(f"{type(model).__name__} is context parallel already. Prepare it once.")
+    for name, block in blocks.items():
+        _check_block(name, block, mesh.size())
+    names = list(blocks)
+    region = Region(layout_on(mesh, method), method, names[0], names[-1])
+    classes: dict[type, type] = {}
+    for name, block in blocks.items():
+        cls = type(block)
+        if cls not in classes:
+            classes[cls] = subclass(cls, ContextParallelBlock, _region=region)
+        changed: Any = block
+        changed._argument_names = tuple(inspect.signature(cls.forward).parameters)[1:]
+        changed._block_name = name
+        block.__class__ = classes[cls]
+    _disable_cache(model)
+    model.__class__ = subclass(type(model), ContextParallelModel, _region=region)
+
+
+def _check_block(name: str, block: nn.Module, size: int) -> None:
+    if "forward" in vars(block):
+        raise UsageError(
+            f"The block '{name}' has a forward of its own that hides the one of its class {type(block).__name__}, so "
+            f"cp={size} would not reach it. Change forward in a subclass, or set it after prepare()."
+        )
+    for inner, module in block.named_modules():
+        full = f"{name}.{inner}" if inner else name
+        _check_module(name, full, module, size)
+        chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        if isinstance(chosen, str) and chosen != "sdpa":
+            raise UsageError(
+                f"'{full}' ({type(module).__name__}) is set to attn_implementation={chosen!r}, which would see only "
+                f'one rank\'s part of the sequence (cp = {size}). Make the model with attn_implementation="sdpa".'
+            )
+
+
+def _disable_cache(model: nn.Module) -> None:
+    """Keys and values in a cache would be those of one rank's positions."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False) is True:
+            config.use_cache = False
+            logger.info("use_cache of %s is turned off: its sequence is split.", type(module).__name__)
+
+
+def _check_module(block: str, name: str, module: nn.Module, size: int) -> None:
+    """
+    Raises:
+        UsageError: ``module`` inside ``block`` works along the sequence, or is set up for another order of dims.
+    """
+    where = f"'{name}' ({type(module).__name__}) in block '{block}'"
+    remedy = "Leave its block out with blocks=..., or use another module."
+    if isinstance(module, nn.modules.conv._ConvNd) and any(size > 1 for size in module.kernel_size):
+        what = f"has a kernel of {list(module.kernel_size)} and would need the neighbours of each rank's positions"
+    elif isinstance(module, nn.RNNBase):
+        what = "is recurrent and would begin anew at each rank's positions"
+    elif isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)):
+        what = "takes statistics of all positions, but would see those of one rank"
+    elif isinstance(module, nn.MultiheadAttention) and not module.batch_first:
+        what = "expects [sequence, batch, width]"
+        remedy = "Make it with batch_first=True: context parallelism splits [batch, sequence, width]."
+    else:
+        return
+    raise UsageError(f"{where} {what} (context parallelism, cp = {size}). {remedy}")

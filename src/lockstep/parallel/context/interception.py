@@ -1,0 +1,191 @@
+"""Attention inside a block whose sequence is split goes to the ring or to Ulysses.
+
+Also when activation checkpointing runs the block's forward again in backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.config.enums import CPMethod
+from lockstep.errors import UsageError
+from lockstep.parallel.context.checks import InBlock
+from lockstep.parallel.context.layout import SequenceLayout
+from lockstep.parallel.context.ring import ring_attention
+from lockstep.parallel.context.ulysses import ulysses_attention
+
+
+class SplitSequence(InBlock):
+    """Active within the forward of ``block``, where each rank has ``length`` positions of ``batch`` samples."""
+
+    def __init__(self, block: str, layout: SequenceLayout, method: CPMethod, batch: int, length: int) -> None:
+        super().__init__(block, layout, batch, length)
+        self.method = method
+        self.attentions = 0
+        """Calls of attention so far."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self.attention(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:
+            return self.multi_head_attention(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """``scaled_dot_product_attention`` over the whole sequence. Takes and returns this rank's positions."""
+        if query.ndim == key.ndim == value.ndim == 3:  # without heads
+            q, k, v = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+            mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
+            return self.attention(q, k, v, mask, dropout_p, is_causal, scale=scale).squeeze(1)
+        self._check_attention(query, key, value, enable_gqa)
+        if attn_mask is not None and is_causal:
+            self.refuse(
+                "calls attention with is_causal=True and a mask, of which torch takes one", "Pass one of them"
+            )
+        self.attentions += 1
+        query, key, value = _cast_by_autocast(query, key, value)
+        if self.method is CPMethod.ULYSSES:
+            try:
+                return ulysses_attention(
+                    *(query, key, value, self.layout, attn_mask),
+                    dropout_p=dropout_p,
+                    is_causal=is_causal,
+                    scale=scale,
+                )
+            except UsageError as error:
+                raise UsageError(f"{self.where}: {error}") from None
+        if attn_mask is not None:
+            self.refuse(
+                "calls attention with a mask, but with cp_method=ring no rank sees all keys at once",
+                "Use is_causal=True instead, padding on the right and leaving the mask out, or cp_method=ulysses",
+            )
+        if dropout_p > 0:
+            self.refuse(
+                f"calls attention with dropout_p={dropout_p}, which cp_method=ring does not apply",
+                "Set the model's attention dropout to 0, or use cp_method=ulysses",
+            )
+        return ring_attention(query, key, value, self.layout, is_causal, scale)
+
+    def multi_head_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        embed_dim_to_check: int,
+        num_heads: int,
+        in_proj_weight: Tensor | None,
+        in_proj_bias: Tensor | None,
+        bias_k: Tensor | None,
+        bias_v: Tensor | None,
+        add_zero_attn: bool,
+        dropout_p: float,
+        out_proj_weight: Tensor,
+        out_proj_bias: Tensor | None,
+        training: bool = True,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        use_separate_proj_weight: bool = False,
+        q_proj_weight: Tensor | None = None,
+        k_proj_weight: Tensor | None = None,
+        v_proj_weight: Tensor | None = None,
+        static_k: Tensor | None = None,
+        static_v: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        """What ``nn.MultiheadAttention`` calls, on tensors [s, b, width]; masks are those of the whole sequence."""
+        if need_weights:
+            self.refuse("asks nn.MultiheadAttention for the weights", "Call it with need_weights=False")
+        if any(extra is not None for extra in (bias_k, bias_v, static_k, static_v)) or add_zero_attn:
+            self.refuse(
+                "has an nn.MultiheadAttention with add_bias_kv, add_zero_attn or static keys",
+                "Use one without",
+            )
+        if query.ndim != 3:
+            self.refuse(f"calls nn.MultiheadAttention on {list(query.shape)}", "Give it a batch dimension")
+        if use_separate_proj_weight:
+            weights: Any = (q_proj_weight, k_proj_weight, v_proj_weight)
+        else:
+            assert in_proj_weight is not None
+            weights = in_proj_weight.chunk(3)
+        biases = in_proj_bias.chunk(3) if in_proj_bias is not None else (None,) * 3
+        q, k, v = (
+            F.linear(tensor, weight, bias).unflatten(2, (num_heads, -1)).permute(1, 2, 0, 3)
+            for tensor, weight, bias in zip((query, key, value), weights, biases, strict=True)
+        )
+        hint = is_causal and key_padding_mask is None  # as in torch: the mask is causal, and not read
+        mask = None if hint else _merged(attn_mask, key_padding_mask, num_heads, q.dtype)
+        out = self.attention(q, k, v, mask, dropout_p if training else 0.0, hint)
+        return F.linear(out.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias), None
+
+    def _check_attention(self, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+        if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
+            self.refuse(
+                f"calls attention on queries {list(query.shape)} and keys {list(key.shape)}",
+                "Bring them to [batch, heads, sequence, head dim]",
+            )
+        lengths = [tensor.shape[2] for tensor in (query, key, value)]
+        if lengths != [self.length] * 3:
+            self.refuse(
+                f"calls attention on {lengths[0]} queries, {lengths[1]} keys and {lengths[2]} values, but each rank "
+                f"holds {self.length} positions of the sequence",
+                "Only attention of the whole sequence to itself can be split; leave such modules out with blocks=...",
+            )
+        heads, key_heads = query.shape[1], key.shape[1]
+        grouped = enable_gqa and key_heads == value.shape[1] and heads % key_heads == 0
+        if key.shape[0] != query.shape[0] or not (grouped or heads == key_heads == value.shape[1]):
+            self.refuse(
+                f"calls attention on queries {list(query.shape)}, keys {list(key.shape)} and values "
+                f"{list(value.shape)}",
+                "Give them the same batch size and number of heads, or enable_gqa=True",
+            )
+        if self.method is CPMethod.RING and not query.shape[3] == key.shape[3] == value.shape[3]:
+            self.refuse(
+                f"has values of {value.shape[3]} numbers beside queries of {query.shape[3]}, which cp_method=ring does "
+                "not take",
+                "Use cp_method=ulysses",
+            )
+
+
+def _cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As autocast does for attention; exchanged keys are smaller then, too."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def _merged(mask: Tensor | None, padding: Tensor | None, heads: int, dtype: torch.dtype) -> Tensor | None:
+    """Masks of ``nn.MultiheadAttention``, in which True hides, as one that is added: [..., S, S] or [b, 1, 1, S]."""
+    if mask is not None:
+        mask = _added(mask, dtype)
+        mask = mask if mask.ndim == 2 else mask.unflatten(0, (-1, heads))
+    if padding is None:
+        return mask
+    hidden = _added(padding, dtype)[:, None, None]
+    return hidden if mask is None else mask + hidden
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype is not torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, float("-inf"))

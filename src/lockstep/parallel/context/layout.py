@@ -1,0 +1,115 @@
+"""Which positions of a sequence each rank holds, and the way from the whole sequence to its chunk and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lockstep.comm.collectives import all_gather_into_tensor, reduce_scatter_tensor
+from lockstep.config.enums import CPMethod
+from lockstep.errors import UsageError
+
+FEWEST_POSITIONS = 2
+"""Positions a rank must have: a chunk of one would broadcast against tensors that it does not fit."""
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """A sequence in N chunks, or head and tail: in 2N, of which rank r holds chunks r and 2N - 1 - r.
+
+    With causal attention later positions see more keys, so that equal contiguous chunks would be unequal work;
+    the pair (r, 2N - 1 - r) sees the same number on every rank (Brandon et al., Striped Attention, 2023, balance
+    by stripes; the pairing of chunks is known as zig-zag).
+    """
+
+    group: dist.ProcessGroup
+    size: int
+    rank: int
+    head_tail: bool
+
+    @property
+    def chunks(self) -> int:
+        return 2 * self.size if self.head_tail else self.size
+
+    def chunks_of(self, rank: int) -> tuple[int, ...]:
+        """Numbers of the chunks that ``rank`` holds, in the order in which it holds them."""
+        return (rank, 2 * self.size - 1 - rank) if self.head_tail else (rank,)
+
+    def check(self, length: int, what: str = "The sequence") -> None:
+        """
+        Raises:
+            UsageError: ``length`` positions cannot be dealt out evenly.
+        """
+        fewest = self.size * FEWEST_POSITIONS
+        if length % self.chunks == 0 and length >= fewest:
+            return
+        rule = f"2 x cp = {self.chunks}" if self.head_tail else f"cp = {self.chunks}"
+        fitting = max(-(-length // self.chunks) * self.chunks, fewest)
+        raise UsageError(
+            f"{what} has {length} positions, which do not divide into {rule} equal chunks of which each rank has "
+            f"at least {FEWEST_POSITIONS} positions. Pad it to {fitting} positions."
+        )
+
+    def local(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's chunk. Its gradient is zero in the other ranks' positions."""
+        length = whole.shape[dim] // self.chunks
+        parts = [whole.narrow(dim, number * length, length) for number in self.chunks_of(self.rank)]
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
+
+    def gather(self, local: Tensor, dim: int) -> Tensor:
+        """The whole sequence, in order, from all ranks' chunks. Its gradient is the sum of all ranks' gradients."""
+        if local.is_floating_point():
+            gathered: Tensor = _Gather.apply(local, dim, self)
+            return gathered
+        return self.joined(self.collect(local), dim)
+
+    def collect(self, local: Tensor) -> Tensor:
+        """Every rank's chunk, [N, *local.shape]."""
+        if local.dtype is torch.bool:
+            return self.collect(local.view(torch.uint8)).view(torch.bool)
+        parts = local.new_empty((self.size, *local.shape))
+        all_gather_into_tensor(parts.flatten(0, 1), local.contiguous(), group=self.group)
+        return parts
+
+    def joined(self, parts: Tensor, dim: int) -> Tensor:
+        """[N, ...local...] as the whole sequence, in order."""
+        pieces: list[Tensor] = [parts[0]] * self.chunks
+        for rank in range(self.size):
+            mine = parts[rank].chunk(len(self.chunks_of(rank)), dim)
+            for number, piece in zip(self.chunks_of(rank), mine, strict=True):
+                pieces[number] = piece
+        return torch.cat(pieces, dim)
+
+    def dealt(self, whole: Tensor, dim: int) -> Tensor:
+        """The inverse of ``joined``."""
+        pieces = whole.chunk(self.chunks, dim)
+        return torch.stack(
+            [torch.cat([pieces[n] for n in self.chunks_of(rank)], dim) for rank in range(self.size)]
+        )
+
+
+def layout_on(mesh: DeviceMesh, method: CPMethod) -> SequenceLayout:
+    """The layout of ``method`` on a 1-D mesh: head and tail for the ring, contiguous for Ulysses."""
+    head_tail = method is CPMethod.RING
+    return SequenceLayout(mesh.get_group(), mesh.size(), mesh.get_local_rank(), head_tail)
+
+
+class _Gather(torch.autograd.Function):
+    """An all-gather, and as its exact adjoint a reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
+        ctx.dim, ctx.layout = dim, layout
+        return layout.joined(layout.collect(local), dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        parts = ctx.layout.dealt(gradients[0], ctx.dim)
+        local = torch.empty_like(parts[0])
+        reduce_scatter_tensor(local, parts.flatten(0, 1), group=ctx.layout.group)
+        return local, None, None

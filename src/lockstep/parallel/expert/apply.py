@@ -1,0 +1,180 @@
+"""Spread the experts of a model's mixture-of-experts layers over ranks, in place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.comm.dtensor import is_dtensor
+from lockstep.errors import CollectiveMismatchError, ConfigError, LockstepError, UsageError
+from lockstep.parallel.expert.collectives import Ranks
+from lockstep.parallel.expert.experts import Experts
+from lockstep.parallel.expert.layer import MixtureOfExperts, layers
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def expert_parallel(
+    model: nn.Module, mesh: DeviceMesh, data_group: dist.ProcessGroup | None = None
+) -> list[nn.Parameter]:
+    """Keep num_experts / N of each layer's experts on each of the N ranks of ``mesh``. In place, collective.
+
+    Each rank has its own batch. In a forward, rows travel to the ranks of their experts and back. The stacked
+    parameters become DTensors, sharded on dim 0, with the values of the first rank of ``data_group``; their names
+    stay. Routing is that of one process with the batches of all ranks of ``data_group`` one after the other:
+    capacities, dropped tokens, losses.
+
+    Gradients: every parameter's gradient is the mean of the local ones over those ranks that hold it. For those
+    returned here these are the ranks of ``data_group`` with the same place in ``mesh`` (backward has divided by N),
+    for all others all of ``data_group``.
+
+    Args:
+        mesh: One axis.
+        data_group: The ranks that train on batches of their own; None: all ranks. ``mesh`` lies within it.
+
+    Returns:
+        The stacked parameters of all layers, as they are now.
+
+    Raises:
+        ConfigError: experts that do not divide by N.
+        UsageError: no such layer, one that is spread already, one on the meta device; or other groups.
+        CollectiveMismatchError: other layers on other ranks.
+    """
+    if mesh.ndim != 1:
+        raise UsageError(
+            f"expert_parallel got a mesh of {mesh.ndim} axes, but experts are spread over one. Pass mesh['ep']."
+        )
+    experts = mesh.get_group()
+    data = _all_ranks() if data_group is None else data_group
+    found = dict(layers(model))
+    _together(data, found, _problem(model, found, experts, data))
+    ranks = Ranks(data, experts if experts.size() > 1 else None, _members(experts, data))
+    parameters: list[nn.Parameter] = []
+    for layer in found.values():
+        _take_first_ranks_values(layer.experts, data)
+        layer.ranks = ranks if data.size() > 1 else None
+        parameters += _shard(layer.experts, mesh)
+    return parameters
+
+
+def share_routing(model: nn.Module, data_group: dist.ProcessGroup | None = None) -> None:
+    """Route the batches of all ranks of ``data_group`` as one, where each rank holds all experts. In place, collective.
+
+    Capacities and losses are those of one process with all these batches, one after the other. Only in training
+    mode: in eval mode a rank may call the model alone. ``data_group`` None: all ranks.
+
+    Raises:
+        UsageError: no such layer, or one that is spread already.
+        CollectiveMismatchError: other layers on other ranks.
+    """
+    data = _all_ranks() if data_group is None else data_group
+    found = dict(layers(model))
+    _together(data, found, _unfit(model, found))
+    if data.size() > 1:
+        for layer in found.values():
+            layer.ranks = Ranks(data, None, ())
+
+
+def _shard(experts: Experts, mesh: DeviceMesh) -> list[nn.Parameter]:
+    """This rank's part of each stacked parameter, with its gradient if it has one, under the same name."""
+    if mesh.size() == 1:
+        return list(experts.parameters(recurse=False))
+    from torch.distributed.tensor import DTensor, Shard
+
+    def part(stacked: torch.Tensor) -> torch.Tensor:
+        mine = stacked.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+        sharded: torch.Tensor = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
+        return sharded
+
+    for name, stacked in list(experts.named_parameters(recurse=False)):
+        sharded = nn.Parameter(part(stacked), stacked.requires_grad)
+        setattr(experts, name, sharded)
+    experts.gradient_factor = 1 / mesh.size()
+    return list(experts.parameters(recurse=False))
+
+
+def _all_ranks() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None  # a mesh or a group was made from it
+    return group
+
+
+@torch.no_grad()
+def _take_first_ranks_values(experts: Experts, group: dist.ProcessGroup) -> None:
+    if group.size() > 1:
+        for stacked in experts.parameters(recurse=False):
+            dist.broadcast(stacked.data, group=group, group_src=0)
+
+
+def _members(experts: dist.ProcessGroup, data: dist.ProcessGroup) -> tuple[int, ...]:
+    """Where the ranks of ``experts`` are in ``data``."""
+    places = {rank: place for place, rank in enumerate(dist.get_process_group_ranks(data))}
+    return tuple(places[rank] for rank in dist.get_process_group_ranks(experts))
+
+
+def _problem(
+    model: nn.Module,
+    found: dict[str, MixtureOfExperts],
+    experts: dist.ProcessGroup,
+    data: dist.ProcessGroup,
+) -> LockstepError | None:
+    inner, outer = (dist.get_process_group_ranks(group) for group in (experts, data))
+    if not set(inner) <= set(outer):
+        return UsageError(
+            f"Experts are spread over the ranks {inner}, but batches come from the ranks {outer}. "
+            "Pass a data_group that contains the mesh."
+        )
+    for name, layer in found.items():
+        if layer.num_experts % len(inner):
+            return ConfigError(
+                f"'{name}' has {layer.num_experts} experts, which do not divide by the {len(inner)} ranks of ep "
+                f"({layer.num_experts} / {len(inner)} is not whole). Choose ep among the divisors of "
+                f"{layer.num_experts}, or another number of experts."
+            )
+    return _unfit(model, found)
+
+
+def _unfit(model: nn.Module, found: dict[str, MixtureOfExperts]) -> LockstepError | None:
+    if not found:
+        return UsageError(
+            f"{type(model).__name__} has no MixtureOfExperts whose experts could be spread. Use one in the model, "
+            "or drop ep."
+        )
+    for name, layer in found.items():
+        stacked = list(layer.experts.parameters(recurse=False))
+        if layer.ranks is not None or any(is_dtensor(parameter) for parameter in stacked):
+            return UsageError(
+                f"The experts of '{name}' are spread over ranks already. Prepare a model once, and leave its "
+                "experts out of other plans."
+            )
+        if any(parameter.is_meta for parameter in stacked):
+            return UsageError(
+                f"The experts of '{name}' are on the meta device, without values. Build them on a real device."
+            )
+    return None
+
+
+def _together(
+    group: dist.ProcessGroup, found: dict[str, MixtureOfExperts], problem: LockstepError | None
+) -> None:
+    """Raise on all ranks what one has found, and where they have different layers."""
+    mine = (
+        None if problem is None else f"{type(problem).__name__}: {problem}",
+        [f"{name} {layer} {layer.experts.weight_in.dtype}" for name, layer in found.items()],
+    )
+    every: list[Any] = [None] * group.size()
+    dist.all_gather_object(every, mine, group=group)
+    if problem is not None:
+        raise problem
+    for rank, (message, theirs) in enumerate(every):
+        if message is not None:
+            raise UsageError(f"Rank {rank} of the group cannot spread its experts: {message}")
+        if theirs != every[0][1]:
+            raise CollectiveMismatchError(
+                f"Rank 0 of the group has {len(every[0][1])} mixture-of-experts layers and rank {rank} has "
+                f"{len(theirs)}, or they differ in size. Build the same model on every rank."
+            )

@@ -1,0 +1,260 @@
+"""A mixture-of-experts layer: a router, and feed-forward networks of which each token visits a few.
+
+With all experts on one device it is a plain module. ``expert_parallel`` spreads its experts over ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lockstep.errors import ConfigError, UsageError
+from lockstep.parallel.expert.collectives import AllToAll, Ranks, SumOverRanks
+from lockstep.parallel.expert.dispatch import capacity, count_choices, kept_slots, traffic, within_capacity
+from lockstep.parallel.expert.experts import Activation, Experts
+from lockstep.parallel.expert.router import Router, Routing, balance_loss, sum_of_squared_logsumexp
+
+
+@dataclass(frozen=True)
+class Load:
+    """How the tokens of one call were spread. Tensors, so that nothing waits for the device.
+
+    - ``balance_loss``, ``z_loss``: 0-d, with gradients.
+    - ``tokens_per_expert`` (E,), int64: choices of each expert, before any were dropped.
+    - ``dropped_fraction``: 0-d; of all choices, those over an expert's capacity.
+
+    Where tokens are routed together with other ranks, all of them count.
+    """
+
+    balance_loss: torch.Tensor
+    z_loss: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    dropped_fraction: torch.Tensor
+
+
+class MixtureOfExperts(nn.Module):
+    """Each token (..., width) goes through ``top_k`` of ``num_experts`` feed-forward networks, chosen by a router.
+
+        y = sum over the k chosen experts e of gate_e(x) * expert_e(x)
+
+    Args:
+        width: Features of a token.
+        hidden: Features inside an expert.
+        capacity_factor: An expert takes at most ceil(capacity_factor * top_k * tokens / num_experts) choices of a
+            call, all first choices before all second ones, tokens in order. What is over that is dropped: it adds
+            nothing, so that of a token dropped everywhere the residual connection around the layer is left. None:
+            nothing is dropped.
+        activation: Between an expert's two linear layers.
+        bias: Whether these have biases.
+        renormalize: Whether the k gates add up to 1. None: if ``top_k`` is above 1.
+
+    After a call ``load`` tells how the tokens were spread, with the losses that keep routers in order; they are
+    there for the training loss: ``loss + 0.01 * load_balance_loss(model) + 0.001 * router_z_loss(model)``.
+
+    Raises:
+        ConfigError: a size that cannot be.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        num_experts: int,
+        top_k: int = 2,
+        capacity_factor: float | None = None,
+        activation: Activation = F.gelu,
+        bias: bool = True,
+        renormalize: bool | None = None,
+    ) -> None:
+        super().__init__()
+        _check_sizes(width, hidden, num_experts, top_k, capacity_factor, renormalize)
+        self.width = width
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.capacity_factor = capacity_factor
+        self.router = Router(
+            width, num_experts, top_k, renormalize=top_k > 1 if renormalize is None else renormalize
+        )
+        self.experts = Experts(width, hidden, num_experts, activation, bias)
+        self.ranks: Ranks | None = None
+        self._load: Load | None = None
+
+    @property
+    def load(self) -> Load:
+        """Of the last call.
+
+        Raises:
+            UsageError: the layer was not called yet.
+        """
+        if self._load is None:
+            raise UsageError(
+                "This MixtureOfExperts was not called yet. Call the model before asking for its load."
+            )
+        return self._load
+
+    @property
+    def balance_loss(self) -> torch.Tensor:
+        """The load-balance loss of the last call, 1 at best (formula: ``router.balance_loss``); 0-d, with gradients."""
+        return self.load.balance_loss
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., width) to (..., width). Collective where ``expert_parallel`` has spread the experts."""
+        if hidden.shape[-1] != self.width:
+            raise UsageError(
+                f"MixtureOfExperts got tokens of {hidden.shape[-1]} features, but width is {self.width}. "
+                "Pass (..., width)."
+            )
+        tokens = hidden.reshape(-1, self.width)
+        routing: Routing = self.router(tokens)
+        ranks = self._ranks_now()
+        counts, rank = count_choices(routing.experts, self.num_experts)[None], 0
+        if ranks is not None:
+            counts, rank = ranks.gather_counts(counts[0]), ranks.data.rank()
+        kept = counts
+        if self.capacity_factor is not None:
+            kept = within_capacity(counts, capacity(counts, self.capacity_factor))
+        self._remember(self._measured(routing, counts, kept, ranks))
+
+        slots = kept_slots(routing.experts, kept[rank])
+        rows = _as_computed(tokens[slots // self.top_k])
+        outputs = self._apply_experts(rows, kept.sum(1), ranks)
+        chosen = outputs.new_zeros(tokens.shape[0] * self.top_k, self.width).index_copy(0, slots, outputs)
+        combined = (chosen.view(-1, self.top_k, self.width) * routing.gates.unsqueeze(-1)).sum(1)
+        return combined.to(outputs.dtype).view(hidden.shape)
+
+    def _apply_experts(self, rows: torch.Tensor, kept: torch.Tensor, ranks: Ranks | None) -> torch.Tensor:
+        """``rows`` (n, width), sorted by expert, through their experts. ``kept`` (R, E): each rank's rows for each."""
+        if ranks is None or ranks.experts is None:
+            mine = kept[0 if ranks is None else ranks.data.rank()]
+            return self.experts(rows, mine.tolist())
+        plan = traffic(kept[list(ranks.members)].cpu(), ranks.experts.rank())
+        order = plan.order.to(rows.device)
+        arrived = AllToAll.apply(rows, plan.sent, plan.received, ranks.experts)
+        outputs = self.experts(arrived[order], plan.per_expert)
+        in_order_of_arrival = torch.empty_like(outputs).index_copy(0, order, outputs)
+        back: torch.Tensor = AllToAll.apply(in_order_of_arrival, plan.received, plan.sent, ranks.experts)
+        return back
+
+    def _ranks_now(self) -> Ranks | None:
+        """In eval mode a rank that holds all experts needs no other, so that it may be called alone."""
+        if self.ranks is None or (self.ranks.experts is None and not self.training):
+            return None
+        return self.ranks
+
+    def _measured(
+        self, routing: Routing, counts: torch.Tensor, kept: torch.Tensor, ranks: Ranks | None
+    ) -> Load:
+        sums = torch.cat([routing.probabilities.sum(0), sum_of_squared_logsumexp(routing.logits)[None]])
+        if ranks is not None:
+            sums = SumOverRanks.apply(sums, ranks.data)
+        tokens_per_expert = counts.sum((0, 1))
+        choices = tokens_per_expert.sum().clamp_min(1)
+        means = sums * self.top_k / choices
+        return Load(
+            balance_loss=balance_loss(tokens_per_expert / choices, means[:-1]),
+            z_loss=means[-1],
+            tokens_per_expert=tokens_per_expert,
+            dropped_fraction=(tokens_per_expert.sum() - kept.sum()) / choices,
+        )
+
+    def _remember(self, load: Load) -> None:
+        if not is_recomputing():
+            self._load = load
+            return
+        # What the first forward left is in the graph, unless it ran without gradients.
+        first = self._load
+        if first is not None and load.balance_loss.requires_grad and not first.balance_loss.requires_grad:
+            warnings.warn(
+                "A MixtureOfExperts inside reentrant activation checkpointing: its balance loss has no gradient. "
+                "Use checkpoint(..., use_reentrant=False), or Accelerator(parallel='activation=full').",
+                stacklevel=2,
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_load": None}  # part of a graph, which can neither be copied nor pickled
+
+    def extra_repr(self) -> str:
+        return f"capacity_factor={self.capacity_factor}"
+
+
+def layers(model: nn.Module) -> Iterator[tuple[str, MixtureOfExperts]]:
+    """(name, layer) of each ``MixtureOfExperts`` in a model, or that it is itself."""
+    for name, module in model.named_modules():
+        if isinstance(module, MixtureOfExperts):
+            yield name, module
+
+
+def load_balance_loss(model: nn.Module) -> torch.Tensor:
+    """The sum of all layers' load-balance losses in the last forward; 0-d, with gradients.
+
+    Raises:
+        UsageError: the model has no ``MixtureOfExperts``, or one of them was not called yet.
+    """
+    return torch.stack([layer.load.balance_loss for layer in _some_layers(model)]).sum()
+
+
+def router_z_loss(model: nn.Module) -> torch.Tensor:
+    """The sum of all layers' router z-losses, mean over tokens of (log sum_e exp logit_e)^2; 0-d, with gradients.
+
+    Raises:
+        UsageError: the model has no ``MixtureOfExperts``, or one of them was not called yet.
+    """
+    return torch.stack([layer.load.z_loss for layer in _some_layers(model)]).sum()
+
+
+def is_recomputing() -> bool:
+    """Whether this is a forward inside a backward, as activation checkpointing repeats it."""
+    current = getattr(torch._C, "_current_graph_task_id", None)
+    return current is not None and current() != -1
+
+
+def _some_layers(model: nn.Module) -> list[MixtureOfExperts]:
+    found = [layer for _, layer in layers(model)]
+    if not found:
+        raise UsageError(
+            f"{type(model).__name__} has no MixtureOfExperts, so there is no such loss. Leave it out."
+        )
+    return found
+
+
+def _as_computed(rows: torch.Tensor) -> torch.Tensor:
+    """In the type in which autocast will compute, so that rows travel in it."""
+    device = rows.device.type
+    return rows.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else rows
+
+
+def _check_sizes(
+    width: int,
+    hidden: int,
+    num_experts: int,
+    top_k: int,
+    capacity_factor: float | None,
+    renormalize: bool | None,
+) -> None:
+    for name, value in (("width", width), ("hidden", hidden), ("num_experts", num_experts)):
+        if value < 1:
+            raise ConfigError(
+                f"MixtureOfExperts: {name} is {value}, but must be at least 1. Pass a larger one."
+            )
+    if not 1 <= top_k <= num_experts:
+        raise ConfigError(
+            f"MixtureOfExperts: top_k is {top_k}, but a token can choose 1 to {num_experts} of {num_experts} experts. "
+            "Pass one of these."
+        )
+    if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+        raise ConfigError(
+            f"MixtureOfExperts: capacity_factor is {capacity_factor}, but must be above 0 and finite. "
+            "Pass 1.25, for instance, or None to drop nothing."
+        )
+    if renormalize and top_k == 1:
+        raise ConfigError(
+            "MixtureOfExperts: with top_k=1 and renormalize=True every gate is 1, and the router would never learn. "
+            "Drop renormalize, or use a larger top_k."
+        )

@@ -1,0 +1,116 @@
+"""Gradients averaged over the data parallel ranks after backward, where no engine of torch does it.
+
+For models that are split within a layer, by depth or by experts: their parameters are DTensors, belong to one stage,
+or have replicas on some of the ranks only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.comm.dtensor import is_dtensor, local
+
+BUCKET_BYTES = 25 * 2**20  # as in DDP
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Parameters with the ``group`` of ``size`` ranks that hold the same; None: all ranks."""
+
+    parameters: Sequence[nn.Parameter]
+    group: dist.ProcessGroup | None
+    size: int
+
+
+class GradientMean:
+    """Belongs to one prepared model, which carries it; ``gradient_mean_of`` finds it."""
+
+    def __init__(self, replicas: Sequence[Replicas]) -> None:
+        self._replicas = [each for each in replicas if each.size > 1]
+        self._held_back = False
+
+    @property
+    def is_held_back(self) -> bool:
+        return self._held_back
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward inside adds to each rank's own gradients."""
+        before, self._held_back = self._held_back, True
+        try:
+            yield
+        finally:
+            self._held_back = before
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Average all gradients, in place, unless that is held back. Collective.
+
+        Doing it twice does no harm: an average of equal numbers is that number. A gradient that only some ranks
+        lack counts as zero there; one that all lack stays away.
+        """
+        if self._held_back:
+            return
+        for each in self._replicas:
+            for bucket in _buckets([p for p in each.parameters if p.requires_grad]):
+                _average(bucket, each)
+
+
+def gradient_mean_of(model: nn.Module) -> GradientMean | None:
+    """The ``GradientMean`` of a prepared model."""
+    found = getattr(model, "_gradient_mean", None)
+    return found if isinstance(found, GradientMean) else None
+
+
+def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Neighbours of one type and device, up to ``BUCKET_BYTES``; the same on all ranks."""
+    bucket: list[nn.Parameter] = []
+    nbytes = 0
+    for parameter in parameters:
+        part = local(parameter)
+        if bucket and (nbytes + part.nbytes > BUCKET_BYTES or part.dtype != local(bucket[0]).dtype):
+            yield bucket
+            bucket, nbytes = [], 0
+        bucket.append(parameter)
+        nbytes += part.nbytes
+    if bucket:
+        yield bucket
+
+
+def _average(bucket: list[nn.Parameter], replicas: Replicas) -> None:
+    parts = [local(p).new_zeros(()).expand_as(local(p)) if p.grad is None else local(p.grad) for p in bucket]
+    present = parts[0].new_tensor([float(p.grad is not None) for p in bucket])
+    message = torch.cat([*(part.reshape(-1) for part in parts), present])
+    dist.all_reduce(message, group=replicas.group)
+    sizes = [part.numel() for part in parts]
+    *means, present = (message / replicas.size).split([*sizes, len(bucket)])
+    for number, (parameter, mean) in enumerate(zip(bucket, means, strict=True)):
+        mean = mean.view_as(local(parameter))
+        if parameter.grad is not None:
+            local(parameter.grad).copy_(mean)
+        # Only where it matters is the number read, because on an accelerator reading waits for it.
+        elif present[number].item():
+            parameter.grad = _like(parameter, mean)
+
+
+def _like(parameter: Any, part: torch.Tensor) -> torch.Tensor:
+    if not is_dtensor(parameter):
+        return part.clone()
+    from torch.distributed.tensor import DTensor
+
+    whole: torch.Tensor = DTensor.from_local(
+        part.clone(),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return whole

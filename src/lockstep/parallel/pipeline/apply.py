@@ -1,0 +1,103 @@
+"""Splitting a model by depth."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from lockstep.errors import UsageError
+from lockstep.parallel.pipeline.assign import balanced, begin_at, rank_of_stage, stages_per_rank
+from lockstep.parallel.pipeline.layout import Layout
+from lockstep.parallel.pipeline.model import PipelineModel
+from lockstep.parallel.pipeline.options import PipelineOptions
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def split_model(
+    model: nn.Module,
+    blocks: dict[str, nn.Module],
+    mesh: DeviceMesh,
+    options: PipelineOptions | None = None,
+    device: torch.device | None = None,
+) -> PipelineModel:
+    """This rank's stages of ``model``. Blocks of other stages leave ``model`` at once.
+
+    Parameters outside blocks stay on every rank until the first forward, which shows where they are used.
+
+    Args:
+        blocks: Of ``find_blocks``, in the order in which forward calls them.
+        mesh: The ranks of the pipeline, one-dimensional.
+        device: Where the model runs; None: where its first parameter is.
+
+    Raises:
+        UsageError: fewer blocks than stages, a stage without parameters, an unknown name in ``split``.
+    """
+    options = options or PipelineOptions()
+    ranks = mesh.size()
+    stages = ranks * stages_per_rank(options.schedule, options.stages_per_rank)
+    starts = _starts(model, blocks, stages, options)
+    if device is None:
+        device = next(model.parameters()).device
+    layout = Layout(model, blocks, starts, device)
+    rank = mesh.get_local_rank()
+    mine = {stage for stage in range(stages) if rank_of_stage(options.schedule, stage, ranks) == rank}
+    layout.drop_blocks(mine)
+    return PipelineModel(model, layout, mesh.get_group(), options, device)
+
+
+def _starts(
+    model: nn.Module, blocks: dict[str, nn.Module], stages: int, options: PipelineOptions
+) -> list[int]:
+    if len(blocks) < stages:
+        raise UsageError(
+            f"{type(model).__name__} has {len(blocks)} blocks ({_some(list(blocks))}), but the pipeline has {stages} "
+            "stages, each of which needs at least one. Use fewer stages, or choose smaller blocks with blocks=..."
+        )
+    names = list(blocks)
+    if options.split:
+        starts = begin_at(options.split, names, stages)
+    else:
+        starts = balanced(*_costs(model, blocks, options), stages)
+    for stage, (start, end) in enumerate(zip(starts, [*starts[1:], len(names)], strict=True)):
+        held = names[start:end]
+        if not any(True for name in held for _ in blocks[name].parameters()):
+            raise UsageError(
+                f"Stage {stage} of the pipeline would hold {_some(held)}, which have no parameters. "
+                "Choose other blocks with blocks=..., or other beginnings with split=..."
+            )
+    return starts
+
+
+def _costs(
+    model: nn.Module, blocks: dict[str, nn.Module], options: PipelineOptions
+) -> tuple[list[float], float, float]:
+    """Cost of each block, of what stands before the first and of what stands behind."""
+    if options.block_costs is not None:
+        missing = [name for name in blocks if name not in options.block_costs]
+        if missing:
+            raise UsageError(f"block_costs has no cost of {_some(missing)}. Give one for each block.")
+        return [options.block_costs[name] for name in blocks], 0.0, 0.0
+    costs = [float(sum(_bytes(p) for p in block.parameters())) for block in blocks.values()]
+    inside = {id(p) for block in blocks.values() for p in block.parameters()}
+    first = next(iter(blocks))
+    before = after = 0.0
+    seen_first = False
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        seen_first = seen_first or name.startswith(f"{first}.")
+        if id(parameter) not in inside:
+            before, after = (
+                (before, after + _bytes(parameter)) if seen_first else (before + _bytes(parameter), after)
+            )
+    return costs, before, after
+
+
+def _bytes(parameter: nn.Parameter) -> int:
+    return parameter.numel() * parameter.element_size()
+
+
+def _some(names: list[str], limit: int = 4) -> str:
+    return ", ".join(names[:limit] + ["..."] * (len(names) > limit)) or "none"

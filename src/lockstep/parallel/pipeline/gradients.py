@@ -1,0 +1,153 @@
+"""Gradients that a schedule computes before the loop asks for them, and those of parameters on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+Gradients = list[tuple[nn.Parameter, Tensor]]
+
+
+@contextmanager
+def kept_apart(parameters: Iterable[nn.Parameter]) -> Iterator[Gradients]:
+    """Gradients that come inside are not added to ``.grad``; they are in the list at the end."""
+    before = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in before:
+        parameter.grad = None
+    found: Gradients = []
+    try:
+        yield found
+    finally:
+        for parameter, gradient in before:
+            if parameter.grad is not None:
+                found.append((parameter, _like_parameter(parameter, parameter.grad)))
+            parameter.grad = gradient
+
+
+def _like_parameter(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """With the placements of the parameter: sums that are still to be made over ranks are made."""
+    if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
+        return gradient
+    return gradient.redistribute(placements=parameter.placements)  # nothing to do where they are the same
+
+
+class Deposit:
+    """Adds gradients to ``.grad``; those of tied parameters summed over the ranks that hold them."""
+
+    def __init__(self, tied: Mapping[str, dist.ProcessGroup]) -> None:
+        """``tied``: name -> the ranks; in the same order on all of them."""
+        self._tied = tied
+        self._waiting: dict[str, Tensor] = {}
+        self.sums = True  # False: gradients of tied parameters wait for a later backward
+
+    @torch.no_grad()
+    def add(
+        self, gradients: Gradients, parameters: Mapping[str, nn.Parameter], factor: Tensor | None = None
+    ) -> None:
+        """``gradients`` times ``factor``; they are used up. ``parameters``: this rank's, by name."""
+        if factor is not None:
+            for _, gradient in gradients:
+                _local(gradient).mul_(factor)
+        tied = {id(parameters[name]): name for name in self._tied}
+        for parameter, gradient in gradients:
+            name = tied.get(id(parameter))
+            if name is None:
+                _accumulate(parameter, gradient)
+            elif name in self._waiting:
+                _local(self._waiting[name]).add_(_local(gradient))
+            else:
+                self._waiting[name] = gradient
+        if not self.sums:
+            return
+        for name, group in self._tied.items():
+            parameter = parameters[name]
+            if not parameter.requires_grad:
+                continue
+            gradient = self._waiting.pop(name) if name in self._waiting else torch.zeros_like(parameter)
+            total = _local(gradient).contiguous()
+            dist.all_reduce(total, group=group)
+            _local(gradient).copy_(total)
+            _accumulate(parameter, gradient)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        _local(parameter.grad).add_(_local(gradient))
+
+
+class _Value(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, add: Callable[[Tensor], None]) -> Tensor:
+        ctx.add = add
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.add is None:
+            raise RuntimeError(
+                "Trying to backward through a pipeline's loss a second time: its gradients are used up."
+            )
+        ctx.add(gradient)
+        ctx.add = None
+        return None, None, None
+
+
+class _Outputs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, backward: Callable[[tuple[Any, ...]], None], *values: Tensor
+    ) -> Any:
+        ctx.backward_all = backward
+        ctx.set_materialize_grads(False)
+        return tuple(value.clone() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.backward_all(gradients)
+        return (None, None, *(None for _ in gradients))
+
+
+class _Pull(torch.autograd.Function):
+    """A number with given gradients with respect to tensors: where a stage's backward begins."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: tuple[Any, ...], *tensors: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return (None, *ctx.gradients)
+
+
+def attach(value: Tensor, add: Callable[[Tensor], None]) -> Tensor:
+    """``value`` as a number whose backward calls ``add(gradient of it)``, once."""
+    result: Tensor = _Value.apply(_anchor(value), value, add)
+    return result
+
+
+def attach_outputs(values: list[Tensor], backward: Callable[[tuple[Any, ...]], None]) -> list[Tensor]:
+    """``values`` as tensors whose backward calls ``backward(their gradients)``; None where there is none."""
+    return list(_Outputs.apply(_anchor(values[0]), backward, *values))
+
+
+def pull(tensors: list[Tensor], gradients: list[Tensor | None]) -> Tensor:
+    """A number whose backward gives ``tensors`` these gradients."""
+    result: Tensor = _Pull.apply(tuple(gradients), *tensors)
+    return result
+
+
+def _anchor(like: Tensor) -> Tensor:
+    return torch.zeros((), device=like.device, requires_grad=True)

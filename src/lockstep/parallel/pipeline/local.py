@@ -1,0 +1,141 @@
+"""The stages of this rank: what they hold, what ranks hold together, and how results leave the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lockstep.errors import UsageError
+from lockstep.parallel.pipeline.assign import SPLIT_BACKWARD, rank_of_stage
+from lockstep.parallel.pipeline.gradients import Deposit
+from lockstep.parallel.pipeline.layout import Layout
+from lockstep.parallel.pipeline.micro_batch import Joined
+from lockstep.parallel.pipeline.options import PipelineOptions
+from lockstep.parallel.pipeline.plan import Plan
+from lockstep.parallel.pipeline.segment import Conversion, Pass
+from lockstep.parallel.pipeline.stage import Executed, Stage, StageModule
+from lockstep.parallel.pipeline.trace import Kind
+
+
+class LocalStages:
+    """This rank's part of a pipeline over ``group``."""
+
+    def __init__(
+        self, layout: Layout, group: dist.ProcessGroup, options: PipelineOptions, device: torch.device
+    ) -> None:
+        self.layout = layout
+        self.group = group
+        self.device = device
+        self.ranks = group.size()
+        self.schedule = options.schedule
+        self.count = len(layout.starts)
+        self.indices = [stage for stage in range(self.count) if self.rank_of(stage) == group.rank()]
+        self.modules: dict[int, StageModule] = {}
+        self.tied: dict[str, list[int]] = {}
+        self.deposit = Deposit({})
+        self.conversion = Conversion(_plain, lambda tensor: tensor)
+        self.executed: list[Executed] = []
+        self._last_rank = dist.get_global_rank(group, self.rank_of(self.count - 1))
+
+    @property
+    def settled(self) -> bool:
+        """Whether parameters outside of blocks have been given to the stages that use them."""
+        return bool(self.modules)
+
+    def rank_of(self, stage: int) -> int:
+        """The rank, within the group, that holds ``stage``."""
+        return rank_of_stage(self.schedule, stage, self.ranks)
+
+    def settle(self, uses: Mapping[str, set[int]], callbacks: list[Callable[[], None]]) -> None:
+        """Each rank keeps of the parameters outside of blocks those that its stages use; at the first forward.
+
+        Raises:
+            UsageError: a later forward uses others.
+        """
+        if self.settled:
+            self._check_known(uses)
+            return
+        self.layout.place(uses)
+        self.layout.drop_parts(set(self.indices))
+        for stage in self.indices:
+            self.modules[stage] = StageModule(self.layout.modules_of(stage), self.layout.parameters_of(stage))
+        for name, stages in sorted(self.layout.holders().items()):
+            ranks = sorted({self.rank_of(stage) for stage in stages})
+            if len(ranks) > 1:
+                self.tied[name] = ranks
+        for callback in callbacks:
+            callback()
+        if self.schedule in SPLIT_BACKWARD:
+            # torch looks for the weights of a stage when the input's backward begins: they must be gathered then.
+            for module in self._sharded():
+                module.set_reshard_after_forward(False, recurse=False)
+        sums = self.deposit.sums
+        self.deposit = Deposit(self._tied_groups())
+        self.deposit.sums = sums
+
+    def _check_known(self, uses: Mapping[str, set[int]]) -> None:
+        holders = self.layout.holders()
+        for name, stages in uses.items():
+            if stages - holders[name]:
+                raise UsageError(
+                    f"The parameter '{name}' is used by stage {min(stages - holders[name])} of the pipeline, which did "
+                    "not use it in the first forward and so does not have it. Let the first forward use what later "
+                    "ones do."
+                )
+
+    def _tied_groups(self) -> dict[str, dist.ProcessGroup]:
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(self.ranks)): self.group}
+        found: dict[str, dist.ProcessGroup] = {}
+        for name, ranks in self.tied.items():
+            if self.group.rank() not in ranks:
+                continue
+            if tuple(ranks) not in groups:
+                members = [dist.get_global_rank(self.group, rank) for rank in ranks]
+                groups[tuple(ranks)] = dist.new_group(members, use_local_synchronization=True)
+            found[name] = groups[tuple(ranks)]
+        return found
+
+    def torch_stages(self, plan: Plan, results: int) -> list[Stage]:
+        """New records of torch's; ``results``: how many tensors the last stage returns."""
+        return [
+            Stage(module, stage, plan.traced.cuts, self.device, self.group, self.executed, results)
+            for stage, module in self.modules.items()
+        ]
+
+    def begin(self, plan: Plan, once: Pass) -> None:
+        """The next forwards and backwards are of this batch."""
+        for stage, module in self.modules.items():
+            module.segment = plan.segments[stage]
+            module.segment.now = once
+
+    def parameters(self) -> list[nn.Parameter]:
+        """This rank's, sharded ones as shards."""
+        for module in self._sharded():
+            module.reshard()
+        return list(dict.fromkeys(p for module in self.modules.values() for p in module.parameters()))
+
+    def _sharded(self) -> list[FSDPModule]:
+        found = (inner for module in self.modules.values() for inner in module.modules())
+        return [module for module in found if isinstance(module, FSDPModule)]
+
+    def from_last(self, value: Tensor | None, like: Joined | Kind) -> Tensor:
+        """The tensor of the rank with the last stage, on all ranks."""
+        if value is None:
+            value = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+        elif value.shape != like.shape:
+            raise UsageError(
+                f"The model returned a tensor of shape {tuple(value.shape)} where its first forward promised "
+                f"{tuple(like.shape)}. Return tensors whose shape does not depend on values."
+            )
+        value = value.detach().to(like.dtype).contiguous()  # weights may have been gathered in 16 bits
+        dist.broadcast(value, self._last_rank, group=self.group)
+        return value
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,254 @@
+"""The model that the training loop calls: all stages of it look like one module."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.errors import UsageError
+from lockstep.parallel.pipeline.layout import Layout
+from lockstep.parallel.pipeline.local import LocalStages
+from lockstep.parallel.pipeline.micro_batch import (
+    Call,
+    batch_size,
+    count_for_evaluation,
+    count_for_training,
+    cut,
+)
+from lockstep.parallel.pipeline.options import PipelineOptions
+from lockstep.parallel.pipeline.passes import Autocast, LossFunction, evaluate, forward_now, train
+from lockstep.parallel.pipeline.plan import Plan, Signature, check_same_batch, signature, trace
+from lockstep.parallel.pipeline.stage import Executed, StageModule
+
+PLANS = 16  # shapes of batches that are remembered
+
+
+class PipelineModel(nn.Module):
+    """What ``split_model`` returns. ``module`` is the user's model with this rank's parameters.
+
+    Every call is collective over the pipeline's ranks, which must pass the same batch.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        group: dist.ProcessGroup,
+        options: PipelineOptions,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self._options = options
+        self._local = LocalStages(layout, group, options, device)
+        self._callbacks: list[Callable[[], None]] = []
+        self._plans: OrderedDict[Signature, Plan] = OrderedDict()
+        self._said_order = False
+
+    # -- what it consists of -----------------------------------------------------------------------------
+
+    @property
+    def unwrapped(self) -> nn.Module:
+        """The user's own model object, with the parameters that this rank holds."""
+        return self.module
+
+    @property
+    def settled(self) -> bool:
+        """Whether parameters outside of blocks have been given to the stages that use them."""
+        return self._local.settled
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank holds the stage that makes the outputs."""
+        return self._local.count - 1 in self._local.indices
+
+    def local_blocks(self) -> dict[str, nn.Module]:
+        """Name -> module of the blocks of this rank, in order: what to recompute, compile and so on."""
+        blocks = self._local.layout.blocks
+        return {name: block.module for name, block in blocks.items() if block.module is not None}
+
+    def local_parts(self) -> list[nn.Module]:
+        """The trees of this rank to change in place before the first forward: ``[self.module]``."""
+        return [self.module]
+
+    def on_settled(self, callback: Callable[[], None]) -> None:
+        """``callback()`` runs on all ranks in the first forward, when each knows which parameters it keeps."""
+        self._callbacks.append(callback)
+
+    def stage_modules(self) -> list[StageModule]:
+        """One module for each stage of this rank, to shard. Names of parameters are the model's.
+
+        Raises:
+            UsageError: before the first forward.
+        """
+        if not self.settled:
+            raise UsageError(
+                "The stages of a pipeline are known in its first forward. Use on_settled(callback) to be called then."
+            )
+        return list(self._local.modules.values())
+
+    def blocks_of(self, stage: StageModule) -> dict[str, nn.Module]:
+        """Name -> module of the blocks of one of this rank's stages."""
+        index = next(index for index, module in self._local.modules.items() if module is stage)
+        blocks = self._local.layout.blocks
+        return {name: module for name, module in self.local_blocks().items() if blocks[name].stage == index}
+
+    def tied(self) -> dict[str, list[int]]:
+        """Name -> the pipeline's ranks that hold a parameter together; the first of them owns it. Once settled."""
+        return dict(self._local.tied)
+
+    def shared_between_stages(self) -> list[str]:
+        """Names of parameters that several stages of this rank use: they cannot be sharded stage by stage."""
+        mine = set(self._local.indices)
+        return [name for name, stages in self._local.layout.holders().items() if len(stages & mine) > 1]
+
+    def owned(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters without those that an earlier rank holds too: what counts in a norm."""
+        rank = self._local.group.rank()
+        tied = self._local.tied
+        return {name: p for name, p in self.named_parameters() if tied.get(name, [rank])[0] == rank}
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's, each under its first name in the whole model."""
+        first = self._local.layout.first_name
+        for name, parameter in self.module.named_parameters("", recurse, remove_duplicate):
+            yield prefix + (first(name) if remove_duplicate else name), parameter
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """This rank's, under the model's names."""
+        yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's part of the model's, under the model's names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Of this rank's part."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._modules["module"], name)
+
+    def convert_at_cuts(self, leave: Callable[[Tensor], Tensor], enter: Callable[[Tensor], Tensor]) -> None:
+        """``leave`` makes a plain tensor of what is sent to another stage, ``enter`` undoes that (tensor parallel)."""
+        self._local.conversion.leave, self._local.conversion.enter = leave, enter
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward inside leaves the gradients of tied parameters unsummed; the next backward outside sums them."""
+        before = self._local.deposit.sums
+        self._local.deposit.sums = False
+        try:
+            yield
+        finally:
+            self._local.deposit.sums = before
+
+    def executed(self) -> list[Executed]:
+        """(rank, stage, kind, micro-batch) of what this rank did since the last forward began, in order.
+
+        Kinds: ``F`` forward, ``B`` backward, ``I`` and ``W`` backward of the input and of the weights.
+        """
+        return list(self._local.executed)
+
+    # -- a batch -----------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for the whole batch, on all ranks (see ``PipelineOptions.outputs``).
+
+        If the model returns a loss and gradients are wanted, forward and backward of all micro-batches run now,
+        in the order of the schedule; ``backward`` of the loss then adds the gradients to ``.grad``. If it returns
+        no loss, the backwards run in ``backward``.
+
+        Raises:
+            UsageError: the batch cannot be cut, or the model not split.
+        """
+        return self._run(Call(args, kwargs), None)
+
+    def train_step(
+        self,
+        loss_fn: LossFunction,
+        targets: Sequence[Any] = (),
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Tensor:
+        """``loss_fn(model(*args, **kwargs), *targets)`` for each micro-batch, in the order of the schedule.
+
+        Returns:
+            The mean (or sum) over micro-batches, on all ranks; its ``backward`` adds the gradients to ``.grad``.
+        """
+        loss: Tensor = self._run(Call(tuple(args), kwargs or {}, tuple(targets)), loss_fn)[0]
+        return loss
+
+    def _run(self, call: Call, loss_fn: LossFunction | None) -> Any:
+        autocast = Autocast(self._local.device.type)
+        self._local.executed.clear()
+        with autocast.outside():
+            plan = self._plan(call, loss_fn, autocast)
+            calls = cut(call, plan.micro_batches, self._options.whole)
+            if not torch.is_grad_enabled():
+                return evaluate(self._local, plan, calls, loss_fn, self._options, autocast)
+            if plan.loss is not None:
+                return train(
+                    self._local, plan, calls, loss_fn, self._options, autocast, self._parameters_by_name
+                )
+            self._check_loss_outside()
+            return forward_now(self._local, plan, calls, autocast, self._parameters_by_name)
+
+    def _plan(self, call: Call, loss_fn: LossFunction | None, autocast: Autocast) -> Plan:
+        local, options = self._local, self._options
+        training = torch.is_grad_enabled()
+        key = signature(call, loss_fn, training, self.module.training, autocast.state)
+        plan = self._plans.get(key)
+        if plan is not None:
+            self._plans.move_to_end(key)
+            return plan
+        check_same_batch(call, local.group, local.device)
+        size = batch_size(call)
+        if training:
+            count = count_for_training(options.micro_batches, size, options.schedule, local.ranks)
+        else:
+            count = count_for_evaluation(options.micro_batches, size, local.ranks)
+        first = cut(call, count, options.whole)[0]
+        with autocast.inside():
+            traced = trace(self.module, local.layout, first, loss_fn)
+        local.settle(traced.uses, self._callbacks)
+        plan = Plan.of(traced, count, size // count)
+        plan.build_segments(self.module, local.layout, local.indices, local.conversion)
+        self._plans[key] = plan
+        if len(self._plans) > PLANS:
+            self._plans.popitem(last=False)
+        return plan
+
+    def _parameters_by_name(self) -> dict[str, nn.Parameter]:
+        return dict(self.named_parameters())
+
+    def _check_loss_outside(self) -> None:
+        if self._options.outputs == "last":
+            raise UsageError(
+                "outputs='last' gives the model's outputs to one rank only, and the others cannot compute the loss. "
+                "Return the loss from the model, use train_step, or take outputs='all'."
+            )
+        if not self._said_order and dist.get_rank() == 0:
+            self._said_order = True
+            warnings.warn(
+                "The loss is computed outside of the model, so that all forwards run before all backwards (GPipe's "
+                f"order), whatever schedule={self._options.schedule} says. Return the loss from the model, or use "
+                "train_step.",
+                stacklevel=6,
+            )

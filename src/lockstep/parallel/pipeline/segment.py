@@ -1,0 +1,207 @@
+"""The part of a user's forward that one stage runs: from the call of its first block to the next stage's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.tree import leaves, map_leaves
+from lockstep.errors import UsageError
+from lockstep.parallel.pipeline.absent import AbsentBlock, Instead, carried, carry, is_stand_in
+from lockstep.parallel.pipeline.micro_batch import Call
+from lockstep.parallel.pipeline.trace import Argument, Cut, Kind
+
+_MISSING = object()
+Change = tuple[dict[str, Any], str, Any]
+"""(dict, key, value) of an entry that is changed while a stage runs."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One way of a batch through the pipeline.
+
+    ``finish(micro_batch, output)``: what the last stage returns; ``autocast``: around each forward.
+    """
+
+    calls: list[Call]
+    finish: Callable[[int, Any], Any]
+    autocast: Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass
+class Conversion:
+    """What is done to tensors that leave a stage, and to those that enter one."""
+
+    leave: Callable[[Tensor], Tensor]
+    enter: Callable[[Tensor], Tensor]
+
+
+@contextmanager
+def changed(changes: list[Change]) -> Iterator[None]:
+    """The entries have other values inside."""
+    before = [(entries, key, entries.get(key, _MISSING)) for entries, key, _ in changes]
+    for entries, key, value in changes:
+        entries[key] = value
+    try:
+        yield
+    finally:
+        for entries, key, value in before:
+            if value is _MISSING:
+                del entries[key]
+            else:
+                entries[key] = value
+
+
+class _Left(BaseException):  # not an Exception, so that no handler in the user's forward takes it
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+
+class NextStage(AbsentBlock):
+    """The first block of the next stage: this one's forward ends where it is called."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise _Left((args, kwargs))
+
+
+class Replayed(AbsentBlock):
+    """A block of an earlier stage: returns stand-ins of what it returned when the model was traced."""
+
+    def __init__(self, name: str, block: nn.Module, result: Any) -> None:
+        super().__init__(name, block)
+        self._result = result
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = leaves((args, kwargs))
+
+        def again(_: str, leaf: Any) -> Any:
+            if isinstance(leaf, Argument):
+                return given[leaf.path]
+            # A new one each time: the value that it carries is of one micro-batch.
+            return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+        return map_leaves(again, self._result)
+
+
+class ReplayedPart(Instead):
+    """A module outside of blocks that an earlier stage calls: returns stand-ins of what it gave in the trace."""
+
+    def __init__(self, module: nn.Module, result: Any) -> None:
+        super().__init__(module)
+        self._result = result
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return map_leaves(lambda _, leaf: leaf.detach(), self._result)
+
+
+class LocalBlock(Instead):
+    """A block of this stage: stand-ins among its arguments are replaced by what was received for them."""
+
+    def __init__(self, block: nn.Module, cut: Cut | None = None) -> None:
+        super().__init__(block)
+        self._cut = cut  # where it is the first of its stage
+        self.received: tuple[Tensor, ...] = ()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._cut is not None:
+            given = leaves((args, kwargs))
+            for path, value in zip(self._cut.paths, self.received, strict=True):
+                carry(given[path], value)
+        args, kwargs = map_leaves(lambda _, leaf: carried(leaf), (args, kwargs))
+        return self.replaced(*args, **kwargs)
+
+
+class _Contiguous(torch.autograd.Function):
+    """The same tensor; its gradient is contiguous, as sending it requires."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.data  # no view: blocks may change their input in place
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
+
+
+class Segment:
+    """A stage's part of the forward. Called with a micro-batch's number and what was received for it.
+
+    Args:
+        forward: The user's model.
+        changes: What the modules and parameters of the model are while this stage runs.
+        first: The stage's first block among them; None for stage 0.
+        following: What the next stage receives; None for the last stage.
+    """
+
+    def __init__(
+        self,
+        forward: nn.Module,
+        changes: list[Change],
+        first: LocalBlock | None,
+        following: Cut | None,
+        conversion: Conversion,
+    ) -> None:
+        self._forward = forward
+        self._changes = changes
+        self._first = first
+        self._following = following
+        self._conversion = conversion
+        self.now: Pass | None = None
+
+    def __call__(self, micro_batch: int, received: tuple[Tensor, ...]) -> Any:
+        assert self.now is not None
+        call = self.now.calls[micro_batch]
+        with changed(self._changes), self.now.autocast():
+            if self._first is not None:
+                self._first.received = tuple(self._enter(tensor) for tensor in received)
+            try:
+                output = self._forward(*call.args, **call.kwargs)
+            except _Left as left:
+                return self._sent(left.call)
+            finally:
+                if self._first is not None:
+                    self._first.received = ()
+            if self._following is not None:
+                raise UsageError(
+                    f"The forward ended without calling the block '{self._following.block}', at which the next stage "
+                    "of the pipeline begins. A pipeline needs every block in each forward: choose them with blocks=..."
+                )
+            return self.now.finish(micro_batch, output)
+
+    def _enter(self, tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            tensor = _Contiguous.apply(tensor)
+        return self._conversion.enter(tensor)
+
+    def _sent(self, call: Any) -> tuple[Tensor, ...]:
+        assert self._following is not None
+        given = leaves(call)
+        cut = self._following
+        return tuple(
+            self._leave(given.get(path), kind, cut.block)
+            for path, kind in zip(cut.paths, cut.kinds, strict=True)
+        )
+
+    def _leave(self, value: Any, kind: Kind, block: str) -> Tensor:
+        value = carried(value)
+        if not isinstance(value, Tensor) or is_stand_in(value):
+            raise UsageError(
+                f"The block '{block}' begins a stage of the pipeline and was called with other arguments than for the "
+                "first micro-batch. Call it in the same way each time."
+            )
+        value = self._conversion.leave(value)
+        if value.shape != kind.shape or (value.requires_grad and not kind.requires_grad):
+            raise UsageError(
+                f"The block '{block}' begins a stage of the pipeline and expects a tensor of shape "
+                f"{tuple(kind.shape)} with requires_grad={kind.requires_grad}, but gets {tuple(value.shape)} with "
+                f"requires_grad={value.requires_grad}. Freeze parameters before prepare(), and keep shapes that do "
+                "not depend on values."
+            )
+        value = value.to(kind.dtype).contiguous()
+        # torch detaches what was sent in place, which a view does not allow; a leaf is another stage's.
+        return value.clone() if value._is_view() or (value.is_leaf and value.requires_grad) else value

@@ -1,0 +1,281 @@
+"""One run of a model without its parameters' values, which shows what passes between its stages.
+
+A *segment* is the code from the call of a stage's first block to the call of the next stage's first block; the
+first one begins with the forward, the last one ends with it (and with the loss). Each stage runs its segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.comm.tree import leaves, map_leaves
+from lockstep.errors import UsageError
+from lockstep.parallel.pipeline.absent import StandIns, carried, carry, is_stand_in
+
+UNKNOWN_VALUE = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is known of a tensor before it is there."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> Kind:
+        return Kind(tensor.shape, tensor.dtype, tensor.requires_grad)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a stage receives: the arguments of its first block that depend on earlier stages.
+
+    ``paths``: of the leaves of (args, kwargs), one for each tensor.
+    """
+
+    block: str
+    paths: tuple[str, ...] = ()
+    kinds: tuple[Kind, ...] = ()
+
+
+@dataclass
+class Traced:
+    """What a run showed. ``cuts[s]`` is before stage s; the first is empty."""
+
+    cuts: list[Cut]
+    output: Any = None
+    uses: dict[str, set[int]] = field(default_factory=dict)  # name of a parameter outside blocks -> segments
+    results: dict[str, Any] = field(
+        default_factory=dict
+    )  # block -> its output; leaves: stand-ins, `Argument`s
+    parts: dict[str, list[tuple[int, Any]]] = field(
+        default_factory=dict
+    )  # module -> segment, result of its calls
+    early: list[str] = field(
+        default_factory=list
+    )  # paths of outputs that an earlier segment than the last made
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A leaf of a block's output that is the argument at ``path``, unchanged."""
+
+    path: str
+
+
+class Tracer(TorchDispatchMode):
+    """Follows every operation: who uses which parameter, and which tensors belong to which segment."""
+
+    def __init__(
+        self,
+        starts: dict[str, int],
+        order: Sequence[str],
+        outer: dict[str, Tensor],
+        stand_ins: StandIns,
+        names: dict[int, str],
+        title: str,
+    ) -> None:
+        """``starts``: first block -> stage. ``outer``: stand-ins of parameters. ``names``: id -> module's name;
+        ``title``: that of the model."""
+        super().__init__()
+        self.traced = Traced([Cut("")] * len(starts), uses={name: set() for name in outer})
+        self._starts = starts
+        self._order = order
+        self._called = 0
+        self._segment = 0
+        self._stand_ins = stand_ins
+        self._parameters = {_key(tensor): name for name, tensor in outer.items()}
+        self._born: dict[int, int] = {}  # storage -> segment, of everything that another stage has not
+        self._alive: list[Tensor] = []  # storages' addresses must not be used again
+        self.parts: dict[int, str] = {}  # id -> name of modules whose results are to be kept
+        self._names = names
+        self._title = title
+        self._stack: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in leaves((args, kwargs)).values() if isinstance(leaf, Tensor)]
+        out = func(*args, **kwargs)
+        made = [leaf for leaf in leaves(out).values() if isinstance(leaf, Tensor)]
+        if not made:
+            return out
+        random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        foreign = random
+        for tensor in given:
+            name = self._parameters.get(_key(tensor))
+            if name is not None:
+                self.traced.uses[name].add(self._segment)
+                foreign = True
+                continue
+            born = self._born.get(_key(tensor))
+            if born is None:
+                foreign = foreign or is_stand_in(tensor)
+                continue
+            foreign = True
+            if born < self._segment:
+                raise self._leak(tensor)
+        for tensor in made if foreign else ():
+            if _key(tensor) not in self._parameters:
+                self._born.setdefault(_key(tensor), self._segment)
+                self._alive.append(tensor)
+        return out
+
+    def run(self, forward: Callable[[], Any]) -> Traced:
+        """What ``forward()`` shows, with the blocks in it replaced by ``block``.
+
+        Raises:
+            UsageError: the forward cannot be cut; it says at which module, and why.
+        """
+        try:
+            with self._following_modules(), self:
+                self.traced.output = forward()
+        except UNKNOWN_VALUE as error:
+            raise UsageError(
+                f"The forward of {self._where()} needs the value of a tensor that only another stage of the pipeline "
+                f"has. Branch on inputs instead of on activations, or move this into a block."
+            ) from error
+        if self._called < len(self._order):
+            raise UsageError(
+                f"The forward did not call the block '{self._order[self._called]}'. A pipeline needs every block, "
+                "once and in order: choose them with blocks=..."
+            )
+        last = len(self._starts) - 1
+        for path, leaf in leaves(self.traced.output).items():
+            if isinstance(leaf, Tensor) and self._born.get(_key(leaf), last) < last:
+                self.traced.early.append(path)
+        return self.traced
+
+    def block(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The call of a block: notes a cut before it, and what it returns."""
+        expected = self._order[self._called] if self._called < len(self._order) else None
+        if name != expected:
+            behind = f"'{expected}' is next" if expected else "all blocks have been called"
+            raise UsageError(
+                f"The forward calls the block '{name}' where {behind} in the order of definition. A pipeline needs "
+                "every block once and in order: choose them with blocks=..."
+            )
+        self._called += 1
+        if self._starts.get(name, 0) > 0:
+            args, kwargs = self._cut(name, (args, kwargs))
+        args, kwargs = map_leaves(lambda _, leaf: carried(leaf), (args, kwargs))
+        out = self._result(module, args, kwargs)
+        given = {id(leaf): path for path, leaf in leaves((args, kwargs)).items() if isinstance(leaf, Tensor)}
+
+        def foreign(_: str, leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or id(leaf) in given or is_stand_in(leaf):
+                return leaf
+            return self._new(leaf)  # only this block's stage computes it
+
+        out = map_leaves(foreign, out)
+        self.traced.results[name] = map_leaves(
+            lambda _, leaf: Argument(given[id(leaf)]) if id(leaf) in given else leaf, out
+        )
+        return out
+
+    def _result(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        depth = len(self._stack)
+        try:
+            return module(*args, **kwargs)
+        except UNKNOWN_VALUE:
+            # Experts chosen by a router, for instance. Blocks of such models return what they got, changed.
+            del self._stack[depth:]
+            first = next(
+                (
+                    leaf
+                    for leaf in leaves((args, kwargs)).values()
+                    if is_stand_in(leaf) and leaf.is_floating_point()
+                ),
+                None,
+            )
+            if first is None:
+                raise
+            return self._new(first)
+
+    def _cut(self, name: str, call: Any) -> Any:
+        self._segment = self._starts[name]
+        sent: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for path, leaf in leaves(call).items():
+            if (
+                isinstance(leaf, Tensor)
+                and (is_stand_in(leaf) or _key(leaf) in self._born)
+                and id(leaf) not in seen
+            ):
+                seen.add(id(leaf))
+                sent[path] = leaf
+        if not sent:
+            raise UsageError(
+                f"No argument of the block '{name}' depends on the blocks before it, so a stage cannot begin there. "
+                "Choose other blocks with blocks=... or other beginnings with split=..."
+            )
+        kinds = []
+        for leaf in sent.values():
+            value = carried(leaf)  # of the segment before, which got it as well
+            kinds.append(Kind.of(value))
+            carry(leaf, self._new(value))
+        self.traced.cuts[self._segment] = Cut(name, tuple(sent), tuple(kinds))
+        return call
+
+    def _new(self, tensor: Tensor) -> Tensor:
+        new = self._stand_ins.like(tensor)
+        self._born[_key(new)] = self._segment
+        self._alive.append(new)
+        return new
+
+    def _leak(self, tensor: Tensor) -> UsageError:
+        shape = tuple(tensor.shape)
+        return UsageError(
+            f"The forward of {self._where()} uses a tensor of shape {shape} that an earlier stage of the pipeline made "
+            "and that is no argument of the block at which the next stage begins. Pass it through the blocks, or let "
+            "the stage begin elsewhere with split=..."
+        )
+
+    def _where(self) -> str:
+        name = self._stack[-1] if self._stack else ""
+        return f"the module '{name}'" if name else self._title
+
+    @contextmanager
+    def _following_modules(self) -> Iterator[None]:
+        def enter(module: nn.Module, _: Any) -> None:
+            self._stack.append(self._names.get(id(module), self._stack[-1] if self._stack else ""))
+
+        def leave(module: nn.Module, _: Any, result: Any) -> None:
+            self._stack.pop()
+            if id(module) in self.parts:
+                self.traced.parts.setdefault(self.parts[id(module)], []).append((self._segment, result))
+
+        handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _key(tensor: Tensor) -> int:
+    """The same for a tensor and its views."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse tensors and wrappers have no storage of their own
+        return id(tensor)

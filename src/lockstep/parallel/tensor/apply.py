@@ -1,0 +1,245 @@
+"""Tensor parallelism for a model that exists: its layers are split in place.
+
+Parameters become DTensors on the mesh of the tensor-parallel ranks, split or whole, under their old names. What a
+forward computes, and what it sends, is in ``parts``; which layers are split is a ``TensorPlan``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.config.values import shown, suggestion
+from lockstep.errors import UsageError
+from lockstep.parallel.blocks import find_blocks
+from lockstep.parallel.tensor.checks import check_plan, complete, with_ties
+from lockstep.parallel.tensor.infer import infer_plan
+from lockstep.parallel.tensor.layers import ParallelLayer
+from lockstep.parallel.tensor.loss import handle_split_logits
+from lockstep.parallel.tensor.modules import Group, Role, TensorParallelForward, take_role
+from lockstep.parallel.tensor.parameters import replace_parameters
+from lockstep.parallel.tensor.parts import Column, EmbeddingColumns, Region, Root, Row, VocabularyRows
+from lockstep.parallel.tensor.plan import (
+    COLUMN_STYLES,
+    PACKED,
+    ROW_STYLES,
+    TensorPlan,
+    features,
+    plan_from_patterns,
+    transformers_patterns,
+)
+from lockstep.parallel.tensor.randomness import Drops
+from lockstep.parallel.tensor.sequence import SequenceBlock, check_blocks
+
+logger = logging.getLogger(__name__)
+
+WORDS = ("auto", "transformers", "infer")
+
+
+@dataclass(frozen=True)
+class TensorOptions:
+    """How a model is split.
+
+    Attributes:
+        plan: ``{pattern: style}``; a ``TensorPlan`` (of a stage: ``make_plan(whole_model, ...).within(stage)``); or a
+            word: "transformers" (the plan that the model brings), "infer" (found by looking at it), "auto" (the first
+            of these that there is).
+        sequence_parallel: Between the first and the last block, activations are split along the sequence.
+        loss_parallel: In training, logits stay split over the vocabulary: a DTensor that ``F.cross_entropy`` takes.
+        is_main: Whether this rank logs the plan.
+        blocks: Name -> module, for ``sequence_parallel``; by default those that ``find_blocks`` finds.
+    """
+
+    plan: str | Mapping[str, str] | TensorPlan = "auto"
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+    is_main: bool = True
+    blocks: Mapping[str, nn.Module] | None = None
+
+
+def tensor_parallel(model: nn.Module, mesh: Any, options: TensorOptions | None = None) -> TensorPlan:
+    """Split ``model`` over the ranks of ``mesh`` (1-D), in place. Collective; all ranks take the first one's values.
+
+    All parameters become new ``nn.Parameter`` objects that are DTensors on ``mesh``, also those that stay whole; ties
+    stay ties. Gradients are DTensors of the same placements. Inputs and outputs of the model are plain tensors, the
+    same on all ranks, but for logits with ``loss_parallel``. ``module.weight`` is a plain tensor of this rank's part
+    while a forward runs. Attributes that count heads are changed where the module's forward needs it.
+
+    Raises:
+        UsageError: the plan does not fit the model, or sizes do not divide; nothing was changed then.
+    """
+    options = options or TensorOptions()
+    blocks = dict(find_blocks(model) if options.blocks is None else options.blocks)
+    plan = make_plan(model, mesh.size(), options, blocks)
+    _split(model, mesh, plan, options, blocks)
+    if options.is_main:
+        logger.info("%s", plan)
+    return plan
+
+
+def make_plan(
+    model: nn.Module,
+    ranks: int,
+    options: TensorOptions | None = None,
+    blocks: Mapping[str, nn.Module] | None = None,
+) -> TensorPlan:
+    """The plan by which ``tensor_parallel`` would split ``model`` over ``ranks``; nothing is changed or sent.
+
+    Raises:
+        UsageError: as ``tensor_parallel``.
+    """
+    options = options or TensorOptions()
+    if any(isinstance(module, TensorParallelForward) for module in model.modules()):
+        raise UsageError(
+            f"{type(model).__name__} is tensor-parallel already. Pass the model as it was before."
+        )
+    found = dict(find_blocks(model) if blocks is None else blocks)
+    plan = with_ties(model, complete(model, _chosen(model, ranks, options.plan, found), ranks))
+    check_plan(model, plan, ranks)
+    is_part = isinstance(options.plan, TensorPlan)  # of a model that was looked at whole
+    if options.sequence_parallel and not (is_part and not found):
+        check_blocks(model, found, plan)
+    if (
+        options.loss_parallel
+        and not is_part
+        and not ({"colwise_gather_output", "embedding_rowwise"} & set(plan.styles.values()))
+    ):
+        raise UsageError(
+            f"loss_parallel needs an output layer that is split over the vocabulary, but the plan for "
+            f"{type(model).__name__} has none. Name one in tp_plan as 'colwise_gather_output', or turn "
+            "loss_parallel off."
+        )
+    return plan
+
+
+def _chosen(model: nn.Module, ranks: int, wanted: Any, blocks: dict[str, nn.Module]) -> TensorPlan:
+    if isinstance(wanted, TensorPlan):
+        return wanted
+    if wanted in WORDS and any(isinstance(module, ParallelLayer) for module in model.modules()):
+        return TensorPlan("the model's own layers")
+    if isinstance(wanted, Mapping):
+        if not wanted:
+            raise UsageError("tp_plan is empty, so nothing would be split. Leave it out to have one found.")
+        return plan_from_patterns(model, wanted, "tp_plan")
+    if wanted not in WORDS:
+        raise UsageError(
+            f"tp_plan={shown(wanted)} is not a plan.{suggestion(str(wanted), WORDS)} Give {{pattern: style}}, or "
+            f"one of {', '.join(WORDS)}."
+        )
+    patterns = {} if wanted == "infer" else transformers_patterns(model)
+    if patterns:
+        return plan_from_patterns(model, patterns, "the model's own plan", must_match=False)
+    if wanted == "transformers":
+        raise UsageError(
+            f"{type(model).__name__} brings no tensor-parallel plan. Use tp_plan='infer', or give {{pattern: style}}."
+        )
+    plan = infer_plan(model, ranks, blocks)
+    if not plan.entries:
+        raise UsageError(
+            f"Nothing in {type(model).__name__} was understood well enough to be split over tp={ranks} ranks. "
+            "Give a plan, tp_plan={pattern: style}."
+        )
+    return plan
+
+
+# -- splitting -------------------------------------------------------------------------------------------
+
+
+def _split(
+    model: nn.Module, mesh: Any, plan: TensorPlan, options: TensorOptions, blocks: Mapping[str, nn.Module]
+) -> None:
+    group = Group(mesh, options.sequence_parallel, options.loss_parallel)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    modules = dict(model.named_modules())
+    roles = {
+        name: Role(group)
+        for name, module in modules.items()
+        if not name or next(module.parameters(), None) is not None
+    }
+    _reductions(roles, plan, blocks if options.sequence_parallel else {})
+    roles[""].parts.append(Root(group, Drops(model), device))
+    if options.sequence_parallel:
+        for index, (name, block) in enumerate(blocks.items()):
+            part = SequenceBlock(name, group, Drops(block), device)
+            part.is_first, part.is_last = index == 0, index == len(blocks) - 1
+            roles[name].parts.append(part)
+    regions: dict[str, Region] = {}
+    for name, style in plan.styles.items():
+        if style in (*COLUMN_STYLES, *ROW_STYLES):
+            parent = _called(modules, name)
+            if parent not in regions:
+                regions[parent] = Region(group, Drops(modules[parent]), device)
+                roles[parent].parts.append(regions[parent])
+            roles[name].layer = _linear_part(name, modules[name], style, group, regions[parent])
+            roles[name].layer.in_sequence = _inside(name, blocks) and options.sequence_parallel
+            if style == "colwise_gather_output" and not _inside(name, blocks):
+                roles[name].layer.is_head = True
+        elif style == "embedding_rowwise":
+            roles[name].layer = VocabularyRows(name, group, modules[name].weight.shape[0])
+        elif style == "embedding_colwise":
+            roles[name].layer = EmbeddingColumns(name, group, modules[name].weight.shape[1])
+        if roles[name].layer is not None:
+            roles[name].parts.append(roles[name].layer)
+    _prepare_attention(plan, modules, regions, options.sequence_parallel)
+    replace_parameters(modules, plan, mesh)
+    classes: dict[Any, type] = {}
+    for name, role in roles.items():
+        module = modules[name]
+        is_called = type(module).forward is not nn.Module.forward
+        if (is_called or module._parameters) and not isinstance(module, ParallelLayer):
+            take_role(module, role, classes)
+    if options.loss_parallel:
+        handle_split_logits()
+
+
+def _reductions(roles: dict[str, Role], plan: TensorPlan, blocks: Mapping[str, nn.Module]) -> None:
+    for name, role in roles.items():
+        if _inside(name, blocks):
+            role.reduced = "sequence"
+    for name, style in plan.styles.items():
+        if style == "replicated_with_grad_allreduce":
+            for inner, role in roles.items():
+                if inner == name or inner.startswith(f"{name}."):
+                    role.reduced = "always"
+
+
+def _linear_part(name: str, module: nn.Module, style: str, group: Group, region: Region) -> Column | Row:
+    if style in ROW_STYLES:
+        wide = features(module)[0]
+        return Row(name, group, ("weight",), region, wide, style == "rowwise_split_input")
+    column = Column(name, group, ("weight", "bias"), region)
+    width, size = features(module)
+    column.pieces = PACKED.get(style, 1)
+    region.widths.add(width)
+    if style == "colwise_gather_output":
+        column.size = size
+    return column
+
+
+def _prepare_attention(
+    plan: TensorPlan, modules: dict[str, nn.Module], regions: dict[str, Region], splits_sequence: bool
+) -> None:
+    for found in plan.attention:
+        module, region = modules[found.name], regions[found.name]
+        region.gathers = splits_sequence
+        for name, value in found.attributes.items():
+            setattr(module, name, value)
+        if found.reports_width:
+            region.reported = {width: width // region.group.mesh.size() for width in region.widths}
+
+
+def _called(modules: dict[str, nn.Module], name: str) -> str:
+    """The nearest module around ``name`` that has a forward."""
+    parent = name.rpartition(".")[0]
+    while parent and type(modules[parent]).forward is nn.Module.forward:
+        parent = parent.rpartition(".")[0]
+    return parent
+
+
+def _inside(name: str, blocks: Mapping[str, nn.Module]) -> bool:
+    return any(name == block or name.startswith(f"{block}.") for block in blocks)

@@ -1,0 +1,213 @@
+"""What a plan leaves open is found out, and what cannot work is refused, before a model is changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from lockstep.errors import UsageError
+from lockstep.parallel.tensor.attention import by_names_alone, check_heads, heads_of
+from lockstep.parallel.tensor.infer import output_layer, projections, region_with_styles
+from lockstep.parallel.tensor.plan import (
+    COLUMN_STYLES,
+    EMBEDDING_STYLES,
+    PACKED,
+    ROW_STYLES,
+    AttentionRegion,
+    Entry,
+    TensorPlan,
+    check_fits,
+    check_styles,
+    features,
+)
+from lockstep.parallel.tensor.rehearse import Different, Rehearsal
+
+
+def complete(model: nn.Module, plan: TensorPlan, ranks: int) -> TensorPlan:
+    """The plan with its attention modules, where it was given without: their heads, and what counts them.
+
+    Where a module can be run alone, that also tells whether the rows of a fused layer are [q; k; v], and which
+    modules inside work on parts.
+
+    Raises:
+        UsageError: heads do not divide, or running the module shows that it cannot be split like this.
+    """
+    if plan.attention:
+        return plan
+    modules = dict(model.named_modules())
+    entries = {entry.name: entry for entry in plan.entries}
+    regions: list[AttentionRegion] = []
+    known: dict[Any, Any] = {}
+    for name, module in modules.items():
+        for columns, query, key in projections(module):
+            names = [_join(name, column) for column in columns]
+            split = [entries[n] for n in names if n in entries and entries[n].style in COLUMN_STYLES]
+            if not split:
+                continue
+            if len(split) < len(names):
+                missing = ", ".join(repr(n) for n in names if n not in {entry.name for entry in split})
+                raise UsageError(
+                    f"{plan.source} splits '{split[0].name}' but not {missing} of the same attention, which need the "
+                    "same heads. Give all of them the style 'colwise', or none."
+                )
+            place, prefix, row = output_layer(name, module, columns, modules)
+            heads = heads_of(module, query, key)
+            if heads is None or row is None:
+                continue
+            check_heads(name, heads, ranks)
+            styles = {
+                _join(prefix, column): entry.style for column, entry in zip(columns, split, strict=True)
+            }
+            rehearsal = Rehearsal(modules[place], styles, row, ranks, prefix)
+            like = (str(modules[place]), heads, tuple(styles.items()))
+            if like not in known:
+                known[like] = region_with_styles(rehearsal, name, module, heads)
+            found = known[like]
+            if isinstance(found, Different):
+                raise UsageError(
+                    f"'{name}' cannot be split as {plan.source} says, because {found}. "
+                    "Leave its layers out of the plan."
+                )
+            if isinstance(found, str):
+                regions.append(by_names_alone(name, module, heads, ranks))
+                continue
+            region, passed, styles = found
+            regions.append(replace(region, name=name))
+            for column, style in styles.items():
+                full = _join(place, column)
+                entries[full] = replace(entries[full], style=style)
+            for inner in passed.partial:
+                full = _join(place, inner)
+                entries.setdefault(
+                    full, Entry(full, "replicated_with_grad_allreduce", "works on parts of features")
+                )
+    return replace(plan, entries=tuple(entries.values()), attention=tuple(regions))
+
+
+def with_ties(model: nn.Module, plan: TensorPlan) -> TensorPlan:
+    """The plan with modules that share a split weight split alike.
+
+    Raises:
+        UsageError: they cannot be.
+    """
+    entries = {entry.name: entry for entry in plan.entries}
+    owners: dict[int, list[tuple[str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            owners.setdefault(id(weight), []).append((name, module))
+    for sharing in owners.values():
+        dims = {name: _dim(entries[name].style) if name in entries else None for name, _ in sharing}
+        if len(sharing) < 2 or set(dims.values()) == {None}:
+            continue
+        wanted = {dim for dim in dims.values() if dim is not None}
+        first = next(name for name, dim in dims.items() if dim is not None)
+        if len(wanted) > 1:
+            raise UsageError(
+                f"{' and '.join(map(repr, dims))} share one weight, but the plan splits it in two ways. Split both by "
+                "the vocabulary: 'embedding_rowwise' and 'colwise_gather_output'."
+            )
+        for name, module in sharing:
+            if dims[name] is None:
+                style = _same_split(name, module, wanted.pop() if len(wanted) == 1 else 0, first)
+                wanted = {_dim(style)}  # type: ignore[arg-type]
+                entries.pop(name, None)
+                entries[name] = Entry(name, style, f"shares its weight with {first}")
+    return replace(plan, entries=tuple(entries.values()))
+
+
+def _dim(style: str) -> int | None:
+    """The dimension of an [out, in] weight that is split; a number of its own for packed layers."""
+    if style in PACKED:
+        return 10 + PACKED[style]
+    if style in COLUMN_STYLES or style == "embedding_rowwise":
+        return 0
+    return 1 if style in ROW_STYLES or style == "embedding_colwise" else None
+
+
+def _same_split(name: str, module: nn.Module, dim: int, other: str) -> str:
+    if isinstance(module, nn.Embedding) and dim in (0, 1):
+        return "embedding_rowwise" if dim == 0 else "embedding_colwise"
+    if isinstance(module, nn.Linear) and dim in (0, 1):
+        return "colwise_gather_output" if dim == 0 else "rowwise_split_input"
+    raise UsageError(
+        f"'{name}' shares its weight with '{other}', which the plan splits, but a {type(module).__name__} cannot be "
+        f"split like it. Leave '{other}' out of the plan."
+    )
+
+
+def check_plan(model: nn.Module, plan: TensorPlan, ranks: int) -> None:
+    """Raises UsageError where sizes do not divide, or modules cannot be split."""
+    check_styles(plan.styles, plan.source or "tp_plan")
+    modules = dict(model.named_modules())
+    aliases = {id(module): name for name, module in modules.items()}
+    for name, style in plan.styles.items():
+        module = modules.get(name)
+        if module is None:
+            try:
+                first = aliases[id(model.get_submodule(name))]
+            except (AttributeError, KeyError):
+                raise UsageError(
+                    f"The plan names '{name}', but {type(model).__name__} has no such module."
+                ) from None
+            raise UsageError(
+                f"'{name}' is the same module as '{first}'. Name it once in tp_plan, as '{first}'."
+            )
+        check_fits(name, module, style, plan.source or "tp_plan")
+        if "forward" in vars(module) and style not in ("replicate", "sequence_parallel"):
+            raise UsageError(
+                f"'{name}' has a forward of its own that hides the one of its class {type(module).__name__}, so that "
+                "it cannot be split. Change forward in a subclass, or leave it out of tp_plan."
+            )
+        if style in (*COLUMN_STYLES, *ROW_STYLES):
+            _check_linear(name, module, style, ranks)
+        elif style in EMBEDDING_STYLES:
+            _check_embedding(name, module, style, ranks)
+    for name, module in modules.items():
+        if any(type(p).__name__.startswith("Uninitialized") for p in module._parameters.values()):
+            raise UsageError(
+                f"'{name}' has weights whose shape is not known before its first call. Run a batch through the model "
+                "first, or give the layer its input size."
+            )
+
+
+def _check_linear(name: str, module: nn.Module, style: str, ranks: int) -> None:
+    is_column = style in COLUMN_STYLES
+    number = features(module)[1 if is_column else 0]
+    kind = "output" if is_column else "input"
+    if style in ("colwise_gather_output", "rowwise_split_input"):
+        _check_parts(name, number, f"{kind} features", ranks)
+    elif number % (ranks * PACKED.get(style, 1)):
+        pieces = f" in {PACKED[style]} pieces" if style in PACKED else ""
+        raise UsageError(
+            f"The {number} {kind} features of '{name}'{pieces} cannot be divided among tp={ranks} ranks. "
+            "Choose sizes that divide, or leave the layer out with a tp_plan of your own."
+        )
+
+
+def _check_embedding(name: str, module: Any, style: str, ranks: int) -> None:
+    rows, width = module._parameters["weight"].shape
+    if module.max_norm is not None or module.sparse:
+        raise UsageError(
+            f"'{name}' has {'max_norm' if module.max_norm is not None else 'sparse gradients'}, which a split "
+            "embedding cannot have. Turn it off, or leave the embedding out with a tp_plan of your own."
+        )
+    if style == "embedding_rowwise":
+        _check_parts(name, rows, "rows", ranks)
+    else:
+        _check_parts(name, width, "features", ranks)
+
+
+def _check_parts(name: str, number: int, kind: str, ranks: int) -> None:
+    """Parts may differ by some elements, but each rank has one."""
+    if -(-number // ranks) * (ranks - 1) >= number:
+        raise UsageError(
+            f"The {number} {kind} of '{name}' are too few for tp={ranks} ranks: the last would have none. Use "
+            "fewer ranks, or leave the layer out with a tp_plan of your own."
+        )
+
+
+def _join(parent: str, name: str) -> str:
+    return f"{parent}.{name}" if parent and name else parent or name

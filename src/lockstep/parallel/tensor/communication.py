@@ -1,0 +1,173 @@
+"""What the ranks of one tensor-parallel group send each other, with the gradient of each.
+
+    function          forward                   backward                  Megatron-LM's name
+    copy              nothing                   all-reduce                f
+    reduce            all-reduce                nothing                   g
+    gather            all-gather                own part                  gather from region
+    split             own part                  all-gather                scatter to region
+    gather_sequence   all-gather                reduce-scatter            g of sequence parallelism
+    scatter_sequence  reduce-scatter            all-gather                f of sequence parallelism
+
+``split``, ``gather``: what lies on the whole side is computed alike by every rank. A part is that of
+``torch.chunk``, as in DTensor: the last may be smaller or empty.
+
+References: Shoeybi et al., Megatron-LM, 2019; Korthikanti et al., Reducing Activation Recomputation in Large
+Transformer Models, MLSys 2023.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def part_of(size: int, mesh: Any) -> tuple[int, int]:
+    """(start, length) of this rank's part of ``size`` elements."""
+    chunk = -(-size // mesh.size())
+    start = min(size, chunk * mesh.get_local_rank())
+    return start, min(chunk, size - start)
+
+
+def part_of_pieces(x: Tensor, pieces: int, rank: int, ranks: int) -> Tensor:
+    """Of each of ``pieces`` equal pieces of the last dimension the part of one rank, concatenated."""
+    return torch.cat([piece.chunk(ranks, dim=-1)[rank] for piece in x.chunk(pieces, dim=-1)], dim=-1)
+
+
+def copy(x: Tensor, mesh: Any) -> Tensor:
+    """``x``, of which each rank will use a part of the result: its gradient is the sum over the ranks."""
+    return _Copy.apply(x, mesh) if torch.is_grad_enabled() and x.requires_grad else x
+
+
+def reduce(x: Tensor, mesh: Any) -> Tensor:
+    """The sum over the ranks."""
+    return _Reduce.apply(x, mesh)
+
+
+def gather(x: Tensor, mesh: Any, dim: int, size: int) -> Tensor:
+    """The ranks' parts of a dimension of ``size`` elements, concatenated."""
+    return _Gather.apply(x, mesh, dim, size)
+
+
+def split(x: Tensor, mesh: Any, dim: int) -> Tensor:
+    """This rank's part along ``dim``."""
+    return _Split.apply(x, mesh, dim)
+
+
+def gather_sequence(x: Tensor, mesh: Any, dim: int = 1) -> Tensor:
+    """The ranks' parts concatenated, of which each rank will use a part of the result."""
+    return _GatherSequence.apply(x, mesh, dim)
+
+
+def scatter_sequence(x: Tensor, mesh: Any, dim: int = 1) -> Tensor:
+    """This rank's part of the sum over the ranks."""
+    return _ScatterSequence.apply(x, mesh, dim)
+
+
+def all_reduce(x: Tensor, mesh: Any, operation: str = "sum") -> Tensor:
+    """The sum (or "max") over the ranks, without a gradient."""
+    operators = torch.ops._c10d_functional
+    return operators.wait_tensor(operators.all_reduce(x.contiguous(), operation, _group(mesh)))
+
+
+def _all_gather(x: Tensor, mesh: Any, dim: int, size: int) -> Tensor:
+    dim %= x.dim()
+    chunk = -(-size // mesh.size())
+    if x.shape[dim] < chunk:  # a collective wants equal parts
+        missing = list(x.shape)
+        missing[dim] = chunk - x.shape[dim]
+        x = torch.cat([x, x.new_zeros(missing)], dim)
+    # Gathered along the first dimension, which alone needs no copy.
+    operators = torch.ops._c10d_functional
+    first = x.movedim(dim, 0).contiguous()
+    parts = operators.wait_tensor(operators.all_gather_into_tensor(first, mesh.size(), _group(mesh)))
+    return parts.narrow(0, 0, size).movedim(0, dim).contiguous()
+
+
+def _reduce_scatter(x: Tensor, mesh: Any, dim: int) -> Tensor:
+    first = x.movedim(dim, 0).contiguous()
+    operators = torch.ops._c10d_functional
+    part = operators.wait_tensor(operators.reduce_scatter_tensor(first, "sum", mesh.size(), _group(mesh)))
+    return part.movedim(0, dim).contiguous()
+
+
+def _own_part(x: Tensor, mesh: Any, dim: int) -> Tensor:
+    return x.narrow(dim, *part_of(x.shape[dim], mesh)).contiguous()
+
+
+def _group(mesh: Any) -> str:
+    return mesh.get_group().group_name
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Any) -> Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return all_reduce(gradient, ctx.mesh), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Any) -> Tensor:
+        return all_reduce(x, mesh)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Any, dim: int, size: int) -> Tensor:
+        ctx.mesh, ctx.dim = mesh, dim
+        return _all_gather(x, mesh, dim, size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _own_part(gradient, ctx.mesh, ctx.dim), None, None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Any, dim: int) -> Tensor:
+        ctx.mesh, ctx.dim, ctx.size = mesh, dim, x.shape[dim]
+        return _own_part(x, mesh, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _all_gather(gradient, ctx.mesh, ctx.dim, ctx.size), None, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Any, dim: int) -> Tensor:
+        ctx.mesh, ctx.dim = mesh, dim
+        return _all_gather(x, mesh, dim, x.shape[dim] * mesh.size())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _reduce_scatter(gradient, ctx.mesh, ctx.dim), None, None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Any, dim: int) -> Tensor:
+        ctx.mesh, ctx.dim = mesh, dim
+        return _reduce_scatter(x, mesh, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _all_gather(gradient, ctx.mesh, ctx.dim, gradient.shape[ctx.dim] * ctx.mesh.size()), None, None

@@ -1,0 +1,324 @@
+"""A plan found by looking at a model: names and shapes propose, a rehearsal decides.
+
+Proposed are, of each module that is called: projections of queries, keys and values with an output layer (one
+by one, or in one layer); pairs of linears from a width to a hidden width and back; and the token embedding and
+output layer. What does not pass, or is not understood, stays whole, and the plan says why.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from lockstep.errors import UsageError
+from lockstep.parallel.tensor.attention import check_heads, heads_of, region_of
+from lockstep.parallel.tensor.plan import AttentionRegion, Entry, TensorPlan, features, is_linear
+from lockstep.parallel.tensor.rehearse import Passed, Rehearsal, rehearse
+
+QUERY = (
+    "q",
+    "q_proj",
+    "query",
+    "to_q",
+    "wq",
+    "Wq",
+    "q_lin",
+    "query_proj",
+    "linear_q",
+    "q_linear",
+    "query_layer",
+)
+OUTPUT = (
+    *("o", "o_proj", "out", "out_proj", "proj", "dense", "to_out", "wo", "Wo", "out_lin", "c_proj", "output"),
+    *("linear_out", "o_linear", "projection", "fc_out", "to_out.0", "resid_proj"),
+)
+FUSED = (
+    *("qkv", "c_attn", "Wqkv", "in_proj", "qkv_proj", "query_key_value", "to_qkv", "attn_qkv", "c_qkv"),
+    *("wqkv", "W_qkv", "qkv_linear", "linear_qkv"),
+)
+TOKENS = (
+    *("token", "tokens", "tok", "wte", "word_embeddings", "embed_tokens", "token_embedding", "tok_emb"),
+    *(
+        "token_embeddings",
+        "tok_embeddings",
+        "token_emb",
+        "tok_embed",
+        "embedding",
+        "embed",
+        "embeddings",
+        "emb",
+    ),
+    *("embed_in", "word_embedding", "token_embed", "input_embedding", "shared"),
+)
+HEAD = (
+    "lm_head",
+    "head",
+    "output",
+    "embed_out",
+    "decoder",
+    "proj",
+    "to_logits",
+    "logits",
+    "unembed",
+    "out",
+    "fc_out",
+)
+
+
+@dataclass
+class _Findings:
+    ranks: int
+    entries: list[Entry] = field(default_factory=list)
+    attention: list[AttentionRegion] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+    rehearsed: dict[Any, Any] = field(default_factory=dict)
+
+    def add(self, prefix: str, columns: dict[str, str], row: str, why: str, passed: Passed) -> None:
+        self.entries += [Entry(_join(prefix, name), style, why) for name, style in columns.items()]
+        self.entries.append(Entry(_join(prefix, row), "rowwise", why))
+        for name in passed.partial:
+            self.entries.append(
+                Entry(_join(prefix, name), "replicated_with_grad_allreduce", "works on parts of features")
+            )
+
+    def names(self) -> set[str]:
+        return {entry.name for entry in self.entries} | set(self.left)
+
+
+def infer_plan(model: nn.Module, ranks: int, blocks: dict[str, nn.Module]) -> TensorPlan:
+    """Raises UsageError where heads, features or a vocabulary that would be split do not divide."""
+    findings = _Findings(ranks)
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if isinstance(module, nn.MultiheadAttention):
+            findings.left[name] = "nn.MultiheadAttention computes with all of its weights at once"
+            findings.left.update(
+                (_join(name, inner), "inside nn.MultiheadAttention")
+                for inner, layer in module.named_modules()
+                if inner and is_linear(layer)
+            )
+    for name, module in modules.items():
+        if name not in findings.left:
+            find_attention(name, module, modules, findings)
+    for name, module in modules.items():
+        if type(module).forward is not nn.Module.forward:
+            _find_pairs(name, module, findings)
+    _find_vocabulary(modules, model, blocks, findings)
+    for name, module in modules.items():
+        if is_linear(module) and name not in findings.names():
+            findings.left[name] = "not part of a pair of layers that was found"
+    return TensorPlan("inferred", tuple(findings.entries), tuple(findings.attention), findings.left)
+
+
+# -- attention -------------------------------------------------------------------------------------------
+
+
+def find_attention(name: str, module: nn.Module, modules: dict[str, nn.Module], findings: _Findings) -> None:
+    for columns, query, key in projections(module):
+        place, prefix, row = output_layer(name, module, columns, modules)
+        names = [_join(name, column) for column in columns]
+        if row is None:
+            findings.left.update(dict.fromkeys(names, "no output layer was found for these projections"))
+            return
+        heads = heads_of(module, query, key)
+        if heads is None:
+            findings.left.update(
+                dict.fromkeys([*names, _join(place, row)], "the number of heads is not known")
+            )
+            return
+        inside = {_join(prefix, column): style for column, style in columns.items()}
+        rehearsal = Rehearsal(modules[place], inside, row, findings.ranks, prefix)
+        check_heads(name, heads, findings.ranks)
+        key_of = (type(modules[place]), type(module), str(rehearsal.module), heads, str(_integers(module)))
+        if key_of not in findings.rehearsed:
+            findings.rehearsed[key_of] = region_with_styles(rehearsal, name, module, heads)
+        result = findings.rehearsed[key_of]
+        if isinstance(result, str):
+            findings.left.update(dict.fromkeys([*names, _join(place, row)], result))
+            return
+        region, passed, rehearsed_columns = result
+        findings.attention.append(replace(region, name=name))
+        count = f"{heads[0]} heads" + (f", {heads[1]} of keys and values" if heads[1] != heads[0] else "")
+        findings.add(place, rehearsed_columns, row, f"attention: {count}", passed)
+        return
+
+
+def output_layer(
+    name: str, module: nn.Module, columns: Iterable[str], modules: dict[str, nn.Module]
+) -> tuple[str, str, str | None]:
+    """(module around projections and output layer, name of the projections' module in it, name of the output layer)."""
+    row = next((n for n in OUTPUT if _linear(module, n) is not None and n not in columns), None)
+    if row is not None or not name:
+        return name, "", row
+    # In a module beside it, as in BERT: attention.self.query, attention.output.dense.
+    place, _, prefix = name.rpartition(".")
+    return place, prefix, _beside(modules[place], prefix)
+
+
+def region_with_styles(rehearsal: Rehearsal, name: str, holder: nn.Module, heads: tuple[int, int]) -> Any:
+    """(region, passed, columns), or why not; rows of one layer may be [q; k; v], or q, k, v of head after head."""
+    fused = ("qkv_colwise",) if len(rehearsal.columns) == 1 else ()
+    styles = list(dict.fromkeys((*rehearsal.columns.values(), "colwise", *fused)))
+    reason = ""
+    for style in styles:
+        columns = dict.fromkeys(rehearsal.columns, style)
+        found = region_of(replace(rehearsal, columns=columns), name, holder, heads)
+        if not isinstance(found, str):
+            return (*found, columns)
+        reason = reason or found
+    return reason
+
+
+def projections(module: nn.Module) -> Iterator[tuple[dict[str, str], nn.Module, nn.Module | None]]:
+    for query in QUERY:
+        names = (query, _renamed(query, "k", "key"), _renamed(query, "v", "value"))
+        layers = [_linear(module, name) for name in names]
+        if all(layer is not None for layer in layers):
+            q, k, v = layers
+            assert q is not None
+            assert k is not None
+            assert v is not None
+            if features(k) == features(v):
+                yield dict.fromkeys(names, "colwise"), q, k
+    for fused in FUSED:
+        layer = _linear(module, fused)
+        if layer is not None and features(layer)[1] == 3 * features(layer)[0]:
+            yield {fused: "qkv_colwise"}, layer, None
+
+
+def _renamed(query: str, letter: str, word: str) -> str:
+    if "query" in query:
+        return query.replace("query", word)
+    head, _, tail = query.rpartition("q")
+    return f"{head}{letter}{tail}"
+
+
+def _beside(parent: nn.Module, name: str) -> str | None:
+    found = [
+        inner
+        for child, module in parent.named_children()
+        if child != name
+        for inner, layer in module.named_modules(prefix=child)
+        if is_linear(layer)
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def _integers(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if type(value) in (int, float, bool)}
+
+
+# -- pairs -----------------------------------------------------------------------------------------------
+
+
+def _find_pairs(name: str, module: nn.Module, findings: _Findings) -> None:
+    taken = findings.names()
+    layers = {
+        child: layer
+        for child, layer in module.named_children()
+        if is_linear(layer) and _join(name, child) not in taken and "weight" in layer._parameters
+    }
+    while len(layers) > 1:
+        found = next(_pairs(layers, isinstance(module, nn.Sequential)), None)
+        if found is None:
+            return
+        columns, row = found
+        for child in (*columns, row):
+            layers.pop(child)
+        hidden = features(module.get_submodule(row))[0]
+        rehearsal = Rehearsal(module, columns, row, findings.ranks)
+        result: Passed | str
+        if hidden % findings.ranks:
+            result = _rehearse_for_one(rehearsal)
+            if isinstance(result, Passed):
+                raise UsageError(
+                    f"The {hidden} features between '{_join(name, next(iter(columns)))}' and '{_join(name, row)}' "
+                    f"cannot be divided among tp={findings.ranks} ranks. Choose a width that divides, or leave them "
+                    "out with a tp_plan of your own."
+                )
+        else:
+            key = (type(module), str(module), str(columns), row, str(_integers(module)))
+            if key not in findings.rehearsed:
+                findings.rehearsed[key] = rehearse(rehearsal)
+            result = findings.rehearsed[key]
+        if isinstance(result, str):
+            for child in (*columns, row):
+                findings.left[_join(name, child)] = result
+        else:
+            findings.add(name, columns, row, f"{hidden} features between a pair of layers", result)
+
+
+def _rehearse_for_one(rehearsal: Rehearsal) -> Passed | str:
+    """With as many parts as there can be, to see whether the layers belong together at all."""
+    hidden = features(rehearsal.module.get_submodule(rehearsal.row))[0]
+    divisor = next((n for n in range(2, hidden + 1) if hidden % n == 0), 1)
+    return rehearse(replace(rehearsal, ranks=divisor))
+
+
+def _pairs(layers: dict[str, nn.Module], in_order: bool) -> Iterator[tuple[dict[str, str], str]]:
+    """(column layers with styles, row layer): from a width to a hidden width, and back."""
+    names = list(layers)
+    if in_order:
+        for first, second in itertools.pairwise(names):
+            if features(layers[first])[1] == features(layers[second])[0]:
+                yield {first: "colwise"}, second
+        return
+    for row in names:
+        hidden, width = features(layers[row])
+        before = [name for name in names if name != row and features(layers[name])[0] == width]
+        same = [name for name in before if features(layers[name])[1] == hidden]
+        if 1 <= len(same) <= 2 and names.index(row) > names.index(same[0]):
+            yield dict.fromkeys(same, "colwise"), row
+        packed = [name for name in before if features(layers[name])[1] == 2 * hidden]
+        if len(packed) == 1:
+            yield {packed[0]: "packed_colwise"}, row
+
+
+# -- vocabulary ------------------------------------------------------------------------------------------
+
+
+def _find_vocabulary(
+    modules: dict[str, nn.Module], model: nn.Module, blocks: dict[str, nn.Module], findings: _Findings
+) -> None:
+    outside = {
+        name: module
+        for name, module in modules.items()
+        if not any(name == block or name.startswith(f"{block}.") for block in blocks)
+    }
+    embeddings = {name: m for name, m in outside.items() if isinstance(m, nn.Embedding)}
+    taken = findings.names()
+    for name, table in embeddings.items():
+        rows = table.num_embeddings
+        heads = [
+            other
+            for other, layer in outside.items()
+            if isinstance(layer, nn.Linear)
+            and other not in taken
+            and layer.out_features == rows
+            and (layer.weight is table.weight or other.rpartition(".")[2] in HEAD)
+        ]
+        last = name.rpartition(".")[2]
+        if not (last in TOKENS or heads) or table.max_norm is not None or table.sparse:
+            findings.left[name] = "not known as an embedding of tokens"
+            continue
+        findings.entries.append(Entry(name, "embedding_rowwise", f"vocabulary of {rows}"))
+        for head in heads[:1]:
+            tie = ", tied" if modules[head]._parameters["weight"] is table._parameters["weight"] else ""
+            findings.entries.append(Entry(head, "colwise_gather_output", f"vocabulary of {rows}{tie}"))
+            taken.add(head)
+
+
+def _linear(module: nn.Module, name: str) -> nn.Module | None:
+    try:
+        found = module.get_submodule(name)
+    except AttributeError:
+        return None
+    return found if is_linear(found) and "weight" in found._parameters else None
+
+
+def _join(parent: str, name: str) -> str:
+    return f"{parent}.{name}" if parent and name else parent or name

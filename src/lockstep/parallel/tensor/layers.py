@@ -1,0 +1,323 @@
+"""Tensor-parallel layers for models that are written with them, after Megatron-LM.
+
+Each takes ``mesh``, the 1-D DeviceMesh of its ranks (``None``: a plain layer), and has parameters that are DTensors
+on it. All draw the values that the plain layer would draw from the same seed, and take those of the first rank, so
+the numbers are those of the plain model. Inputs and outputs are plain tensors. Construction is collective.
+
+A model's other parameters must be DTensors too, for optimizers to treat all alike: ``tensor_parallel(model, mesh)``
+replicates what is not split.
+
+References: Shoeybi et al., Megatron-LM, 2019; Korthikanti et al., Reducing Activation Recomputation in Large
+Transformer Models, MLSys 2023 (``sequence_parallel``); Ainslie et al., GQA, 2023 (``kv_heads``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.comm.dtensor import is_dtensor
+from lockstep.errors import UsageError
+from lockstep.parallel.tensor import communication
+from lockstep.parallel.tensor.communication import part_of
+from lockstep.parallel.tensor.randomness import stream_of_rank
+
+
+class ParallelLayer(nn.Module):
+    """Base: holds its mesh, and splits the parameters of the plain layer that it was made from."""
+
+    def __init__(self, mesh: Any = None, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.sequence_parallel = sequence_parallel and mesh is not None
+
+    def _take(self, plain: nn.Module, dims: dict[str, int | None]) -> None:
+        """``dims``: parameter -> the dimension that is split."""
+        for name, parameter in plain.named_parameters():
+            self.register_parameter(name, _split(parameter, self.mesh, dims[name]))
+        for name in dims.keys() - dict(plain.named_parameters()).keys():
+            self.register_parameter(name, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        import copy
+
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        memo[id(self.mesh)] = self.mesh  # a group of processes is no value
+        copied.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return copied
+
+
+class ColumnParallelLinear(ParallelLayer):
+    """``y_r = x W_r^T + b_r``: rank r computes its part of the output features.
+
+    Args:
+        gather_output: Return all features, on all ranks alike; else this rank's part.
+        sequence_parallel: The input is this rank's chunk of dimension 1, and is gathered.
+
+    Raises:
+        UsageError: the output features do not divide, and are not gathered.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        mesh: Any = None,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(mesh, sequence_parallel)
+        if not gather_output:
+            check_divides(out_features, "output features of a ColumnParallelLinear", mesh)
+        self.in_features, self.out_features, self.gather_output = in_features, out_features, gather_output
+        self._take(
+            nn.Linear(in_features, out_features, bias, device=device, dtype=dtype), {"weight": 0, "bias": 0}
+        )
+
+    def send(self, x: Tensor) -> Tensor:
+        """The input for ``part``; layers that read the same input can share what one of them sent."""
+        if self.mesh is None:
+            return x
+        if self.sequence_parallel:
+            return communication.gather_sequence(x, self.mesh)
+        return communication.copy(x, self.mesh)
+
+    def part(self, sent: Tensor) -> Tensor:
+        """This rank's output features."""
+        return F.linear(sent, local_value(self.weight), local_value(self.bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.part(self.send(x))
+        if self.mesh is None or not self.gather_output:
+            return output
+        return communication.gather(output, self.mesh, -1, self.out_features)
+
+
+class RowParallelLinear(ParallelLayer):
+    """``y = sum_r x_r W_r^T + b``: rank r uses its part of the input features.
+
+    Args:
+        input_is_parallel: The input is this rank's features; else all of them, alike on all ranks.
+        sequence_parallel: Return this rank's chunk of dimension 1; the bias gets the sum of the ranks' gradients.
+
+    Raises:
+        UsageError: the input features do not divide.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        mesh: Any = None,
+        input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(mesh, sequence_parallel)
+        check_divides(in_features, "input features of a RowParallelLinear", mesh)
+        self.in_features, self.out_features, self.input_is_parallel = (
+            in_features,
+            out_features,
+            input_is_parallel,
+        )
+        self._take(
+            nn.Linear(in_features, out_features, bias, device=device, dtype=dtype),
+            {"weight": 1, "bias": None},
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = local_value(self.weight), local_value(self.bias)
+        if self.mesh is None:
+            return F.linear(x, weight, bias)
+        if not self.input_is_parallel:
+            x = communication.split(x, self.mesh, -1)
+        output = F.linear(x, weight)
+        if self.sequence_parallel:
+            output = communication.scatter_sequence(output, self.mesh)
+            bias = bias if bias is None else communication.copy(bias, self.mesh)
+        else:
+            output = communication.reduce(output, self.mesh)
+        return output if bias is None else output + bias
+
+
+class VocabParallelEmbedding(ParallelLayer):
+    """An embedding of which each rank has a part of the rows; the vocabulary need not divide."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        mesh: Any = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(mesh)
+        if mesh is not None and -(-num_embeddings // mesh.size()) * (mesh.size() - 1) >= num_embeddings:
+            raise UsageError(
+                f"A vocabulary of {num_embeddings} is too small for tp={mesh.size()} ranks: the last would have no "
+                "rows. Use fewer ranks, or nn.Embedding."
+            )
+        plain = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx = plain.padding_idx
+        self._take(plain, {"weight": 0})
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight = local_value(self.weight)
+        assert weight is not None
+        if self.mesh is None:
+            return F.embedding(tokens, weight, self.padding_idx)
+        start, length = part_of(self.num_embeddings, self.mesh)
+        local = tokens - start
+        elsewhere = (local < 0) | (local >= length)
+        padding = None if self.padding_idx is None else self.padding_idx - start
+        if padding is not None and not 0 <= padding < length:
+            padding = None
+        rows = F.embedding(local.masked_fill(elsewhere, 0), weight, padding)
+        return communication.reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.mesh)
+
+
+class ParallelMLP(nn.Module):
+    """``down(activation(up(x)))``, or ``down(activation(gate(x)) * up(x))`` if ``gated``.
+
+    One all-reduce of [batch, sequence, width] in forward and one in backward.
+
+    Args:
+        hidden: Features in between, which are split; 4 * width by default.
+        activation: Elementwise.
+
+    Raises:
+        UsageError: ``hidden`` does not divide.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int | None = None,
+        *,
+        activation: Callable[[Tensor], Tensor] = F.gelu,
+        gated: bool = False,
+        bias: bool = True,
+        mesh: Any = None,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        hidden = hidden or 4 * width
+        check_divides(hidden, "hidden features of a ParallelMLP", mesh)
+        shared: dict[str, Any] = {"mesh": mesh, "sequence_parallel": sequence_parallel}
+        self.activation = activation
+        self.gate = ColumnParallelLinear(width, hidden, bias, **shared) if gated else None
+        self.up = ColumnParallelLinear(width, hidden, bias, **shared)
+        self.down = RowParallelLinear(hidden, width, bias, **shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sent = self.up.send(x)
+        hidden = self.up.part(sent)
+        if self.gate is None:
+            return self.down(self.activation(hidden))
+        return self.down(self.activation(self.gate.part(sent)) * hidden)
+
+
+class ParallelAttention(nn.Module):
+    """Multi-head attention of which each rank has a share of the heads, on ``scaled_dot_product_attention``.
+
+    One all-reduce of [batch, sequence, width] in forward and one in backward.
+
+    Args:
+        kv_heads: Heads of keys and values, each for ``heads / kv_heads`` of queries; ``heads`` by default.
+        causal: No position sees later ones.
+        dropout: Of attention weights, in training; each rank draws masks of its own.
+
+    Raises:
+        UsageError: heads, or heads of keys and values, do not divide; or the width by the heads.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        causal: bool = True,
+        dropout: float = 0.0,
+        bias: bool = True,
+        mesh: Any = None,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        kv_heads = kv_heads or heads
+        if width % heads or heads % kv_heads:
+            raise UsageError(
+                f"ParallelAttention with width={width}, heads={heads}, kv_heads={kv_heads}: the width must be a "
+                "multiple of the heads, and the heads one of kv_heads. Choose others."
+            )
+        check_divides(heads, "heads of a ParallelAttention", mesh)
+        check_divides(kv_heads, "key-value heads of a ParallelAttention", mesh)
+        shared: dict[str, Any] = {"mesh": mesh, "sequence_parallel": sequence_parallel}
+        self.mesh, self.causal, self.dropout = mesh, causal, dropout
+        self.head_dim = width // heads
+        self.groups = heads // kv_heads
+        self.q = ColumnParallelLinear(width, width, bias, **shared)
+        self.k = ColumnParallelLinear(width, kv_heads * self.head_dim, bias, **shared)
+        self.v = ColumnParallelLinear(width, kv_heads * self.head_dim, bias, **shared)
+        self.out = RowParallelLinear(width, width, bias, **shared)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """``x`` [batch, sequence, width]; ``mask`` as of ``scaled_dot_product_attention``, for each head alike."""
+        sent = self.q.send(x)
+        q, k, v = (
+            layer.part(sent).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in self._inputs
+        )
+        if self.groups > 1:
+            k, v = k.repeat_interleave(self.groups, dim=1), v.repeat_interleave(self.groups, dim=1)
+        drops = self.dropout if self.training else 0.0
+        stream = stream_of_rank(x.device, self.mesh) if drops and self.mesh is not None else None
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=drops, is_causal=self.causal and mask is None
+        )
+        if stream is not None:
+            stream.close()
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    @property
+    def _inputs(self) -> tuple[ColumnParallelLinear, ...]:
+        return self.q, self.k, self.v
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return ParallelLayer.__deepcopy__(self, memo)  # type: ignore[arg-type]
+
+
+def check_divides(number: int, what: str, mesh: Any) -> None:
+    """Raises UsageError where ``number`` cannot be divided among the ranks."""
+    if mesh is not None and number % mesh.size():
+        raise UsageError(
+            f"The {number} {what} cannot be divided among tp={mesh.size()} ranks. Choose a multiple of {mesh.size()}."
+        )
+
+
+def local_value(parameter: Any) -> Any:
+    """This rank's part of a parameter, through which gradients flow."""
+    return parameter.to_local() if is_dtensor(parameter) else parameter
+
+
+def _split(parameter: nn.Parameter, mesh: Any, dim: int | None) -> nn.Parameter:
+    if mesh is None:
+        return parameter
+    from torch.distributed.tensor import Replicate, Shard
+
+    from lockstep.parallel.tensor.parameters import distribute
+
+    return distribute(parameter, mesh, Replicate() if dim is None else Shard(dim))

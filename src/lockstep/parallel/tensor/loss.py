@@ -1,0 +1,223 @@
+"""Cross entropy of logits that are split over the vocabulary: no rank ever has all logits of a token.
+
+    loss = log(sum_v exp(x_v - m)) + m - x_target,   m = max_v x_v
+
+The maximum, the sum and the target's logit are reduced over the ranks: three numbers for each token, in place of a
+vocabulary.
+
+Reference: Shoeybi et al., Megatron-LM, 2019, section 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lockstep.comm.dtensor import is_dtensor
+from lockstep.errors import UsageError
+from lockstep.parallel.tensor.communication import all_reduce, part_of
+
+MEAN, SUM = 1, 2  # as in the schemas of aten
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """``F.cross_entropy`` of logits that are a DTensor split over the classes; a plain tensor, alike on all ranks.
+
+    Args:
+        logits: [..., classes], classes last, on a 1-D mesh; any floating type, computed in fp32 or more.
+        target: [...], indices of classes; a plain tensor with the same values on all ranks.
+        reduction: "mean" (over targets other than ``ignore_index``), "sum" or "none".
+
+    Raises:
+        UsageError: the logits are not split over their last dimension, or shapes differ.
+    """
+    if not (is_dtensor(logits) and _is_split(logits, logits.dim() - 1)):
+        raise UsageError(
+            "vocab_parallel_cross_entropy takes logits that are split over their last dimension, as a model prepared "
+            "with loss_parallel returns them in training. Use torch.nn.functional.cross_entropy for others."
+        )
+    if target.shape != logits.shape[:-1]:
+        raise UsageError(
+            f"Logits of shape {tuple(logits.shape)} need a target of shape {tuple(logits.shape[:-1])}, but it is "
+            f"{tuple(target.shape)}. Pass one class index for each row of logits."
+        )
+    split: Any = logits
+    losses = _CrossEntropy.apply(
+        split.to_local(), target, split.device_mesh, split.shape[-1], ignore_index, label_smoothing
+    )
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / (target != ignore_index).sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, target: Tensor, mesh: Any, classes: int, ignored: int, smoothing: float
+    ) -> Tensor:
+        x = local.to(torch.promote_types(local.dtype, torch.float32))
+        place, is_here = _places(target, mesh, classes)
+        largest = all_reduce(x.amax(-1), mesh, "max")
+        exponentials = (x - largest.unsqueeze(-1)).exp()
+        at_target = x.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill(~is_here, 0.0)
+        sums = all_reduce(torch.stack([exponentials.sum(-1), at_target, x.sum(-1)]), mesh)
+        normaliser = sums[0].log() + largest
+        losses = normaliser - (1 - smoothing) * sums[1] - smoothing / classes * sums[2]
+        counts = target != ignored
+        ctx.save_for_backward(exponentials.div_(sums[0].unsqueeze(-1)), place, is_here, counts)
+        ctx.classes, ctx.smoothing, ctx.dtype = classes, smoothing, local.dtype
+        return losses.masked_fill(~counts, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        softmax, place, is_here, counts = ctx.saved_tensors
+        result = softmax - ctx.smoothing / ctx.classes
+        result.scatter_add_(-1, place.unsqueeze(-1), -(1 - ctx.smoothing) * is_here.to(result).unsqueeze(-1))
+        result *= (gradient * counts).unsqueeze(-1)
+        return result.to(ctx.dtype), None, None, None, None, None
+
+
+def _places(target: Tensor, mesh: Any, classes: int) -> tuple[Tensor, Tensor]:
+    """(row of each target among this rank's classes, whether it is there)."""
+    start, length = part_of(classes, mesh)
+    place = target - start
+    is_here = (place >= 0) & (place < length)
+    return place.masked_fill(~is_here, 0), is_here
+
+
+# -- torch.nn.functional.cross_entropy, as a plain loop calls it ----------------------------------------
+
+
+def handle_split_logits() -> None:
+    """Let ``F.cross_entropy`` and ``F.log_softmax`` take split logits, in this process from now on.
+
+    torch's ``loss_parallel`` does the same inside a context that must span forward and backward; leaving such a
+    context forgets these handlers, so this is called as each forward ends. The loss is a plain tensor.
+    """
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = getattr(DTensor, "_op_dispatcher", None)
+    if not hasattr(dispatcher, "_custom_op_handlers"):
+        raise UsageError(
+            f"loss_parallel cannot teach torch {torch.__version__} to take split logits in F.cross_entropy. "
+            "Use torch 2.11 to 2.13, or turn loss_parallel off."
+        )
+    dispatcher._custom_op_handlers.update(_HANDLERS)
+
+
+def _is_split(x: Any, dim: int) -> bool:
+    return len(x.placements) == 1 and x.placements[0].is_shard(dim)
+
+
+def _dim(x: Any, dim: int) -> int:
+    return dim % x.dim()
+
+
+def _like(local: Tensor, x: Any, dtype: torch.dtype | None = None) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local if dtype is None else local.to(dtype),
+        x.device_mesh,
+        x.placements,
+        run_check=False,
+        shape=x.shape,
+        stride=torch.empty(x.shape, device="meta").stride(),
+    )
+
+
+def _log_softmax(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, dim, half_to_float = args
+    dim = _dim(x, dim)
+    local = x._local_tensor
+    if not _is_split(x, dim):
+        return _like(torch.log_softmax(_on_whole(x, dim), dim), x)
+    wide = local.to(torch.promote_types(local.dtype, torch.float32))
+    shifted = wide - all_reduce(wide.amax(dim, keepdim=True), x.device_mesh, "max")
+    total = all_reduce(shifted.exp().sum(dim, keepdim=True), x.device_mesh)
+    return _like(shifted - total.log(), x, torch.float32 if half_to_float else local.dtype)
+
+
+def _log_softmax_backward(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    gradient, output, dim, dtype = args
+    dim = _dim(output, dim)
+    given = gradient.redistribute(output.device_mesh, output.placements)._local_tensor
+    total = given.sum(dim, keepdim=True)
+    if _is_split(output, dim):
+        total = all_reduce(total, output.device_mesh)
+    return _like(given - output._local_tensor.exp() * total, output, dtype)
+
+
+def _nll_loss(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, target, weight, reduction, ignored = args
+    local, target, mesh, classes = _rows(x, target)
+    place, is_here = _places(target, mesh, classes)
+    at_target = local.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill(~is_here, 0.0)
+    counts = _counts(target, weight, ignored, local)
+    losses = -all_reduce(at_target, mesh) * counts
+    if reduction == 0:
+        return losses, local.new_zeros(())
+    total = counts.sum()
+    return (losses.sum() / total if reduction == MEAN else losses.sum()), total
+
+
+def _nll_loss_backward(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    gradient, x, target, weight, reduction, ignored, total = args
+    local, target, mesh, classes = _rows(x, target)
+    place, is_here = _places(target, mesh, classes)
+    scale = -gradient * _counts(target, weight, ignored, local)
+    if reduction == MEAN:
+        scale = scale / total
+    result = torch.zeros_like(local).scatter_(-1, place.unsqueeze(-1), (scale * is_here).unsqueeze(-1))
+    return _like(result if x.dim() < 3 else result.movedim(-1, 1), x)
+
+
+def _rows(x: Any, target: Any) -> tuple[Tensor, Tensor, Any, int]:
+    """(local logits with classes last, target, mesh, classes)."""
+    dim = 1 if x.dim() > 1 else 0
+    if not _is_split(x, dim):
+        raise UsageError(
+            f"The loss was given log-probabilities that are laid out as {x.placements} and not split over the classes "
+            f"(dimension {dim}). Pass logits as the model returned them, reshaped to [tokens, classes], or turn "
+            "loss_parallel off."
+        )
+    plain = target.full_tensor() if is_dtensor(target) else target
+    return x._local_tensor.movedim(dim, -1), plain, x.device_mesh, x.shape[dim]
+
+
+def _counts(target: Tensor, weight: Tensor | None, ignored: int, like: Tensor) -> Tensor:
+    """The weight of each target in the loss."""
+    counts = (target != ignored).to(like.dtype)
+    return counts if weight is None else counts * weight[target.masked_fill(target == ignored, 0)]
+
+
+def _on_whole(x: Any, dim: int) -> Tensor:
+    if any(not (p.is_replicate() or (p.is_shard() and not p.is_shard(dim))) for p in x.placements):
+        raise UsageError(
+            f"A softmax over dimension {dim} of a DTensor laid out as {x.placements} is not known. "
+            "Redistribute it first."
+        )
+    local: Tensor = x._local_tensor
+    return local
+
+
+_HANDLERS = {
+    torch.ops.aten._log_softmax.default: _log_softmax,
+    torch.ops.aten._log_softmax_backward_data.default: _log_softmax_backward,
+    torch.ops.aten.nll_loss_forward.default: _nll_loss,
+    torch.ops.aten.nll_loss2d_forward.default: _nll_loss,
+    torch.ops.aten.nll_loss_backward.default: _nll_loss_backward,
+    torch.ops.aten.nll_loss2d_backward.default: _nll_loss_backward,
+}

@@ -1,0 +1,182 @@
+"""What a module does in a tensor-parallel model, mixed into its class.
+
+Parameters are DTensors, but a forward computes with this rank's part of them, as plain tensors: any code
+works on these, and what the ranks send each other is only what the parts say (see ``parts``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep.comm.dtensor import is_dtensor
+from lockstep.parallel.subclass import Subclassed, subclass
+from lockstep.parallel.tensor import communication
+
+
+class Group:
+    """What the modules of one model share.
+
+    Attributes:
+        mesh: The ranks, a 1-D DeviceMesh.
+        sequence: Whether activations between blocks are split along the sequence.
+        loss: Whether logits stay split over the vocabulary in training.
+        is_split: False while a forward without gradients cannot split its sequence.
+    """
+
+    def __init__(self, mesh: Any, sequence: bool = False, loss: bool = False) -> None:
+        self.mesh = mesh
+        self.sequence = sequence
+        self.loss = loss
+        self.is_split = sequence
+        self._depth = 0
+
+    @property
+    def computes(self) -> bool:
+        return self._depth > 0
+
+    def begin(self) -> None:
+        self._depth += 1
+
+    def end(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.is_split = self.sequence
+
+    def __deepcopy__(self, memo: Any) -> Group:
+        return self
+
+
+class Part:
+    """Something that a module does around its own forward. The base does nothing."""
+
+    def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args, kwargs
+
+    def leave(self, module: Any, output: Any) -> Any:
+        return output
+
+    def close(self, module: Any) -> None:
+        """After ``leave``, or a failure."""
+
+
+class Role:
+    """Of one module: its parts, and how its parameters are used.
+
+    ``layer`` is the part that its split parameters belong to. ``reduced``: the gradient of its whole parameters is
+    a sum over the ranks, "always" or where the "sequence" is split.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.parts: list[Part] = []
+        self.layer: Any = None
+        self.reduced: str = ""
+
+    def value(self, module: Any, name: str, parameter: Any) -> Any:
+        if not is_dtensor(parameter):
+            return parameter
+        if self.layer is not None and name in self.layer.names:
+            return self.layer.value(module, name, parameter)
+        return self.whole_value(parameter)
+
+    def whole_value(self, parameter: Any) -> Tensor:
+        value: Tensor = parameter.to_local()
+        is_sum = self.reduced == "always" or (self.reduced == "sequence" and self.group.is_split)
+        return communication.copy(value, self.group.mesh) if is_sum else value
+
+
+class TensorParallelForward(Subclassed):
+    """Mixed into the class of each module that has parameters, or that has such modules inside."""
+
+    _attributes = ("_tensor_role",)
+    _tensor_role: Role
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        role = self._tensor_role
+        role.group.begin()
+        entered: list[Part] = []
+        try:
+            for part in role.parts:
+                entered.append(part)
+                args, kwargs = part.enter(self, args, kwargs)
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+            for part in reversed(role.parts):
+                output = part.leave(self, output)
+            return output
+        finally:
+            for part in reversed(entered):
+                part.close(self)
+            role.group.end()
+
+
+def take_role(module: nn.Module, role: Role, classes: dict[Any, type]) -> None:
+    """Give ``module`` the mixin; ``classes`` are those made so far."""
+    module._tensor_role = role  # type: ignore[assignment]
+    names = tuple(module._parameters)
+    # Rows of other modules' forwards read a weight as an attribute: `F.linear(x, self.token.weight)`.
+    key = (type(module), names, isinstance(module, nn.Embedding))
+    if key not in classes:
+        properties: dict[str, Any] = {name: _parameter_property(name) for name in names}
+        if isinstance(module, nn.Embedding):
+            properties["padding_idx"] = _padding_property()
+        if isinstance(module, nn.RNNBase):
+            properties["_flat_weights"] = _flat_weights_property()
+        classes[key] = subclass(type(module), TensorParallelForward, **properties)
+    module.__class__ = classes[key]
+
+
+def _parameter_property(name: str) -> property:
+    """The parameter; as a plain tensor of this rank's part while a forward runs."""
+
+    def get(module: Any) -> Any:
+        try:
+            parameter = module._parameters[name]
+        except KeyError:
+            raise AttributeError(name) from None
+        role = module._tensor_role
+        if parameter is None or not role.group.computes:
+            return parameter
+        return role.value(module, name, parameter)
+
+    return property(get)
+
+
+def _padding_property() -> property:
+    def get(module: Any) -> Any:
+        index = module.__dict__["padding_idx"]
+        layer = module._tensor_role.layer
+        return index if layer is None else layer.padding_index(module, index)
+
+    def set_(module: Any, index: Any) -> None:
+        module.__dict__["padding_idx"] = index
+
+    return property(get, set_)
+
+
+def _flat_weights_property() -> property:
+    """A recurrent module has its weights in a list, too."""
+
+    def get(module: Any) -> Any:
+        return [getattr(module, name, None) for name in module._flat_weights_names]
+
+    def set_(module: Any, weights: Any) -> None:
+        """They are read from the parameters."""
+
+    return property(get, set_)
+
+
+def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str | None, Any]:
+    """(place, value) of the first tensor in the arguments of a call."""
+    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return next(((place, value) for place, value in given if isinstance(value, Tensor)), (None, None))
+
+
+def with_argument(
+    args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with another value in one place."""
+    if isinstance(place, int):
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+    return args, {**kwargs, place: value}

@@ -1,0 +1,80 @@
+"""The parameters of a tensor-parallel model: DTensors, each split or whole, under their old names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lockstep.comm.dtensor import is_dtensor
+from lockstep.parallel.tensor.plan import COLUMN_STYLES, PACKED, ROW_STYLES, TensorPlan, is_conv1d
+
+
+def placement(module: nn.Module, name: str, style: str) -> Any:
+    """How a parameter of a module with this style lies on the mesh."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    is_weight = name == "weight"
+    if style in PACKED and name == "bias":
+        return Replicate()  # split twice along its only dimension, no placement could tell where its rows are
+    if style in COLUMN_STYLES and name in ("weight", "bias"):
+        dim = 1 if is_weight and is_conv1d(module) else 0
+        pieces = PACKED.get(style, 1)
+        return Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)
+    if style in ROW_STYLES and is_weight:
+        return Shard(0 if is_conv1d(module) else 1)
+    if style == "embedding_rowwise" and is_weight:
+        return Shard(0)
+    if style == "embedding_colwise" and is_weight:
+        return Shard(1)
+    return Replicate()
+
+
+def zero_placement(parameter: nn.Parameter) -> Any:
+    """For ``fully_shard(..., shard_placement_fn=)``: the dimension along which it splits this parameter further.
+
+    It is the first, but for a fused query, key and value, whose rows of a rank are three pieces of the whole: rows of
+    these cannot be split again in a way that DTensor knows, so that input features are.
+    """
+    from torch.distributed.tensor import Shard
+
+    placements: Any = getattr(parameter, "placements", ())
+    is_packed = any(getattr(p, "split_factor", 1) > 1 and p.dim == 0 for p in placements)
+    return Shard(1 if is_packed else 0)
+
+
+def replace_parameters(modules: dict[str, nn.Module], plan: TensorPlan, mesh: Any) -> None:
+    styles = plan.styles
+    made: dict[int, nn.Parameter] = {}
+    placements: dict[int, Any] = {}
+    for module_name, module in modules.items():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not is_dtensor(parameter):
+                wanted = placement(module, name, styles.get(module_name, ""))
+                if id(parameter) not in placements or not wanted.is_replicate():
+                    placements[id(parameter)] = wanted
+    for module_name, module in modules.items():
+        for name, parameter in module._parameters.items():
+            if parameter is None or is_dtensor(parameter):
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = distribute(parameter, mesh, placements[id(parameter)])
+            module._parameters[name] = made[id(parameter)]
+        if is_conv1d(module) and styles.get(module_name) in COLUMN_STYLES:
+            module.nf = module.nf // mesh.size()
+
+
+def distribute(parameter: nn.Parameter, mesh: Any, placement: Any) -> nn.Parameter:
+    """A parameter that is a DTensor, of the first rank's values; on the meta device of none."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    values = parameter.detach()
+    if values.is_meta:
+        sharded = distribute_tensor(values, mesh, [placement], src_data_rank=None)
+    else:
+        sharded = distribute_tensor(values, mesh, [placement])
+    assert isinstance(sharded, DTensor)
+    result = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+    result.__dict__.update(parameter.__dict__)
+    return result

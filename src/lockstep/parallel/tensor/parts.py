@@ -1,0 +1,260 @@
+"""What split layers, and the modules around them, send.
+
+    column      y_r = x W_r^T        forward: nothing      backward: all-reduce of x's gradient
+    row         y = sum x_r W_r^T    forward: all-reduce   backward: nothing
+    embedding   rows of W            forward: all-reduce   backward: nothing
+
+With the sequence split between blocks, a column layer all-gathers x and a row layer reduce-scatters y.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import UsageError
+from lockstep.parallel.tensor import communication
+from lockstep.parallel.tensor.communication import part_of
+from lockstep.parallel.tensor.modules import Group, Part, first_tensor, with_argument
+from lockstep.parallel.tensor.randomness import Drops, Stream, stream_of_group, stream_of_rank
+from lockstep.parallel.tensor.weights import WeightElsewhere, leave_logits
+from lockstep.parallel.tensor.width import ReportedWidth
+
+
+class Region(Part):
+    """Of a module whose column layers read the same input: it is sent once.
+
+    From the first column layer's output to the row layer's input the ranks work on different parts, and draw
+    different random numbers.
+    """
+
+    def __init__(self, group: Group, drops: Drops, device: torch.device) -> None:
+        self.group = group
+        self.widths: set[int] = set()
+        self.reported: dict[int, int] = {}
+        self.gathers = False
+        self._drops = drops
+        self._device = device
+        self._sent: tuple[Tensor, Tensor] | None = None
+        self._stream: Stream | None = None
+
+    def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Of attention: its input as a whole sequence, and as wide as this rank's heads."""
+        if self.gathers and self.group.is_split:
+            place, value = self._hidden(args, kwargs)
+            if place is not None:
+                whole = communication.gather_sequence(value, self.group.mesh)
+                args, kwargs = with_argument(args, kwargs, place, whole)
+        if self.reported:
+            args = tuple(self._report(value) for value in args)
+            kwargs = {name: self._report(value) for name, value in kwargs.items()}
+        return args, kwargs
+
+    def close(self, module: Any) -> None:
+        self._sent = None
+        self.end_parts()
+
+    def send(self, x: Tensor, in_sequence: bool) -> Tensor:
+        """``x`` for a column layer, and for those after it that read the same."""
+        if self.gathers and self.group.is_split:
+            return x  # gathered as the module was entered
+        if self._sent is None or self._sent[0] is not x:
+            if in_sequence and self.group.is_split:
+                sent = communication.gather_sequence(x, self.group.mesh)
+            else:
+                sent = communication.copy(x, self.group.mesh)
+            self._sent = (x, sent)
+        return self._sent[1]
+
+    def begin_parts(self) -> None:
+        if self._stream is None and self._drops():
+            self._stream = stream_of_rank(self._device, self.group.mesh)
+
+    def end_parts(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def _hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for place, value in (*enumerate(args), *kwargs.items()):
+            if isinstance(value, Tensor) and value.dim() >= 3 and value.shape[-1] in self.widths:
+                return place, value
+        return None, None
+
+    def _report(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[-1] in self.reported:
+            return ReportedWidth.of(value, self.reported[value.shape[-1]])
+        return value
+
+    def __deepcopy__(self, memo: Any) -> Region:
+        copied = object.__new__(Region)
+        memo[id(self)] = copied
+        copied.__dict__.update(self.__dict__, _sent=None, _stream=None)
+        copied._drops = deepcopy(self._drops, memo)
+        return copied
+
+
+class Layer(Part):
+    """A layer with split parameters: ``names`` of them."""
+
+    def __init__(self, name: str, group: Group, names: tuple[str, ...]) -> None:
+        self.name, self.group, self.names = name, group, names
+        self.in_sequence = False
+        self._is_inside = False
+
+    def value(self, module: Any, name: str, parameter: Any) -> Any:
+        if not self._is_inside:
+            return WeightElsewhere(self.group, parameter, module)
+        return parameter.to_local()
+
+    def padding_index(self, module: Any, index: Any) -> Any:
+        return index
+
+    def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        place, x = first_tensor(args, kwargs)
+        if place is None:
+            return args, kwargs
+        if isinstance(x, ReportedWidth):
+            x = x.whole
+        entered = with_argument(args, kwargs, place, self.take(module, x))
+        self._is_inside = True
+        return entered
+
+    def take(self, module: Any, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def close(self, module: Any) -> None:
+        self._is_inside = False
+
+
+class Column(Layer):
+    """``y_r = x W_r^T + b_r``; with ``size``, ``y`` of that many features is gathered, or left as split logits."""
+
+    def __init__(self, name: str, group: Group, names: tuple[str, ...], region: Region) -> None:
+        super().__init__(name, group, names)
+        self.region = region
+        self.size = 0
+        self.pieces = 1
+        self.is_head = False
+
+    def value(self, module: Any, name: str, parameter: Any) -> Any:
+        if name != "bias" or self.pieces == 1 or not self._is_inside:
+            return super().value(module, name, parameter)
+        # It is held whole, see ``parameters.placement``: each rank has the gradient of its part.
+        mesh = self.group.mesh
+        bias = communication.copy(parameter.to_local(), mesh)
+        return communication.part_of_pieces(bias, self.pieces, mesh.get_local_rank(), mesh.size())
+
+    def take(self, module: Any, x: Tensor) -> Tensor:
+        return self.region.send(x, self.in_sequence)
+
+    def leave(self, module: Any, output: Any) -> Any:
+        if self.size:
+            return leave_logits(output, self.group, self.size, self.is_head and module.training)
+        self.region.begin_parts()
+        return output
+
+
+class Row(Layer):
+    """``y = sum_r x_r W_r^T + b``; a whole ``x`` is split."""
+
+    def __init__(
+        self, name: str, group: Group, names: tuple[str, ...], region: Region, features: int, splits: bool
+    ) -> None:
+        super().__init__(name, group, (*names, "bias"))
+        self.region, self.features, self.splits = region, features, splits
+
+    def value(self, module: Any, name: str, parameter: Any) -> Any:
+        if name != "bias":
+            return super().value(module, name, parameter)
+        if not self._is_inside:
+            return module._tensor_role.whole_value(parameter)
+        # It is added to the sum, once. Conv1D insists on one.
+        return parameter.to_local().new_zeros(parameter.shape) if hasattr(module, "nf") else None
+
+    def take(self, module: Any, x: Tensor) -> Tensor:
+        self.region.end_parts()
+        if self.splits:
+            return communication.split(x, self.group.mesh, -1)
+        _, length = part_of(self.features, self.group.mesh)
+        if x.shape[-1] != length:
+            raise UsageError(
+                f"'{self.name}' is split by rows and takes {length} of {self.features} features, but was given "
+                f"{x.shape[-1]}: what computes its input is not split alike. Split the layer before it as 'colwise', "
+                "or give this one the style 'rowwise_split_input' in tp_plan."
+            )
+        return x
+
+    def leave(self, module: Any, output: Tensor) -> Tensor:
+        mesh = self.group.mesh
+        if self.in_sequence and self.group.is_split:
+            output = communication.scatter_sequence(output, mesh)
+        else:
+            output = communication.reduce(output, mesh)
+        bias = module._parameters.get("bias")
+        if bias is None:
+            return output
+        return output + module._tensor_role.whole_value(bias).to(output.dtype)
+
+
+class VocabularyRows(Layer):
+    """An embedding whose rows are split: each rank looks up its own tokens, and the rest is zero."""
+
+    def __init__(self, name: str, group: Group, rows: int) -> None:
+        super().__init__(name, group, ("weight",))
+        self._start, self._length = part_of(rows, group.mesh)
+        self._elsewhere: Tensor | None = None
+
+    def padding_index(self, module: Any, index: Any) -> Any:
+        if not self._is_inside or index is None:
+            return index
+        local = index - self._start
+        return local if 0 <= local < self._length else None
+
+    def take(self, module: Any, x: Tensor) -> Tensor:
+        local = x - self._start
+        self._elsewhere = (local < 0) | (local >= self._length)
+        return local.masked_fill(self._elsewhere, 0)
+
+    def leave(self, module: Any, output: Tensor) -> Tensor:
+        assert self._elsewhere is not None
+        return communication.reduce(output.masked_fill(self._elsewhere.unsqueeze(-1), 0.0), self.group.mesh)
+
+    def close(self, module: Any) -> None:
+        super().close(module)
+        self._elsewhere = None
+
+
+class EmbeddingColumns(Layer):
+    """An embedding whose columns are split: each rank looks up a part of each row."""
+
+    def __init__(self, name: str, group: Group, width: int) -> None:
+        super().__init__(name, group, ("weight",))
+        self._width = width
+
+    def take(self, module: Any, x: Tensor) -> Tensor:
+        return x
+
+    def leave(self, module: Any, output: Tensor) -> Tensor:
+        return communication.gather(output, self.group.mesh, -1, self._width)
+
+
+class Root(Part):
+    """Of the model: all ranks draw the same random numbers."""
+
+    def __init__(self, group: Group, drops: Drops, device: torch.device) -> None:
+        self.group, self._drops, self._device = group, drops, device
+        self._stream: Stream | None = None
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if module.training and self._stream is None and self._drops():
+            self._stream = stream_of_group(self._device, self.group.mesh)
+        return args, kwargs
+
+    def close(self, module: Any) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None

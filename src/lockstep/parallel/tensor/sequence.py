@@ -1,0 +1,119 @@
+"""Sequence parallelism: between the first and the last block, each rank has a chunk of the sequence.
+
+Norms, dropout and residual sums of a block work on single positions, so that a chunk is enough for them.
+
+Reference: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, MLSys 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import UsageError
+from lockstep.parallel.tensor import communication
+from lockstep.parallel.tensor.modules import Group, Part, first_tensor, with_argument
+from lockstep.parallel.tensor.plan import TensorPlan
+from lockstep.parallel.tensor.randomness import Drops, Stream, stream_of_rank
+
+_OF_SINGLE_POSITIONS = (nn.LayerNorm, nn.RMSNorm, nn.PReLU)
+
+
+class SequenceBlock(Part):
+    """Of a block: the first splits its input, the last gathers its output."""
+
+    def __init__(self, name: str, group: Group, drops: Drops, device: torch.device) -> None:
+        self.name, self.group = name, group
+        self.is_first = self.is_last = False
+        self._drops, self._device = drops, device
+        self._stream: Stream | None = None
+
+    def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.is_first and self.group.sequence:
+            place, hidden = first_tensor(args, kwargs)
+            if place is None or hidden.dim() < 2:
+                raise UsageError(
+                    f"'{self.name}' was called without a tensor of shape [batch, sequence, width], which "
+                    "sequence_parallel would split. Turn sequence_parallel off."
+                )
+            length, ranks = hidden.shape[1], self.group.mesh.size()
+            if length % ranks == 0:
+                args, kwargs = with_argument(
+                    args, kwargs, place, communication.split(hidden, self.group.mesh, 1)
+                )
+            elif torch.is_grad_enabled():
+                raise UsageError(
+                    f"A sequence of {length} positions cannot be split over tp={ranks} ranks as sequence_parallel "
+                    f"asks. Pad batches to a multiple of {ranks}, or turn sequence_parallel off."
+                )
+            else:
+                self.group.is_split = False
+        if self.group.is_split and self._drops():
+            self._stream = stream_of_rank(self._device, self.group.mesh)
+        return args, kwargs
+
+    def leave(self, module: Any, output: Any) -> Any:
+        if not (self.is_last and self.group.is_split):
+            return output
+        if isinstance(output, Tensor):
+            return self._gathered(output)
+        if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
+            return (self._gathered(output[0]), *output[1:])
+        raise UsageError(
+            f"'{self.name}' returned a {type(output).__name__} in place of a tensor or a tuple that begins with one, "
+            "which sequence_parallel would gather. Turn sequence_parallel off."
+        )
+
+    def close(self, module: Any) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def _gathered(self, output: Tensor) -> Tensor:
+        size = output.shape[1] * self.group.mesh.size()
+        return communication.gather(output, self.group.mesh, 1, size)
+
+
+def check_blocks(model: nn.Module, blocks: Mapping[str, nn.Module], plan: TensorPlan) -> None:
+    """Whether everything in the blocks that is not split works on single positions.
+
+    Raises:
+        UsageError: it does not, as far as one can see; names the module.
+    """
+    if not blocks:
+        raise UsageError(
+            f"sequence_parallel splits activations between blocks, but {type(model).__name__} has none that were "
+            "found. Name them with blocks=..., as a class or as a pattern such as 'layers.*'."
+        )
+    lists = {name.rpartition(".")[0] for name in blocks}
+    if len(lists) > 1:
+        raise UsageError(
+            f"sequence_parallel needs one list of blocks that run one after the other, but those of "
+            f"{type(model).__name__} are in {', '.join(map(repr, sorted(lists)))}. Turn it off, or name the blocks of "
+            "one list with blocks=..."
+        )
+    styles = plan.styles
+    attention = {region.name for region in plan.attention}
+    for block_name, block in blocks.items():
+        if block_name in attention:
+            raise UsageError(
+                f"sequence_parallel gathers the sequence where an attention module is entered, and '{block_name}' is "
+                "both block and attention. Put the attention into a module of its own, or turn it off."
+            )
+        for inner_name, module in block.named_modules():
+            name = f"{block_name}.{inner_name}" if inner_name else block_name
+            own = next(module.parameters(recurse=False), None)
+            if own is None or name in styles:
+                continue
+            inside_attention = any(name.startswith(f"{region}.") for region in attention)
+            is_norm = "norm" in type(module).__name__.lower() and all(
+                p.dim() <= 1 for p in module.parameters(recurse=False)
+            )
+            if not (inside_attention or is_norm or type(module) in _OF_SINGLE_POSITIONS):
+                raise UsageError(
+                    f"sequence_parallel gives each rank a chunk of the sequence, but '{name}' is a "
+                    f"{type(module).__name__}, which may need the whole of it. Turn sequence_parallel off."
+                )

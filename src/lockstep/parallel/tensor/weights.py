@@ -1,0 +1,100 @@
+"""Logits over a split vocabulary, and a split weight in another module's forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.parallel.tensor import communication
+from lockstep.parallel.tensor.communication import part_of
+from lockstep.parallel.tensor.modules import Group
+
+
+def leave_logits(local: Tensor, group: Group, size: int, stays_split: bool) -> Any:
+    """The ranks' features as one tensor: gathered, or a DTensor where the loss works on parts."""
+    if not (stays_split and group.loss and torch.is_grad_enabled()):
+        return communication.gather(local, group.mesh, -1, size)
+    from torch.distributed.tensor import DTensor, Shard
+
+    shape = torch.Size((*local.shape[:-1], size))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, group.mesh, [Shard(local.dim() - 1)], run_check=False, shape=shape, stride=stride
+    )
+
+
+class WeightElsewhere:
+    """A split weight, read in the forward of a module that it does not belong to.
+
+    ``F.linear(x, weight)`` and ``x @ weight.T`` compute a part on each rank, as in an output layer that is tied to an
+    embedding; everything else gets the whole weight, which is gathered for it.
+    """
+
+    def __init__(self, group: Group, parameter: Any, owner: Any, is_transposed: bool = False) -> None:
+        self._group, self._parameter, self._owner = group, parameter, owner
+        self._is_transposed = is_transposed
+
+    @property
+    def shape(self) -> torch.Size:
+        shape: torch.Size = self._parameter.shape
+        return torch.Size(reversed(shape)) if self._is_transposed else shape
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._parameter.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._parameter.device
+
+    def t(self) -> Any:
+        return WeightElsewhere(self._group, self._parameter, self._owner, not self._is_transposed)
+
+    T = mT = property(t)
+
+    def whole(self) -> Tensor:
+        whole: Tensor = self._parameter.full_tensor()
+        return whole.t() if self._is_transposed else whole
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.whole(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear:
+            found = cls._logits(*args, **kwargs)
+        elif func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and len(args) == 2:
+            right = args[1]
+            found = cls._logits(args[0], right.t()) if isinstance(right, cls) else None
+        else:
+            found = None
+        if found is not None:
+            return found
+
+        def whole(value: Any) -> Any:
+            return value.whole() if isinstance(value, cls) else value
+
+        return func(*map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
+
+    @classmethod
+    def _logits(cls, input: Any, weight: Any, bias: Any = None) -> Any:
+        if not isinstance(weight, cls) or isinstance(input, cls) or weight._is_transposed:
+            return None
+        group, parameter = weight._group, weight._parameter
+        if type(parameter.placements[-1]).__name__ != "Shard" or parameter.placements[-1].dim != 0:
+            return None
+        rows = parameter.shape[0]
+        if isinstance(bias, Tensor):
+            bias = communication.split(bias, group.mesh, 0)
+        local = F.linear(communication.copy(input, group.mesh), parameter.to_local(), bias)
+        assert local.shape[-1] == part_of(rows, group.mesh)[1]
+        return leave_logits(local, group, rows, weight._owner.training)

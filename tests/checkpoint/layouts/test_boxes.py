@@ -1,0 +1,165 @@
+"""Who holds which elements: compared with torch's own splitting, for any placements on any mesh, without processes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from checkpoint.layouts import simulated
+from checkpoint.layouts.simulated import Coordinate, Spread, coordinates
+from lockstep.checkpoint.plan import Plan, Planner, reads
+from lockstep.comm.dtensor import boxes_of
+from lockstep.comm.layout import boxes, local_shape
+from lockstep.errors import CheckpointError, UsageError
+
+MESHES = st.sampled_from([(1,), (2,), (3,), (4,), (2, 2), (2, 3), (4, 2), (2, 1, 3), (2, 2, 2)])
+SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
+
+
+def numbered(shape: Coordinate) -> torch.Tensor:
+    return torch.arange(math.prod(shape)).view(shape)
+
+
+@st.composite
+def placements(draw: Any, dims: int, count: int) -> list[Any]:
+    def one() -> Any:
+        kind, dim = draw(st.sampled_from("rsssf")), draw(st.integers(0, dims - 1))
+        if kind == "r":
+            return Replicate()
+        return Shard(dim) if kind == "s" else _StridedShard(dim, split_factor=draw(st.integers(2, 3)))
+
+    return [one() for _ in range(count)]
+
+
+@st.composite
+def spreads(draw: Any, shape: Coordinate, values: torch.Tensor) -> list[Spread]:
+    """One tensor on the ranks of a mesh: as torch distributes it, or as fully_shard cuts what was distributed."""
+    mesh = draw(MESHES)
+    if len(mesh) > 1 and draw(st.booleans()):
+        behind = draw(placements(len(shape), len(mesh) - 1))
+        assume(not simulated.is_order_of_its_own(mesh[1:], behind))
+        dim = draw(st.integers(0, len(shape) - 1))
+        said = simulated.described_by_fully_shard(mesh, behind, dim)
+        parts = {at: simulated.cut_by_fully_shard(values, mesh, behind, dim, at) for at in coordinates(mesh)}
+        # Two cuts in a row have no order in what fully_shard says, unless it is strided.
+        assume(
+            said[0] != Shard(dim)
+            or all(getattr(p, "dim", None) != dim or n == 1 for n, p in zip(mesh[1:], behind, strict=True))
+        )
+    else:
+        said = draw(placements(len(shape), len(mesh)))
+        assume(not simulated.is_order_of_its_own(mesh, said))
+        parts = {at: simulated.cut(values, mesh, said, at) for at in coordinates(mesh)}
+    return [Spread(part.clone(), shape, mesh, said, at) for at, part in parts.items()]
+
+
+@st.composite
+def two_spreads(draw: Any) -> tuple[torch.Tensor, list[Spread], list[Spread]]:
+    shape = draw(SHAPES)
+    values = numbered(shape)
+    return values, draw(spreads(shape, values)), draw(spreads(shape, values))
+
+
+@given(two_spreads())
+@settings(max_examples=150, deadline=None)
+def test_boxes_are_what_torch_cuts(drawn: tuple[torch.Tensor, list[Spread], list[Spread]]) -> None:
+    values, spread, _ = drawn
+    for one in spread:
+        part = torch.full_like(one.to_local(), -1)
+        for box in boxes_of(one):  # type: ignore[arg-type]
+            assert math.prod(box.shape) > 0
+            assert bool((box.of(part) == -1).all())  # none overlap
+            box.of(part).copy_(box.within(values))
+        assert torch.equal(part, one.to_local()), one.placements
+
+
+class Ranks:
+    """A communicator seen from one rank, where all say what is known beforehand."""
+
+    def __init__(self, said: list[Any]) -> None:
+        self._said = said
+
+    def gather_object(self, value: Any) -> list[Any]:
+        if isinstance(value, str):
+            return [value] * len(self._said)
+        return self._said
+
+
+def saved(spread: list[Spread]) -> tuple[list[Plan], dict[tuple[str, str], torch.Tensor]]:
+    """The plans of all ranks, and what their files hold."""
+    from lockstep.checkpoint.plan import _held
+
+    everywhere = [[_held("t", one, False)] for one in spread]  # type: ignore[arg-type]
+    plans, files = [], {}
+    for rank, one in enumerate(spread):
+        tensors: Any = {"t": one}
+        plans.append(Planner().plan(tensors, rank, list(range(len(spread))), Ranks(everywhere)))  # type: ignore[arg-type]
+        for file in plans[-1].mine:
+            for key, tensor in plans[-1].content(file, tensors).items():
+                assert (file, key) not in files
+                files[file, key] = tensor.clone()
+    return plans, files
+
+
+@given(two_spreads())
+@settings(max_examples=80, deadline=None)
+def test_every_element_is_written_once_and_read_by_all_who_hold_it(
+    drawn: tuple[torch.Tensor, list[Spread], list[Spread]],
+) -> None:
+    values, before, after = drawn
+    plans, files = saved(before)
+    pieces = plans[0].index["t"].pieces
+    assert all(plan.index == plans[0].index for plan in plans)
+    assert sorted(files) == sorted((piece.file, piece.key) for piece in pieces)
+    found = torch.full_like(values, -1)
+    for piece in pieces:
+        place = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.shape, strict=True))
+        assert bool((found[place] == -1).all())
+        found[place] = files[piece.file, piece.key]
+    assert torch.equal(found, values)
+    for one in after:
+        expected = one.to_local().clone()
+        one.to_local().fill_(-1)
+        for read in reads({"t": one}, plans[0].index):  # type: ignore[dict-item]
+            part = files[read.file, read.key]
+            for dim, (start, length) in enumerate(zip(read.offsets, read.lengths, strict=True)):
+                part = part.narrow(dim, start, length)
+            assert bool((read.into == -1).all())
+            read.into.copy_(part)
+        assert torch.equal(one.to_local(), expected)
+
+
+def test_a_fused_projection_is_cut_within_each_of_its_parts() -> None:
+    found = boxes((12,), (2,), [_StridedShard(0, split_factor=3)], (1,))
+    assert [(box.offsets, box.shape, box.inside) for box in found] == [
+        ((2,), (2,), (0,)),
+        ((6,), (2,), (2,)),
+        ((10,), (2,), (4,)),
+    ]
+    # fully_shard halves the six rows that a rank has of it: [2, 3, 6] and [7, 10, 11].
+    found = boxes((12,), (2, 2), [_StridedShard(0, split_factor=2), _StridedShard(0, split_factor=3)], (1, 1))
+    assert [(box.offsets[0], box.shape[0]) for box in found] == [(7, 1), (10, 2)]
+
+
+def test_a_part_that_is_not_what_its_placements_say_is_refused() -> None:
+    assert local_shape((5, 2), (2,), [Shard(0)], (1,)) == (2, 2)
+    wrong: Any = Spread(numbered((3, 2)), (5, 2), (2,), [Shard(0)], (1,))
+    with pytest.raises(UsageError, match=r"would hold \(2, 2\) of it, but it holds \(3, 2\)"):
+        boxes_of(wrong)
+    addend: Any = Spread(numbered((5, 2)), (5, 2), (2,), [Partial()], (1,))
+    with pytest.raises(UsageError, match="hold addends"):
+        boxes_of(addend)
+
+
+def test_ranks_that_together_lack_a_part_are_refused() -> None:
+    values = numbered((6,))
+    spread = [Spread(simulated.cut(values, (2,), [Shard(0)], (0,)), (6,), (2,), [Shard(0)], (0,))] * 2
+    with pytest.raises(CheckpointError, match="their parts of t have 3 elements"):
+        saved(spread)

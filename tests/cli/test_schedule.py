@@ -1,0 +1,113 @@
+"""``lockstep schedule``: what it prints and draws, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from lockstep.cli.main import main
+from lockstep.config.enums import Schedule
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["schedule", *arguments])
+    captured = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, captured.out, captured.err
+
+
+def test_one_schedule_has_its_numbers_and_a_timeline(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, "1f1b", "--ranks", "4", "--micro-batches", "8")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "1F1B: 4 ranks, 8 micro-batches, bubble 27.3%"
+    assert lines[2].split() == ["1f1b", "1", *["27.27%"] * 2, "(p-1)", "(F+B)", "15.79%", "33", *"4321"]
+    assert lines[4].startswith("rank 0 F0 F1 F2 F3                   B0--- ")
+    assert len([line for line in lines if line.startswith("rank ")]) == 4
+
+
+def test_a_picture_is_written_in_place_of_the_timeline(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "out.svg"
+    code, out, err = call(capsys, "interleaved", "--stages-per-rank", "3", "--output", str(path))
+    assert (code, err) == (0, "")
+    assert "rank 0 F0" not in out
+    root = ElementTree.parse(path).getroot()
+    boxes = [box for box in root.iter() if box.get("class") == "action"]
+    assert len(boxes) == 4 * 3 * 8 * 2
+    title = root.findtext("{http://www.w3.org/2000/svg}title")
+    assert title == "Interleaved 1F1B: 4 ranks, 3 stages on each, 8 micro-batches, bubble 11.1%"
+
+
+def test_a_comparison_has_a_row_for_each_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, "--compare", "--ranks", "4", "--micro-batches", "7")
+    assert (code, err) == (0, "")
+    rows = {line.split()[0]: line for line in out.splitlines() if line.split()[:1]}
+    assert set(Schedule.list()) <= set(rows)
+    assert "7 micro-batches and 8 stages" in rows["dualpipev"]
+    assert rows["zbv"].split()[1:4] == ["2", "6.67%", "6.67%"]
+
+
+def test_json_has_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "zero_bubble", "--times", "1,2,0.5", "--json")
+    facts = json.loads(out)
+    assert (code, facts["schedule"], facts["stages_per_rank"]) == (0, "zero_bubble", 1)
+    assert facts["idle"] == [7.5] * 4
+    assert facts["bubble"] == facts["formula"] == 7.5 / (7.5 + 8 * 3.5)
+    code, out, _ = call(capsys, "--compare", "--json", "--ranks", "3", "--micro-batches", "5")
+    assert [row["schedule"] for row in json.loads(out)] == Schedule.list()
+
+
+def test_a_timeline_too_long_for_text_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "gpipe", "--ranks", "2", "--micro-batches", "300")
+    assert code == 0
+    assert "too long for text" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "No schedule is named"),
+        (["1f1b", "--compare"], "--compare is for all schedules, not '1f1b' alone"),
+        (["--compare", "-o", "a.svg"], "-o draws one schedule"),
+        (["--compare", "--stages-per-rank", "2"], "--stages-per-rank belongs to one schedule"),
+        (["zvb"], "There is no schedule 'zvb'. Did you mean 'zbv'?"),
+        (["1f1b", "--micro-batches", "3"], "3 micro-batches and 4 stages"),
+        (["interleaved", "--micro-batches", "9"], "9 / 2 is not whole. Use 8 or 12"),
+        (["1f1b", "--ranks", "0"], "--ranks=0 is not an integer from 1"),
+        (["1f1b", "--ranks", "9" * 30], "is not an integer"),
+        (["gpipe", "--ranks", "100"], "at most 64 ranks"),
+        (["--compare", "--ranks", "100"], "at most 64 ranks"),
+        (["1f1b", "--times", "1"], "--times='1' is not two or three numbers"),
+        (["1f1b", "-o", "out.png"], "-o 'out.png' is not an SVG file"),
+        (["1f1b", "-o", "no/such/folder/out.svg"], "cannot be written: No such file or directory"),
+    ],
+)
+def test_bad_input_is_exit_code_2_and_one_message(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = call(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("Error: ") == 1
+    assert len(err) < 500
+
+
+def test_help_and_refusals_do_not_import_torch() -> None:
+    code = (
+        "import sys\nfrom lockstep.cli.main import main\n"
+        "try: main(['schedule', *sys.argv[1:]])\n"
+        "finally: assert 'torch' not in sys.modules, 'imported'"
+    )
+    for arguments, returned in ((["--help"], 0), (["1f1b", "--micro-batches", "2"], 2)):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=30, check=False
+        )
+        assert done.returncode == returned, done.stderr

@@ -1,0 +1,239 @@
+"""Kinds of models, calls and modes with a split sequence, each against the same model in one process."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.parallel.blocks import find_blocks
+from lockstep.parallel.context.apply import context_parallel
+from lockstep.parallel.context.region import regions_of
+from lockstep.runtime import process
+from tests.parallel.split_problem import LENGTH, VOCABULARY, make_batches, make_llama
+
+WIDTH = 16
+
+
+def splits(model: nn.Module, method: str) -> nn.Module:
+    """A copy of ``model`` that is context parallel over all ranks."""
+    torch.set_num_threads(1)
+    process.start(cpu=True)
+    model = copy.deepcopy(model)
+    context_parallel(model, find_blocks(model), init_device_mesh("cpu", (dist.get_world_size(),)), method)
+    return model
+
+
+def gradients_of(loss: Tensor, model: nn.Module, average: bool) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    for gradient in found.values() if average else ():
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    return found
+
+
+def assert_same(
+    plain: nn.Module, split: nn.Module, call: Callable[[nn.Module], Tensor], tolerance: float = 1e-5
+) -> None:
+    """Outputs, and gradients of a loss that weights every output differently."""
+    outputs = [call(plain), call(split)]
+    assert outputs[0].shape == outputs[1].shape
+    assert (outputs[1] - outputs[0]).norm() < tolerance * outputs[0].norm()
+    weights = torch.randn(outputs[0].shape, generator=torch.Generator().manual_seed(3))
+    expected = gradients_of((outputs[0] * weights).mean(), plain, average=False)
+    found = gradients_of((outputs[1] * weights).mean(), split, average=True)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= tolerance * gradient.norm().clamp_min(1e-9), name
+
+
+# -- torch's own layers ----------------------------------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    """``nn.TransformerEncoder`` behind an embedding, and a head that looks at the first position alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 32, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, tokens: Tensor, **masks: Any) -> Tensor:
+        x = self.encoder(self.embed(tokens), **masks)
+        return self.head(torch.cat([x[:, :1], x[:, 1:] * 0.5], 1))
+
+
+def encoders_agree(method: str) -> None:
+    torch.manual_seed(0)
+    plain = Encoder()
+    split = splits(plain, method)
+    tokens = make_batches(1, rows=3)[0]
+    causal = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+    padding = torch.arange(LENGTH)[None] >= torch.tensor([[LENGTH], [12], [7]])
+    masks: list[dict[str, Any]] = [{}, {"mask": causal, "is_causal": True}]
+    if method == "ulysses":
+        heads = torch.randn(3 * 4, LENGTH, LENGTH)
+        masks += [{"mask": causal, "src_key_padding_mask": padding}, {"mask": heads}]
+        masks += [{"src_key_padding_mask": padding}, {"mask": causal < 0}]
+    for given in masks:
+        assert_same(plain, split, lambda model, given=given: model(tokens, **given))
+    plain.eval(), split.eval()
+    with torch.no_grad():  # where torch has a fast path without attention in Python
+        assert torch.allclose(plain(tokens), split(tokens), atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_torchs_encoder(run_distributed: Callable[..., list[Any]], method: str) -> None:
+    run_distributed(encoders_agree, 2, method)
+
+
+# -- arguments, precision, checkpointing of the user's own ------------------------------------------------------
+
+
+class Rotary(nn.Module):
+    """Attention by hand-rotated positions; tables and a per-sample scale are arguments. Without heads: 3-D."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(
+        self, x: Tensor, positions: dict[str, Tensor], scale: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        q, k = (t * positions["cos"] + t.roll(1, -1) * positions["sin"] for t in (q, k))
+        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True) * scale[:, None, None], positions
+
+
+class WithTables(nn.Module):
+    """The width equals the length of the sequence, and the batch that of a chunk: shapes alone say little."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.angles = nn.Parameter(torch.randn(WIDTH))
+        self.layers = nn.ModuleList(Rotary() for _ in range(3))
+        self.checkpointed = checkpointed
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = F.dropout(self.embed(tokens), 0.0)
+        turned = torch.arange(tokens.shape[1])[:, None] * self.angles  # [S, width]
+        positions = {"cos": turned.cos()[None], "sin": turned.sin()[None]}
+        scale = torch.linspace(0.5, 1.5, tokens.shape[0])
+        for layer in self.layers:
+            call = (
+                (lambda *a, layer=layer: checkpoint(layer, *a, use_reentrant=False))
+                if self.checkpointed
+                else layer
+            )
+            x, positions = call(x, positions, scale)
+        return x
+
+
+def tables_agree() -> None:
+    assert WIDTH == LENGTH
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        plain = WithTables(checkpointed)
+        tokens = make_batches(1, rows=LENGTH // 2)[0]
+        assert_same(plain, splits(plain, "ring"), lambda model: model(tokens))  # noqa: B023
+    with torch.autocast("cpu", torch.bfloat16):
+        # Against bf16 in one process, whose rounding differs; fp32 is as far from it.
+        assert_same(plain, splits(plain, "ring"), lambda model: model(tokens).float(), tolerance=2e-2)
+
+
+def test_arguments_along_the_sequence_are_split_and_others_not(
+    run_distributed: Callable[..., list[Any]],
+) -> None:
+    run_distributed(tables_agree, 2)
+
+
+# -- without gradients; copies ----------------------------------------------------------------------------------
+
+
+def calls_without_gradients(method: str) -> None:
+    plain = make_llama(2).eval()
+    split: Any = splits(plain, method).eval()
+    tokens = make_batches(1, rows=2)[0]
+    with torch.no_grad():
+        for length in (LENGTH, LENGTH - 1, 1):  # those that cannot be split run whole
+            actual, expected = split(tokens[:, :length]).logits, plain(tokens[:, :length]).logits
+            assert torch.allclose(actual, expected, atol=1e-5), length
+        for use_cache in (True, False):
+            made = [
+                m.generate(tokens[:, :8], max_new_tokens=4, do_sample=False, use_cache=use_cache)
+                for m in (split, plain)
+            ]
+            assert torch.equal(*made)
+    copied = copy.deepcopy(split)  # an average of weights, say
+    assert_same(plain, copied, lambda model: model(tokens).logits)
+    loaded = pickle.loads(pickle.dumps(split.model.layers[0]))
+    assert not regions_of(loaded) and type(loaded).__name__ == "LlamaDecoderLayer"
+    assert list(split.state_dict()) == list(plain.state_dict())
+
+
+def test_evaluation_generation_and_copies(run_distributed: Callable[..., list[Any]]) -> None:
+    run_distributed(calls_without_gradients, 2, "ring")
+
+
+def masked_llamas_agree() -> None:
+    """A padding mask of transformers, with Ulysses; labels of padding are left out of the loss."""
+    plain = make_llama(1)
+    split = splits(plain, "ulysses")
+    tokens = make_batches(1, rows=2)[0]
+    seen = (torch.arange(LENGTH)[None] < torch.tensor([[LENGTH], [9]])).long()
+    assert_same(plain, split, lambda model: model(tokens, attention_mask=seen).logits * seen[..., None])
+
+
+def test_a_padding_mask_with_ulysses(run_distributed: Callable[..., list[Any]]) -> None:
+    run_distributed(masked_llamas_agree, 2)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------
+
+
+def saved_bytes(method: str) -> tuple[int, int]:
+    """Bytes of tensors with activations that autograd keeps in the blocks: of the whole model, and of the split one."""
+    sizes = []
+    plain = make_llama(2)
+    split = splits(plain, method)
+    for model in (plain, split):
+        storages: dict[int, int] = {}
+        parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def keep(
+            tensor: Tensor, storages: dict[int, int] = storages, parameters: set[int] = parameters
+        ) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        outputs = model.model(make_batches(1)[0])  # type: ignore[operator]
+        del outputs
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            outputs = model.model(make_batches(1)[0])  # type: ignore[operator]
+        sizes.append(sum(storages.values()))
+        del outputs
+    return sizes[0], sizes[1]
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_each_rank_keeps_its_part_of_the_activations(
+    run_distributed: Callable[..., list[Any]], method: str
+) -> None:
+    for whole, part in run_distributed(saved_bytes, 2, method):
+        assert whole / 2 * 0.9 < part < whole / 2 * 1.15

@@ -1,0 +1,88 @@
+"""Which blocks form a stage, and how many micro-batches a batch gives."""
+
+from __future__ import annotations
+
+import time
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.config.enums import Schedule
+from lockstep.errors import UsageError
+from lockstep.parallel.pipeline import block_seconds
+from lockstep.parallel.pipeline.assign import balanced, rank_of_stage
+from lockstep.parallel.pipeline.micro_batch import count_for_evaluation, count_for_training
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(0, 9), st.integers(0, 9), st.data())
+def test_the_most_expensive_stage_is_as_cheap_as_any_division_allows(
+    costs: list[int], before: int, after: int, data: st.DataObject
+) -> None:
+    stages = data.draw(st.integers(1, len(costs)))
+
+    def loads(starts: tuple[int, ...]) -> list[int]:
+        ends = [*starts[1:], len(costs)]
+        found = [sum(costs[start:end]) for start, end in zip(starts, ends, strict=True)]
+        found[0] += before
+        found[-1] += after
+        return found
+
+    every = [loads((0, *rest)) for rest in combinations(range(1, len(costs)), stages - 1)]
+    got = loads(tuple(balanced(costs, before, after, stages)))
+    assert max(got) == min(map(max, every))
+    assert sum(x * x for x in got) == min(sum(x * x for x in one) for one in every if max(one) == max(got))
+
+
+def test_stages_lie_on_ranks_as_torch_lays_them() -> None:
+    from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
+
+    for schedule, style in ((Schedule.INTERLEAVED, "loop"), (Schedule.ZBV, "v")):
+        expected = generate_stage_to_rank_mapping(3, 6, style=style)
+        assert {stage: rank_of_stage(schedule, stage, 3) for stage in range(6)} == expected
+
+
+@pytest.mark.parametrize(
+    ("schedule", "batch", "ranks", "expected"),
+    [
+        ("1f1b", 32, 2, 8),
+        ("1f1b", 12, 2, 6),
+        ("1f1b", 7, 2, 7),
+        ("gpipe", 2, 2, 2),
+        ("interleaved", 10, 4, 10),
+        ("interleaved", 7, 2, None),  # 7 is no multiple of 7 // 2 rounds
+        ("dualpipev", 6, 2, 6),
+        ("dualpipev", 2, 2, None),
+        ("1f1b", 11, 2, None),
+    ],
+)
+def test_a_batch_gives_four_micro_batches_for_each_rank_or_the_most_that_divide_it(
+    schedule: str, batch: int, ranks: int, expected: int | None
+) -> None:
+    if expected is None:
+        with pytest.raises(UsageError, match=f"batch of {batch}"):
+            count_for_training(0, batch, Schedule(schedule), ranks)
+    else:
+        assert count_for_training(0, batch, Schedule(schedule), ranks) == expected
+
+
+def test_evaluation_takes_any_batch() -> None:
+    assert [count_for_evaluation(4, batch, 2) for batch in (8, 6, 5, 3, 1)] == [4, 3, 1, 3, 1]
+
+
+def test_blocks_are_timed_one_by_one() -> None:
+    class Sleeps(torch.nn.Module):
+        def __init__(self, seconds: float) -> None:
+            super().__init__()
+            self.seconds = seconds
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(self.seconds)
+            return x
+
+    model = torch.nn.Sequential(Sleeps(0.03), Sleeps(0.005))
+    seconds = block_seconds(model, dict(model.named_children()), torch.zeros(1))
+    assert seconds["0"] >= 0.03 and seconds["1"] >= 0.005
+    assert not model[0]._forward_hooks and not model[0]._forward_pre_hooks

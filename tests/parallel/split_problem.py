@@ -1,0 +1,117 @@
+"""The oracle of models that are split: a GPT and a Llama, trained in plain torch on one process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "gpt"))
+
+VOCABULARY, LENGTH, ROWS, STEPS = 64, 16, 8, 20
+
+
+def make_gpt(layers: int = 4) -> nn.Module:
+    """That of the demo: fused projections, the output tied to the embedding by hand."""
+    from model import GPT, GPTConfig  # of examples/gpt
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return GPT(GPTConfig(vocabulary=VOCABULARY, context=LENGTH, width=32, layers=layers, heads=4))
+
+
+def make_llama(layers: int = 4) -> nn.Module:
+    """Grouped-query attention, rotary positions, and a loss of its own."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=LENGTH,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config)
+
+
+MODELS: dict[str, Callable[[int], nn.Module]] = {"gpt": make_gpt, "llama": make_llama}
+
+
+def make_batches(count: int, rows: int = ROWS) -> torch.Tensor:
+    """Global batches: (count, rows, LENGTH) tokens."""
+    return torch.randint(0, VOCABULARY, (count, rows, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(kind: str, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The GPT's is computed outside of the model, Llama's inside."""
+    if kind == "llama":
+        return model(input_ids=tokens, labels=tokens).loss
+    logits = model(tokens)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+@dataclass
+class Result:
+    """Loss and norm of each step; gradients of the last; parameters after it."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+    extra: Any = None
+
+
+def make_optimizer(model: nn.Module, name: str = "adamw") -> torch.optim.Optimizer:
+    if name == "adamw":
+        # Adam turns rounding into steps of size lr where a gradient is nothing but rounding: not with this eps.
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(
+    kind: str,
+    steps: int = STEPS,
+    accumulation: int = 1,
+    optimizer: str = "adamw",
+    clip: float = 1.0,
+    layers: int = 4,
+) -> Result:
+    torch.set_num_threads(1)
+    model = MODELS[kind](layers)
+    stepper = make_optimizer(model, optimizer)
+    result = Result([], [], {}, {})
+    batches = iter(make_batches(steps * accumulation))
+    for _ in range(steps):
+        losses = []
+        for _ in range(accumulation):
+            loss = loss_of(kind, model, next(batches))
+            (loss / accumulation).backward()
+            losses.append(loss.item())
+        result.losses.append(sum(losses) / accumulation)
+        result.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        result.norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        stepper.step()
+        stepper.zero_grad()
+    result.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return result
+
+
+def difference(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest relative difference of any tensor that both have, norm-wise."""
+    assert actual.keys() <= expected.keys() and actual
+    return max(
+        ((actual[name] - expected[name]).norm() / expected[name].norm().clamp_min(1e-12)).item()
+        for name in actual
+    )

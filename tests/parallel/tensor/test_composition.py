@@ -1,0 +1,155 @@
+"""Tensor parallelism with ZeRO's engine, autocast, accumulation, evaluation, generation, and plain inspection."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.config.enums import Activation
+from lockstep.errors import UsageError
+from lockstep.parallel.blocks import find_blocks
+from lockstep.parallel.recompute import recompute
+from lockstep.parallel.tensor.apply import TensorOptions, tensor_parallel
+from lockstep.parallel.tensor.parameters import zero_placement
+from lockstep.runtime import process
+from parallel.tensor import problem
+
+BOTH = {"sequence_parallel": True, "loss_parallel": True}
+
+
+def sharded(kind: str, options: dict[str, Any]) -> tuple[problem.Result, Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    process.start(cpu=True)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    model = problem.make_model(kind)
+    blocks = find_blocks(model)
+    tensor_parallel(model, mesh["tp"], TensorOptions(**options))
+    recompute(model, Activation.FULL, blocks)
+    for block in (*blocks.values(), model):
+        fully_shard(block, mesh=mesh["shard"], shard_placement_fn=zero_placement)
+    data_rank = mesh["shard"].get_local_rank()
+    half = problem.BATCH // 2
+    result = problem.train(model, steps=3, rows=slice(half * data_rank, half * (data_rank + 1)))
+    losses = torch.tensor(result.losses)
+    torch.distributed.all_reduce(losses, group=mesh["shard"].get_group())
+    result.losses = (losses / 2).tolist()
+    sizes = {name: (p.to_local().numel(), p.numel()) for name, p in model.named_parameters() if p.dim() == 2}
+    return result, sizes
+
+
+@pytest.mark.parametrize("kind", ["gpt", "tied-llama"])
+def test_on_two_axes_parameters_are_split_twice_and_numbers_stay(run_distributed, kind: str) -> None:
+    expected = problem.train(problem.make_model(kind), steps=3)
+    for result, sizes in run_distributed(sharded, 4, kind, BOTH, timeout_s=150):
+        assert problem.loss_difference(result.losses, expected.losses) < 5e-6
+        assert result.norms == pytest.approx(expected.norms, rel=1e-5)
+        assert problem.difference(result.gradients, expected.gradients) < 1e-5
+        split = [(part, size) for name, (part, size) in sizes.items() if "position" not in name]
+        assert sum(part for part, _ in split) / sum(size for _, size in split) == pytest.approx(
+            0.25, rel=0.05
+        )
+
+
+def various() -> dict[str, Any]:
+    torch.set_num_threads(1)
+    process.start(cpu=True)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    found: dict[str, Any] = {}
+
+    def make(kind: str = "gpt", **options: Any) -> nn.Module:
+        model = problem.make_model(kind)
+        tensor_parallel(model, mesh, TensorOptions(**options))
+        return model
+
+    found["accumulated"] = problem.train(make(**BOTH), steps=3, accumulation=2)
+    found["bf16"] = problem.train(make(**BOTH), steps=3, bf16=True)
+    model: Any = make(**BOTH)
+    found["names"] = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    found["state"] = {name: problem.whole(value) for name, value in model.state_dict().items()}
+    model.eval()
+    tokens = problem.batches(1)[0][0]
+    with torch.no_grad():
+        found["odd"] = model(tokens[:, :7])
+        found["even"] = model(tokens)
+    model.train()
+    with pytest.raises(UsageError, match="7 positions cannot be split over tp=2"):
+        model(tokens[:, :7])
+    model(tokens)  # it works again
+    twin = copy.deepcopy(model)
+    assert twin.token.weight is not model.token.weight
+    assert torch.equal(problem.whole(twin(tokens)), problem.whole(model(tokens)))
+    found["class"] = type(model).__name__, isinstance(model, problem.GPT)
+    llama: Any = make("llama", **BOTH)
+    llama.eval()
+    found["generated"] = llama.generate(input_ids=tokens[:1, :3], max_new_tokens=4, do_sample=False).tolist()
+    frozen: Any = problem.make_model("gpt")
+    frozen.token.weight.requires_grad_(False)
+    tensor_parallel(frozen, mesh)
+    problem.loss_of(frozen, *problem.batches(1)[0]).backward()
+    found["frozen"] = frozen.token.weight.grad is None and frozen.norm.weight.grad is not None
+    with pytest.raises(UsageError, match="tensor-parallel already"):
+        tensor_parallel(frozen, mesh)
+    plan = {"blocks.*.mlp.2": "rowwise"}
+    with pytest.raises(UsageError, match="takes 64 of 128 features, but was given 128"):
+        half: Any = problem.make_model("gpt")
+        tensor_parallel(half, mesh, TensorOptions(plan=plan))
+        half(tokens)
+    split: Any = problem.make_model("gpt")
+    tensor_parallel(split, mesh, TensorOptions(plan={"blocks.*.mlp.2": "rowwise_split_input"}))
+    found["split input"] = problem.train(split, steps=3)
+    return found
+
+
+def test_it_composes_and_can_be_looked_at(run_distributed) -> None:
+    tokens = problem.batches(1)[0][0]
+    model = problem.make_model("gpt")
+    llama: Any = problem.make_model("llama").eval()
+    generated = llama.generate(input_ids=tokens[:1, :3], max_new_tokens=4, do_sample=False).tolist()
+    plain = {
+        "accumulated": problem.train(problem.make_model("gpt"), steps=3, accumulation=2),
+        "bf16": problem.train(problem.make_model("gpt"), steps=3, bf16=True),
+        "split input": problem.train(problem.make_model("gpt"), steps=3),
+    }
+    for found in run_distributed(various, 2, timeout_s=150):
+        for name in ("accumulated", "split input"):
+            assert problem.loss_difference(found[name].losses, plain[name].losses) < 5e-6
+            assert problem.difference(found[name].gradients, plain[name].gradients) < 1e-5
+        assert problem.loss_difference(found["bf16"].losses, plain["bf16"].losses) < 2e-3
+        assert problem.difference(found["bf16"].gradients, plain["bf16"].gradients) < 5e-2
+        assert found["names"] == [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+        assert all(torch.equal(value, model.state_dict()[name]) for name, value in found["state"].items())
+        with torch.no_grad():
+            torch.testing.assert_close(found["odd"], model(tokens[:, :7]))
+            torch.testing.assert_close(found["even"], model(tokens))
+        assert found["class"] == ("GPT", True)
+        assert found["generated"] == generated
+        assert found["frozen"]
+
+
+def compiled() -> list[problem.Result]:
+    torch.set_num_threads(1)
+    process.start(cpu=True)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    results = []
+    for options in ({}, BOTH):
+        model = problem.make_model("gpt")
+        blocks = find_blocks(model)
+        tensor_parallel(model, mesh, TensorOptions(**options))
+        for block in blocks.values():
+            block.compile(backend="eager", fullgraph=True)
+        results.append(problem.train(model, steps=2))
+    return results
+
+
+def test_blocks_compile_in_one_graph(run_distributed) -> None:
+    expected = problem.train(problem.make_model("gpt"), steps=2)
+    for results in run_distributed(compiled, 2, timeout_s=150):
+        for result in results:
+            assert problem.loss_difference(result.losses, expected.losses) < 5e-6
+            assert problem.difference(result.gradients, expected.gradients) < 1e-5

@@ -1,0 +1,57 @@
+"""Tensor-parallel training gives the numbers of plain single-process training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.config.enums import Activation
+from lockstep.parallel.blocks import find_blocks
+from lockstep.parallel.recompute import recompute
+from lockstep.parallel.tensor.apply import TensorOptions, tensor_parallel
+from lockstep.runtime import process
+from parallel.tensor import problem
+
+BOTH = {"sequence_parallel": True, "loss_parallel": True}
+CASES: dict[tuple[str, int], list[dict[str, Any]]] = {
+    ("gpt", 2): [{}, {"sequence_parallel": True}, {"loss_parallel": True}, {**BOTH, "activation": "full"}],
+    ("gpt", 4): [BOTH],
+    ("llama", 2): [{}, {**BOTH, "activation": "selective"}],
+    ("llama", 4): [{"sequence_parallel": True}],
+    ("tied-llama", 2): [{"plan": "infer", "loss_parallel": True}],
+}
+
+
+def train(kind: str, cases: list[dict[str, Any]]) -> list[problem.Result]:
+    torch.set_num_threads(1)
+    world_size = process.start(cpu=True).world_size
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    results = []
+    for case in cases:
+        options = dict(case)
+        activation = Activation(options.pop("activation", "none"))
+        model = problem.make_model(kind)
+        blocks = find_blocks(model)
+        tensor_parallel(model, mesh, TensorOptions(**options))
+        recompute(model, activation, blocks)
+        results.append(problem.train(model, fused=bool(case)))
+        assert all(not p.is_partial() for q in model.parameters() for p in q.placements)
+        assert len({id(p) for p in model.parameters()}) == len({id(p) for p in problem_parameters(kind)})
+    return results
+
+
+def problem_parameters(kind: str) -> list[Any]:
+    return list(problem.make_model(kind).parameters())
+
+
+@pytest.mark.parametrize(("kind", "world_size"), CASES, ids=lambda value: str(value))
+def test_training_equals_plain_single_process_training(run_distributed, kind: str, world_size: int) -> None:
+    cases = CASES[kind, world_size]
+    expected = problem.train(problem.make_model(kind))
+    for results in run_distributed(train, world_size, kind, cases, timeout_s=150):
+        for result in results:
+            assert problem.loss_difference(result.losses, expected.losses) < 5e-6
+            assert result.norms == pytest.approx(expected.norms, rel=1e-5)
+            assert problem.difference(result.gradients, expected.gradients) < 1e-5

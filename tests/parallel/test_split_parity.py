@@ -1,0 +1,113 @@
+"""A model split in every way, and in products of them, has the numbers of plain single-process training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lockstep import Accelerator
+from parallel import split_problem as problem
+
+
+@dataclass(frozen=True)
+class Case:
+    world_size: int
+    parallel: str
+    model: str = "gpt"
+    accumulation: int = 1
+    optimizer: str = "adamw"
+    steps: int = problem.STEPS
+
+    def __str__(self) -> str:
+        words = self.parallel.replace(" ", "-")
+        return f"{self.world_size}x-{self.model}-{words}-{self.optimizer}-accumulate{self.accumulation}"
+
+
+CASES = [
+    Case(2, "tp=2"),
+    Case(2, "tp=2", "llama"),
+    Case(2, "tp=2 sequence_parallel"),
+    Case(2, "tp=2 sequence_parallel", "llama"),
+    Case(2, "tp=2 loss_parallel"),
+    Case(4, "tp=4"),
+    Case(2, "cp=2"),
+    Case(2, "cp=2", "llama"),
+    Case(2, "cp=2 cp_method=ulysses"),
+    Case(2, "cp=2 cp_method=ulysses", "llama"),
+    Case(2, "pp=2"),
+    Case(2, "pp=2", "llama"),
+    Case(2, "pp=2 schedule=gpipe", "llama"),
+    Case(2, "pp=2 schedule=interleaved", "llama"),
+    Case(2, "pp=2 schedule=zero_bubble", "llama"),
+    Case(2, "pp=2 schedule=zbv", "llama"),
+    Case(2, "pp=2 schedule=dualpipev", "llama"),
+    Case(4, "pp=4", "llama"),
+    Case(4, "zero=3 tp=2", accumulation=2),
+    Case(4, "zero=3 tp=2", "llama"),
+    Case(4, "tp=2"),
+    Case(4, "pp=2", accumulation=2),
+    Case(4, "pp=2", "llama"),
+    Case(4, "pp=2 tp=2", "llama"),
+    Case(4, "cp=2", accumulation=2),
+    Case(4, "cp=2 tp=2", "llama"),
+    Case(4, "zero=3 pp=2", "llama"),
+    Case(4, "zero=2 cp=2", "llama"),
+    Case(2, "tp=2 activation=full", "llama"),
+    Case(2, "pp=2 activation=full", "llama"),
+    Case(2, "cp=2 activation=full", "llama"),
+]
+
+
+def full(tensor: Any) -> torch.Tensor:
+    """The whole tensor, gathered by torch."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def train(case: Case) -> problem.Result:
+    """The script as a user writes it; runs on each rank."""
+    torch.set_num_threads(1)
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=case.accumulation, parallel=case.parallel, split_batches=True
+    )
+    model = problem.MODELS[case.model](4)
+    optimizer = problem.make_optimizer(model, case.optimizer)
+    rows = problem.make_batches(case.steps * case.accumulation).flatten(0, 1)
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(rows, batch_size=problem.ROWS)
+    )
+    result = problem.Result([], [], {}, {})
+    window: list[float] = []
+    for tokens in loader:
+        with accelerator.accumulate(model):
+            loss = problem.loss_of(case.model, model, tokens)
+            accelerator.backward(loss)
+            window.append(accelerator.reduce(loss.detach(), "mean").item())
+            if accelerator.sync_gradients:
+                plain = accelerator.unwrap_model(model)
+                result.gradients = {
+                    n: full(p.grad) for n, p in plain.named_parameters() if p.grad is not None
+                }
+                result.norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
+                result.losses.append(sum(window) / len(window))
+                window = []
+            optimizer.step()
+            optimizer.zero_grad()
+    result.parameters = {n: full(p) for n, p in accelerator.unwrap_model(model).named_parameters()}
+    return result
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_training_equals_plain_single_process_training(run_distributed, case: Case) -> None:
+    expected = problem.train(case.model, case.steps, case.accumulation, case.optimizer)
+    results = run_distributed(train, case.world_size, case, timeout_s=150)
+    found: set[str] = set()
+    for result in results:
+        assert result.losses == pytest.approx(expected.losses, rel=5e-6)
+        assert result.norms == pytest.approx(expected.norms, rel=2e-5)
+        assert problem.difference(result.gradients, expected.gradients) < 1e-5
+        found |= result.gradients.keys()
+    assert found == expected.gradients.keys()
