@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Accelerator, PartialState
-from lockstep.parallel.expert import MixtureOfExperts, load_balance_loss
+from lockstep.nn import MixtureOfExperts, load_balance_loss
 
 WIDTH, EXPERTS = 32, 8
 

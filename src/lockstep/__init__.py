@@ -41,6 +41,7 @@ _HOME = {
 # Scripts write ``lockstep.utils.set_seed`` after a plain ``import lockstep``.
 _MODULES = (
     "data_loader",
+    "inference",
     "launchers",
     "logging",
     "nn",

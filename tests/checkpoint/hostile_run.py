@@ -5,6 +5,7 @@ python hostile_run.py FOLDER RESULTS [FIRST [LAST]]
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -107,6 +108,7 @@ def main() -> None:
         if found[-1].changed:  # what was loaded must not hide what the next case would do
             subject = Subject(folder / "project")
             subject.accelerator.load_state(str(good))
+            gc.collect()  # the subject before lets go of its lock now, not while another case is heard
     assert not (outside / "fired").exists(), "a gadget ran"
     results.write_text(json.dumps([asdict(result) for result in found]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,18 +13,29 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "gpt"))
+MODEL_FILE = Path(__file__).parents[2] / "examples" / "gpt" / "model.py"
 
 VOCABULARY, LENGTH, ROWS, STEPS = 64, 16, 8, 20
 
 
-def make_gpt(layers: int = 4) -> nn.Module:
-    """That of the demo: fused projections, the output tied to the embedding by hand."""
-    from model import GPT, GPTConfig  # of examples/gpt
-
+def gpt(**config: int) -> nn.Module:
+    """The demo's: fused projections, the output tied to the embedding by hand."""
+    name = "lockstep_example_gpt_model"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, MODEL_FILE)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    example: Any = sys.modules[name]
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return GPT(GPTConfig(vocabulary=VOCABULARY, context=LENGTH, width=32, layers=layers, heads=4))
+        built: nn.Module = example.GPT(example.GPTConfig(**config))
+        return built
+
+
+def make_gpt(layers: int = 4) -> nn.Module:
+    return gpt(vocabulary=VOCABULARY, context=LENGTH, width=32, layers=layers, heads=4)
 
 
 def make_llama(layers: int = 4) -> nn.Module:

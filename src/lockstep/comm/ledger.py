@@ -91,9 +91,7 @@ OPERATORS: dict[str, tuple[str, str, bool]] = {
 
 # Functions that communication hooks call from the backend's own threads when a first collective is
 # done (PowerSGD does), where the modes of the thread that called backward are not active.
-CALLED_BY_HOOKS = (
-    "all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all_single", "broadcast", "isend", "irecv",
-)  # fmt: skip
+CALLED_BY_HOOKS = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all_single", "broadcast")
 
 
 class _Recorder(TorchDispatchMode):

@@ -75,6 +75,8 @@ def loss_of(
     args, keywords = ((), dict(inputs)) if isinstance(inputs, Mapping) else (_as_tuple(inputs), {})
     if is_pipeline(model):
         pipeline: Any = model
+        for hook in list(pipeline._forward_pre_hooks.values()):  # as a call of the model would
+            hook(pipeline, args)
         with autocast():
             loss: torch.Tensor = pipeline.train_step(loss_function, _as_tuple(targets), args, keywords)
         return loss
