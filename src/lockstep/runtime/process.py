@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -125,10 +126,22 @@ def leave_process_group() -> None:
     # Replicas in reference cycles hold the group too. Collected after it, they would end its threads while
     # holding the interpreter's lock, for which one of those may be waiting.
     gc.collect()
+    _forget_meshes()
     group = dist.group.WORLD
     dist.destroy_process_group()
     time.sleep(THREADS_LET_GO_S)
     del group
+
+
+def _forget_meshes() -> None:
+    """Empty what DTensor remembers: a mesh of the next group would be taken for an equal one of this group."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import debug
+
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # private, of 2.13
+    if clear is not None:
+        clear()
 
 
 def _join_process_group(
