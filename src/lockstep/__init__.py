@@ -43,6 +43,7 @@ _MODULES = (
     "data_loader",
     "inference",
     "launchers",
+    "local_sgd",
     "logging",
     "nn",
     "optimizer",

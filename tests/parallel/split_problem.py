@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lockstep.nn import MixtureOfExperts, load_balance_loss
+
 MODEL_FILE = Path(__file__).parents[2] / "examples" / "gpt" / "model.py"
 
 VOCABULARY, LENGTH, ROWS, STEPS = 64, 16, 8, 20
@@ -58,7 +60,34 @@ def make_llama(layers: int = 4) -> nn.Module:
         return LlamaForCausalLM(config)
 
 
-MODELS: dict[str, Callable[[int], nn.Module]] = {"gpt": make_gpt, "llama": make_llama}
+class Experts(nn.Module):
+    """An embedding, two blocks with mixtures of experts that drop tokens, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
+        self.mixtures = nn.ModuleList(MixtureOfExperts(16, 32, 4, capacity_factor=1.1) for _ in range(2))
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for norm, mixture in zip(self.norms, self.mixtures, strict=True):
+            x = x + mixture(norm(x))
+        return self.head(x)
+
+
+def make_experts(layers: int = 4) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Experts()
+
+
+MODELS: dict[str, Callable[[int], nn.Module]] = {
+    "gpt": make_gpt,
+    "llama": make_llama,
+    "experts": make_experts,
+}
 
 
 def make_batches(count: int, rows: int = ROWS) -> torch.Tensor:
@@ -71,6 +100,8 @@ def loss_of(kind: str, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     if kind == "llama":
         return model(input_ids=tokens, labels=tokens).loss
     logits = model(tokens)
+    if kind == "experts":
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten()) + 0.01 * load_balance_loss(model)
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 

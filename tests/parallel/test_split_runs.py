@@ -18,6 +18,7 @@ from lockstep.plan.schedule import by_rank, simulate
 from parallel import split_problem as problem
 
 LARGE = {"vocabulary": 32, "context": 8, "width": 96, "layers": 8, "heads": 4}
+TEACHER = {"vocabulary": problem.VOCABULARY, "context": problem.LENGTH, "width": 64, "layers": 2, "heads": 2}
 STEPS = 3  # before a checkpoint, and after it
 
 
@@ -231,3 +232,85 @@ def test_inference_is_pipelined_and_the_last_process_has_the_output(run_distribu
     torch.testing.assert_close(last, expected)
     for output in run_distributed(infer, 2, True):
         torch.testing.assert_close(output, expected)
+
+
+def on_chunks(method: str) -> list[float]:
+    """Not even logits are whole: the script gives each rank its chunk of everything that has positions."""
+    accelerator, model, optimizer = prepare(f"cp=2 cp_method={method}", "llama")
+    losses = []
+    for tokens in problem.make_batches(STEPS):
+        positions = torch.arange(problem.LENGTH).repeat(len(tokens), 1)
+        labels = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], -100)], 1)
+        with accelerator.maybe_context_parallel(
+            buffers=[tokens, positions, labels],
+            buffer_seq_dims=[1, 1, 1],
+            no_restore_buffers={tokens, positions, labels},
+        ):
+            assert tokens.shape[1] == problem.LENGTH // 2
+            count = problem.ROWS * (problem.LENGTH - 1) / 2  # of the labels that count, a rank's share
+            loss = model(
+                input_ids=tokens,
+                position_ids=positions,
+                labels=labels,
+                shift_labels=labels,
+                num_items_in_batch=torch.tensor(count),
+            ).loss
+            accelerator.backward(loss)
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_a_script_may_work_on_chunks_of_the_sequence_throughout(run_distributed, method: str) -> None:
+    expected = problem.train("llama", STEPS, clip=1e9).losses
+    for losses in run_distributed(on_chunks, 2, method, timeout_s=120):
+        assert losses == pytest.approx(expected, rel=5e-6)
+
+
+def in_half(parallel: str, precision: str) -> tuple[list[float], bool]:
+    accelerator, model, optimizer = prepare(parallel, mixed_precision=precision)
+    losses = []
+    for tokens in problem.make_batches(1).repeat(8, 1, 1):
+        part = tokens.chunk(accelerator.meshes.data_size)[accelerator.meshes.data_rank]
+        loss = problem.loss_of("gpt", model, part)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, accelerator.optimizer_step_was_skipped
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_learns_as_one_process_does(run_distributed, precision: str) -> None:
+    expected, _ = run_distributed(in_half, 1, "", precision, timeout_s=120)[0]
+    assert expected[-1] < expected[0] - 0.05
+    for world, parallel in ((2, "tp=2"), (2, "pp=2"), (2, "cp=2"), (4, "pp=2 tp=2"), (4, "zero=3 tp=2")):
+        for losses, skipped in run_distributed(in_half, world, parallel, precision, timeout_s=120):
+            assert losses == pytest.approx(expected, rel=2e-3), parallel
+            assert not skipped
+
+
+def two_models(parallel: str) -> list[float]:
+    """A student that follows a teacher, which is split too but does not learn."""
+    accelerator, student, optimizer = prepare(parallel)
+    teacher = accelerator.prepare_model(problem.gpt(**TEACHER), evaluation_mode=True)
+    losses = []
+    for tokens in problem.make_batches(STEPS):
+        with torch.no_grad():
+            wanted = teacher(tokens)
+        loss = (student(tokens) - wanted).pow(2).mean()
+        accelerator.backward(loss)
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("parallel", ["tp=2", "pp=2", "cp=2"])
+def test_several_models_are_split_side_by_side(run_distributed, parallel: str) -> None:
+    expected = run_distributed(two_models, 1, "")[0]
+    for losses in run_distributed(two_models, 2, parallel, timeout_s=120):
+        assert losses == pytest.approx(expected, rel=5e-6)

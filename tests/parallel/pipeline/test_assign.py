@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.config.enums import Schedule
 from lockstep.errors import UsageError
-from lockstep.parallel.pipeline import block_seconds
+from lockstep.parallel.pipeline import block_seconds, measured_split
 from lockstep.parallel.pipeline.assign import balanced, rank_of_stage
 from lockstep.parallel.pipeline.micro_batch import count_for_evaluation, count_for_training
 
@@ -86,3 +86,20 @@ def test_blocks_are_timed_one_by_one() -> None:
     seconds = block_seconds(model, dict(model.named_children()), torch.zeros(1))
     assert seconds["0"] >= 0.03 and seconds["1"] >= 0.005
     assert not model[0]._forward_hooks and not model[0]._forward_pre_hooks
+
+
+def test_names_to_split_at_follow_from_the_times() -> None:
+    class Sleeps(torch.nn.Module):
+        def __init__(self, seconds: float) -> None:
+            super().__init__()
+            self.seconds = seconds
+            self.inner = torch.nn.Linear(1, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(self.seconds)
+            return x
+
+    model = torch.nn.Sequential(Sleeps(0.12), Sleeps(0.02), Sleeps(0.02), Sleeps(0.02))
+    assert measured_split(model, 2, torch.zeros(1), blocks=("Sleeps",), repeats=1) == ("1",)
+    with pytest.raises(UsageError, match="4 blocks, which do not make 5 stages"):
+        measured_split(model, 5, torch.zeros(1), blocks=("Sleeps",))

@@ -9,6 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.comm.collectives import Communicator
+from lockstep.errors import UsageError
+from lockstep.parallel.blocks import find_blocks
+from lockstep.parallel.pipeline.assign import balanced
+from lockstep.runtime import process
+
 
 @torch.no_grad()
 def block_seconds(
@@ -42,3 +48,28 @@ def block_seconds(
         for handle in handles:
             handle.remove()
     return least
+
+
+def measured_split(
+    model: nn.Module, stages: int, *args: Any, blocks: tuple[str, ...] = (), repeats: int = 3, **kwargs: Any
+) -> tuple[str, ...]:
+    """Names for ``split=`` by which ``stages`` take about equally long: what rank 0 measures. Collective.
+
+    Call it before ``prepare``, on every rank, with one micro-batch as ``args`` and ``kwargs``.
+
+    Args:
+        blocks: As the word ``blocks`` of ``parallel``.
+
+    Raises:
+        UsageError: fewer blocks than stages.
+    """
+    found = find_blocks(model, blocks)
+    if len(found) < stages:
+        raise UsageError(
+            f"{type(model).__name__} has {len(found)} blocks, which do not make {stages} stages. Ask for fewer stages."
+        )
+    seconds = [block_seconds(model, found, *args, repeats=repeats, **kwargs)]
+    Communicator(process.start()).broadcast_object_list(seconds)
+    starts = balanced([seconds[0][name] for name in found], 0.0, 0.0, stages)
+    names = list(found)
+    return tuple(names[start] for start in starts[1:])

@@ -1,0 +1,5 @@
+"""``LocalSGD`` under the module name that scripts import from ``accelerate``."""
+
+from lockstep.parallel.asynchronous.local_sgd import LocalSGD
+
+__all__ = ["LocalSGD"]
