@@ -74,6 +74,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="folder of model and curves")
     parser.add_argument("--steps", type=int, default=800, help="optimizer steps")
+    parser.add_argument(
+        "--validation-windows", type=int, default=3000, help="the last validation uses so many"
+    )
     parser.add_argument("--batch-size", type=int, default=32, help="windows per forward, over all processes")
     parser.add_argument("--accumulation", type=int, default=1, help="forwards per optimizer step")
     parser.add_argument("--learning-rate", type=float, default=4e-3)
@@ -113,8 +116,10 @@ def main() -> None:
     train_loader = DataLoader(
         corpus.Windows(training, config.context), args.batch_size, shuffle=True, drop_last=True
     )
-    check_loader = DataLoader(corpus.Windows(validation, config.context, limit=500), 64)
-    final_loader = DataLoader(corpus.Windows(validation, config.context, limit=3000), 64)
+    check_loader = DataLoader(
+        corpus.Windows(validation, config.context, limit=args.validation_windows // 6), 64
+    )
+    final_loader = DataLoader(corpus.Windows(validation, config.context, limit=args.validation_windows), 64)
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = warmup_then_cosine(args.steps, warmup=max(1, args.steps // 20))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)

@@ -37,6 +37,15 @@ SERVER_ENVIRONMENT = {
 }
 # Rank 0 opens the store; a rank that knocks earlier is refused and tries again only after 0.5 s.
 HEAD_START_S = 0.01
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch._dynamo",  # DTensor imports it when it is first used
+    "numpy",
+    "lockstep.accelerator",
+]
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -191,8 +200,8 @@ class WorkerPool:
 
 @contextmanager
 def server_environment() -> Iterator[None]:
-    """Have the forkserver, if it starts now, start with one thread and torch imported."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+    """Have the forkserver, if it starts now, start with one thread and what takes seconds to import."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     before = dict(os.environ)
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)

@@ -38,7 +38,7 @@ def numbers(pattern: str, text: str) -> list[float]:
 
 def test_gpt_learns_on_two_processes_and_leaves_a_model_that_another_program_loads(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    text = run(LOCKSTEP, "gpt/train.py", "--steps", 40, "--out", out)
+    text = run(LOCKSTEP, "gpt/train.py", "--steps", 40, "--validation-windows", 600, "--out", out)
 
     (unigram,) = numbers("unigram entropy NUMBER nats", text)
     (final,) = numbers("validation loss NUMBER nats =", text)
@@ -65,7 +65,11 @@ def test_gpt_learns_on_two_processes_and_leaves_a_model_that_another_program_loa
 
 
 def test_gpt_runs_on_one_process_with_bf16_and_accumulation(tmp_path: Path) -> None:
-    text = run(PYTHON, "gpt/train.py", "--steps", 2, "--accumulation", 2, "--bf16", "--out", tmp_path)
+    text = run(
+        PYTHON,
+        *("gpt/train.py", "--steps", 2, "--validation-windows", 300, "--accumulation", 2, "--bf16"),
+        *("--out", tmp_path),
+    )
     (unigram,) = numbers("unigram entropy NUMBER nats", text)
     (final,) = numbers("validation loss NUMBER nats =", text)
     assert final < 5.0  # from log(256) = 5.5
@@ -199,6 +203,33 @@ def test_tracking_writes_to_every_tracker(tmp_path: Path) -> None:
     assert rows[0] == "step,name,value"
     assert rows[-1] == "39,note,done"
     assert len(rows) == 1 + 2 * 39 + 1
+
+
+def test_the_split_gpt_has_the_losses_of_one_process_and_half_of_its_state() -> None:
+    results = []
+    for launcher, options in ((PYTHON, ()), (LOCKSTEP, ("--parallel", "pp=2"))):
+        text = run(launcher, "gpt/split.py", "--steps", 5, *options)
+        held = [
+            int(number.replace(",", "")) for number in re.findall(r"^ +\d +([\d,]+) ", text, re.MULTILINE)
+        ]
+        results.append((numbers("loss NUMBER", text), held))
+    (loss, [whole]), (split_loss, held) = results
+    assert split_loss == loss and len(loss) == 1
+    assert held == pytest.approx([whole / 2, whole / 2], rel=0.1)
+
+
+def test_experts_on_two_processes_have_the_losses_of_one() -> None:
+    one, two = (
+        numbers(r"loss NUMBER", run(launcher, "mixture_of_experts.py", "--epochs", 2))
+        for launcher in (PYTHON, LOCKSTEP)
+    )
+    assert two == pytest.approx(one, abs=2e-5) and one[1] < one[0]
+
+
+def test_ranks_that_do_not_wait_learn() -> None:
+    text = run(LOCKSTEP, "asynchronous.py", "--mode", "stale", "--steps", 40)
+    losses = numbers("validation loss NUMBER nats", text)
+    assert len(losses) == 2 and losses[1] < losses[0] < 5
 
 
 def test_the_readme_lists_every_script() -> None:

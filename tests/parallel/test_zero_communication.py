@@ -217,7 +217,7 @@ def test_scalars_and_buffers_add_one_small_collective_each(run_distributed: Any)
             sent = merged(window)
             buffers = 2  # running statistics in fp32, and the int64 count of batches
             assert sent.count == theory.counts(1) | {"all_reduce": 1, "all_gather": GROUPS + buffers / 2}
-            assert sent.bytes["all_reduce"] == 2 * 2 * 8  # both scalars and whether each is there, in fp64
+            assert sent.bytes["all_reduce"] == 2 * 2 * 4  # both scalars and whether each is there
             assert sent.bytes["all_gather"] == theory.bytes(1)["all_gather"] + (2 * WIDTH * 4 + 8) / 2
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.config.enums import Activation, Strategy
+from lockstep.config.enums import Activation, DDPCommunicationHookType, Strategy
 from lockstep.config.handlers import AutocastKwargs, DistributedDataParallelKwargs
 from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
@@ -62,6 +62,7 @@ def spread(
     needs_blocks = shards or axes.pp * axes.cp > 1 or parallel.activation is not Activation.NONE
     blocks = find_blocks(model, parallel.blocks) if needs_blocks else {}
     if divides_weights:
+        _refuse_hook(options)
         check_same_model(model, runtime.world_size)
         materialize(model, runtime.device, options.init_weights, runtime.world_size)
     if axes.pp > 1:
@@ -88,6 +89,14 @@ def spread(
     if runtime.world_size > 1:
         return distributed_data_parallel(model, runtime, options.ddp)
     return model
+
+
+def _refuse_hook(options: ModelOptions) -> None:
+    if options.ddp.comm_hook != DDPCommunicationHookType.NO:
+        raise UsageError(
+            f"comm_hook={options.ddp.comm_hook} compresses what DistributedDataParallel averages, but parallel='"
+            f"{options.parallel}' averages gradients by itself. Drop the hook, or tp, pp and ep."
+        )
 
 
 def _shards(model: nn.Module, options: ModelOptions) -> bool:

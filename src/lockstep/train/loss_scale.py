@@ -27,6 +27,10 @@ class _ShardScaler(torch.amp.GradScaler):
         super().__init__(device, **options)
         self._other_stages = other_stages
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Process groups belong to one run, which neither a copy nor a file should carry along.
+        return {**super().__getstate__(), "_other_stages": _nobody}
+
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
@@ -73,9 +77,11 @@ class LossScaler:
         self,
         device: torch.device,
         options: GradScalerKwargs,
-        other_stages: Callable[[], dist.ProcessGroup | None] = lambda: None,
+        other_stages: Callable[[], dist.ProcessGroup | None] | None = None,
     ) -> None:
-        self.scaler: torch.amp.GradScaler = _ShardScaler(device.type, other_stages, **options.to_dict())
+        self.scaler: torch.amp.GradScaler = _ShardScaler(
+            device.type, other_stages or _nobody, **options.to_dict()
+        )
         self._optimizers: list[Optimizer] = []
         self._stepped: set[int] = set()
         self._unscaled: set[int] = set()
@@ -152,6 +158,10 @@ class LossScaler:
         scale = self.scaler._get_scale_async()
         assert scale is not None  # an optimizer has stepped, so a loss was scaled
         return scale.clone()
+
+
+def _nobody() -> None:
+    """There are no other stages."""
 
 
 def _with_gradient(gradient: torch.Tensor) -> torch.Tensor:
