@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test check unit docs bench clean
+.PHONY: help demo test check unit exhaustive docs bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -38,6 +38,9 @@ check: $(VENV)/.test  ## ruff, format, types, import layers
 
 unit: $(VENV)/.test  ## the tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations=15
+
+exhaustive: $(VENV)/.test  ## the tests, with those that repeat on more ranks what others prove
+	$(BIN)/python -m pytest -m "exhaustive or not exhaustive" --numprocesses 2 --dist worksteal
 
 docs: $(VENV)/.test  ## build the documentation; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -127,10 +127,10 @@ class Preparation:
             device_placement=self._device_placement if device_placement is None else device_placement,
             evaluation_mode=evaluation_mode,
         )
-        now = self._take_over(prepared, before)
+        until_settled = [self._take_over(prepared, before)]  # not longer: it would keep what this rank drops
         if is_pipeline(prepared):
             pipeline: Any = prepared
-            pipeline.on_settled(lambda: self._take_over(prepared, now))
+            pipeline.on_settled(lambda: self._take_over(prepared, until_settled.pop()))
         if not self._forward_seen:
             FirstForward(prepared, self.forward_was_seen)
         self._originals.append(model)  # not before: what was refused may be mended and prepared again
