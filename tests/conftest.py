@@ -29,6 +29,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         needs_four = any(word in str(values) for word in ("replicate", "hpz"))
         if item.path.name in REPEATED_ON_FOUR_RANKS and 4 in ranks and not needs_four:
             item.add_marker(pytest.mark.exhaustive)
+        if item.path.name == "test_zero_models.py" and values.get("accumulation") == 3 and 2 in ranks:
+            item.add_marker(pytest.mark.exhaustive)  # with one micro-batch they are always run
 
 
 @pytest.fixture(scope="session")

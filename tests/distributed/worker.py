@@ -57,6 +57,7 @@ def serve(connection: Connection, log_path: str, stacks_path: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()
     while True:
         try:
             task: Task = pickle.loads(connection.recv_bytes())

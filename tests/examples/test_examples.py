@@ -218,12 +218,11 @@ def test_the_split_gpt_has_the_losses_of_one_process_and_half_of_its_state() -> 
     assert held == pytest.approx([whole / 2, whole / 2], rel=0.1)
 
 
-def test_experts_on_two_processes_have_the_losses_of_one() -> None:
-    one, two = (
-        numbers(r"loss NUMBER", run(launcher, "mixture_of_experts.py", "--epochs", 2))
-        for launcher in (PYTHON, LOCKSTEP)
-    )
-    assert two == pytest.approx(one, abs=2e-5) and one[1] < one[0]
+def test_experts_on_two_processes_learn() -> None:
+    text = run(LOCKSTEP, "mixture_of_experts.py", "--epochs", 2)
+    first, second = numbers("loss NUMBER", text)
+    assert second < first < 2.4  # log(10) = 2.30
+    assert len(re.findall(r"dropped +\d+\.\d%", text)) == 2
 
 
 def test_ranks_that_do_not_wait_learn() -> None:
