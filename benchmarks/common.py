@@ -61,6 +61,32 @@ def ratios(values: Sequence[float], references: Sequence[float]) -> list[float]:
     return [value / reference for value, reference in zip(values, references, strict=True)]
 
 
+@dataclass(frozen=True)
+class Trials:
+    """How many trials a benchmark makes: the option, what it counts, and the numbers by default and with --quick."""
+
+    option: str
+    what: str
+    count: int
+    quick: int
+
+
+def parse_for_trials(description: str, name: str, trials: Trials) -> argparse.Namespace:
+    """The options of a benchmark that counts outcomes of trials."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        f"--{trials.option}", type=int, default=trials.count, help=f"{trials.what} ({trials.count})"
+    )
+    parser.add_argument("--quick", action="store_true", help=f"{trials.quick} {trials.what}")
+    parser.add_argument("--output", type=Path, default=None, help=f"JSON file (results/{name}.json)")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        setattr(arguments, trials.option, trials.quick)
+    return arguments
+
+
 def parse_for_blocks(
     parser: argparse.ArgumentParser, name: str, rounds: int, quick_rounds: int
 ) -> argparse.Namespace:

@@ -9,7 +9,6 @@ then as what is newest and whole. Seeds make the damage repeatable.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import Report
+from common import Report, Trials, parse_for_trials
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -29,7 +28,8 @@ EACH, QUICK_EACH = 125, 5
 
 
 def main() -> None:
-    arguments = parse()
+    each = Trials("each", "damaged checkpoints of each kind", EACH, QUICK_EACH)
+    arguments = parse_for_trials(__doc__ or "", "corruption", each)
     torch.set_num_threads(1)
     report = Report("corruption", "Damaged checkpoints: found out before a tensor is loaded, and passed over")
     started = time.perf_counter()
@@ -65,19 +65,6 @@ def row_of(name: str, outcomes: list[Outcome]) -> dict[str, str | int]:
         "named": sum(outcome.named for outcome in outcomes),
         "fell_back": sum(outcome.fell_back for outcome in outcomes),
     }
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--each", type=int, default=EACH, help=f"damaged checkpoints of each kind ({EACH})")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_EACH} of each kind")
-    parser.add_argument("--output", type=Path, default=None, help="JSON file (results/corruption.json)")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.each = QUICK_EACH
-    return arguments
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ checkpoint was published, and the run goes on from the newest. Seeds make the tr
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common import Report
+from common import Report, Trials, parse_for_trials
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
@@ -35,7 +34,8 @@ STOPS, QUICK_STOPS, KILL_EVERY = 50, 5, 5
 
 
 def main() -> None:
-    arguments = parse()
+    stops = Trials("stops", "stop points for each pair of worlds", STOPS, QUICK_STOPS)
+    arguments = parse_for_trials(__doc__ or "", "resume_audit", stops)
     report = Report(
         "resume_audit", "Runs that stop anywhere and go on: what differs from the run that did not stop"
     )
@@ -141,21 +141,6 @@ def shown(row: dict[str, str | int | float | None]) -> list[str]:
         "" if identical is None else f"{identical} of {row['stops']}",
         *("" if value is None else f"{value:.1e}" for value in (losses, parameters)),
     ]
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--stops", type=int, default=STOPS, help=f"stop points for each pair of worlds ({STOPS})"
-    )
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STOPS} for each pair")
-    parser.add_argument("--output", type=Path, default=None, help="JSON file (results/resume_audit.json)")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.stops = QUICK_STOPS
-    return arguments
 
 
 if __name__ == "__main__":

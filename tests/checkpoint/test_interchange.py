@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lockstep import Accelerator
-from lockstep.checkpoint.format.documents import Piece, TensorEntry
+from lockstep.checkpoint.format.index import Piece, TensorEntry
 from lockstep.checkpoint.weights.convert import open_weights, write_file, write_weights_folder
 from lockstep.checkpoint.weights.slabs import PiecedTensors, slabs
 from lockstep.errors import CheckpointError, UsageError

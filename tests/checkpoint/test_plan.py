@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from lockstep import Accelerator
 from lockstep.checkpoint import plan as plans
-from lockstep.checkpoint.plan import Planner, empty_like, group_of, reads
+from lockstep.checkpoint.pieces import empty_like, reads
+from lockstep.checkpoint.plan import Planner, group_of
 from lockstep.comm.dtensor import local
 from lockstep.comm.ledger import CommunicationLedger
 from lockstep.errors import CheckpointError, UsageError

@@ -9,17 +9,13 @@ from typing import Any
 
 import pytest
 
-from lockstep.cli.main import main
+from cli import calling
 from lockstep.config.parallel import Parallel
 from lockstep.plan.dtypes import TABLE
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["env", *arguments])
-    captured = capsys.readouterr()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, captured.out, captured.err
+    return calling.call(capsys, "env", *arguments)
 
 
 def rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
@@ -133,11 +129,7 @@ def test_every_parallel_has_a_table(text: str, capsys: pytest.CaptureFixture[str
 def test_bad_input_is_exit_code_2_and_one_message(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = call(capsys, *arguments)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert err.count("Error: ") == 1
-    assert len(err) < 500
+    calling.check_refused(capsys, ["env", *arguments], message)
 
 
 def test_explaining_does_not_import_torch() -> None:

@@ -10,16 +10,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lockstep.cli.main import main
+from cli import calling
 from lockstep.config.enums import Schedule
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["schedule", *arguments])
-    captured = capsys.readouterr()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, captured.out, captured.err
+    return calling.call(capsys, "schedule", *arguments)
 
 
 def test_one_schedule_has_its_numbers_and_a_timeline(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,11 +89,7 @@ def test_a_timeline_too_long_for_text_says_so(capsys: pytest.CaptureFixture[str]
 def test_bad_input_is_exit_code_2_and_one_message(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = call(capsys, *arguments)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert err.count("Error: ") == 1
-    assert len(err) < 500
+    calling.check_refused(capsys, ["schedule", *arguments], message)
 
 
 def test_help_and_refusals_do_not_import_torch() -> None:

@@ -1,17 +1,23 @@
-"""Each example runs as a user would run it, and what it prints and writes is checked."""
+"""Each example runs, and what it prints and writes is checked."""
 
 from __future__ import annotations
 
 import ast
 import difflib
+import io
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+
+from tests.distributed.pool import RANK_VARIABLES, WorkerPool
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BIN = Path(sys.executable).parent
@@ -22,13 +28,50 @@ LOCKSTEP = [str(BIN / "lockstep"), "launch", "--nproc", "2"]
 TORCHRUN = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"]
 
 
-def run(launcher: list[str], script: str, *arguments: object) -> str:
-    """What the script prints; with its complaints, if it fails."""
+def start(launcher: list[str], script: str, *arguments: object) -> str:
+    """What the script prints that is started as a user would; with its complaints, if it fails."""
     command = [*launcher, str(EXAMPLES / script), *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+Run = Callable[..., str]
+
+
+def run_here(script: str, arguments: list[str], is_launched: bool) -> str:
+    """What the script prints in this process, which imported torch before."""
+    path = EXAMPLES / script
+    sys.argv[:] = [str(path), *arguments]
+    sys.path.insert(0, str(path.parent))
+    for name in () if is_launched else RANK_VARIABLES:
+        del os.environ[name]
+    try:
+        with redirect_stdout(io.StringIO()) as printed:
+            runpy.run_path(str(path), run_name="__main__")
+    finally:
+        for name, module in list(sys.modules.items()):  # other examples have other files of these names
+            if str(getattr(module, "__file__", None)).startswith(str(EXAMPLES)):
+                del sys.modules[name]
+    return printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def run(worker_pool: WorkerPool) -> Run:
+    """``run(processes, script, *arguments)``: what the script prints on all of them.
+
+    In workers that are there already. Launchers, whose start takes longer than most scripts, are tested in
+    tests/launch, and with the scripts of this file that are started.
+    """
+
+    def run_on(processes: int, script: str, *arguments: object, is_launched: bool = False) -> str:
+        words = list(map(str, arguments))
+        return "".join(
+            worker_pool.run(run_here, processes, script, words, is_launched or processes > 1, timeout_s=150)
+        )
+
+    return run_on
 
 
 def numbers(pattern: str, text: str) -> list[float]:
@@ -38,7 +81,7 @@ def numbers(pattern: str, text: str) -> list[float]:
 
 def test_gpt_learns_on_two_processes_and_leaves_a_model_that_another_program_loads(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    text = run(LOCKSTEP, "gpt/train.py", "--steps", 40, "--validation-windows", 600, "--out", out)
+    text = start(LOCKSTEP, "gpt/train.py", "--steps", 40, "--validation-windows", 600, "--out", out)
 
     (unigram,) = numbers("unigram entropy NUMBER nats", text)
     (final,) = numbers("validation loss NUMBER nats =", text)
@@ -58,15 +101,15 @@ def test_gpt_learns_on_two_processes_and_leaves_a_model_that_another_program_loa
     assert text.count("a sample, from the prompt") == 1  # one process prints
 
     (printed,) = re.findall(r"from the prompt 'def '\n(.*)\n---\nsaved to", text, flags=re.DOTALL)
-    sample = run(PYTHON, "gpt/sample.py", out, "--prompt", "def ", "--length", 300)
+    sample = start(PYTHON, "gpt/sample.py", out, "--prompt", "def ", "--length", 300)
     assert sample == f"{printed}\n"  # by another program, from the file, with the same seed
     assert sample.startswith("def ")
     assert len(sample) > 200
 
 
-def test_gpt_runs_on_one_process_with_bf16_and_accumulation(tmp_path: Path) -> None:
+def test_gpt_runs_on_one_process_with_bf16_and_accumulation(run: Run, tmp_path: Path) -> None:
     text = run(
-        PYTHON,
+        1,
         *("gpt/train.py", "--steps", 2, "--validation-windows", 300, "--accumulation", 2, "--bf16"),
         *("--out", tmp_path),
     )
@@ -82,8 +125,8 @@ def zero_table(text: str) -> dict[str, list[float]]:
     return {name: [float(word.rstrip("%")) for word in cells.split()] for name, cells in rows}
 
 
-def test_the_gpt_has_one_loss_under_every_stage_and_the_bytes_that_the_formulas_promise() -> None:
-    rows = zero_table(run(LOCKSTEP, "gpt/zero.py", "--steps", 2))
+def test_the_gpt_has_one_loss_under_every_stage_and_the_bytes_that_the_formulas_promise(run: Run) -> None:
+    rows = zero_table(run(2, "gpt/zero.py", "--steps", 2))
     assert list(rows) == ["ddp", "zero=1", "zero=2", "zero=3", "zero=3 activation=full"]
     plain = rows["ddp"]
     width, vocabulary, context, layers = 192, 256, 64, 6
@@ -110,19 +153,18 @@ def test_the_gpt_has_one_loss_under_every_stage_and_the_bytes_that_the_formulas_
 
 # accelerated.py on one process and under torchrun, with the same result: tests/test_readme.py.
 DIGITS = {
-    "plain": (PYTHON, "digits/plain.py"),
-    "ddp on 2": (TORCHRUN, "digits/ddp.py"),
-    "accelerated on 2": (LOCKSTEP, "digits/accelerated.py"),
+    "plain": (1, "digits/plain.py"),
+    "ddp on 1": (1, "digits/ddp.py"),
+    "accelerated on 2": (2, "digits/accelerated.py"),
 }
 
 
 @pytest.fixture(scope="module")
-def plain_result() -> list[float]:
-    return digits_result("plain")
+def plain_result(run: Run) -> list[float]:
+    return digits_result(run(*DIGITS["plain"], "--epochs", 4))
 
 
-def digits_result(name: str) -> list[float]:
-    text = run(*DIGITS[name], "--epochs", 4)
+def digits_result(text: str) -> list[float]:
     (result,) = re.findall(rf"test loss {NUMBER}, accuracy {NUMBER} on (\d+) images", text)
     return [float(value) for value in result]
 
@@ -135,8 +177,14 @@ def test_plain_digits_are_learnt(plain_result: list[float]) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in DIGITS if name != "plain"])
-def test_digits_give_the_numbers_of_the_plain_loop(name: str, plain_result: list[float]) -> None:
-    assert digits_result(name) == pytest.approx(plain_result, abs=2e-6)
+def test_digits_give_the_numbers_of_the_plain_loop(run: Run, name: str, plain_result: list[float]) -> None:
+    text = run(*DIGITS[name], "--epochs", 4, is_launched=True)
+    assert digits_result(text) == pytest.approx(plain_result, abs=2e-6)
+
+
+def test_digits_give_the_numbers_of_the_plain_loop_under_torchrun(plain_result: list[float]) -> None:
+    text = start(TORCHRUN, "digits/ddp.py", "--epochs", 4)
+    assert digits_result(text) == pytest.approx(plain_result, abs=2e-6)
 
 
 def test_the_accelerated_digits_differ_from_the_plain_ones_in_five_numbered_lines() -> None:
@@ -156,8 +204,8 @@ def code_lines(path: Path) -> list[str]:
     return [line for line in source.splitlines()[docstring.end_lineno :] if line.strip()]
 
 
-def test_the_text_classifier_learns_and_counts_each_validation_passage_once() -> None:
-    text = run(LOCKSTEP, "text_classifier.py", "--epochs", 2, "--limit", 1515)
+def test_the_text_classifier_learns_and_counts_each_validation_passage_once(run: Run) -> None:
+    text = run(2, "text_classifier.py", "--epochs", 2, "--limit", 1515)
     losses, accuracies = numbers("train loss NUMBER", text), numbers("accuracy NUMBER", text)
     assert losses[1] < losses[0]
     assert accuracies[-1] > 0.85
@@ -166,9 +214,11 @@ def test_the_text_classifier_learns_and_counts_each_validation_passage_once() ->
     assert text.count("on 303 of 303 passages") == 2
 
 
-@pytest.mark.parametrize("launcher", [PYTHON, LOCKSTEP], ids=["1 process", "2 processes"])
-def test_weighted_accumulation_is_the_big_batch_and_the_mean_of_means_is_not(launcher: list[str]) -> None:
-    text = run(launcher, "accumulation.py")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_weighted_accumulation_is_the_big_batch_and_the_mean_of_means_is_not(
+    run: Run, processes: int
+) -> None:
+    text = run(processes, "accumulation.py")
     distance = dict(re.findall(rf"^ +(\w+) +{NUMBER}$", text, flags=re.MULTILINE))
     assert float(distance["mean_of_means"]) > 0.05
     assert float(distance["weighted_by_count"]) < 1e-6
@@ -177,9 +227,9 @@ def test_weighted_accumulation_is_the_big_batch_and_the_mean_of_means_is_not(lau
 
 @pytest.mark.parametrize(("mode", "inside"), [("no", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
 def test_mixed_precision_computes_in_the_lower_type_and_keeps_the_rest_in_float32(
-    mode: str, inside: str
+    run: Run, mode: str, inside: str
 ) -> None:
-    text = run(LOCKSTEP if mode == "fp16" else PYTHON, "mixed_precision.py", "--mixed-precision", mode)
+    text = run(2 if mode == "fp16" else 1, "mixed_precision.py", "--mixed-precision", mode)
     assert (
         f"mixed precision {mode}: parameters float32, inside the model {inside}, outputs float32, "
         "gradients float32"
@@ -191,8 +241,8 @@ def test_mixed_precision_computes_in_the_lower_type_and_keeps_the_rest_in_float3
     assert 0 < int(skipped) < 20 if mode == "fp16" else int(skipped) == 0
 
 
-def test_tracking_writes_to_every_tracker(tmp_path: Path) -> None:
-    run(PYTHON, "tracking.py", "--epochs", 3, "--out", tmp_path)
+def test_tracking_writes_to_every_tracker(run: Run, tmp_path: Path) -> None:
+    run(1, "tracking.py", "--epochs", 3, "--out", tmp_path)
     assert list(tmp_path.rglob("events.out.tfevents.*"))
     records = [json.loads(line) for line in next(tmp_path.rglob("*.jsonl")).read_text().splitlines()]
     assert records[0]["config"] == {"epochs": 3, "learning_rate": 0.02}
@@ -205,10 +255,10 @@ def test_tracking_writes_to_every_tracker(tmp_path: Path) -> None:
     assert len(rows) == 1 + 2 * 39 + 1
 
 
-def test_the_split_gpt_has_the_losses_of_one_process_and_half_of_its_state() -> None:
+def test_the_split_gpt_has_the_losses_of_one_process_and_half_of_its_state(run: Run) -> None:
     results = []
-    for launcher, options in ((PYTHON, ()), (LOCKSTEP, ("--parallel", "pp=2"))):
-        text = run(launcher, "gpt/split.py", "--steps", 5, *options)
+    for processes, options in ((1, ()), (2, ("--parallel", "pp=2"))):
+        text = run(processes, "gpt/split.py", "--steps", 5, *options)
         held = [
             int(number.replace(",", "")) for number in re.findall(r"^ +\d +([\d,]+) ", text, re.MULTILINE)
         ]
@@ -218,15 +268,19 @@ def test_the_split_gpt_has_the_losses_of_one_process_and_half_of_its_state() -> 
     assert held == pytest.approx([whole / 2, whole / 2], rel=0.1)
 
 
-def test_experts_on_two_processes_learn() -> None:
-    text = run(LOCKSTEP, "mixture_of_experts.py", "--epochs", 2)
-    first, second = numbers("loss NUMBER", text)
-    assert second < first < 2.4  # log(10) = 2.30
-    assert len(re.findall(r"dropped +\d+\.\d%", text)) == 2
+def test_experts_on_two_processes_have_the_losses_of_one(run: Run) -> None:
+    texts = [run(processes, "mixture_of_experts.py", "--epochs", 2) for processes in (1, 2)]
+    one, two = (numbers("loss NUMBER", text) for text in texts)
+    assert two == pytest.approx(one, abs=2e-5)
+    assert one[1] < one[0] < 2.4  # log(10) = 2.30
+    first, second = (
+        re.findall(r"experts of the first layer (.*), dropped +(\d+\.\d%)", text) for text in texts
+    )
+    assert first == second and len(first) == 2
 
 
-def test_ranks_that_do_not_wait_learn() -> None:
-    text = run(LOCKSTEP, "asynchronous.py", "--mode", "stale", "--steps", 40)
+def test_ranks_that_do_not_wait_learn(run: Run) -> None:
+    text = run(2, "asynchronous.py", "--mode", "stale", "--steps", 40)
     losses = numbers("validation loss NUMBER nats", text)
     assert len(losses) == 2 and losses[1] < losses[0] < 5
 

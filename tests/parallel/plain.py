@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -106,6 +108,46 @@ def train(
             if len(losses) == steps:
                 break
     return Result(losses, gradients, {name: p.detach().clone() for name, p in model.named_parameters()})
+
+
+@dataclass
+class Clipped:
+    """Loss and norm of gradients of each step; gradients of the last, unclipped; parameters after it."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    extra: Any = None
+
+
+def train_clipped(
+    model: nn.Module,
+    micro_batch_losses: Iterable[torch.Tensor],
+    accumulation: int,
+    clip: float,
+    steps_of: Sequence[Any],
+) -> Clipped:
+    """Train in windows of ``accumulation`` losses, which are computed as they are asked for.
+
+    ``steps_of``: optimizer, and a scheduler if there is one.
+    """
+    torch.set_num_threads(1)
+    result, window = Clipped(), []
+    for loss in micro_batch_losses:
+        (loss / accumulation).backward()
+        window.append(loss.item())
+        if len(window) < accumulation:
+            continue
+        result.losses.append(sum(window) / accumulation)
+        result.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        result.norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        for stepper in steps_of:
+            stepper.step()
+        model.zero_grad()
+        window = []
+    result.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return result
 
 
 def difference(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

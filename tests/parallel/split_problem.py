@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.nn import MixtureOfExperts, load_balance_loss
+from parallel.plain import Clipped as Result
+from parallel.plain import train_clipped
 
 MODEL_FILE = Path(__file__).parents[2] / "examples" / "gpt" / "model.py"
 
@@ -105,17 +106,6 @@ def loss_of(kind: str, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-@dataclass
-class Result:
-    """Loss and norm of each step; gradients of the last; parameters after it."""
-
-    losses: list[float]
-    norms: list[float]
-    gradients: dict[str, torch.Tensor]
-    parameters: dict[str, torch.Tensor]
-    extra: Any = None
-
-
 def make_optimizer(model: nn.Module, name: str = "adamw") -> torch.optim.Optimizer:
     if name == "adamw":
         # Adam turns rounding into steps of size lr where a gradient is nothing but rounding: not with this eps.
@@ -133,22 +123,8 @@ def train(
 ) -> Result:
     torch.set_num_threads(1)
     model = MODELS[kind](layers)
-    stepper = make_optimizer(model, optimizer)
-    result = Result([], [], {}, {})
-    batches = iter(make_batches(steps * accumulation))
-    for _ in range(steps):
-        losses = []
-        for _ in range(accumulation):
-            loss = loss_of(kind, model, next(batches))
-            (loss / accumulation).backward()
-            losses.append(loss.item())
-        result.losses.append(sum(losses) / accumulation)
-        result.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        result.norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
-        stepper.step()
-        stepper.zero_grad()
-    result.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return result
+    losses = (loss_of(kind, model, batch) for batch in make_batches(steps * accumulation))
+    return train_clipped(model, losses, accumulation, clip, [make_optimizer(model, optimizer)])
 
 
 def difference(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

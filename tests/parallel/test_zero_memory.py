@@ -19,7 +19,7 @@ from parallel.blocks_and_root import BlocksAndRoot
 from parallel.live_bytes import LiveBytes, reachable_bytes
 from tests.distributed.pool import WorkerPool
 
-WIDTH, BLOCKS = 32, 20
+WIDTH, BLOCKS = 32, 32
 ROOT = WIDTH * WIDTH
 BLOCK = 2 * WIDTH * WIDTH
 PSI = BLOCKS * BLOCK + ROOT

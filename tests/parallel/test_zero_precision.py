@@ -28,8 +28,7 @@ NAMES = {
     torch.uint8: "int8",
     None: NONE,
 }
-# Stage and accumulation, by the number of ranks: more ranks change what is averaged, not how it is added up.
-FORMS = {2: list(product((1, 2, 3), (1, 3))), 4: list(product((1, 2, 3), (3,)))}
+FORMS = list(product((1, 2, 3), (1, 3)))  # stage, accumulation
 
 
 def accelerator_of(parallel: str, precision: str, accumulation: int = 1, **options: Any) -> Accelerator:
@@ -85,10 +84,8 @@ def train(
     return result
 
 
-def train_all(
-    forms: list[tuple[int, int]], options: str, precision: str, overflow_at: int = -1
-) -> list[oracle.Result]:
-    return [train(stage, options, precision, k, overflow_at) for stage, k in forms]
+def train_all(options: str, precision: str, overflow_at: int = -1) -> list[oracle.Result]:
+    return [train(stage, options, precision, k, overflow_at) for stage, k in FORMS]
 
 
 def expected_of(
@@ -109,9 +106,8 @@ def clipped(result: oracle.Result) -> dict[str, torch.Tensor]:
 def test_training_with_reduction_in_fp32_equals_plain_torch_with_fp32_masters(
     run_distributed, world_size: int, precision: str
 ) -> None:
-    forms = FORMS[world_size]
-    found = run_distributed(train_all, world_size, forms, " reduce=fp32", precision)
-    for results in zip(forms, *found, strict=True):
+    found = run_distributed(train_all, world_size, " reduce=fp32", precision)
+    for results in zip(FORMS, *found, strict=True):
         (stage, accumulation), *ranks = results
         expected = expected_of(stage, accumulation, precision, torch.float32, world_size)
         for result in ranks:
@@ -130,9 +126,8 @@ def test_training_with_reduction_in_16_bits_equals_plain_torch_within_their_roun
     compute = oracle.DTYPES[precision]
     # Two numbers have one sum; four are added in an order that is gloo's own.
     slack = 4 * torch.finfo(compute).eps if world_size == 4 else 1e-5
-    forms = FORMS[world_size]
-    found = run_distributed(train_all, world_size, forms, "", precision)
-    for results in zip(forms, *found, strict=True):
+    found = run_distributed(train_all, world_size, "", precision)
+    for results in zip(FORMS, *found, strict=True):
         (stage, accumulation), *ranks = results
         expected = expected_of(stage, accumulation, precision, compute, world_size)
         for result in ranks:
@@ -168,9 +163,8 @@ def test_sixteen_micro_batches_added_up_in_bf16_stay_within_the_error_of_bf16_it
 def test_an_overflow_on_one_rank_skips_the_step_and_halves_the_scale_on_all(
     run_distributed, world_size: int
 ) -> None:
-    forms = FORMS[world_size]
-    found = run_distributed(train_all, world_size, forms, " reduce=fp32", "fp16", 2)
-    for results in zip(forms, *found, strict=True):
+    found = run_distributed(train_all, world_size, " reduce=fp32", "fp16", 2)
+    for results in zip(FORMS, *found, strict=True):
         (stage, accumulation), *ranks = results
         expected = expected_of(stage, accumulation, "fp16", torch.float32, world_size, overflow_at=2)
         for result in ranks:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from parallel.plain import Clipped as Result
+from parallel.plain import difference as difference
+from parallel.plain import train_clipped
 
 VOCABULARY, LENGTH, ROWS = 17, 6, 8
 STEPS = {"adamw": 20, "sgd": 8}
@@ -70,45 +73,12 @@ def loss_of(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> tor
     return F.cross_entropy(model(tokens).flatten(0, 1).float(), labels.flatten())
 
 
-@dataclass
-class Result:
-    """Loss and norm of gradients of each step; gradients of the last; parameters after it."""
-
-    losses: list[float]
-    norms: list[float]
-    gradients: dict[str, torch.Tensor]
-    parameters: dict[str, torch.Tensor]
-
-
 @functools.cache
 def train(optimizer_name: str, accumulation: int, steps: int | None = None) -> Result:
     torch.set_num_threads(1)
     model = make_model()
     optimizer = make_optimizer(optimizer_name, model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
-    result = Result([], [], {}, {})
     steps = steps or STEPS[optimizer_name]
-    batches = iter(make_batches(steps * accumulation))
-    for _ in range(steps):
-        losses = []
-        for _ in range(accumulation):
-            loss = loss_of(model, *next(batches))
-            (loss / accumulation).backward()
-            losses.append(loss.item())
-        result.losses.append(sum(losses) / accumulation)
-        result.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        result.norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    result.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return result
-
-
-def difference(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest relative difference of any tensor, norm-wise."""
-    assert actual.keys() == expected.keys()
-    return max(
-        ((actual[name] - expected[name]).norm() / expected[name].norm().clamp_min(1e-12)).item()
-        for name in expected
-    )
+    losses = (loss_of(model, *batch) for batch in make_batches(steps * accumulation))
+    return train_clipped(model, losses, accumulation, CLIP, [optimizer, scheduler])

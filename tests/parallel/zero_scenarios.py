@@ -146,7 +146,7 @@ def adversaries(run: Any) -> dict[str, Any]:
     make, judge = seeded(Net, 4, 6), seeded(Net, 6, 1, seed=1)
     make_step, judge_step = sgd(make), sgd(judge, 0.05)
     make, judge, make_step, judge_step = run.prepare(make, judge, make_step, judge_step)
-    for step in range(3 * run.gradient_accumulation_steps):
+    for step in range(4 * run.gradient_accumulation_steps):
         with run.accumulate(make, judge):
             noise, real = batch(run, step, 4)[0], batch(run, step + 100)[0]
             fake = make(noise)
@@ -184,7 +184,7 @@ def two_optimizers(run: Any) -> dict[str, Any]:
     first = torch.optim.SGD([p for p in model.parameters() if p.ndim > 1], lr=0.1)
     second = torch.optim.SGD([p for p in model.parameters() if p.ndim == 1], lr=0.05, momentum=0.5)
     model, first, second = run.prepare(model, first, second)
-    for step in range(3 * run.gradient_accumulation_steps):
+    for step in range(4 * run.gradient_accumulation_steps):
         with run.accumulate(model):
             run.backward(loss_of(run, model, step))
             if run.sync_gradients:

@@ -11,8 +11,8 @@ from torch import nn
 
 from lockstep.checkpoint.checks import check_kind
 from lockstep.checkpoint.format.codec import decode, encode, tensor_names
-from lockstep.checkpoint.format.documents import Index
-from lockstep.checkpoint.plan import empty_like
+from lockstep.checkpoint.format.index import Index
+from lockstep.checkpoint.pieces import empty_like
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import CheckpointError
 

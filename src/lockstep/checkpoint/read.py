@@ -7,20 +7,11 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.format.documents import (
-    LARGEST_JSON_BYTES,
-    STATE,
-    TENSORS,
-    CommonState,
-    Index,
-    Manifest,
-    checked,
-    index_from_bytes,
-    parse_json,
-    rank_file,
-)
+from lockstep.checkpoint.format.documents import STATE, TENSORS, CommonState, Manifest, rank_file
+from lockstep.checkpoint.format.index import Index, index_from_bytes
+from lockstep.checkpoint.format.json_text import LARGEST_JSON_BYTES, checked, parse_json
 from lockstep.checkpoint.format.tensorfile import TensorReader
-from lockstep.checkpoint.plan import Read, reads
+from lockstep.checkpoint.pieces import Read, reads
 from lockstep.checkpoint.store.local import LocalStore
 from lockstep.checkpoint.verify import in_parallel, read_manifest, root_of
 from lockstep.errors import CheckpointError

@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.checkpoint.checks import check_buffers, check_rng, check_scaler, check_scheduler
 from lockstep.checkpoint.format.codec import encode
 from lockstep.checkpoint.parameters import OptimizerPlaces, ParameterNames
-from lockstep.checkpoint.plan import Read, reads, reads_as
+from lockstep.checkpoint.pieces import Read, reads, reads_as
 from lockstep.checkpoint.read import Checkpoint
 from lockstep.checkpoint.sources import Sources
 from lockstep.checkpoint.state import is_extra, place_of

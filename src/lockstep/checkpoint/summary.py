@@ -8,15 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.checkpoint.format.digest import digest_of
-from lockstep.checkpoint.format.documents import (
-    LARGEST_JSON_BYTES,
-    STATE,
-    TENSORS,
-    Index,
-    Manifest,
-    index_from_bytes,
-    parse_json,
-)
+from lockstep.checkpoint.format.documents import STATE, TENSORS, Manifest
+from lockstep.checkpoint.format.index import Index, index_from_bytes
+from lockstep.checkpoint.format.json_text import LARGEST_JSON_BYTES, parse_json
 from lockstep.checkpoint.retain import numbers
 from lockstep.checkpoint.store.local import Store
 from lockstep.checkpoint.verify import is_published, read_manifest, root_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.checkpoint.format.digest import digest_of
-from lockstep.checkpoint.format.documents import canonical
+from lockstep.checkpoint.format.json_text import canonical
 from lockstep.checkpoint.parameters import ParameterNames
 from lockstep.checkpoint.training import Training
 from lockstep.comm.collectives import Communicator

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint.format.codec import decode, tensor_names
-from lockstep.checkpoint.plan import empty_like
+from lockstep.checkpoint.pieces import empty_like
 from lockstep.checkpoint.read import Checkpoint
 from lockstep.checkpoint.sources import Sources
 from lockstep.comm.dtensor import is_dtensor

@@ -152,15 +152,8 @@ def _result(subject: Subject, allowed: Allowed) -> tuple[str, str]:
         if step not in allowed:
             return "wrong", f"step {step} was loaded, none of {sorted(allowed)}"
         result = "N" if step == max(allowed) else "N-1"
-    try:
-        subject.set(step + 1)
-        subject.save()
-        subject.set(0.25)
-        subject.load()
-    except Exception as error:
-        return "stuck", f"{type(error).__name__}: {error}"
-    steps = subject.steps()
-    return (result, "") if set(steps.values()) == {step + 1} else ("stuck", f"after the next save: {steps}")
+    complaint = subject.saves_and_loads(step + 1)
+    return ("stuck", complaint) if complaint else (result, "")
 
 
 def leftovers(folder: Path) -> list[str]:

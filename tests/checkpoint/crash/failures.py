@@ -139,16 +139,8 @@ def _go_on(subject: Subject, run: Path) -> tuple[str, str] | None:
     step, steps = subject.scenario.saves, subject.steps()
     if set(steps.values()) != {step}:
         return "disturbed", str(steps)
-    try:
-        subject.set(step + 1)
-        subject.save()
-        subject.set(0.25)
-        subject.load()
-    except Exception as error:
-        return "stuck", f"{type(error).__name__}: {error}"
-    steps = subject.steps()
-    if set(steps.values()) != {step + 1}:
-        return "stuck", f"after the next save: {steps}"
+    if complaint := subject.saves_and_loads(step + 1):
+        return "stuck", complaint
     return ("leftovers", ", ".join(leftovers(run))) if leftovers(run) else None
 
 

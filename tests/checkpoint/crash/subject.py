@@ -128,6 +128,18 @@ class Subject:
             assert words.read_text() == f"step {self.step}\n" * 100
             assert numbers.read_bytes() == bytes([self.step]) * 1000
 
+    def saves_and_loads(self, step: int) -> str:
+        """Save as of this step and load it: "" if all went well, else what did not."""
+        try:
+            self.set(step)
+            self.save()
+            self.set(0.25)
+            self.load()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        steps = self.steps()
+        return "" if set(steps.values()) == {step} else f"after the next save: {steps}"
+
     def steps(self) -> dict[str, int | None]:
         """Of each part of the state, the step at which it was exactly this; None: at none."""
         found: dict[str, int | None] = {}
@@ -137,7 +149,7 @@ class Subject:
         found["scheduler"] = self.scheduler.scheduler.last_epoch
         found["note"] = self.note.step if self.note.text == f"step {self.note.step}" else None
         for name, state in _generators().items():
-            found[name] = _seeds()[name].get(state)
+            found[name] = known_seeds()[name].get(state)
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         first, *_ = self.next_rows()
         found["loader"] = (first - rank) // 2 if ranks == 2 else first // 2
@@ -178,7 +190,7 @@ def _generators() -> dict[str, bytes]:
 
 
 @cache
-def _seeds() -> dict[str, dict[bytes, int]]:
+def known_seeds() -> dict[str, dict[bytes, int]]:
     """Of the state of each generator, the step that it was seeded with."""
     found: dict[str, dict[bytes, int]] = {}
     for step in range(LATEST_STEP):
@@ -191,4 +203,4 @@ def _seeds() -> dict[str, dict[bytes, int]]:
 def _seed(step: int) -> None:
     random.seed(step)
     np.random.seed(step)
-    torch.manual_seed(step)
+    torch.default_generator.manual_seed(step)  # manual_seed formats stacks for devices that are not there

@@ -19,7 +19,7 @@ from checkpoint.crash.crashes import Outcome, crash, crash_twice, folder_for, po
 from checkpoint.crash.failures import FAILURES, fail, operations
 from checkpoint.crash.power_failures import after_a_crash, after_one_run, load
 from checkpoint.crash.processes import Tell, run
-from checkpoint.crash.subject import Scenario, Subject
+from checkpoint.crash.subject import Scenario, Subject, known_seeds
 
 LIMIT_1, LIMIT_2 = Scenario("total_limit=1", limit=1), Scenario("total_limit=2", limit=2)
 KEEP_ALL = Scenario("no total_limit")
@@ -141,6 +141,7 @@ def warm_up() -> None:
         if name != "__main__" and name not in sys.modules:
             with suppress(ImportError):  # a name that another module made up
                 importlib.import_module(name)
+    known_seeds()
     logging.disable()  # what is skipped and why: thousands of lines
     warnings.simplefilter("ignore")
     gc.collect()

@@ -14,7 +14,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from checkpoint.layouts import simulated
 from checkpoint.layouts.simulated import Coordinate, Spread, coordinates
-from lockstep.checkpoint.plan import Plan, Planner, reads
+from lockstep.checkpoint.pieces import reads
+from lockstep.checkpoint.plan import Plan, Planner
 from lockstep.comm.dtensor import boxes_of
 from lockstep.comm.layout import boxes, local_shape
 from lockstep.errors import CheckpointError, UsageError

@@ -8,7 +8,8 @@ import torch
 
 from lockstep.checkpoint.foreign.state import ImportedState
 from lockstep.checkpoint.format.codec import encode
-from lockstep.checkpoint.format.documents import STATE, TENSORS, Saved, canonical, rank_file
+from lockstep.checkpoint.format.documents import STATE, TENSORS, Saved, rank_file
+from lockstep.checkpoint.format.json_text import canonical
 from lockstep.checkpoint.format.tensorfile import TensorFile
 from lockstep.checkpoint.format.versions import versions
 from lockstep.checkpoint.plan import Planner

@@ -21,7 +21,7 @@ class Source:
 
     def __init__(self, path: str | os.PathLike[str], skip: Iterable[str] = ()) -> None:
         """Raises CheckpointError if there is nothing, UsageError for a ``skip`` that is not there."""
-        self.path = Path(path).expanduser()
+        self.path = Path(os.path.expanduser(path))  # unlike Path.expanduser, keeps ~nobody
         if not self.path.exists():
             raise CheckpointError(f"There is no file or folder {self.path}. Pass the checkpoint to import.")
         self.is_folder = self.path.is_dir()

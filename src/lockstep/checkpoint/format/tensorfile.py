@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lockstep.checkpoint.format.documents import DTYPE_NAMES
+from lockstep.checkpoint.format.index import DTYPE_NAMES
 from lockstep.comm.collectives import as_bytes
 from lockstep.errors import CheckpointError, UsageError
 

@@ -21,6 +21,8 @@ def store_for(path: str | os.PathLike[str]) -> tuple[Store, str]:
         CheckpointError: the place does not answer.
     """
     text = os.fspath(path)
+    if "\0" in text:
+        raise ConfigError(f"{text!r} holds a NUL character, so it is no path. Correct it.")
     if "://" in text:
         from lockstep.checkpoint.store.url import (  # what a URL needs, it alone imports
             local_path,

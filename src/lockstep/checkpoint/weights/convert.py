@@ -17,14 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from lockstep.checkpoint import retain
 from lockstep.checkpoint.format.digest import Chunk
-from lockstep.checkpoint.format.documents import (
-    DTYPES,
-    LARGEST_JSON_BYTES,
-    Index,
-    Piece,
-    TensorEntry,
-    parse_json,
-)
+from lockstep.checkpoint.format.index import DTYPES, Index, Piece, TensorEntry
+from lockstep.checkpoint.format.json_text import LARGEST_JSON_BYTES, parse_json
 from lockstep.checkpoint.read import Checkpoint
 from lockstep.checkpoint.store.local import MANIFEST, LocalStore, check_name, sync
 from lockstep.checkpoint.verify import read_manifest, verify

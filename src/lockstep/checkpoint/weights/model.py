@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from lockstep.config.values import shown
 from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime import process
 
@@ -77,12 +78,12 @@ def write_weights(
 
 def parse_size(size: int | str) -> int:
     """Bytes of ``size``: a positive integer, or a text such as ``"10GB"`` or ``"512MiB"``."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", str(size).upper())
+    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([KMGT]?I?B?)\s*", str(size)[:80].upper())
     factor = _UNITS.get(match[2]) if match else None
     number = int(float(match[1]) * factor) if match and factor else 0
     if number < 1:
         raise ConfigError(
-            f"max_shard_size={size!r} is not a size. Pass a number of bytes or a text such as '10GB' or '512MiB'."
+            f"max_shard_size={shown(size)} is not a size. Pass a number of bytes or a text such as '10GB' or '512MiB'."
         )
     return number
 

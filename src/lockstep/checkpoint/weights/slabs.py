@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from lockstep.checkpoint.format.documents import DTYPE_NAMES, Index, Piece
+from lockstep.checkpoint.format.index import DTYPE_NAMES, Index, Piece
 from lockstep.checkpoint.format.tensorfile import TensorReader
 from lockstep.comm.collectives import as_bytes
 from lockstep.errors import CheckpointError

@@ -80,7 +80,7 @@ class DiLoCo(LocalRounds):
         return parameter.detach().to(device=device, dtype=dtype, copy=True)
 
     @torch.no_grad()
-    def _begin(self) -> None:
+    def _begin_round(self) -> None:
         for name, parameter in self._trained.items():
             self._start[name].copy_(parameter)
 

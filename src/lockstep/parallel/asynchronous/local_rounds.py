@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, suppress
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -13,12 +12,13 @@ from lockstep.comm.collectives import Communicator
 from lockstep.comm.together import together
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.parallel.asynchronous.averaging import agree_on_loss_scale, average, floating_buffers
+from lockstep.parallel.asynchronous.block import TrainingBlock
 from lockstep.parallel.asynchronous.meeting import meet
 from lockstep.parallel.asynchronous.trainer import Trainer, check_count, check_replicas
 from lockstep.runtime.failure import is_consequence
 
 
-class LocalRounds:
+class LocalRounds(TrainingBlock):
     """What ``LocalSGD`` and ``DiLoCo`` share. What happens when ranks meet is ``_combine``.
 
     Inside of the block no gradients are averaged. A rank that leaves it with an exception tells the others, which
@@ -34,7 +34,7 @@ class LocalRounds:
     def __init__(
         self, accelerator: Trainer, model: nn.Module, steps: int, optimizer: Any, enabled: bool
     ) -> None:
-        self._name = type(self).__name__
+        super().__init__()
         self._trainer = accelerator
         self._communicator = Communicator(accelerator.runtime)
         with together(self._communicator):
@@ -50,7 +50,6 @@ class LocalRounds:
         inner = getattr(model, "module", model) if accelerator.runtime.world_size > 1 else model
         plain = getattr(inner, "_orig_mod", inner)  # whose names are the same in every world, compiled or not
         self._trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
-        self._exits: ExitStack | None = None
         self._others_know = False
 
     @property
@@ -58,30 +57,20 @@ class LocalRounds:
         """Whether all ranks have the same parameters now: from a meeting to the next step."""
         return self._in_round == 0
 
-    def __enter__(self) -> Any:
-        if self._exits is not None:
-            raise UsageError(f"{self._name} was entered twice. Use one with block at a time.")
+    def _begin(self, exits: ExitStack) -> None:
         self._others_know = False
-        with ExitStack() as exits:
-            if self.enabled:
-                exits.enter_context(self._trainer.alone(self.model))
-                if self.ranks_agree:
-                    self._begin()
-            self._exits = exits.pop_all()
-        return self
+        if self.enabled:
+            exits.enter_context(self._trainer.alone(self.model))
+            if self.ranks_agree:
+                self._begin_round()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._exits is not None
-        exits, self._exits = self._exits, None
-        with exits:
-            if not self.enabled:
-                return
-            if error is not None:
-                self._say_farewell(error)
-            else:  # also right after a meeting: another rank may not have ended
-                self._meet("at the end of its block", combine=self._in_round > 0 or self.num_steps == 0)
+    def _end(self, error: BaseException | None) -> None:
+        if not self.enabled:
+            return
+        if error is not None:
+            self._say_farewell(error)
+        else:  # also right after a meeting: another rank may not have ended
+            self._meet("at the end of its block", combine=self._in_round > 0 or self.num_steps == 0)
 
     def step(self) -> None:
         """Call it after each ``optimizer.step()``; inside an accumulation window it does nothing.
@@ -103,7 +92,7 @@ class LocalRounds:
         if self._in_round >= self.steps:
             self._meet("at the end of a round", combine=True)
 
-    def _begin(self) -> None:
+    def _begin_round(self) -> None:
         """Called when a block is entered while all ranks have the same parameters."""
 
     def _combine(self) -> None:

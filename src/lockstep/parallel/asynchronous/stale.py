@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from lockstep.comm.collectives import Communicator
 from lockstep.comm.together import together
 from lockstep.errors import ConfigError, LockstepError, UsageError
 from lockstep.parallel.asynchronous.averaging import average, floating_buffers
+from lockstep.parallel.asynchronous.block import TrainingBlock
 from lockstep.parallel.asynchronous.late_step import (
     mark_as_stepped,
     settings_of,
@@ -33,7 +33,7 @@ FAREWELL_S = 5.0
 """How long a rank that failed waits for the others to hear of it."""
 
 
-class BoundedStaleness:
+class BoundedStaleness(TrainingBlock):
     """Go on with the next batch while gradients travel; wait only to keep them from being too stale.
 
         with BoundedStaleness(accelerator, model, optimizer, staleness=2) as stale:
@@ -78,6 +78,7 @@ class BoundedStaleness:
         max_norm: float | None = None,
         enabled: bool = True,
     ) -> None:
+        super().__init__()
         self._trainer = accelerator
         self._communicator = Communicator(accelerator.runtime)
         with together(self._communicator):
@@ -107,7 +108,6 @@ class BoundedStaleness:
         self._steps = self._updates = self._computed_on = 0
         self._waits = self._bytes_sent = 0
         self._rounds: Rounds | None = None
-        self._exits: ExitStack | None = None
 
     @property
     def report(self) -> StalenessReport:
@@ -121,31 +121,22 @@ class BoundedStaleness:
         """Steps that this rank has made and whose updates it has not applied yet."""
         return self._steps - self._updates
 
-    def __enter__(self) -> BoundedStaleness:
-        if self._exits is not None:
-            raise UsageError("BoundedStaleness was entered twice. Use one with block at a time.")
-        with ExitStack() as exits:
-            if self.enabled:
-                runtime = self._trainer.runtime
-                device = message_device(runtime.device)
-                self._form = MessageFormat(self._parameters, runtime.rank, runtime.world_size, device)
-                self._steps = self._updates = self._computed_on = 0
-                self._settings.clear()
-                exits.enter_context(self._trainer.alone(self.model))
-                self._rounds = Rounds(runtime, self._form)
-            self._exits = exits.pop_all()
-        return self
+    def _begin(self, exits: ExitStack) -> None:
+        if not self.enabled:
+            return
+        runtime = self._trainer.runtime
+        device = message_device(runtime.device)
+        self._form = MessageFormat(self._parameters, runtime.rank, runtime.world_size, device)
+        self._steps = self._updates = self._computed_on = 0
+        self._settings.clear()
+        exits.enter_context(self._trainer.alone(self.model))
+        self._rounds = Rounds(runtime, self._form)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._exits is not None
-        exits, self._exits = self._exits, None
-        with exits:
-            if error is None:
-                self.finish()
-            else:
-                self._say_farewell(error)
+    def _end(self, error: BaseException | None) -> None:
+        if error is None:
+            self.finish()
+        else:
+            self._say_farewell(error)
 
     def step(self) -> None:
         """Send this step's gradients and apply the updates that have come; inside an accumulation window do nothing.

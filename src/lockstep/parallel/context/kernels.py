@@ -16,19 +16,18 @@ _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class Kernel(Protocol):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp."""
+Three = tuple[Tensor, Tensor, Tensor]
+"""q, k and v, or their gradients."""
+Merged = tuple[Tensor, Tensor]
+"""Output and log-sum-exp."""
 
-    def backward(
-        self,
-        gradient: Tensor,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        merged: tuple[Tensor, Tensor],
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v. ``merged``: output and log-sum-exp over all keys."""
+
+class Kernel(Protocol):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Merged:
+        """Output and log-sum-exp over these keys."""
+
+    def backward(self, gradient: Tensor, qkv: Three, merged: Merged, causal: bool, scale: float) -> Three:
+        """Gradients of q, k and v. ``merged`` is over all keys."""
 
 
 def kernel_for(q: Tensor) -> Kernel:
@@ -43,19 +42,12 @@ def kernel_for(q: Tensor) -> Kernel:
 
 
 class CpuFlash:
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Merged:
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         return out, lse
 
-    def backward(
-        self,
-        gradient: Tensor,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        merged: tuple[Tensor, Tensor],
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        gradients: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    def backward(self, gradient: Tensor, qkv: Three, merged: Merged, causal: bool, scale: float) -> Three:
+        gradients: Three = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, *qkv, *merged, 0.0, causal, scale=scale
         )
         return gradients
@@ -64,19 +56,12 @@ class CpuFlash:
 class CudaFlash:
     """Head dimensions are filled up to a multiple of 8 with zeros, which change nothing, as torch itself does."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Merged:
         padded = [_fill(tensor, 8) for tensor in (q, k, v)]
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(*padded, 0.0, causal, False, scale=scale)
         return out[..., : q.shape[-1]], lse
 
-    def backward(
-        self,
-        gradient: Tensor,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        merged: tuple[Tensor, Tensor],
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, gradient: Tensor, qkv: Three, merged: Merged, causal: bool, scale: float) -> Three:
         q, k, _ = qkv
         out, lse = merged
         # Without dropout the random state is not read; without nested tensors neither are cumulated lengths.
@@ -95,20 +80,13 @@ class CudaFlash:
 class CudaEfficient:
     """Log-sum-exps of this kernel come in rows of a multiple of 32."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Merged:
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
             q, k, v, None, True, 0.0, causal, scale=scale
         )
         return out, lse[..., : q.shape[2]]
 
-    def backward(
-        self,
-        gradient: Tensor,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        merged: tuple[Tensor, Tensor],
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, gradient: Tensor, qkv: Three, merged: Merged, causal: bool, scale: float) -> Three:
         out, lse = merged
         lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
         state = torch.zeros((), dtype=torch.int64, device=out.device)
@@ -122,19 +100,12 @@ class CudaEfficient:
 class Plain:
     """Written out, for devices and dtypes that no kernel is known for: the scores [b, h, s, t] are in memory."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Merged:
         scores = self._scores(q, k, causal, scale)
         lse = scores.logsumexp(-1)
         return ((scores - lse[..., None]).exp() @ v.to(scores.dtype)).to(q.dtype), lse
 
-    def backward(
-        self,
-        gradient: Tensor,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        merged: tuple[Tensor, Tensor],
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, gradient: Tensor, qkv: Three, merged: Merged, causal: bool, scale: float) -> Three:
         dtype = qkv[0].dtype
         out, lse = merged
         weights = (self._scores(qkv[0], qkv[1], causal, scale) - lse[..., None]).exp()

@@ -5,6 +5,7 @@ Reference: Jacobs et al., DeepSpeed Ulysses, 2023.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 from lockstep.parallel.context.layout import SequenceLayout
+
+Exchange = Callable[[Tensor, SequenceLayout], Tensor]
 
 
 def ulysses_attention(
@@ -29,11 +32,12 @@ def ulysses_attention(
         UsageError: heads that cannot be dealt out, or a mask of another shape.
     """
     k, v = _enough_heads(k, q.shape[1], layout.size), _enough_heads(v, q.shape[1], layout.size)
-    q, k, v = (_HeadsToSequence.apply(tensor, layout) for tensor in (q, k, v))
+    q, k, v = (_Reversible.apply(tensor, layout, _to_sequence, _to_heads) for tensor in (q, k, v))
     if mask is not None:
         options["attn_mask"] = _mask_of_heads(mask, q, layout)
     options["enable_gqa"] = k.shape[1] != q.shape[1]
-    out: Tensor = _SequenceToHeads.apply(F.scaled_dot_product_attention(q, k, v, **options), layout)
+    attended = F.scaled_dot_product_attention(q, k, v, **options)
+    out: Tensor = _Reversible.apply(attended, layout, _to_heads, _to_sequence)
     return out
 
 
@@ -72,37 +76,28 @@ def _mask_of_heads(mask: Tensor, q: Tensor, layout: SequenceLayout) -> Tensor:
     return mask.narrow(-3, layout.rank * heads, heads)
 
 
-class _HeadsToSequence(torch.autograd.Function):
-    """[b, h, s, d] of all heads and this rank's positions to [b, h / N, N s, d]; its adjoint is the way back."""
+class _Reversible(torch.autograd.Function):
+    """``there(tensor, layout)``; its adjoint is the way ``back``."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, layout: SequenceLayout) -> Tensor:
-        ctx.layout = layout
-        return _to_sequence(tensor, layout)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _to_heads(gradients[0], ctx.layout), None
-
-
-class _SequenceToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, layout: SequenceLayout) -> Tensor:
-        ctx.layout = layout
-        return _to_heads(tensor, layout)
+    def forward(ctx: Any, tensor: Tensor, layout: SequenceLayout, there: Exchange, back: Exchange) -> Tensor:
+        ctx.layout, ctx.back = layout, back
+        return there(tensor, layout)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _to_sequence(gradients[0], ctx.layout), None
+        return ctx.back(gradients[0], ctx.layout), None, None, None
 
 
 def _to_sequence(tensor: Tensor, layout: SequenceLayout) -> Tensor:
+    """[b, h, s, d] of all heads and this rank's positions to [b, h / N, N s, d]."""
     sent = tensor.unflatten(1, (layout.size, -1)).movedim(1, 0)  # [N (rank it goes to), b, h / N, s, d]
     received = _exchange(sent, layout)  # [N (rank it came from), b, h / N, s, d]
     return received.movedim(0, 2).flatten(2, 3)
 
 
 def _to_heads(tensor: Tensor, layout: SequenceLayout) -> Tensor:
+    """The inverse of ``_to_sequence``."""
     sent = tensor.unflatten(2, (layout.size, -1)).movedim(2, 0)  # [N, b, h / N, s, d]
     return _exchange(sent, layout).movedim(0, 1).flatten(1, 2)
 
