@@ -7,7 +7,12 @@ from __future__ import annotations
 
 
 class LockstepError(Exception):
-    """Base of every exception that Lockstep raises on purpose."""
+    """Base of every exception that Lockstep raises on purpose.
+
+    ``caused_by_rank``: the rank whose failure this one only follows; None where it is the cause.
+    """
+
+    caused_by_rank: int | None = None
 
 
 class ConfigError(LockstepError, ValueError):
@@ -28,6 +33,14 @@ class CheckpointError(LockstepError, RuntimeError):
 
 class NoCheckpointError(CheckpointError):
     """There is no checkpoint where one was looked for."""
+
+
+class DamageError(LockstepError, RuntimeError):
+    """Parameters differ among ranks that must hold the same, or gradients are no finite numbers."""
+
+
+class LinkError(LockstepError, RuntimeError):
+    """A launcher or worker of the run cannot be reached, is gone, or did not prove that it belongs to the run."""
 
 
 class MissingExtraError(LockstepError, ImportError):

@@ -16,181 +16,51 @@ from lockstep.config import readers
 from lockstep.config.enums import PrecisionType
 from lockstep.config.json_file import parse_json
 from lockstep.config.parallel import Parallel
+from lockstep.config.place import Environ, ProcessEnvironment, place_in
 from lockstep.config.training_objects import OptimizerConfig, SchedulerConfig
 from lockstep.config.values import parse_bool as parse_bool
+from lockstep.config.values import parse_endpoint
 from lockstep.config.values import parse_integer as parse_integer
 from lockstep.config.values import parse_precision as parse_precision
 from lockstep.config.values import suggestion as suggestion
 from lockstep.errors import ConfigError
 
-Environ = Mapping[str, str]
+
+def process_environment(environ: Environ | None = None, need_rendezvous: bool = True) -> ProcessEnvironment:
+    """See ``place_in``; by default of this process's environment."""
+    return place_in(os.environ if environ is None else environ, need_rendezvous)
 
 
 @dataclass(frozen=True)
-class ProcessEnvironment:
-    """Where a launcher says that this process stands.
+class ControlLink:
+    """Where a worker finds the hub of its launch; ``round`` counts the restarts."""
 
-    ``distributed`` is True when a launcher described a process group, even a group of one.
-    ``master_addr`` and ``master_port`` are None in a plain ``python train.py``.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    node_rank: int = 0
-    master_addr: str | None = None
-    master_port: int | None = None
-    distributed: bool = False
-    launcher: str = "none"
+    host: str
+    port: int
+    secret_hex: str = field(repr=False)
+    round: int = 0
 
 
-class Launcher(NamedTuple):
-    """The variables in which one kind of launcher tells a process its place."""
-
-    name: str
-    rank: str
-    world_size: str
-    local_rank: str
-    local_world_size: str
-    node_rank: str
-
-
-TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-
-# Slurm: SLURM_STEP_* exist only inside srun; SLURM_NTASKS also in batch scripts, which are one process.
-OTHER_LAUNCHERS = (
-    Launcher(
-        "Open MPI's mpirun",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "OMPI_COMM_WORLD_NODE_RANK_UNUSED",  # Open MPI's NODE_RANK is the rank inside the node, not the node's
-    ),
-    Launcher(
-        "MVAPICH's mpirun",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-        "MV2_COMM_WORLD_NODE_RANK_UNUSED",
-    ),
-    Launcher(
-        "MPICH's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_NODE_UNUSED"
-    ),
-    Launcher(
-        "Slurm's srun",
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",
-        "SLURM_LOCALID",
-        "SLURM_NTASKS_PER_NODE",
-        "SLURM_NODEID",
-    ),
-)
-
-
-def process_environment(environ: Environ | None = None, need_rendezvous: bool = True) -> ProcessEnvironment:
-    """The place of this process, from the variables of torchrun, mpirun or srun; without them a world of one.
-
-    ``need_rendezvous=False`` accepts a missing MASTER_ADDR, for callers with an ``init_method`` of their own.
+def control_link(environ: Environ | None = None) -> ControlLink | None:
+    """What the launcher said, if it is one of ours.
 
     Raises:
-        ConfigError: variables are malformed or contradict each other, or there are several processes
-            and no address at which they can meet.
+        ConfigError: a variable is malformed.
     """
     environ = os.environ if environ is None else environ
-    launcher = _detect(environ)
-    if launcher is None:
-        return ProcessEnvironment()
-    world_size = _integer(environ, launcher.world_size, at_least=1)
-    rank = _integer(environ, launcher.rank, at_least=0)
-    if world_size is None or (rank is None and world_size > 1):
-        have, lack = (launcher.rank, launcher.world_size) if world_size is None else launcher[2:0:-1]
-        raise ConfigError(
-            f"{have}={environ[have]} is set but {lack} is missing, so this process does not know its place. "
-            f"Start the script with `lockstep launch`, or set both, or unset {have}."
-        )
-    rank = rank or 0
-    if rank >= world_size:
-        raise ConfigError(
-            f"{launcher.rank}={rank} with {launcher.world_size}={world_size}: ranks count from 0 to world size "
-            f"- 1. Start the script with `lockstep launch`, or correct the two variables."
-        )
-    if world_size == 1 and not _has_rendezvous(environ):
-        return ProcessEnvironment(launcher=launcher.name)
-    address, port = _rendezvous(environ, launcher, world_size, need_rendezvous)
-    local_rank, local_world_size = _local_place(environ, launcher, rank, world_size, address)
-    node_rank = _integer(environ, launcher.node_rank, at_least=0)
-    return ProcessEnvironment(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        node_rank=rank // local_world_size if node_rank is None else node_rank,
-        master_addr=address,
-        master_port=port,
-        distributed=True,
-        launcher=launcher.name,
-    )
-
-
-def _detect(environ: Environ) -> Launcher | None:
-    if environ.get("RANK") or environ.get("WORLD_SIZE"):
-        return TORCHRUN
-    for launcher in OTHER_LAUNCHERS:
-        if environ.get(launcher.rank) and environ.get(launcher.world_size):
-            return launcher
-    return None
-
-
-def _has_rendezvous(environ: Environ) -> bool:
-    return bool(environ.get("MASTER_ADDR")) and bool(environ.get("MASTER_PORT"))
-
-
-def _rendezvous(
-    environ: Environ, launcher: Launcher, world_size: int, needed: bool
-) -> tuple[str | None, int | None]:
-    if needed and not _has_rendezvous(environ):
-        names = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
-        lacking = " and ".join(names) + (" is" if len(names) == 1 else " are")
-        raise ConfigError(
-            f"{launcher.name} started {world_size} processes ({launcher.world_size}={world_size}), but {lacking} "
-            f"missing, so they cannot meet. Export MASTER_ADDR (the host of rank 0) and MASTER_PORT (a free port "
-            f"there), or for independent runs export WORLD_SIZE=1."
-        )
-    return environ.get("MASTER_ADDR") or None, _integer(environ, "MASTER_PORT", at_least=0, at_most=65535)
-
-
-def _local_place(
-    environ: Environ, launcher: Launcher, rank: int, world_size: int, address: str | None
-) -> tuple[int, int]:
-    """(local rank, local world size); where nothing is said, all are here if they meet on the loopback."""
-    local_rank = _integer(environ, launcher.local_rank, at_least=0)
-    local_size_text = environ.get(launcher.local_world_size, "")
-    # srun's SLURM_NTASKS_PER_NODE may be absent or a list such as "2(x3),1"; only a number is of use
-    if launcher is not TORCHRUN and not local_size_text.isdigit():
-        local_size = None
-    else:
-        local_size = _integer(environ, launcher.local_world_size, at_least=1, at_most=world_size)
-    here = address is None or address in ("localhost", "::1") or address.startswith("127.")
-    if local_size is None:
-        local_size = world_size if here else (local_rank or 0) + 1
-    if local_rank is None:
-        local_rank = rank % local_size
-    if local_rank >= local_size:
-        raise ConfigError(
-            f"{launcher.local_rank}={local_rank} with {launcher.local_world_size}={local_size}: local ranks count "
-            f"from 0 to local world size - 1. Correct the two variables."
-        )
-    return local_rank, local_size
-
-
-def _integer(environ: Environ, name: str, at_least: int, at_most: int | None = None) -> int | None:
-    text = environ.get(name)
-    if not text:
+    address, secret = environ.get("LOCKSTEP_CONTROL"), environ.get("LOCKSTEP_CONTROL_SECRET")
+    if not address or not secret:
         return None
-    return parse_integer(text, name, at_least, at_most)
+    try:
+        host, port = parse_endpoint(address)
+    except ConfigError as error:
+        raise ConfigError(f"LOCKSTEP_CONTROL={error}. It is set by `lockstep launch`: unset it.") from None
+    return ControlLink(
+        host,
+        port,
+        secret,
+        parse_integer(environ.get("LOCKSTEP_RESTART") or 0, "LOCKSTEP_RESTART", at_least=0),
+    )
 
 
 # -- settings of a worker ----------------------------------------------------------------------------
@@ -211,6 +81,8 @@ class WorkerSettings:
     grad_scaler: Mapping[str, float] | None = None
     deepspeed_config_file: str | None = None
     dynamo_backend: str = "no"
+    watch: bool = True
+    grace: float = 30.0
     origins: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -250,6 +122,10 @@ def worker_settings(code: Mapping[str, Any] | None = None, environ: Environ | No
 
 def _parse_steps(value: Any, origin: str) -> int:
     return parse_integer(value, origin, at_least=1)
+
+
+def _parse_grace(value: Any, origin: str) -> float:
+    return readers.number(value, origin)
 
 
 def _parse_path(value: Any, _origin: str) -> str | None:
@@ -295,6 +171,8 @@ SETTINGS: dict[str, SettingSource] = {
     "deepspeed_config_file": SettingSource(
         ("LOCKSTEP_DEEPSPEED_CONFIG_FILE", "ACCELERATE_DEEPSPEED_CONFIG_FILE"), _parse_path
     ),
+    "watch": SettingSource(("LOCKSTEP_WATCH",), parse_bool),
+    "grace": SettingSource(("LOCKSTEP_GRACE",), _parse_grace),
     "dynamo_backend": SettingSource(("LOCKSTEP_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_BACKEND"), _parse_backend),
 }
 
@@ -345,9 +223,14 @@ def user_config_file(environ: Environ | None = None) -> Path:
     """Where `lockstep config` writes: LOCKSTEP_CONFIG_FILE, or config.yaml in the user's configuration folder."""
     environ = os.environ if environ is None else environ
     if environ.get("LOCKSTEP_CONFIG_FILE"):
-        return Path(environ["LOCKSTEP_CONFIG_FILE"]).expanduser()
-    base = environ.get("XDG_CONFIG_HOME")
-    return (Path(base) if base else Path("~/.config").expanduser()) / "lockstep" / "config.yaml"
+        return Path(os.path.expanduser(environ["LOCKSTEP_CONFIG_FILE"]))  # keeps ~nobody, and raises nothing
+    return user_config_folder(environ) / "config.yaml"
+
+
+def user_config_folder(environ: Environ | None = None) -> Path:
+    """Where this user's files for Lockstep are; relative when the user has no home."""
+    base = (os.environ if environ is None else environ).get("XDG_CONFIG_HOME")
+    return Path(base or os.path.expanduser("~/.config")) / "lockstep"
 
 
 def inherited_environment() -> dict[str, str]:

@@ -1,0 +1,178 @@
+"""The place of a process in its run, from the variables that launchers set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lockstep.config.values import parse_integer
+from lockstep.errors import ConfigError
+
+Environ = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class ProcessEnvironment:
+    """Where a launcher says that this process stands.
+
+    ``distributed`` is True when a launcher described a process group, even a group of one.
+    ``master_addr`` and ``master_port`` are None in a plain ``python train.py``.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None
+    master_port: int | None = None
+    distributed: bool = False
+    launcher: str = "none"
+
+
+class Launcher(NamedTuple):
+    """The variables in which one kind of launcher tells a process its place."""
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+    node_rank: str
+
+
+TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+
+# Slurm: SLURM_STEP_* exist only inside srun; SLURM_NTASKS also in batch scripts, which are one process.
+OTHER_LAUNCHERS = (
+    Launcher(
+        "Open MPI's mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "OMPI_COMM_WORLD_NODE_RANK_UNUSED",  # Open MPI's NODE_RANK is the rank inside the node, not the node's
+    ),
+    Launcher(
+        "MVAPICH's mpirun",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+        "MV2_COMM_WORLD_NODE_RANK_UNUSED",
+    ),
+    Launcher(
+        "MPICH's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_NODE_UNUSED"
+    ),
+    Launcher(
+        "Slurm's srun",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        "SLURM_NTASKS_PER_NODE",
+        "SLURM_NODEID",
+    ),
+)
+
+
+def place_in(environ: Environ, need_rendezvous: bool = True) -> ProcessEnvironment:
+    """The place of this process, from the variables of torchrun, mpirun or srun; without them a world of one.
+
+    ``need_rendezvous=False`` accepts a missing MASTER_ADDR, for callers with an ``init_method`` of their own.
+
+    Raises:
+        ConfigError: variables are malformed or contradict each other, or there are several processes
+            and no address at which they can meet.
+    """
+    launcher = _detect(environ)
+    if launcher is None:
+        return ProcessEnvironment()
+    world_size = _integer(environ, launcher.world_size, at_least=1)
+    rank = _integer(environ, launcher.rank, at_least=0)
+    if world_size is None or (rank is None and world_size > 1):
+        have, lack = (launcher.rank, launcher.world_size) if world_size is None else launcher[2:0:-1]
+        raise ConfigError(
+            f"{have}={environ[have]} is set but {lack} is missing, so this process does not know its place. "
+            f"Start the script with `lockstep launch`, or set both, or unset {have}."
+        )
+    rank = rank or 0
+    if rank >= world_size:
+        raise ConfigError(
+            f"{launcher.rank}={rank} with {launcher.world_size}={world_size}: ranks count from 0 to world size "
+            f"- 1. Start the script with `lockstep launch`, or correct the two variables."
+        )
+    if world_size == 1 and not _has_rendezvous(environ):
+        return ProcessEnvironment(launcher=launcher.name)
+    address, port = _rendezvous(environ, launcher, world_size, need_rendezvous)
+    local_rank, local_world_size = _local_place(environ, launcher, rank, world_size, address)
+    node_rank = _integer(environ, launcher.node_rank, at_least=0)
+    return ProcessEnvironment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=rank // local_world_size if node_rank is None else node_rank,
+        master_addr=address,
+        master_port=port,
+        distributed=True,
+        launcher=launcher.name,
+    )
+
+
+def _detect(environ: Environ) -> Launcher | None:
+    if environ.get("RANK") or environ.get("WORLD_SIZE"):
+        return TORCHRUN
+    for launcher in OTHER_LAUNCHERS:
+        if environ.get(launcher.rank) and environ.get(launcher.world_size):
+            return launcher
+    return None
+
+
+def _has_rendezvous(environ: Environ) -> bool:
+    return bool(environ.get("MASTER_ADDR")) and bool(environ.get("MASTER_PORT"))
+
+
+def _rendezvous(
+    environ: Environ, launcher: Launcher, world_size: int, needed: bool
+) -> tuple[str | None, int | None]:
+    if needed and not _has_rendezvous(environ):
+        names = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+        lacking = " and ".join(names) + (" is" if len(names) == 1 else " are")
+        raise ConfigError(
+            f"{launcher.name} started {world_size} processes ({launcher.world_size}={world_size}), but {lacking} "
+            f"missing, so they cannot meet. Export MASTER_ADDR (the host of rank 0) and MASTER_PORT (a free port "
+            f"there), or for independent runs export WORLD_SIZE=1."
+        )
+    return environ.get("MASTER_ADDR") or None, _integer(environ, "MASTER_PORT", at_least=0, at_most=65535)
+
+
+def _local_place(
+    environ: Environ, launcher: Launcher, rank: int, world_size: int, address: str | None
+) -> tuple[int, int]:
+    """(local rank, local world size); where nothing is said, all are here if they meet on the loopback."""
+    local_rank = _integer(environ, launcher.local_rank, at_least=0)
+    local_size_text = environ.get(launcher.local_world_size, "")
+    # srun's SLURM_NTASKS_PER_NODE may be absent or a list such as "2(x3),1"; only a number is of use
+    if launcher is not TORCHRUN and not local_size_text.isdigit():
+        local_size = None
+    else:
+        local_size = _integer(environ, launcher.local_world_size, at_least=1, at_most=world_size)
+    here = address is None or address in ("localhost", "::1") or address.startswith("127.")
+    if local_size is None:
+        local_size = world_size if here else min((local_rank or 0) + 1, world_size)
+    if local_rank is None:
+        local_rank = rank % local_size
+    if local_rank >= local_size:
+        raise ConfigError(
+            f"{launcher.local_rank}={local_rank} with {launcher.local_world_size}={local_size}: local ranks count "
+            f"from 0 to local world size - 1. Correct the two variables."
+        )
+    return local_rank, local_size
+
+
+def _integer(environ: Environ, name: str, at_least: int, at_most: int | None = None) -> int | None:
+    text = environ.get(name)
+    if not text:
+        return None
+    return parse_integer(text, name, at_least, at_most)
