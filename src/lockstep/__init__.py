@@ -15,6 +15,8 @@ _HOME = {
     "AutocastKwargs": "lockstep.config.handlers",
     "BoundedStaleness": "lockstep.parallel.asynchronous.stale",
     "CheckpointError": "lockstep.errors",
+    "DamageChecks": "lockstep.config.handlers",
+    "DamageError": "lockstep.errors",
     "DataLoaderConfiguration": "lockstep.config.handlers",
     "DDPCommunicationHookType": "lockstep.config.enums",
     "debug_launcher": "lockstep.launch.functions",

@@ -4,6 +4,7 @@ from lockstep.accelerator import Accelerator as Accelerator
 from lockstep.config.enums import DDPCommunicationHookType as DDPCommunicationHookType
 from lockstep.config.enums import DistributedType as DistributedType
 from lockstep.config.handlers import AutocastKwargs as AutocastKwargs
+from lockstep.config.handlers import DamageChecks as DamageChecks
 from lockstep.config.handlers import DataLoaderConfiguration as DataLoaderConfiguration
 from lockstep.config.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from lockstep.config.handlers import GradientAccumulationPlugin as GradientAccumulationPlugin
@@ -13,6 +14,7 @@ from lockstep.config.handlers import ProfileKwargs as ProfileKwargs
 from lockstep.config.handlers import ProjectConfiguration as ProjectConfiguration
 from lockstep.data.skip import skip_first_batches as skip_first_batches
 from lockstep.errors import CheckpointError as CheckpointError
+from lockstep.errors import DamageError as DamageError
 from lockstep.errors import NoCheckpointError as NoCheckpointError
 from lockstep.launch.functions import debug_launcher as debug_launcher
 from lockstep.launch.functions import notebook_launcher as notebook_launcher

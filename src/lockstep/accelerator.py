@@ -8,33 +8,26 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from torch.utils.hooks import RemovableHandle
 
-from lockstep.checkpoint.training import LoadHook, SaveHook, Training, checked_stateful, refuse_options
-from lockstep.checkpoint.weights.model import refuse_pickle, save
-from lockstep.comm.collectives import Communicator, Reduction
-from lockstep.comm.dtensor import whole
-from lockstep.comm.ledger import CommunicationLedger
-from lockstep.comm.metrics import gather_for_metrics, sample_weights
-from lockstep.comm.together import together
+from lockstep.comm.collectives import Communicator
+from lockstep.comm.methods import CollectiveMethods
 from lockstep.config.enums import DistributedType, PrecisionType
 from lockstep.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     KwargsHandler,
-    ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from lockstep.config.options import OptionsView, fit_to_world, parallel_fields, resolve_options
+from lockstep.config.options import fit_to_world, parallel_fields, resolve_options
+from lockstep.config.options_view import OptionsView
 from lockstep.config.parallel import Parallel
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.skip import skip_first_batches
@@ -42,6 +35,7 @@ from lockstep.parallel.autocast import autocast
 from lockstep.parallel.join import join_replicas
 from lockstep.parallel.materialize import InitWeights
 from lockstep.parallel.prepared import hold_back, loss_of, unwrap
+from lockstep.preparation.files import FileMethods
 from lockstep.preparation.prepare import Preparation
 from lockstep.preparation.window import OpenWindow
 from lockstep.runtime import process
@@ -54,15 +48,16 @@ from lockstep.train.accumulation import Accumulation, trigger_sync
 from lockstep.train.loss_scale import LossScaler
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.scheduler import PreparedScheduler
-from lockstep.watch.profile import build_profiler
+from lockstep.watch.hang.process import watch_process
+from lockstep.watch.methods import TrackingMethods
 from lockstep.watch.state_bytes import StateBytes, count_state
 from lockstep.watch.trackers.run import TrackerSet
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.checkpointer import Checkpointer
+    pass
 
 
-class Accelerator(ProcessControl, OptionsView):
+class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, TrackingMethods):
     """Makes a plain training loop run on one process or on many.
 
     Args:
@@ -140,6 +135,8 @@ class Accelerator(ProcessControl, OptionsView):
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.runtime = process.start(options.cpu, options.init)
         self._options = options = fit_to_world(options, self.runtime.world_size)
+        self._watch = watch_process(self.runtime, options.watch, options.grace_s)
+        self._watch.save_with(self._save_before_stop)
         self.meshes = Meshes(self.runtime, options.parallel)
         for text in options.config_warnings if self.runtime.is_main else ():
             warnings.warn(text, stacklevel=2)
@@ -149,6 +146,7 @@ class Accelerator(ProcessControl, OptionsView):
             sync_with_dataloader=options.accumulation.sync_with_dataloader,
             sync_each_batch=options.accumulation.sync_each_batch,
             adjust_scheduler=options.accumulation.adjust_scheduler,
+            clock=self._watch.clock,
         )
         self._accumulation = Accumulation(
             self._step,
@@ -174,6 +172,7 @@ class Accelerator(ProcessControl, OptionsView):
             rng_types,
             device_placement,
             step_scheduler_with_optimizer,
+            lambda: self._accumulation.ranks_step_together,
         )
         self._window = OpenWindow(
             self._accumulation,
@@ -183,7 +182,6 @@ class Accelerator(ProcessControl, OptionsView):
         )
         self._registered: list[Any] = []
         self._trackers = TrackerSet(log_with, options.project.logging_dir, self.is_main_process)
-        self._trigger = False
         Accelerator._made.append(weakref.ref(self, Accelerator._made.remove))
 
     @classmethod
@@ -319,6 +317,7 @@ class Accelerator(ProcessControl, OptionsView):
             UsageError: no prepared model was called, or weights do not fit.
         """
         self._preparation.check_backward()
+        self._step.clock.backward_begins()
         loss = self._accumulation.scale(loss, weight, self._preparation.gradients())
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
@@ -350,13 +349,6 @@ class Accelerator(ProcessControl, OptionsView):
         loss = loss_of(model, loss_function, inputs, targets, self.autocast)
         self.backward(loss, weight=weight)
         return loss.detach()
-
-    def sample_weights(self) -> torch.Tensor | None:
-        """For each row of this rank's batch, 1 if it is a sample and 0 if it is padding.
-
-        Float32 of shape (rows,) on this device. None where the loader cannot count.
-        """
-        return sample_weights(self._step, self.meshes.data_rank, self.runtime.device)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """One micro-batch of ``gradient_accumulation_steps``; gradients are averaged after the last."""
@@ -446,194 +438,6 @@ class Accelerator(ProcessControl, OptionsView):
             self._preparation.models, buffers or [], buffer_seq_dims or [], no_restore_buffers or set()
         )
 
-    # Between ranks ----------------------------------------------------------------------------------
-
-    def gather(self, tensor: Any) -> Any:
-        """Nested tensors of all ranks, concatenated in rank order on dim 0 (0-d ones become 1-d)."""
-        return self._communicator.gather(tensor)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """``gather`` without the rows that pad the last batch: each sample exactly once."""
-        return gather_for_metrics(
-            self._data_communicator, self._step, input_data, self.meshes.data_rank, use_gather_object
-        )
-
-    @cached_property
-    def _data_communicator(self) -> Communicator:
-        """Over the ranks with batches of their own."""
-        if not self.meshes.axes.splits_model:
-            return self._communicator
-        return Communicator(self.meshes.data_runtime, self.meshes.data_group)
-
-    def reduce(self, tensor: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
-        """Sum, mean or maximum over ranks of nested tensors, times ``scale``."""
-        return self._communicator.reduce(tensor, reduction, scale)
-
-    def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
-    ) -> Any:
-        """Nested tensors padded along ``dim`` to the longest of any rank."""
-        return self._communicator.pad_across_processes(tensor, dim, pad_index, pad_first)
-
-    def set_trigger(self) -> None:
-        """Raise a flag on this rank that ``check_trigger`` shows to all."""
-        self._trigger = True
-
-    def check_trigger(self) -> bool:
-        """Whether any rank raised the flag since the last check; collective, and clears the flag."""
-        flag = torch.tensor(int(self._trigger), device=self.runtime.control_device)
-        raised = bool(self._communicator.reduce(flag, "sum").item())
-        self._trigger = False
-        return raised
-
-    # Files ------------------------------------------------------------------------------------------
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole model's ``state_dict``, under the names of the unwrapped model.
-
-        Of a sharded model it is gathered into host memory, one tensor after the other: call it on every rank. That of
-        a pipeline is on rank 0, and empty on the others.
-        """
-        whole_model = self._preparation.whole_of(model)
-        if whole_model is not None:
-            from lockstep.checkpoint.weights.stages import collect_stages
-
-            return collect_stages(self.unwrap_model(model).state_dict(), self._communicator, whole_model)
-        state = (self.unwrap_model(model, keep_torch_compile=False) if unwrap else model).state_dict()
-        gathered: dict[str, Any] = whole(state)
-        return gathered
-
-    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """``torch.save`` (or safetensors) on the main process; with ``save_on_each_node`` on one of each machine."""
-        save(obj, f, self._options.project.save_on_each_node, safe_serialization)
-
-    def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Write the unwrapped model's weights as safetensors, in shards with an index if they are larger.
-
-        Called on every rank; rank 0 writes. All return when the files are there.
-        """
-        with together(self._communicator):
-            refuse_pickle("save_model", safe_serialization)
-            plain = self.unwrap_model(model, keep_torch_compile=False)
-        # With pydantic, which a run may never need.
-        from lockstep.checkpoint.weights.export import save_model, save_stages
-
-        whole_model = self._preparation.whole_of(model)
-        if whole_model is not None:
-            save_stages(plain, whole_model, save_directory, max_shard_size, self._communicator)
-        else:
-            save_model(plain, save_directory, max_shard_size, self._communicator)
-
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Include objects with ``state_dict`` and ``load_state_dict`` in saved states."""
-        self._registered.extend(checked_stateful(objects))
-
-    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """``hook(models, weights, output_dir)`` runs before each ``save_state``."""
-        hooks = self._checkpointer.hooks
-        return hooks.add(hooks.save, hook)
-
-    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """``hook(models, input_dir)`` runs before each ``load_state``."""
-        hooks = self._checkpointer.hooks
-        return hooks.add(hooks.load, hook)
-
-    def save_state(
-        self,
-        output_dir: str | os.PathLike[str] | None = None,
-        safe_serialization: bool = True,
-        *,
-        blocking: bool = True,
-        **save_model_func_kwargs: Any,
-    ) -> str:
-        """Write models, optimizers, schedulers, loss scale, loaders, generators and registered objects.
-
-        Called on every rank. The directory, or URL, appears only when it is complete; without one it is the
-        project's next ``checkpoints/checkpoint_<i>``. Not ``blocking``: returns when the state has been copied in
-        host memory, and writes it while training goes on. Returns the directory.
-
-        Raises:
-            CheckpointError: it, or the save in the background before it, failed; earlier ones are untouched.
-            UsageError: there is no directory, or something else than a checkpoint is there.
-        """
-        with together(self._communicator):
-            refuse_pickle("save_state", safe_serialization)
-            refuse_options("save_state", save_model_func_kwargs)
-        return self._checkpointer.save(output_dir, self._training(), self._said(), blocking)
-
-    def load_state(
-        self,
-        input_dir: str | os.PathLike[str] | None = None,
-        load_kwargs: dict[str, Any] | None = None,
-        **load_model_func_kwargs: Any,
-    ) -> str:
-        """Restore what ``save_state`` wrote: without a directory, the project's newest that is whole.
-
-        Called on every rank. Returns the directory.
-
-        Raises:
-            NoCheckpointError: there is none.
-            CheckpointError: none is whole, or it does not fit this run; nothing was changed.
-        """
-        with together(self._communicator):
-            refuse_options(
-                "load_state", {**(load_kwargs or {}), **load_model_func_kwargs}, known={"map_location"}
-            )
-        return self._checkpointer.load(input_dir, self._training())
-
-    @cached_property
-    def _checkpointer(self) -> Checkpointer:
-        from lockstep.checkpoint.checkpointer import Checkpointer  # with pydantic, which a run may never need
-
-        return Checkpointer(self.runtime, self._communicator, self._options.project)
-
-    def _said(self) -> dict[str, Any]:
-        """How the run is set up, as checkpoints tell it."""
-        return {
-            "parallel": str(self._options.parallel),
-            "mixed_precision": str(self.mixed_precision),
-            "gradient_accumulation_steps": self.gradient_accumulation_steps,
-            "split_batches": self.split_batches,
-        }
-
-    def wait_for_checkpoint(self) -> None:
-        """Wait for ``save_state(blocking=False)``. Raises CheckpointError, on every rank, if it failed."""
-        self._checkpointer.wait()
-
-    def _training(self) -> Training:
-        return self._preparation.training({"object": self._registered, "window": [self._window]})
-
-    # Look on ----------------------------------------------------------------------------------------
-
-    @property
-    def trackers(self) -> list[Any]:
-        return self._trackers.trackers
-
-    def init_trackers(
-        self,
-        project_name: str,
-        config: dict[str, Any] | None = None,
-        init_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        """Start the trackers named by ``log_with`` and store the run's configuration."""
-        self._trackers.start(project_name, config, init_kwargs)
-
-    def log(
-        self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
-    ) -> None:
-        """Send values to all trackers; on other ranks than 0 nothing happens."""
-        self._trackers.log(values, step, log_kwargs)
-
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of this name, or with ``unwrap`` its library's own run object."""
-        return self._trackers.get(name, unwrap)
-
     def end_training(self) -> None:
         """Finish the trackers and a save in the background, and wait for all ranks."""
         self._trackers.finish()
@@ -641,14 +445,17 @@ class Accelerator(ProcessControl, OptionsView):
             self._checkpointer.close()
         self.wait_for_everyone()
 
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """``torch.profiler`` around the block."""
-        return build_profiler(profile_handler or self._options.profile, self.runtime)
+    def _save_before_stop(self) -> str | None:
+        """Save where the next ``load_state`` will look; None where there is no such place."""
+        if self._preemption_hook is not None:
+            place: str | None = self._preemption_hook()
+        elif self._options.project.automatic_checkpoint_naming:
+            place = self.save_state()
+        else:
+            place = None
+        self.end_training()
+        return place
 
     def state_bytes(self) -> StateBytes:
         """Bytes of the prepared models' weights and gradients and of their optimizers' state, on this rank."""
         return count_state(self._preparation.models, self._preparation.optimizers)
-
-    def communication(self) -> AbstractContextManager[CommunicationLedger]:
-        """Count the collectives and bytes of the block; see ``CommunicationLedger``."""
-        return CommunicationLedger()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.background import Background
-from lockstep.checkpoint.format.documents import STATE, TENSORS, Saved, canonical, rank_file
+from lockstep.checkpoint.format.documents import STATE, TENSORS, Saved, rank_file
+from lockstep.checkpoint.format.json_text import canonical
 from lockstep.checkpoint.format.tensorfile import TensorFile
 from lockstep.checkpoint.format.versions import versions
 from lockstep.checkpoint.places import Places, Target
@@ -37,9 +38,20 @@ logger = logging.getLogger("lockstep.checkpoint")
 
 
 class Checkpointer:
-    """The checkpoints of one run. Its methods are collective: every rank calls them, and all raise alike."""
+    """The checkpoints of one run. Its methods are collective: every rank calls them, and all raise alike.
 
-    def __init__(self, runtime: Runtime, communicator: Communicator, project: ProjectConfiguration) -> None:
+    ``committed`` is called on rank 0 with the directory of each checkpoint that has become complete, by the thread
+    that wrote it.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        communicator: Communicator,
+        project: ProjectConfiguration,
+        committed: Callable[[str], None],
+    ) -> None:
+        self._committed = committed
         self.hooks = Hooks()
         self._runtime = runtime
         self._communicator = communicator
@@ -99,6 +111,8 @@ class Checkpointer:
                 transaction.run(snapshot, target.replaces, target.pruning())
             finally:
                 self._places.unlock(target.directory)
+            if self._runtime.is_main:
+                self._committed(target.directory)
 
         if not blocking:
             self._background.start(write, target.directory)

@@ -221,10 +221,12 @@ class Communicator:
             if error is not None:
                 raise error
             rank = failed.index(1)
-            raise _kind_of(messages[rank])(
-                f"Rank {rank} failed in {call.operation} with {messages[rank]} "
-                "This rank stops with it. Mend the cause on that rank."
+            where = "" if call.operation == "agree" else f" in {call.operation}"
+            consequence = _kind_of(messages[rank])(
+                f"Rank {rank} failed{where} with {messages[rank]} This rank stops with it. Mend the cause on that rank."
             )
+            consequence.caused_by_rank = rank
+            raise consequence
         return calls
 
     def _exchange(self, value: Any) -> list[Any]:

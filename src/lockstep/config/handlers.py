@@ -93,6 +93,47 @@ class ProfileKwargs(KwargsHandler):
 
 
 @dataclass
+class DamageChecks(KwargsHandler):
+    """Checks for silent damage; all are off by default.
+
+    - ``divergence_every``: after every so many optimizer steps compare the parameters of all ranks that must hold
+      the same, bit for bit; 0: never.
+    - ``heal``: overwrite what differs with what most ranks hold, and train on; else stop.
+    - ``bad_gradients``: before each step look for NaN and infinity in the gradients. ``skip``: all ranks leave the
+      step out; ``stop``: all raise; ``ignore``: do not look.
+    - ``max_skips``: stop after so many skipped steps in a row.
+    """
+
+    divergence_every: int = 0
+    bad_gradients: Literal["ignore", "skip", "stop"] = "ignore"
+    max_skips: int = 10
+    heal: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("divergence_every", "max_skips"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ConfigError(
+                    f"{name} is {value!r}, but must be an integer of at least 0. Pass a number of steps."
+                )
+        known = ["ignore", "skip", "stop"]
+        if self.bad_gradients not in known:
+            near = suggestion(str(self.bad_gradients), known) or " Pass one of them."
+            raise ConfigError(
+                f"bad_gradients is {self.bad_gradients!r}, which is not one of ignore, skip, stop.{near}"
+            )
+        if self.heal and not self.divergence_every:
+            raise ConfigError(
+                "heal=True overwrites parameters that a check finds to differ, but divergence_every is 0. Set it to "
+                "the number of steps between checks, for example 100."
+            )
+
+    @property
+    def are_on(self) -> bool:
+        return self.divergence_every > 0 or self.bad_gradients != "ignore"
+
+
+@dataclass
 class GradientAccumulationPlugin(KwargsHandler):
     """How ``accumulate`` counts.
 

@@ -12,6 +12,7 @@ from lockstep.config.batch import BatchSizes
 from lockstep.config.elsewhere import asked_elsewhere
 from lockstep.config.handlers import (
     AutocastKwargs,
+    DamageChecks,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
@@ -35,6 +36,7 @@ HANDLERS = (
     InitProcessGroupKwargs,
     AutocastKwargs,
     ProfileKwargs,
+    DamageChecks,
 )
 
 # Of Accelerate's Accelerator, for strategies that this version does not have.
@@ -54,6 +56,7 @@ class Options:
     - ``optimizer``, ``scheduler``: what a configuration describes, for objects that stand for them.
     - ``batch``: the batch sizes that were said; ``micro_batch_size``: rows that each process's batches must
       have, known after ``fit_to_world``; None: any.
+    - ``watch``: look for hangs and stop signals; ``grace_s``: from such a signal to the end of the process.
     - ``config_warnings``: what a configuration asks for in vain, to be said once by one process.
     """
 
@@ -69,6 +72,7 @@ class Options:
     init: InitProcessGroupKwargs
     autocast: AutocastKwargs
     profile: ProfileKwargs
+    damage: DamageChecks
     gradient_clipping: float | None = None
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
@@ -76,84 +80,8 @@ class Options:
     batch: BatchSizes = field(default_factory=BatchSizes)
     config_warnings: tuple[str, ...] = ()
     deepspeed_plugin: Any = None
-
-
-class OptionsView:
-    """What one ``Accelerator`` was asked for, under the names that scripts read."""
-
-    _options: Options
-
-    # Scripts ask for these; there are none.
-    parallelism_config: None = None
-    is_composable_parallelism_enabled: bool = False
-
-    @property
-    def parallel(self) -> Parallel:
-        """How models are spread."""
-        return self._options.parallel
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """Whether models are sharded, by torch's ``fully_shard``."""
-        return self._options.parallel.shards
-
-    @property
-    def mixed_precision(self) -> str:
-        return self._options.mixed_precision
-
-    @property
-    def deepspeed_plugin(self) -> Any:
-        """The plugin that was passed."""
-        return self._options.deepspeed_plugin
-
-    @property
-    def project_configuration(self) -> ProjectConfiguration:
-        return self._options.project
-
-    @property
-    def dataloader_config(self) -> DataLoaderConfiguration:
-        return self._options.loaders
-
-    @property
-    def project_dir(self) -> Any:
-        return self._options.project.project_dir
-
-    @property
-    def logging_dir(self) -> Any:
-        return self._options.project.logging_dir
-
-    @property
-    def save_iteration(self) -> int:
-        return self._options.project.iteration
-
-    @property
-    def split_batches(self) -> bool:
-        return self._options.loaders.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        return self._options.loaders.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        return self._options.loaders.even_batches
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        """For loaders that are prepared from now on."""
-        self._options.loaders.even_batches = value
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        return self._options.loaders.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        return self._options.loaders.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        return self._options.loaders.use_stateful_dataloader
+    watch: bool = True
+    grace_s: float = 30.0
 
 
 def resolve_options(
@@ -242,12 +170,15 @@ def resolve_options(
         init=handlers[InitProcessGroupKwargs],
         autocast=handlers[AutocastKwargs],
         profile=handlers[ProfileKwargs],
+        damage=handlers[DamageChecks],
         gradient_clipping=value.get("gradient_clipping") or None,
         optimizer=value.get("optimizer"),
         scheduler=value.get("scheduler"),
         batch=BatchSizes.of(says),
         config_warnings=elsewhere.warnings,
         deepspeed_plugin=elsewhere.plugin,
+        watch=settings.watch,
+        grace_s=settings.grace,
     )
 
 

@@ -242,6 +242,7 @@ class PreparedLoader(DataLoader[Any]):
     # -- iteration ----------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._parts.step.clock.batch_wanted()
         progress = LoaderProgress(loader=self)
         self._progress = progress
         self._parts.step.begin(progress)
@@ -262,6 +263,8 @@ class PreparedLoader(DataLoader[Any]):
                 iteration.behind = behind
                 iteration.inner = inner
                 yield batch if device is None else place(batch, device, non_blocking)
+                if not last:  # behind the last one, the script has more to do before the step is complete
+                    self._parts.step.clock.batch_wanted()
             iteration.behind = None
         finally:
             iteration.running = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,14 @@ from lockstep.errors import UsageError
 from lockstep.parallel.compose import ModelOptions, spread
 from lockstep.parallel.materialize import InitWeights
 from lockstep.parallel.prepared import average_gradients, gradients, is_pipeline, unwrap
+from lockstep.preparation.checked_optimizer import CheckedOptimizer
+from lockstep.preparation.checks import (
+    Seen,
+    check_called,
+    check_micro_batch,
+    check_trained,
+    refuse_replicas,
+)
 from lockstep.preparation.described import SCHEDULERS, build_described
 from lockstep.preparation.first_forward import FirstForward
 from lockstep.preparation.shards import Shards
@@ -30,6 +39,7 @@ from lockstep.train.clipping import OtherStages, clip_norm
 from lockstep.train.loss_scale import LossScaler
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.scheduler import PreparedScheduler
+from lockstep.watch.damage.checks import DamageWatch
 from lockstep.watch.log import get_logger
 
 logger = get_logger(__name__)
@@ -49,6 +59,7 @@ class Preparation:
         rng_types: list[str] | None,
         device_placement: bool,
         step_scheduler_with_optimizer: bool,
+        ranks_step_together: Callable[[], bool] = lambda: True,
     ) -> None:
         self._options = options
         self._runtime = runtime
@@ -59,7 +70,7 @@ class Preparation:
         self._rng_types = rng_types
         self._device_placement = device_placement
         self._step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self._originals: list[object] = []
+        self._seen = Seen()
         self._shards = Shards(
             active=runtime.world_size > 1 and options.parallel.replaces_parameters,
             loss_is_scaled=scaler is not None,
@@ -70,6 +81,11 @@ class Preparation:
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[PreparedLoader] = []
+        self._damage = (
+            DamageWatch(options.damage, communicator, self.models, ranks_step_together)
+            if options.damage.are_on
+            else None
+        )
 
     def prepare(self, objects: tuple[Any, ...], device_placement: list[bool | None] | None) -> list[Any]:
         """The prepared forms, in the order given; objects of other types pass through.
@@ -105,8 +121,8 @@ class Preparation:
         evaluation_mode: bool = False,
         init_weights: InitWeights | None = None,
     ) -> nn.Module:
-        self._refuse_known(model)
-        self._refuse_replicas(model)
+        self._seen.refuse(model)
+        refuse_replicas(model)
         self._shards.refuse_shared_parameters(model)
         options = self._options
         whole = _whole(model) if self._meshes.axes.pp > 1 else None
@@ -133,8 +149,7 @@ class Preparation:
             pipeline.on_settled(lambda: self._take_over(prepared, until_settled.pop()))
         if not self._forward_seen:
             FirstForward(prepared, self.forward_was_seen)
-        self._originals.append(model)  # not before: what was refused may be mended and prepared again
-        self._remember_result(prepared, model)
+        self._seen.add(model, prepared)  # not before: what was refused may be mended and prepared again
         if whole is not None:
             self._wholes[len(self.models)] = whole
         self.models.append(prepared)
@@ -163,9 +178,11 @@ class Preparation:
         )
 
     def prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        self._remember(optimizer)
+        self._seen.refuse(optimizer)
+        self._seen.add(optimizer)
         self._shards.add_optimizer(optimizer)
-        prepared = PreparedOptimizer(
+        kind = PreparedOptimizer if self._damage is None else partial(CheckedOptimizer, checks=self._damage)
+        prepared = kind(
             optimizer,
             self._step,
             self._scaler,
@@ -176,13 +193,15 @@ class Preparation:
             else None,
             other_stages=self.other_stages,
         )
-        self._remember_result(prepared, optimizer)
+        self._seen.add(prepared)
         self.optimizers.append(prepared)
         return prepared
 
     def prepare_loader(self, loader: DataLoader[Any], device_placement: bool | None = None) -> PreparedLoader:
-        self._remember(loader)
-        self._check_micro_batch(loader)
+        self._seen.refuse(loader)
+        self._seen.add(loader)
+        ranks = self._meshes.data_size if self._options.loaders.split_batches else 1
+        check_micro_batch(loader, self._options.micro_batch_size, ranks)
         place = self._device_placement if device_placement is None else device_placement
         prepared = prepare_loader(
             loader,
@@ -194,12 +213,13 @@ class Preparation:
             rng_types=self._rng_types,
             axes=self._meshes.axes,
         )
-        self._remember_result(prepared, loader)
+        self._seen.add(prepared)
         self.loaders.append(prepared)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        self._remember(scheduler)
+        self._seen.refuse(scheduler)
+        self._seen.add(scheduler)
         own = [o for o in self.optimizers if scheduler.optimizer is o or scheduler.optimizer is o.optimizer]
         one_step_a_call = (
             self._options.loaders.split_batches
@@ -218,7 +238,7 @@ class Preparation:
                 "%s Pass step_scheduler_with_optimizer=False to count its steps yourself.",
                 prepared.describe(),
             )
-        self._remember_result(prepared, scheduler)
+        self._seen.add(prepared)
         self.schedulers.append(prepared)
         return prepared
 
@@ -255,7 +275,8 @@ class Preparation:
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """``loss.backward``, and average what torch's engines leave to us."""
         try:
-            loss.backward(**kwargs)
+            with nullcontext() if self._damage is None else self._damage.backward(loss):
+                loss.backward(**kwargs)
         except BaseException:
             self._shards.recover()
             raise
@@ -272,28 +293,18 @@ class Preparation:
         return self._shards.of(parameters)
 
     def check_backward(self) -> None:
-        """Raise UsageError unless some prepared model's forward has run.
-
-        A loss of an unprepared model would train without averaging over ranks, and without a sign of it.
-        """
-        if self._forward_seen:
-            return
-        if not self.models:
-            raise UsageError(
-                "backward was called, but no model was prepared. Pass the model to accelerator.prepare()."
-            )
-        raise UsageError(
-            "backward was called, but no prepared model has been called yet: the loss comes from another object, whose "
-            "gradients would not be averaged. Call the model that accelerator.prepare() returned."
-        )
+        """See ``checks.check_called``."""
+        check_called(self.models, self._forward_seen)
 
     def clear(self) -> None:
-        self._originals.clear()
+        self._seen.clear()
         self._shards.clear()
         self._wholes.clear()
         self._forward_seen = False
         if self._scaler is not None:
             self._scaler.clear()
+        if self._damage is not None:
+            self._damage.clear()
         self.models.clear()
         self.optimizers.clear()
         self.schedulers.clear()
@@ -305,17 +316,6 @@ class Preparation:
         self._shards.add_model(prepared, before, now, self.optimizers)
         return now
 
-    def _check_micro_batch(self, loader: DataLoader[Any]) -> None:
-        wanted = self._options.micro_batch_size
-        if wanted is None or loader.batch_size is None:
-            return
-        ranks = self._meshes.data_size if self._options.loaders.split_batches else 1
-        if loader.batch_size != wanted * ranks:
-            raise UsageError(
-                f"The loader has batch_size={loader.batch_size}, but the DeepSpeed configuration says {wanted} rows "
-                f"for each process. Pass batch_size={wanted * ranks} to the loader, or 'auto' in the configuration."
-            )
-
     def forward_was_seen(self) -> None:
         self._forward_seen = True
 
@@ -323,40 +323,7 @@ class Preparation:
         if self._runtime.world_size == 1:
             return
         self._shards.reshard()
-        known = {id(parameter) for parameter in self.parameters()}
-        groups = optimizer.param_groups
-        strangers = [p for group in groups for p in group["params"] if p.requires_grad and id(p) not in known]
-        if strangers:
-            shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
-            raise UsageError(
-                f"{type(optimizer).__name__} holds {len(strangers)} parameters (shapes {shapes}"
-                f"{', ...' if len(strangers) > 3 else ''}) of no prepared model: their gradients are not averaged, so "
-                "the ranks would drift apart. Pass their model to accelerator.prepare(), and make the optimizer from "
-                "that model's parameters."
-            )
-
-    def _remember(self, item: object) -> None:
-        self._refuse_known(item)
-        self._originals.append(item)
-
-    def _refuse_known(self, item: object) -> None:
-        if any(item is known for known in self._originals):
-            raise UsageError(
-                f"A {type(item).__name__} was passed to prepare twice. Prepare each object once and use what prepare "
-                "returned."
-            )
-
-    def _remember_result(self, prepared: object, original: object) -> None:
-        if prepared is not original:
-            self._originals.append(prepared)
-
-    @staticmethod
-    def _refuse_replicas(model: nn.Module) -> None:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            raise UsageError(
-                f"prepare got a {type(model).__name__}, but it spreads models itself. Pass the model inside it, and "
-                "DDP's options as DistributedDataParallelKwargs."
-            )
+        check_trained(optimizer, self.parameters())
 
 
 def _whole(model: nn.Module) -> Whole:

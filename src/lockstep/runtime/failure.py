@@ -35,7 +35,9 @@ CONSEQUENCE_SIGNS = (
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether an error of torch.distributed only says that another rank went away."""
+    """Whether an error only says that another rank failed or went away."""
+    if getattr(error, "caused_by_rank", None) is not None:
+        return True
     if not any(kind.__module__.startswith("torch") for kind in type(error).__mro__) and type(error) not in (
         RuntimeError,
         ConnectionResetError,

@@ -6,7 +6,7 @@ import atexit
 import gc
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.config.handlers import InitProcessGroupKwargs
-from lockstep.config.sources import ProcessEnvironment, process_environment
+from lockstep.config.place import ProcessEnvironment
+from lockstep.config.sources import process_environment
 from lockstep.errors import UsageError
 from lockstep.runtime.device import choose_backend, choose_device
 from lockstep.runtime.failure import install_excepthook
@@ -62,6 +63,12 @@ class _Process:
 
     runtime: Runtime | None = None
     made_process_group: bool = False
+    at_end: list[Callable[[], None]] = []
+
+
+def at_end(function: Callable[[], None]) -> None:
+    """Call ``function`` once when this process leaves the run, while the process group is still there."""
+    _Process.at_end.append(function)
 
 
 def current() -> Runtime | None:
@@ -111,6 +118,9 @@ def start(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Runt
 
 def end() -> None:
     """Leave the run: destroy the process group if ``start`` made it, and forget the ``Runtime``."""
+    functions, _Process.at_end = _Process.at_end, []
+    for function in functions:
+        function()
     if _Process.made_process_group and dist.is_initialized():
         leave_process_group()
     _Process.runtime = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.runtime.step_clock import StepClock
+
 
 @dataclass(frozen=True)
 class BatchCounts:
@@ -54,6 +56,7 @@ class StepState:
     adjust_scheduler: bool = True
     sync_gradients: bool = True
     micro_batch: int = 0
+    clock: StepClock = field(default_factory=StepClock)
     running: list[LoaderProgress] = field(default_factory=list)
 
     def begin(self, progress: LoaderProgress) -> None:

@@ -60,6 +60,11 @@ class Accumulation:
     def _note_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepped_after[optimizer] = self._backwards
 
+    @property
+    def ranks_step_together(self) -> bool:
+        """Whether every rank makes the next step, on the same gradients."""
+        return not self._is_alone and not self._inputs_are_uneven
+
     @contextmanager
     def accumulate(self, models: Iterable[nn.Module]) -> Iterator[None]:
         """One micro-batch: sets ``sync_gradients``, and holds back averaging inside a window.

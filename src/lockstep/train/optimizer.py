@@ -119,6 +119,7 @@ class PreparedOptimizer(Optimizer):
         """
         if not self._step_state.sync_gradients:
             return None
+        self._step_state.clock.stepped()
         if self._before_first_step is not None:
             self._before_first_step(self.optimizer)
             self._before_first_step = None

@@ -1,0 +1,205 @@
+"""One rank's call of a collective, as 512 bytes that the other ranks compare with theirs."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.agreement import Call, LeafSpec, describe
+from lockstep.comm.call_signatures import Signature
+
+RECORD_BYTES = 512
+DIGEST_BYTES = 8
+MOST_SPLITS = 32
+# What gloo runs, and torch's flight recorder shows, for these.
+RUN_AS = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "all_reduce",
+    "all_to_all_single": "all_to_all",
+    "all_gather_object": "all_gather",
+    "gather_object": "all_gather",
+    "broadcast_object_list": "broadcast",
+    "scatter_object_list": "broadcast",
+}
+
+
+@dataclass(frozen=True)
+class CheckedCall:
+    """One rank's call of a collective.
+
+    Attributes:
+        agreed: What must be the same on all ranks.
+        text: The call as people read it, with its line.
+        splits: Elements taken from each rank of the group, then elements sent to each; none but for an all-to-all.
+        group: Name of the process group.
+        recorded_as, sizes, dtype: As torch's flight recorder will show it.
+        line: Of the call.
+        is_async: It returns a handle.
+        is_issued: It was compared only after it was issued.
+    """
+
+    agreed: Call
+    text: str
+    splits: tuple[int, ...]
+    group: str
+    recorded_as: str
+    sizes: str
+    dtype: str
+    line: str
+    is_async: bool
+    is_issued: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the function in torch.distributed."""
+        return self.agreed.operation.partition("(")[0]
+
+    def record(self) -> bytes:
+        """Digest, number of splits, splits, and as much of the text as fits: 512 bytes."""
+        head = self.agreed.digest().to_bytes(DIGEST_BYTES, "big")
+        head += struct.pack(f">B{len(self.splits)}q", len(self.splits), *self.splits)
+        text = self.text.encode()
+        room = RECORD_BYTES - len(head)
+        if len(text) > room:  # its end holds the line
+            text = text[: room - 160] + b" ... " + text[-150:]
+        return (head + text).ljust(RECORD_BYTES, b"\0")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What came from another rank."""
+
+    digest: bytes
+    splits: tuple[int, ...]
+    text: str
+
+    @staticmethod
+    def of(data: bytes) -> Record:
+        count = data[DIGEST_BYTES]
+        end = DIGEST_BYTES + 1 + 8 * count
+        splits = struct.unpack(f">{count}q", data[DIGEST_BYTES + 1 : end])
+        return Record(data[:DIGEST_BYTES], splits, data[end:].rstrip(b"\0").decode(errors="replace"))
+
+
+def checked_call(
+    signature: Signature, name: str, given: Mapping[str, Any], group: Any, caller: FrameType
+) -> CheckedCall:
+    values = [f"op={op_name(given.get('op', dist.ReduceOp.SUM))}"] if signature.has_op else []
+    if signature.root is not None:
+        values.append(f"{signature.root[1]}={root_in_group(signature.root, given, group)}")
+    operation = f"{name}({', '.join(values)})"
+    shown = [
+        describe(one) for part in signature.tensors + signature.exchanged for one in parts(given.get(part))
+    ]
+    text = f"{operation} of {', '.join(map(str, shown))}" if shown else operation
+    tensors = [
+        one for part in (*signature.tensors, *signature.exchanged) for one in tensors_in(given.get(part))
+    ]
+    source = tensors[-1:] if signature.exchanged or len(signature.tensors) > 1 else tensors[:1]
+    line = line_shown(caller)
+    return CheckedCall(
+        agreed=Call(operation, agreed_leaves(signature, given)),
+        text=f"{text} ({line})",
+        splits=all_to_all_splits(signature, given, group.size()),
+        group=group.group_name,
+        recorded_as=RUN_AS.get(name, name),
+        sizes=", ".join(str(list(one.shape)) for one in source),
+        dtype=describe(source[0]).kind if source else "",
+        line=line,
+        is_async=bool(given.get("async_op")),
+    )
+
+
+def agreed_leaves(signature: Signature, given: Mapping[str, Any]) -> dict[str, LeafSpec]:
+    """What must be equal of the tensors; a shape stands for the number of elements alone."""
+    lists = [given.get(part) for part in signature.tensors if isinstance(given.get(part), (list, tuple))]
+    is_uneven = any(len({one.numel() for one in tensors_in(some)}) > 1 for some in lists)
+    leaves = {}
+    for part in signature.tensors:
+        value = given.get(part)
+        for place, one in enumerate(parts(value)):
+            is_list = isinstance(value, (list, tuple))
+            leaves[f"{part}[{place}]" if is_list else part] = sized(one, is_list or not is_uneven)
+    for part in signature.exchanged:  # lists of one length, with one dtype
+        leaves[part] = sized(next(iter(parts(given.get(part))), None), False)
+    return leaves
+
+
+def sized(leaf: Any, has_size: bool) -> LeafSpec:
+    spec = describe(leaf)
+    return LeafSpec(
+        (leaf.numel(),) if has_size and isinstance(leaf, torch.Tensor) else (), spec.kind, spec.device
+    )
+
+
+def all_to_all_splits(signature: Signature, given: Mapping[str, Any], size: int) -> tuple[int, ...]:
+    """Elements taken from each rank of the group, then elements sent to each."""
+    if not signature.exchanged or 2 * size > MOST_SPLITS:
+        return ()
+    taken, sent = signature.exchanged
+    splits = (
+        *elements_per_rank(given.get(taken), given.get("output_split_sizes"), size),
+        *elements_per_rank(given.get(sent), given.get("input_split_sizes"), size),
+    )
+    return splits if len(splits) == 2 * size else ()
+
+
+def elements_per_rank(value: Any, splits: Any, size: int) -> list[int]:
+    if isinstance(value, (list, tuple)):
+        return [one.numel() for one in tensors_in(value)]
+    if not isinstance(value, torch.Tensor):
+        return []
+    if not splits:
+        return [value.numel() // size] * size
+    row = value[0].numel() if value.shape[0] else 0
+    return [int(rows) * row for rows in splits]
+
+
+def splits_fit(records: Sequence[Record]) -> bool:
+    """What each rank of an all-to-all sends to another is what that one takes from it."""
+    size = len(records)
+    if any(len(record.splits) != 2 * size for record in records):
+        return True
+    return all(
+        records[to].splits[by] == records[by].splits[size + to] for by in range(size) for to in range(size)
+    )
+
+
+def root_in_group(names: tuple[str, str], given: Mapping[str, Any], group: Any) -> str:
+    by_global, by_group = names
+    if given.get(by_group) is not None:
+        return str(given[by_group])
+    root = given.get(by_global)
+    if root is None:
+        return "0"
+    try:
+        return str(dist.get_group_rank(group, root))
+    except (ValueError, RuntimeError):  # torch will say so
+        return f"global rank {root}, not in the group"
+
+
+def op_name(op: Any) -> str:
+    kind = getattr(op, "op", op)
+    return str(getattr(kind, "name", type(kind).__name__))
+
+
+def parts(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    return [one for one in parts(value) if isinstance(one, torch.Tensor)]
+
+
+def line_shown(caller: FrameType) -> str:
+    """The line, by its path in the working directory."""
+    file = caller.f_code.co_filename
+    inside = os.path.relpath(file) if os.path.isabs(file) else file
+    return f"{file if inside.startswith('..') else inside}:{caller.f_lineno}"

@@ -1,0 +1,90 @@
+"""What ``prepare`` refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from lockstep.errors import UsageError
+
+
+class Seen:
+    """The objects that ``prepare`` got and those that it made of them: each is prepared once."""
+
+    def __init__(self) -> None:
+        self._objects: list[object] = []
+
+    def add(self, *objects: object) -> None:
+        self._objects += [item for item in objects if not self._has(item)]
+
+    def refuse(self, item: object) -> None:
+        """Raise UsageError if it was seen."""
+        if self._has(item):
+            raise UsageError(
+                f"A {type(item).__name__} was passed to prepare twice. Prepare each object once and use what prepare "
+                "returned."
+            )
+
+    def clear(self) -> None:
+        self._objects.clear()
+
+    def _has(self, item: object) -> bool:
+        return any(item is known for known in self._objects)
+
+
+def refuse_replicas(model: nn.Module) -> None:
+    """Raise UsageError for models that others have spread."""
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise UsageError(
+            f"prepare got a {type(model).__name__}, but it spreads models itself. Pass the model inside it, and "
+            "DDP's options as DistributedDataParallelKwargs."
+        )
+
+
+def check_micro_batch(loader: DataLoader[Any], rows_per_process: int | None, ranks_per_batch: int) -> None:
+    """Raise UsageError unless the loader's batches are as a configuration says; None: it says nothing."""
+    if rows_per_process is None or loader.batch_size is None:
+        return
+    wanted = rows_per_process * ranks_per_batch
+    if loader.batch_size != wanted:
+        raise UsageError(
+            f"The loader has batch_size={loader.batch_size}, but the DeepSpeed configuration says {rows_per_process} "
+            f"rows for each process. Pass batch_size={wanted} to the loader, or 'auto' in the configuration."
+        )
+
+
+def check_trained(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Raise UsageError if the optimizer trains others than these."""
+    known = {id(parameter) for parameter in parameters}
+    groups = optimizer.param_groups
+    strangers = [p for group in groups for p in group["params"] if p.requires_grad and id(p) not in known]
+    if strangers:
+        shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
+        raise UsageError(
+            f"{type(optimizer).__name__} holds {len(strangers)} parameters (shapes {shapes}"
+            f"{', ...' if len(strangers) > 3 else ''}) of no prepared model: their gradients are not averaged, so "
+            "the ranks would drift apart. Pass their model to accelerator.prepare(), and make the optimizer from "
+            "that model's parameters."
+        )
+
+
+def check_called(models: Collection[nn.Module], forward_was_seen: bool) -> None:
+    """Raise UsageError unless some prepared model's forward has run.
+
+    A loss of an unprepared model would train without averaging over ranks, and without a sign of it.
+    """
+    if forward_was_seen:
+        return
+    if not models:
+        raise UsageError(
+            "backward was called, but no model was prepared. Pass the model to accelerator.prepare()."
+        )
+    raise UsageError(
+        "backward was called, but no prepared model has been called yet: the loss comes from another object, whose "
+        "gradients would not be averaged. Call the model that accelerator.prepare() returned."
+    )

@@ -1,0 +1,178 @@
+"""What a script asks of files, as methods of ``Accelerator``: weights, the whole state, a save before a stop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.checkpoint.training import LoadHook, SaveHook, Training, checked_stateful, refuse_options
+from lockstep.checkpoint.weights.model import refuse_pickle, save
+from lockstep.comm.collectives import Communicator
+from lockstep.comm.dtensor import whole
+from lockstep.comm.together import together
+from lockstep.config.options import Options
+from lockstep.parallel import prepared
+from lockstep.preparation.prepare import Preparation
+from lockstep.preparation.window import OpenWindow
+from lockstep.runtime.process import Runtime
+from lockstep.runtime.step import StepState
+from lockstep.watch.hang.process import ProcessWatch
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.checkpointer import Checkpointer
+
+
+class FileMethods:
+    """Methods that need the prepared objects, and where the project is."""
+
+    runtime: Runtime
+    _communicator: Communicator
+    _options: Options
+    _preparation: Preparation
+    _step: StepState
+    _watch: ProcessWatch
+    _window: OpenWindow
+    _registered: list[Any]
+    _preemption_hook: Callable[[], str] | None = None
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole model's ``state_dict``, under the names of the unwrapped model.
+
+        Of a sharded model it is gathered into host memory, one tensor after the other: call it on every rank. That of
+        a pipeline is on rank 0, and empty on the others.
+        """
+        whole_model = self._preparation.whole_of(model)
+        if whole_model is not None:
+            from lockstep.checkpoint.weights.stages import collect_stages
+
+            return collect_stages(prepared.unwrap(model).state_dict(), self._communicator, whole_model)
+        state = (prepared.unwrap(model, keep_compile=False) if unwrap else model).state_dict()
+        gathered: dict[str, Any] = whole(state)
+        return gathered
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """``torch.save`` (or safetensors) on the main process; with ``save_on_each_node`` on one of each machine."""
+        save(obj, f, self._options.project.save_on_each_node, safe_serialization)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the unwrapped model's weights as safetensors, in shards with an index if they are larger.
+
+        Called on every rank; rank 0 writes. All return when the files are there.
+        """
+        with together(self._communicator):
+            refuse_pickle("save_model", safe_serialization)
+            plain = prepared.unwrap(model, keep_compile=False)
+        # With pydantic, which a run may never need.
+        from lockstep.checkpoint.weights.export import save_model, save_stages
+
+        whole_model = self._preparation.whole_of(model)
+        if whole_model is not None:
+            save_stages(plain, whole_model, save_directory, max_shard_size, self._communicator)
+        else:
+            save_model(plain, save_directory, max_shard_size, self._communicator)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Include objects with ``state_dict`` and ``load_state_dict`` in saved states."""
+        self._registered.extend(checked_stateful(objects))
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
+        """``hook(models, weights, output_dir)`` runs before each ``save_state``."""
+        hooks = self._checkpointer.hooks
+        return hooks.add(hooks.save, hook)
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
+        """``hook(models, input_dir)`` runs before each ``load_state``."""
+        hooks = self._checkpointer.hooks
+        return hooks.add(hooks.load, hook)
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        blocking: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Write models, optimizers, schedulers, loss scale, loaders, generators and registered objects.
+
+        Called on every rank. The directory, or URL, appears only when it is complete; without one it is the
+        project's next ``checkpoints/checkpoint_<i>``. Not ``blocking``: returns when the state has been copied in
+        host memory, and writes it while training goes on. Returns the directory.
+
+        Raises:
+            CheckpointError: it, or the save in the background before it, failed; earlier ones are untouched.
+            UsageError: there is no directory, or something else than a checkpoint is there.
+        """
+        with together(self._communicator):
+            refuse_pickle("save_state", safe_serialization)
+            refuse_options("save_state", save_model_func_kwargs)
+        return self._checkpointer.save(output_dir, self._training(), self._said(), blocking)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> str:
+        """Restore what ``save_state`` wrote: without a directory, the project's newest that is whole.
+
+        Called on every rank. Returns the directory.
+
+        Raises:
+            NoCheckpointError: there is none.
+            CheckpointError: none is whole, or it does not fit this run; nothing was changed.
+        """
+        with together(self._communicator):
+            refuse_options(
+                "load_state", {**(load_kwargs or {}), **load_model_func_kwargs}, known={"map_location"}
+            )
+        return self._checkpointer.load(input_dir, self._training())
+
+    @cached_property
+    def _checkpointer(self) -> Checkpointer:
+        from lockstep.checkpoint.checkpointer import Checkpointer  # with pydantic, which a run may never need
+
+        return Checkpointer(self.runtime, self._communicator, self._options.project, self._watch.committed)
+
+    def _said(self) -> dict[str, Any]:
+        """How the run is set up, as checkpoints tell it."""
+        return {
+            "parallel": str(self._options.parallel),
+            "mixed_precision": str(self._options.mixed_precision),
+            "gradient_accumulation_steps": self._step.accumulation_steps,
+            "split_batches": self._options.loaders.split_batches,
+        }
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait for ``save_state(blocking=False)``. Raises CheckpointError, on every rank, if it failed."""
+        self._checkpointer.wait()
+
+    def _training(self) -> Training:
+        return self._preparation.training({"object": self._registered, "window": [self._window]})
+
+    def register_preemption_hook(self, hook: Callable[[], str]) -> None:
+        """Call ``hook()`` instead of ``save_state()`` when a signal has asked the run to stop.
+
+        It runs on every rank at the same step boundary, saves what the script needs to go on, and returns where.
+        """
+        self._preemption_hook = hook
+
+    def check_preemption(self) -> None:
+        """Say that a step is complete, in a loop that reads from no prepared loader.
+
+        If the run has been asked to stop (SIGTERM, SIGUSR1 or SIGUSR2 to the launcher or to any rank), all ranks stop
+        here at the same call: they save, and the process ends with code 75. Call it on every rank alike. Prepared
+        loaders do it whenever the loop asks for a batch after an optimizer step.
+        """
+        self._step.clock.boundary()

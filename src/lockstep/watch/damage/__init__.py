@@ -1,0 +1,1 @@
+"""Silent damage: replicas that differ, and gradients that are no numbers."""

@@ -1,0 +1,186 @@
+"""The watch inside one process of a run: tells the hub what the main thread gets done, and answers its questions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import select
+import signal
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.errors import LinkError
+from lockstep.link.client import Client
+from lockstep.runtime.exit_codes import HANG, of_signal
+from lockstep.runtime.step_clock import StepClock
+from lockstep.watch.hang.gate import StopGate
+from lockstep.watch.hang.signals import StopSignals
+
+BEAT_S = 0.5
+
+
+class WorkerWatch:
+    """Two side threads: one beats and looks for signals, the other listens to the hub.
+
+    Args:
+        rank: Of this process.
+        world_size: Number of processes.
+        clock: What the main thread gets done.
+        stop: See ``StopGate``.
+        client: To the hub; None for a process alone, which only looks for signals.
+        signals: Stop signals; None where they are somebody else's.
+        grace_s: From a stop signal until the process ends itself, where nobody else would.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        clock: StepClock,
+        stop: Callable[[str], None],
+        client: Client | None,
+        signals: StopSignals,
+        grace_s: float = 30.0,
+    ) -> None:
+        self.gate = StopGate(clock, stop, limit_s=grace_s)
+        self._rank = rank
+        self._world_size = world_size
+        self._clock = clock
+        self._client = client
+        self._signals = signals
+        self._grace_s = grace_s
+        self._asked_by: int | None = None
+        self._deadline: float | None = None
+        self._main_thread = threading.main_thread().ident or 0
+        self._wake, self._waker = socket.socketpair()
+        self._ended = False
+        self._owner = os.getpid()
+        self._threads = [threading.Thread(target=self._beat, name="lockstep-watch", daemon=True)]
+        if client is not None:
+            self._threads.append(threading.Thread(target=self._listen, name="lockstep-listen", daemon=True))
+
+    def start(self) -> None:
+        """Say who this is, and begin."""
+        self._tell(
+            "hello", rank=self._rank, world_size=self._world_size, host=platform.node(), pid=os.getpid()
+        )
+        for thread in self._threads:
+            thread.start()
+
+    def end(self) -> None:
+        """Say good-bye and stop the threads."""
+        if self._ended or os.getpid() != self._owner:
+            return
+        self._ended = True
+        self._clock.at_boundary = None
+        self._tell("bye")
+        self._waker.send(b"\0")
+        if self._client is not None:
+            self._client.close()
+        for thread in self._threads:
+            thread.join(1.0)
+        self._signals.give_back()
+        self._wake.close()
+        self._waker.close()
+
+    def committed(self, path: str) -> None:
+        """A checkpoint of the run is complete."""
+        self._tell("committed", path=path)
+
+    def stopped(self, sentence: str) -> None:
+        """All ranks have stopped together; for the launcher to say."""
+        self._tell("stopped", sentence=sentence)
+
+    def _tell(self, verb: str, **values: Any) -> None:
+        if self._client is None:
+            return
+        try:
+            self._client.send({"kind": f"watch.{verb}", **values})
+        except LinkError:
+            self._client = None  # the hub ended; the launcher's end is somebody else's matter
+
+    # Beating -----------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        news = select.poll()  # select() takes no descriptors above 1023
+        news.register(self._wake, select.POLLIN)
+        news.register(self._signals.fileno(), select.POLLIN)
+        while not self._ended:
+            clock = self._clock
+            durations, local = list(clock.durations_s), list(clock.local_s)
+            self._tell(
+                "beat",
+                ticks=clock.ticks,
+                boundaries=clock.boundaries,
+                slowest_s=clock.slowest_s,
+                step_s=sum(durations) / len(durations) if durations else 0.0,
+                local_s=statistics.median(local) if local else 0.0,
+            )
+            news.poll(1000 * BEAT_S)
+            self._look_for_signals()
+
+    def _look_for_signals(self) -> None:
+        number = self._signals.read()
+        if number is not None:
+            if self._asked_by is not None:
+                end_at_once(number)
+            self._ask_for_stop(number)
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            end_at_once(self._asked_by or signal.SIGTERM)
+
+    def _ask_for_stop(self, number: int) -> None:
+        self._asked_by = number
+        self._deadline = time.monotonic() + self._grace_s
+        if self._client is not None:
+            name = signal.Signals(number).name
+            self._tell("stop_wanted", cause=name, boundaries=self._clock.boundaries)
+        elif self._world_size == 1 and self._clock.boundaries > 0:
+            self.gate.aim(self.gate.close(signal.Signals(number).name) + 1)
+        else:
+            end_at_once(number)
+
+    # Listening ---------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        client = self._client
+        while client is not None and not self._ended:
+            try:
+                message = client.receive(None)
+            except LinkError:
+                return
+            if message is not None:
+                self._obey(str(message.get("kind", "")).partition(".")[2], message)
+
+    def _obey(self, verb: str, message: dict[str, Any]) -> None:
+        if verb == "explain":
+            self._explain(message.get("question"))
+        elif verb == "stop":
+            self._tell("passed", boundary=self.gate.close(str(message.get("cause", "a signal"))))
+        elif verb == "target" and isinstance(message.get("boundary"), int):
+            self.gate.aim(message["boundary"])
+        elif verb == "stop_now":
+            end_at_once(self._asked_by or signal.SIGTERM)
+        elif verb == "end":
+            os._exit(HANG)
+
+    def _explain(self, question: Any) -> None:
+        from lockstep.watch.hang.evidence import gather_evidence
+
+        clock = self._clock
+        evidence = gather_evidence(
+            rank=self._rank,
+            host=platform.node(),
+            step=clock.boundaries,
+            idle_s=0.0,
+            main_thread=self._main_thread,
+        )
+        self._tell("evidence", question=question, evidence=evidence.to_message())
+
+
+def end_at_once(number: int) -> None:
+    """End this process as the signal would have, had nobody taken it over."""
+    os._exit(of_signal(number))

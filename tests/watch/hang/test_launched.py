@@ -1,0 +1,60 @@
+"""A hang under ``lockstep launch``: named in time, ended in time."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+SCRIPT = Path(__file__).parent / "training.py"
+
+
+def line_of(text: str) -> int:
+    lines = SCRIPT.read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+def test_a_rank_that_sleeps_is_named_with_its_line_and_then_the_run_is_ended(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep.cli.main",
+        "launch",
+        "--nproc",
+        "2",
+        "--cpu",
+        "--hang-timeout",
+        "8",
+    ]
+    command += [str(SCRIPT), str(tmp_path), "--steps", "20", "--pause", "0.02", "--hang", "1:6:sleep"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    ledger = tmp_path / "rank-1.txt"
+    hung_at: list[float] = []
+
+    def look() -> None:
+        while not (ledger.exists() and len(ledger.read_text().splitlines()) >= 6) and process.poll() is None:
+            time.sleep(0.02)
+        hung_at.append(time.monotonic())
+
+    threading.Thread(target=look).start()
+    assert process.stderr is not None
+    named_at, lines = None, []
+    for line in process.stderr:
+        lines.append(line)
+        if "slow_fetch" in line and named_at is None:
+            named_at = time.monotonic()
+    text = "".join(lines)
+    assert process.wait(60) == 124, text
+    assert named_at is not None, text
+    assert named_at - hung_at[0] <= 5.0
+    sentence = next(line for line in lines if "slow_fetch" in line)
+    assert re.search(r"rank 1 never joined all_?reduce #\d+", sentence)
+    assert "that rank 0 entered at" in sentence
+    assert f"training.py:{line_of('accelerator.backward(')}" in sentence
+    assert f"rank 1 is at {os.path.relpath(SCRIPT)}:{line_of('time.sleep(60)')} in slow_fetch" in sentence
+    assert sum("slow_fetch" in line for line in lines) <= 2  # when it is named, and when it is ended

@@ -1,0 +1,94 @@
+"""SIGTERM, SIGUSR1 and SIGUSR2 stop a run at one step boundary, without any launcher of ours."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.distributed.pool import free_port
+
+SCRIPT = Path(__file__).parent / "training.py"
+LIMIT_S = 60
+
+
+def start(out: Path, world_size: int, *arguments: str) -> list[subprocess.Popen[str]]:
+    out.mkdir(exist_ok=True)
+    port = str(free_port())
+    processes = []
+    for rank in range(world_size):
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP")}
+        environment |= {"OMP_NUM_THREADS": "1"}
+        if world_size > 1:
+            environment |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+            environment |= {
+                "LOCAL_WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+        command = [sys.executable, str(SCRIPT), str(out), *arguments]
+        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    return processes
+
+
+def steps(out: Path, rank: int) -> list[list[int]]:
+    path = out / f"rank-{rank}.txt"
+    if not path.exists():
+        return []
+    return [[int(word) for word in line.split()] for line in path.read_text().splitlines()]
+
+
+def wait_for_step(out: Path, step: int) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while len(steps(out, 0)) < step:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def end(processes: list[subprocess.Popen[str]]) -> tuple[list[int], list[str]]:
+    errors = [process.communicate(timeout=LIMIT_S)[1] for process in processes]
+    return [process.returncode for process in processes], errors
+
+
+def test_a_signal_to_any_rank_stops_all_at_one_step_and_the_next_start_goes_on(tmp_path: Path) -> None:
+    for number, rank in [(signal.SIGUSR1, 1), (signal.SIGTERM, 0)]:
+        processes = start(tmp_path, 2, "--steps", "60", "--pause", "0.02")
+        before = len(steps(tmp_path, 0))
+        wait_for_step(tmp_path, before + 3)
+        processes[rank].send_signal(number)
+        codes, errors = end(processes)
+        assert codes == [75, 75], errors
+        done = steps(tmp_path, 0)
+        assert len(done) == len(steps(tmp_path, 1))
+        assert before + 3 <= len(done) < 60
+        said = [error for error in errors if "all ranks stopped" in error]
+        assert len(said) == 1  # once, by rank 0
+        assert f"after {len(done) - before} steps because of {number.name}" in said[0]
+    samples = [sample for r in range(2) for _, *batch in steps(tmp_path, r) for sample in batch]
+    assert len(set(samples)) == len(samples)  # none repeated
+    assert [step for step, *_ in steps(tmp_path, 0)] == list(range(1, len(steps(tmp_path, 0)) + 1))
+
+
+def test_one_process_stops_by_itself_also_without_a_place_to_save(tmp_path: Path) -> None:
+    [process] = start(tmp_path, 1, "--steps", "100", "--pause", "0.02", "--plain")
+    wait_for_step(tmp_path, 3)
+    process.send_signal(signal.SIGUSR2)
+    codes, [error] = end([process])
+    assert codes == [128 + signal.SIGUSR2]
+    assert "nothing was saved" in error
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    [process] = start(tmp_path, 1, "--steps", "100", "--pause", "3")
+    wait_for_step(tmp_path, 2)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert process.poll() is None  # in the middle of a step
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    codes, _ = end([process])
+    assert codes == [128 + signal.SIGTERM]
+    assert time.monotonic() - began < 2
