@@ -5,10 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test check unit exhaustive docs bench clean
+.PHONY: help demo test check unit exhaustive test-cluster docs bench clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -40,7 +40,12 @@ unit: $(VENV)/.test  ## the tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations=15
 
 exhaustive: $(VENV)/.test  ## the tests, with those that repeat on more ranks what others prove
-	$(BIN)/python -m pytest -m "exhaustive or not exhaustive" --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not cluster" --numprocesses 2 --dist worksteal
+
+test-cluster: $(VENV)/.test  ## the tests with a real Slurm, Open MPI and ssh server, which root installs (Debian)
+	if [ "$$(id -u)" = 0 ] && command -v apt-get; then apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge openmpi-bin openssh-server; fi
+	$(BIN)/python -m pytest -m cluster -rs tests
 
 docs: $(VENV)/.test  ## build the documentation; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -90,7 +90,7 @@ def test_every_option_of_launch_is_documented() -> None:
     options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
     real = {word for option in options for word in option.opts}
     table = section("launching.md", "Options")
-    assert set(re.findall(r"`(--?[a-z][a-z-]*)`", "".join(first_cells(table)))) == real
+    assert set(re.findall(r"`(--?[a-z][a-z0-9-]*)`", "".join(first_cells(table)))) == real
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -146,7 +146,8 @@ def test_every_environment_variable_of_a_setting_is_documented() -> None:
         re.findall(r"`([A-Z]\w+)`", "".join(first_cells(section("launching.md", "Environment variables"))))
     )
     assert {variable for source in SETTINGS.values() for variable in source.names} <= documented
-    source = (ROOT / "src/lockstep/config/sources.py").read_text(encoding="utf-8")
+    readers = ("sources.py", "place.py")
+    source = "".join((ROOT / "src/lockstep/config" / name).read_text(encoding="utf-8") for name in readers)
     assert [
         variable for variable in documented if variable not in source and variable != "OMP_NUM_THREADS"
     ] == []

@@ -177,7 +177,7 @@ def test_env_prints_json_and_no_secrets(
         (["launch"], "Missing argument 'SCRIPT'"),
         (["launch", "--nproc", "-4", "x.py"], "-4 is not in the range"),
         (["launch", "--nproc", "abc", "x.py"], "'abc' is not a valid integer"),
-        (["launch", "--nprc", "2", "x.py"], "Did you mean '--nproc'?"),
+        (["launch", "--nprc", "2", "x.py"], "'--nproc'?"),
         (["launch", "missing.py"], "the script 'missing.py' does not exist"),
         (
             ["launch", "--use_megatron_lm", "SCRIPT"],

@@ -45,6 +45,53 @@ def test_the_two_machine_example_is_read_as_it_is() -> None:
     )
 
 
+def test_machines_that_may_leave_are_said_in_one_key_or_in_two() -> None:
+    meeting = "num_processes: 4\nmain_process_ip: a\nmain_process_port: 1\n"
+    for text in ('num_machines: "1:4"\n', "num_machines: 4\nmin_machines: 1\n"):
+        config = read(text + meeting)
+        assert (config.num_machines, config.min_machines, config.machine_rank) == (4, 1, None)
+    assert "num_machines is 1:4 but min_machines is 2" in refusal(
+        'num_machines: "1:4"\nmin_machines: 2\n' + meeting
+    )
+    assert "run.yaml:1: num_machines: '4:1' is not" in refusal('num_machines: "4:1"\n' + meeting)
+
+
+def test_settings_of_other_ways_to_launch_are_read() -> None:
+    config = read(
+        "slurm: true\nslurm_options: {partition: gpu, time: 90}\ngrace: 5\nwatch: false\nforward_env: [A]\n"
+    )
+    assert (config.slurm, config.slurm_options) == (True, {"partition": "gpu", "time": "90"})
+    assert (config.grace, config.watch, config.forward_env) == (5.0, False, ("A",))
+    config = read("hosts: [a, 'me@b:2']\nk8s_options: null\n")
+    assert (config.hosts, config.k8s_options) == ("a,me@b:2", None)
+    for text, message in (
+        ("hosts: '-oProxyCommand=x'\n", "run.yaml:1: hosts: '-oProxyCommand=x' is not a host name"),
+        ("grace: -1\n", "run.yaml:1: grace: -1 is not a number of seconds"),
+        ("k8s: pod\n", "run.yaml:1: k8s: 'pod' is not one of"),
+        (
+            "slurm_options: {'a b': 1}\nslurm: true\n",
+            "run.yaml:1: slurm_options: 'a b' is not the name of an option",
+        ),
+        ("interface: '../x'\n", "run.yaml:1: interface: '../x' is not the name of a network interface"),
+        ("ray: true\nmpi: true\n", "run.yaml:2: mpi and ray are two ways to launch"),
+    ):
+        assert message in refusal(text)
+
+
+def test_sections_of_other_libraries_choose_the_way_to_launch(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("a slots=2\nb slots=2\n")
+    config = read(f"num_processes: 4\nmpirun_config: {{mpirun_hostfile: {file}, mpirun_ccl: '1'}}\n")
+    assert (config.mpi, config.hostfile) == (True, str(file))
+    section = f"deepspeed_hostfile: {file}, deepspeed_inclusion_filter: a@b, zero_stage: 2"
+    config = read(f"num_processes: 4\ndeepspeed_config: {{deepspeed_multinode_launcher: pdsh, {section}}}\n")
+    assert (config.hostfile, config.include_hosts, config.parallel) == (str(file), "a@b", "zero=2")
+    assert "slots of a host" in refusal(
+        f"deepspeed_config: {{deepspeed_exclusion_filter: 'a:0', deepspeed_hostfile: {file}}}\n"
+    )
+    assert read("deepspeed_config: {deepspeed_multinode_launcher: slurm}\n").slurm is True
+
+
 def test_every_key_of_accelerate_is_known() -> None:
     sections = [
         "downcast_bf16",
@@ -232,7 +279,7 @@ def test_mutated_files_are_refused_in_one_line_or_mean_what_they_say(example: st
                 if value is not None and plain.get(name) is not None:
                     assert isinstance(value, int), text
                     assert value == int(plain[name]), text
-            assert config.machine_rank < config.num_machines, text
+            assert (config.machine_rank or 0) < config.num_machines, text
             assert (config.num_processes or 1) >= 1, text
         assert time.monotonic() - started < 1, text
     assert 5 < accepted < 250  # the mutations neither all miss nor all break

@@ -232,7 +232,12 @@ def test_sections_of_a_file_become_settings(text: str, expected: dict[str, Any])
         ),
         ("parallelism_config: {dp_shard_size: 2}\nnum_processes: 3\n", ["num_processes=3", "contradicts"]),
         ("deepspeed_config: {offload_param_device: nvme}\n", ["nvme", "disk"]),
-        ("deepspeed_config: {deepspeed_hostfile: hosts}\n", ["deepspeed_hostfile", "run the same command"]),
+        (
+            "deepspeed_config: {deepspeed_hostfile: hosts, deepspeed_multinode_launcher: standard}\n",
+            ["deepspeed_multinode_launcher=standard", "deepspeed_hostfile='hosts'"],
+        ),
+        ("deepspeed_config: {deepspeed_multinode_launcher: pdsh}\n", ["needs deepspeed_hostfile"]),
+        ("deepspeed_config: {deepspeed_multinode_launcher: impi}\n", ["'impi'", "is not available"]),
         (
             "deepspeed_config: {gradient_accumulation_steps: 4}\ngradient_accumulation_steps: 2\n",
             ["gradient_accumulation_steps=4", "gradient_accumulation_steps=2"],

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 COMMAND = [sys.executable, "-m", "lockstep.cli.main", "launch"]
-START_LIMIT_S = 60.0
+START_LIMIT_S = 180.0
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -61,9 +61,70 @@ def test_only_what_was_said_travels_to_the_workers() -> None:
     assert said["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
+def test_a_list_of_hosts_says_how_many_machines_and_processes() -> None:
+    listed = plan({"hosts": "a:4,me@b:4"})
+    assert (listed.reach.backend, listed.num_machines, listed.nproc) == ("hosts", 2, 4)
+    assert [host.target for host in listed.reach.hosts] == ["a", "me@b"]
+    assert plan({"hosts": "a:4,b:4", "nproc": 2}).nproc == 2
+    assert plan({"hosts": "a,b,c", "exclude_hosts": "b", "nproc": 2}).num_machines == 2
+    assert plan({"hosts": "a,b", "mpi": True, "nproc": 2}).reach.backend == "mpi"
+
+
+def test_slurm_counts_its_nodes() -> None:
+    flags = {"slurm": Setting(True, "flag --slurm"), "nproc": Setting(2, "flag --nproc")}
+    environ = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "3"}
+    assert merge(flags, {}, environ)["num_processes"].value == 6
+    assert merge({**flags, "num_machines": Setting(2, "flag")}, {}, environ)["num_processes"].value == 4
+
+
+def test_machines_that_may_leave_give_restarts_and_sizes_that_must_all_fit() -> None:
+    elastic = plan(
+        {"num_machines": 4, "min_machines": 1, "nproc": 2}, main_process_ip="a", main_process_port=1
+    )
+    assert (elastic.elastic, elastic.nproc, elastic.min_machines, elastic.machine_rank) == (True, 2, 1, None)
+    assert elastic.survival.max_restarts == 1000
+    assert plan({"nproc": 1}).survival.max_restarts == 0
+    assert plan({"nproc": 1, "max_restarts": 3}).survival.max_restarts == 3
+    with pytest.raises(ConfigError, match="with 2 processes leaves groups"):
+        plan(
+            {"num_machines": 4, "min_machines": 2, "nproc": 1, "parallel": "zero=3 replicate=2"},
+            main_process_ip="a",
+            main_process_port=1,
+        )
+
+
+def test_settings_of_failures_and_of_the_network_reach_the_plan() -> None:
+    said = plan(
+        {
+            "nproc": 1,
+            "hang_timeout": 9.0,
+            "grace": 2.0,
+            "watch": False,
+            "interface": "ib0",
+            "secret_file": "s",
+        }
+    )
+    assert (said.survival.hang_timeout_s, said.survival.grace_s, said.survival.watch) == (9.0, 2.0, False)
+    assert (said.interface, said.secret_file) == ("ib0", "s")
+    assert (said.environment["LOCKSTEP_WATCH"], said.environment["LOCKSTEP_GRACE"]) == ("false", "2.0")
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
+        ({"slurm": True, "hosts": "a"}, "slurm and hosts are two ways to launch"),
+        ({"ray": True, "mpi": True}, "mpi and ray are two ways to launch"),
+        ({"hosts": "a", "hostfile": "f"}, "hosts and hostfile both name the machines"),
+        ({"slurm_options": {"a": "b"}}, "slurm_options has a meaning only with --slurm"),
+        ({"include_hosts": "a"}, "include_hosts has a meaning only with --hosts or --hostfile"),
+        ({"forward_env": ("A",)}, "forward_env has a meaning only with"),
+        ({"hosts": "a:2,b:2", "num_machines": 3}, "num_machines is 3, but hosts names 2"),
+        ({"hosts": "a:2,b:3"}, "different numbers of slots"),
+        ({"hosts": "a:2,b:3", "nproc": 3}, "has a host with 2 slots"),
+        ({"hosts": "a,b"}, "num_processes is not set"),
+        ({"hosts": "a,b", "nproc": 1, "machine_rank": 1}, "one launch starts all machines here"),
+        ({"hostfile": "/nonexistent/hosts"}, "hostfile /nonexistent/hosts: cannot be read"),
+        ({"num_machines": 2, "min_machines": 3, "nproc": 1}, "min_machines is 3 with num_machines 2"),
         ({"num_machines": 2, "nproc": 1}, "main_process_ip is not set"),
         ({"machine_rank": 1}, r"machine_rank is 1 .* \(machine_rank is from flag --machine_rank\)"),
         ({"nproc": 3, "gpu_ids": "0,1"}, "names 2 GPUs"),

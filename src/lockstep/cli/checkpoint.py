@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lockstep.cli.integers import IntegerRange
 from lockstep.cli.output import print_table, printable, progress
 
 if TYPE_CHECKING:
@@ -215,9 +216,7 @@ def _show_list(store: Store, places: list[str], as_json: bool) -> None:
 @command.command("merge", epilog=MERGE_EPILOG)
 @click.argument("source", metavar="SRC")
 @click.argument("out", metavar="OUT")
-@click.option(
-    "--model", type=click.IntRange(min=0), help="Number of the model in the checkpoint (default: 0)."
-)
+@click.option("--model", type=IntegerRange(min=0), help="Number of the model in the checkpoint (default: 0).")
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 def merge_command(source: str, out: str, model: int | None, force: bool) -> None:
     """Write the weights of SRC, a checkpoint or a folder of sharded weights, as the one file OUT.
@@ -244,9 +243,7 @@ def merge_command(source: str, out: str, model: int | None, force: bool) -> None
 @click.option(
     "--dtype", type=click.Choice(list(DTYPES)), help="Dtype of floating-point tensors (default: as saved)."
 )
-@click.option(
-    "--model", type=click.IntRange(min=0), help="Number of the model in the checkpoint (default: 0)."
-)
+@click.option("--model", type=IntegerRange(min=0), help="Number of the model in the checkpoint (default: 0).")
 @click.option("--force", is_flag=True, help="Replace weights that are in OUT.")
 def convert_command(
     source: str, out: str, to: str, max_shard_size: str, dtype: str | None, model: int | None, force: bool

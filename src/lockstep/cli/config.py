@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 
+from lockstep.cli.integers import IntegerRange
 from lockstep.cli.output import printable
 from lockstep.config.checks import MAX_MACHINES, MAX_PORT, MAX_PROCESSES, MAX_THREADS
 from lockstep.config.rules import Row
@@ -35,18 +37,16 @@ Examples:
 @click.option(
     "--config-file", type=str, help="Where to write (default: the file that launch reads by itself)."
 )
-@click.option("--num-processes", type=click.IntRange(1, MAX_PROCESSES), help="Processes over all machines.")
-@click.option("--num-machines", type=click.IntRange(1, MAX_MACHINES), help="Number of machines.")
-@click.option(
-    "--machine-rank", type=click.IntRange(0, MAX_MACHINES - 1), help="This machine's number, from 0."
-)
+@click.option("--num-processes", type=IntegerRange(1, MAX_PROCESSES), help="Processes over all machines.")
+@click.option("--num-machines", type=IntegerRange(1, MAX_MACHINES), help="Number of machines.")
+@click.option("--machine-rank", type=IntegerRange(0, MAX_MACHINES - 1), help="This machine's number, from 0.")
 @click.option("--main-process-ip", type=str, help="Address of the machine with rank 0.")
-@click.option("--main-process-port", type=click.IntRange(0, MAX_PORT), help="Port there.")
+@click.option("--main-process-port", type=IntegerRange(0, MAX_PORT), help="Port there.")
 @click.option("--mixed-precision", type=PRECISION, help="Precision of autocast.")
 @click.option("--cpu", "use_cpu", is_flag=True, default=None, help="Train on CPUs only.")
-@click.option("--num-cpu-threads", "num_cpu_threads_per_process", type=click.IntRange(1, MAX_THREADS),
+@click.option("--num-cpu-threads", "num_cpu_threads_per_process", type=IntegerRange(1, MAX_THREADS),
               help="Threads of each process.")  # fmt: skip
-@click.option("--gradient-accumulation-steps", type=click.IntRange(min=1), help="Micro-batches in a step.")
+@click.option("--gradient-accumulation-steps", type=IntegerRange(min=1), help="Micro-batches in a step.")
 @click.option("--parallel", type=str, help="How models are spread, such as 'zero=3 activation=full'.")
 @click.option("--yes", "-y", is_flag=True, help="Ask nothing: the defaults for whatever no flag says.")
 @click.option("--force", is_flag=True, help="Overwrite an existing file without asking.")
@@ -62,7 +62,11 @@ def command(ctx: click.Context, config_file: str | None, yes: bool, force: bool,
     from lockstep.config.write import write_config
 
     path = Path(config_file) if config_file else user_config_file()
-    if path.exists() and not force and not click.confirm(f"{path} exists. Overwrite it?", default=False):
+    if (
+        os.path.exists(path)
+        and not force
+        and not click.confirm(f"{path} exists. Overwrite it?", default=False)
+    ):
         raise click.ClickException(
             f"{path} exists and was left as it is. Use --force, or another --config-file."
         )
@@ -75,20 +79,20 @@ def command(ctx: click.Context, config_file: str | None, yes: bool, force: bool,
 def _ask() -> dict[str, Any]:
     """The answers to the questions that matter for the machine at hand."""
     answers: dict[str, Any] = {
-        "num_machines": click.prompt("How many machines", default=1, type=click.IntRange(1, MAX_MACHINES))
+        "num_machines": click.prompt("How many machines", default=1, type=IntegerRange(1, MAX_MACHINES))
     }
     machines = answers["num_machines"]
     if machines > 1:
         answers["machine_rank"] = click.prompt(
-            "Number of this machine, from 0", default=0, type=click.IntRange(0, machines - 1)
+            "Number of this machine, from 0", default=0, type=IntegerRange(0, machines - 1)
         )
         answers["main_process_ip"] = click.prompt("Address of machine 0")
         answers["main_process_port"] = click.prompt(
-            "Port there", type=click.IntRange(1, MAX_PORT), default=29500
+            "Port there", type=IntegerRange(1, MAX_PORT), default=29500
         )
     answers["use_cpu"] = click.confirm("Train on CPUs only", default=False)
     answers["num_processes"] = click.prompt(
-        "How many processes over all machines", default=machines, type=click.IntRange(1, MAX_PROCESSES)
+        "How many processes over all machines", default=machines, type=IntegerRange(1, MAX_PROCESSES)
     )
     answers["mixed_precision"] = click.prompt("Mixed precision", default="no", type=PRECISION)
     return answers
@@ -97,7 +101,7 @@ def _ask() -> dict[str, Any]:
 @command.command("convert", epilog=CONVERT_EPILOG)
 @click.argument("source", metavar="FILE")
 @click.option("--output", "-o", type=str, help="Where to write (default: the standard output).")
-@click.option("--ranks", type=click.IntRange(1, MAX_PROCESSES), help="Processes over all machines.")
+@click.option("--ranks", type=IntegerRange(1, MAX_PROCESSES), help="Processes over all machines.")
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 def convert_command(source: str, output: str | None, ranks: int | None, force: bool) -> None:
     """Turn FILE, an Accelerate YAML or a DeepSpeed JSON, into a configuration file of ours.
@@ -118,7 +122,7 @@ def convert_command(source: str, output: str | None, ranks: int | None, force: b
     if output is None:
         click.echo(text, nl=False)
         return
-    if Path(output).exists() and not force:
+    if os.path.exists(output) and not force:
         raise ConfigError(f"{output} exists and was left as it is. Use --force, or another --output.")
     write_text(Path(output), text)
     click.echo(f"Wrote {output}. Use it with: lockstep launch --config-file {output}")

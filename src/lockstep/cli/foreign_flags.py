@@ -1,4 +1,4 @@
-"""The options of ``accelerate launch`` that shard a model, from the tables that also read its file."""
+"""The options of ``accelerate launch`` for sharding and for mpirun, from the tables that also read its file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from lockstep.launch.plan import DEFAULTS, Setting
 FSDP_FLAGS = tuple(fsdp.PREFIX + key for key in fsdp.KEYS)
 DEEPSPEED_FLAGS = tuple(key for key in sections.DEEPSPEED_KEYS if key not in DEFAULTS)
 LAYOUT_FLAGS = tuple(sections.LAYOUT_PREFIX + key for key in sections.LAYOUT_KEYS)
-FOREIGN_FLAGS = (*FSDP_FLAGS, *DEEPSPEED_FLAGS, *LAYOUT_FLAGS)
+MPI_FLAGS = tuple(sections.MPI_KEYS)
+FOREIGN_FLAGS = (*FSDP_FLAGS, *DEEPSPEED_FLAGS, *LAYOUT_FLAGS, *MPI_FLAGS)
 FOREIGN_SWITCHES = ("use_fsdp", "use_deepspeed", "use_parallelism_config")
 
 
@@ -36,6 +37,9 @@ def spread_settings(
     section = _given(options, LAYOUT_FLAGS)
     if section:
         parts.append(sections.from_layout(section, "flags --parallelism-config-*", alone=not parts))
+    section = _given(options, MPI_FLAGS)
+    if section:
+        parts.append(sections.from_mpirun(section, "flags --mpirun-*"))
     if not parts:
         return {}, ()
     says = combine(*(part.says for part in parts), _said_by_flags(given, machines))

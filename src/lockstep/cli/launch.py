@@ -2,199 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from lockstep.cli.foreign_flags import FOREIGN_FLAGS, FOREIGN_SWITCHES, spread_settings
-from lockstep.config.checks import (
-    MAX_ACCUMULATION_STEPS,
-    MAX_MACHINES,
-    MAX_PORT,
-    MAX_PROCESSES,
-    MAX_THREADS,
-)
+from lockstep.cli.foreign_flags import spread_settings
+from lockstep.cli.launch_options import LATER_SWITCHES, LaunchCommand, dashes, options
 from lockstep.config.deepspeed import from_deepspeed
-from lockstep.config.parallel import Parallel
 from lockstep.config.rules import Translation
 from lockstep.config.sources import inherited_environment, user_config_file
-from lockstep.config.values import parse_gpus, parse_host
 from lockstep.errors import ConfigError
-from lockstep.launch.plan import LaunchPlan, Program, Setting, available_cores, make_plan, merge
-
-F = TypeVar("F", bound=Callable[..., Any])
+from lockstep.launch.plan import (
+    LaunchPlan,
+    Program,
+    Setting,
+    available_cores,
+    make_plan,
+    merge,
+)
 
 EPILOG = """\b
 Examples:
   lockstep launch --nproc 2 train.py --epochs 3
-  lockstep launch --config-file two_machines.yaml --node-rank 1 train.py
   lockstep launch --nproc 4 --mixed-precision bf16 -m package.train
   lockstep launch --nproc 4 --parallel "zero=3 activation=full" train.py
   lockstep launch --nproc 2 --log-dir logs --dry-run train.py
+  lockstep launch --config-file two_machines.yaml --node-rank 1 train.py
+  lockstep launch --nnodes 1:4 --nproc 8 --rdzv 10.0.0.1:29500 train.py
+  lockstep launch --hosts host1:8,host2:8 train.py
+  lockstep launch --slurm --nnodes 2 --nproc 8 --slurm-option partition=gpu train.py
+  lockstep launch --mpi --hosts host1,host2 --nproc 8 train.py
+  lockstep launch --ray --nnodes 2 --nproc 8 train.py
+  lockstep launch --k8s jobset --k8s-option image=registry/train:1 --nnodes 2 --nproc 8 --dry-run train.py
 """
 
 
-def _dashes(token: str) -> str:
-    """Accelerate spells options with underscores: both forms are one."""
-    return token.replace("_", "-")
-
-
-# Accelerate's switches for what does not exist here yet: refused by name, not as unknown
-LATER_SWITCHES = {"use_megatron_lm": "Megatron-LM settings", "tpu": "training on TPUs"}
-
-
-def _compatibility(function: F) -> F:
-    """Hidden options that Accelerate's command lines carry."""
-    for name in FOREIGN_FLAGS:
-        function = click.option("--" + _dashes(name), name, type=str, hidden=True)(function)
-    for name in (*LATER_SWITCHES, *FOREIGN_SWITCHES):
-        function = click.option("--" + _dashes(name), name, is_flag=True, hidden=True)(function)
-    for name in ("same_network", "quiet"):  # without effect here
-        function = click.option("--" + _dashes(name), name, is_flag=True, hidden=True, expose_value=False)(
-            function
-        )
-    return function
-
-
-class Checked(click.ParamType):
-    """A value read by one of the functions of ``config.values``."""
-
-    def __init__(self, name: str, parse: Callable[[Any], Any]) -> None:
-        self.name = name
-        self._parse = parse
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        try:
-            return self._parse(value)
-        except ConfigError as error:
-            self.fail(f"{error}.", param, ctx)
-
-
-PRECISION = click.Choice(["no", "fp16", "bf16"], case_sensitive=False)
-
-
-@click.command(
-    "launch",
-    epilog=EPILOG,
-    context_settings={
-        "allow_interspersed_args": False,
-        "max_content_width": 110,
-        "token_normalize_func": _dashes,
-    },
-)
-@click.option(
-    "--nproc",
-    "--nproc-per-node",
-    "nproc",
-    type=click.IntRange(1, MAX_PROCESSES),
-    help="Processes on this machine.",
-)
-@click.option(
-    "--num-processes",
-    "num_processes",
-    type=click.IntRange(1, MAX_PROCESSES),
-    help="Processes over all machines.",
-)
-@click.option(
-    "--num-cpu-threads",
-    "--num-cpu-threads-per-process",
-    "num_cpu_threads_per_process",
-    type=click.IntRange(1, MAX_THREADS),
-    help="Threads of each process (default: cores / processes).",
-)
-@click.option(
-    "--config-file",
-    "config_file",
-    type=str,
-    help="YAML, in Lockstep's or Accelerate's form (default: the one that `lockstep config` wrote).",
-)
-@click.option("--mixed-precision", "mixed_precision", type=PRECISION, help="Precision of autocast.")
-@click.option(
-    "--gradient-accumulation-steps",
-    "gradient_accumulation_steps",
-    type=click.IntRange(1, MAX_ACCUMULATION_STEPS),
-    help="Micro-batches in a step.",
-)
-@click.option(
-    "--parallel",
-    "parallel",
-    type=Checked("WORDS", lambda value: str(Parallel.parse(value))),
-    help="How models are spread, such as 'zero=3 activation=full'.",
-)
-@click.option(
-    "--gradient-clipping",
-    "gradient_clipping",
-    type=click.FloatRange(0),
-    help="Clip gradients to this norm at each step.",
-)
-@click.option(
-    "--deepspeed-config-file",
-    "deepspeed_config_file",
-    type=str,
-    help="A DeepSpeed JSON; all other settings must agree with it.",
-)
-@click.option("--cpu", "--use-cpu", "use_cpu", is_flag=True, default=None, help="Train on CPUs only.")
-@click.option("--multi-gpu", "multi_gpu", is_flag=True, default=None, help="Train on this machine's GPUs.")
-@click.option(
-    "--gpu-ids",
-    "gpu_ids",
-    type=Checked("GPUS", parse_gpus),
-    help="GPUs to use: 'all' or numbers such as 0,1.",
-)
-@click.option(
-    "--nnodes",
-    "--num-machines",
-    "num_machines",
-    type=click.IntRange(1, MAX_MACHINES),
-    help="Number of machines.",
-)
-@click.option(
-    "--node-rank",
-    "--machine-rank",
-    "machine_rank",
-    type=click.IntRange(0, MAX_MACHINES - 1),
-    help="This machine's number, from 0.",
-)
-@click.option(
-    "--main-process-ip",
-    "--master-addr",
-    "main_process_ip",
-    type=Checked("HOST", parse_host),
-    help="Address of the machine with rank 0.",
-)
-@click.option(
-    "--main-process-port",
-    "--master-port",
-    "main_process_port",
-    type=click.IntRange(0, MAX_PORT),
-    help="Port there (one machine: a free one by default).",
-)
-@click.option(
-    "--rdzv-backend",
-    "rdzv_backend",
-    type=click.Choice(["static", "c10d"]),
-    help="How several machines find each other.",
-)
-@click.option("--debug", "debug", is_flag=True, default=None, help="Set TORCH_DISTRIBUTED_DEBUG=DETAIL.")
-@click.option("--module", "-m", "module", is_flag=True, help="SCRIPT is a module, as in python -m.")
-@click.option("--no-python", "no_python", is_flag=True, help="SCRIPT is any program, run without python.")
-@click.option(
-    "--log-dir", "log_dir", type=str, help="Write each rank's output to rank-N.out and rank-N.err here."
-)
-@click.option("--tee", "tee", is_flag=True, help="With --log-dir: show the output as well.")
-@click.option("--dry-run", "dry_run", is_flag=True, help="Print what would run, and run nothing.")
-@_compatibility
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.pass_context
-def command(ctx: click.Context, script: str, arguments: tuple[str, ...], **options: Any) -> None:
-    """Run SCRIPT with ARGUMENTS on one or more processes.
+def command_function(ctx: click.Context, script: str, arguments: tuple[str, ...], **options: Any) -> None:
+    """Run SCRIPT with ARGUMENTS on one or more processes, of one or more machines.
 
     What is said by flags wins over the environment, and that over the configuration file.
     """
-    program = Program(script, arguments, options["module"], options["no_python"])
+    in_pods = options["k8s"] is not None
+    program = Program(script, arguments, bool(options["module"]), bool(options["no_python"]), in_pods)
     program.command()  # a missing script is refused before anything is read or imported
     settings = merge(_flags(ctx, options), _file(options["config_file"]), inherited_environment())
     described = _described(settings["deepspeed_config_file"].value)
@@ -204,39 +54,84 @@ def command(ctx: click.Context, script: str, arguments: tuple[str, ...], **optio
         device_count=_device_count(settings),
         cores=available_cores(),
         log_dir=options["log_dir"],
-        tee=options["tee"],
+        tee=bool(options["tee"]),
         described=described.says,
+        output=options["output"],
     )
     if options["dry_run"]:
         for warning in described.warnings:  # in a run, the main process says them
             click.echo(f"lockstep launch: {warning}", err=True)
         _print(plan)
         return
-    from lockstep.launch.local import end_process, launch
+    from lockstep.launch.backends import backend
+    from lockstep.launch.local import end_process
 
-    end_process(launch(plan))
+    end_process(backend(plan.reach.backend).launch(plan))
+
+
+command = LaunchCommand(
+    "launch",
+    callback=click.pass_context(command_function),
+    help=command_function.__doc__,
+    epilog=EPILOG,
+    context_settings={
+        "allow_interspersed_args": False,
+        "max_content_width": 110,
+        "token_normalize_func": dashes,
+    },
+    params=[
+        *options(),
+        click.Argument(["script"]),
+        click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED),
+    ],
+)
 
 
 def _flags(ctx: click.Context, options: dict[str, Any]) -> dict[str, Setting]:
     """The settings that were given as flags."""
     given = {
-        name: Setting(value, f"flag --{name.replace('_', '-')}")
+        name: Setting(value, f"flag --{dashes(name)}")
         for name, value in options.items()
         if value is not None and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
     for name, what in LATER_SWITCHES.items():
         if options[name]:
-            raise ConfigError(f"--{_dashes(name)} asks for {what}, which is not available yet. Drop it.")
+            raise ConfigError(f"--{dashes(name)} asks for {what}, which is not available yet. Drop it.")
     if "nproc" in given and "num_processes" in given:
         raise ConfigError("--nproc and --num-processes both say how many processes to run. Give one of them.")
     if "multi_gpu" in given and "use_cpu" in given:
         raise ConfigError("--multi-gpu and --cpu contradict each other. Give one of them.")
     if "multi_gpu" in given:
         given["use_cpu"] = Setting(False, "flag --multi-gpu")
+    given |= _of_several_machines(given)
     spread, warnings = spread_settings(given, options)
     for warning in warnings:
         click.echo(f"lockstep launch: {warning}", err=True)
     return given | spread
+
+
+def _of_several_machines(given: dict[str, Setting]) -> dict[str, Setting]:
+    """The settings of flags that say two at once, or may be repeated."""
+    found: dict[str, Setting] = {}
+    if "num_machines" in given:
+        least, most = given["num_machines"].value
+        found["num_machines"] = Setting(most, "flag --nnodes")
+        found["min_machines"] = Setting(least, "flag --nnodes")
+    if "rdzv" in given:
+        for name, value in zip(("main_process_ip", "main_process_port"), given["rdzv"].value, strict=True):
+            if name in given:
+                raise ConfigError(f"--rdzv and --{dashes(name)} say the same. Give one of them.")
+            found[name] = Setting(value, "flag --rdzv")
+    for name, flag in (("slurm_options", "--slurm-option"), ("k8s_options", "--k8s-option")):
+        if name in given:
+            pairs = given[name].value
+            if len(dict(pairs)) != len(pairs):
+                raise ConfigError(f"{flag} gives an option twice. Give it once.")
+            found[name] = Setting(dict(pairs), f"flag {flag}")
+    if "forward_env" in given:
+        names = [name for group in given["forward_env"].value for name in group]
+        found["forward_env"] = Setting(tuple(dict.fromkeys(names)), "flag --forward-env")
+    return found
 
 
 def _described(path: str | None) -> Translation:
@@ -272,19 +167,30 @@ def _device_count(settings: dict[str, Setting]) -> int:
 
 
 def _print(plan: LaunchPlan) -> None:
-    """What ``--dry-run`` shows."""
+    """What ``--dry-run`` shows: of manifests their text alone, for ``kubectl`` to read."""
     import shlex
 
     from rich.console import Console
 
+    from lockstep.launch.backends import backend
     from lockstep.launch.plan import describe
 
+    if plan.reach.backend == "k8s":
+        from lockstep.launch.kubernetes import manifests
+
+        click.echo(manifests(plan), nl=False)
+        return
     console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{plan.nproc} processes on this machine, each:", style="bold")
-    console.print("  " + shlex.join(plan.command), markup=False)
-    console.print("with the environment:", style="bold")
-    for name, value in sorted(plan.environment.items()):
-        console.print(f"  {name}={value}", markup=False)
+    if plan.reach.backend == "local":
+        console.print(f"{plan.nproc} processes on this machine, each:", style="bold")
+        console.print("  " + shlex.join(plan.command), markup=False)
+        console.print("with the environment:", style="bold")
+        for name, value in sorted(plan.environment.items()):
+            console.print(f"  {name}={value}", markup=False)
+    else:
+        for command in backend(plan.reach.backend).commands(plan):
+            for line in command.lines():
+                console.print(line, markup=False, style=None if line.startswith(" ") else "bold")
     console.print("from the configuration:", style="bold")
     for name, value, origin in describe(plan):
         console.print(f"  {name:<28} {value:<12} {origin}", markup=False)

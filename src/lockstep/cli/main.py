@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from typing import Any
 
@@ -71,15 +72,24 @@ def main(argv: list[str] | None = None) -> None:
     except click.exceptions.Exit as error:
         code = error.exit_code
     except click.ClickException as error:
-        error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        click.echo(_printable(shown.getvalue()), err=True, nl=False)
         code = error.exit_code
     except click.Abort:
         click.echo("Aborted.", err=True)
         code = 130
     except LockstepError as error:
-        click.echo(f"Error: {error}", err=True)
+        click.echo(f"Error: {_printable(str(error))}", err=True)
         code = BAD_INPUT
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _printable(message: str) -> str:
+    """Without control characters, which a name or value that the message quotes could send to the terminal."""
+    from lockstep.cli.output import printable
+
+    return "\n".join(printable(line) for line in message.split("\n"))
 
 
 if __name__ == "__main__":

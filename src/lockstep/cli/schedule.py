@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -118,8 +117,8 @@ def _write_picture(path: Path, case: Case) -> None:
     assert case.timeline is not None
     try:
         path.write_text(svg(case.timeline, case.title), encoding="utf-8")
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or str(error)
         raise click.UsageError(
             f"{str(path)[:200]!r} cannot be written: {reason}. Name another file."
         ) from error

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import click
 
+from lockstep.cli.integers import IntegerRange
 from lockstep.config.checks import MAX_PROCESSES
 
 
 @click.command("test", epilog="\b\nExamples:\n  lockstep test\n  lockstep test --nproc 4 --cpu\n")
-@click.option(
-    "--nproc", type=click.IntRange(1, MAX_PROCESSES), default=2, show_default=True, help="Processes."
-)
+@click.option("--nproc", type=IntegerRange(1, MAX_PROCESSES), default=2, show_default=True, help="Processes.")
 @click.option("--cpu", is_flag=True, help="Check on CPUs only.")
 def command(nproc: int, cpu: bool) -> None:
     """Train and communicate a little on this machine, and compare with formulas and with plain torch."""

@@ -6,7 +6,7 @@ something that does not exist here yet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from lockstep.config.fsdp import from_fsdp
 from lockstep.config.rules import Said, Translation, combine, is_off
 from lockstep.config.run import RunConfig
 from lockstep.config.said import PARALLEL_FIELDS, said_by_settings, spread_of
-from lockstep.config.sections import from_deepspeed_section, from_layout
+from lockstep.config.sections import MPI_SECTION, from_deepspeed_section, from_layout, from_mpirun
 from lockstep.config.values import shown, suggestion
 from lockstep.config.yaml_file import YamlFile, read_yaml
 from lockstep.errors import ConfigError
@@ -53,7 +53,6 @@ OTHER_KEYS: dict[str, Ignored | Later] = {
     "fp8_config": Later("fp8 training"),
     "dynamo_config": Later("compilation by configuration"),
     "dynamo_backend": Later("compilation by configuration"),
-    "mpirun_config": Later("launching by mpirun"),
     "tpu_use_cluster": Later("training on TPU pods"),
     "tpu_use_sudo": Later("training on TPU pods"),
 }
@@ -74,6 +73,14 @@ SECTIONS = {
     "fsdp_config": ("sharding (FSDP)", DistributedType.FSDP),
     "deepspeed_config": ("sharding (DeepSpeed)", DistributedType.DEEPSPEED),
     "parallelism_config": ("a layout of ranks", None),
+    MPI_SECTION: ("launching by mpirun", None),
+}
+
+READERS: dict[str, Callable[[dict[str, Any], str], Translation]] = {
+    "fsdp_config": from_fsdp,
+    "deepspeed_config": from_deepspeed_section,
+    "parallelism_config": from_layout,
+    MPI_SECTION: from_mpirun,
 }
 
 ACCELERATE_ONLY = ("compute_environment", "distributed_type")
@@ -121,7 +128,7 @@ def from_yaml(file: YamlFile) -> LoadedConfig:
                 )
         else:
             name = key if len(key) <= 60 else key[:57] + "..."
-            near = suggestion(key, known) or f" Known keys: {', '.join(RunConfig.model_fields)}."
+            near = suggestion(key, known) or f" Known keys: {', '.join(list(RunConfig.model_fields)[:8])} ..."
             at = f"{file.name}:{file.lines[(key,)]}"
             raise ConfigError(f"{at}: {name!r} is not a known key.{near}")
     _apply_type(file, values)
@@ -164,7 +171,8 @@ def _check_section(file: YamlFile, key: str, value: Any) -> None:
 def _spread(file: YamlFile, config: RunConfig) -> Translation:
     """What the sections say together, and a distributed_type without its section."""
     kind = file.data.get("distributed_type")
-    given = {key: file.data[key] for key in SECTIONS if not is_off(file.data.get(key))}
+    written = {key: file.data[key] for key in SECTIONS if isinstance(file.data.get(key), dict)}
+    given = {key: section for key, section in written.items() if not is_off(section)}
     if "fsdp_config" in given and "deepspeed_config" in given:
         raise ConfigError(
             f"{file.at('fsdp_config')} and {file.at('deepspeed_config')} both shard the model. Remove one of them."
@@ -172,13 +180,19 @@ def _spread(file: YamlFile, config: RunConfig) -> Translation:
     parts = []
     if "fsdp_config" in given or kind == DistributedType.FSDP:
         where = file.at("fsdp_config" if "fsdp_config" in file.data else "distributed_type")
-        parts.append(from_fsdp(given.get("fsdp_config", {}), where, config.num_machines))
+        parts.append(from_fsdp(written.get("fsdp_config", {}), where, config.num_machines))
     if "deepspeed_config" in given or kind == DistributedType.DEEPSPEED:
         where = file.at("deepspeed_config" if "deepspeed_config" in file.data else "distributed_type")
-        parts.append(from_deepspeed_section(given.get("deepspeed_config", {}), where))
+        parts.append(from_deepspeed_section(written.get("deepspeed_config", {}), where))
     if "parallelism_config" in given:
         where = file.at("parallelism_config")
         parts.append(from_layout(given["parallelism_config"], where, alone=not parts))
+    if MPI_SECTION in given:
+        parts.append(from_mpirun(given[MPI_SECTION], file.at(MPI_SECTION)))
+    for key in (
+        written.keys() - given.keys()
+    ):  # such a section asks for nothing, but a misspelt key may mean more
+        READERS[key](written[key], file.at(key))
     says = combine(*(part.says for part in parts))
     rows = tuple(row for part in parts for row in part.rows)
     return Translation(says, tuple(text for part in parts for text in part.warnings), rows)

@@ -5,33 +5,86 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.config import values
 from lockstep.errors import ConfigError
 
 MAX_PROCESSES = 1_000_000
-MAX_MACHINES = 100_000
-MAX_PORT = 65535
+MAX_MACHINES = values.MAX_MACHINES
+MAX_PORT = values.MAX_PORT
 MAX_THREADS = 4096
 MAX_ACCUMULATION_STEPS = 1_000_000_000
+MAX_RESTARTS = 1_000_000
+
+LOCAL = "local"
+# the switches of RunConfig that choose how machines are reached, and how a message names them
+SWITCHES = {"slurm": "--slurm", "mpi": "--mpi", "ray": "--ray", "k8s": "--k8s"}
+HOST_LISTS = {"hosts": "--hosts", "hostfile": "--hostfile"}
+KUBERNETES_KINDS = ("trainjob", "pytorchjob", "jobset")
+# settings that only some ways of launching have -> those
+ONLY_WITH = {
+    "include_hosts": ("hosts", "mpi"),
+    "exclude_hosts": ("hosts", "mpi"),
+    "slurm_options": ("slurm",),
+    "k8s_options": ("k8s",),
+    "forward_env": ("hosts", "slurm", "mpi", "ray", "k8s"),
+}
+
+
+def backend_of(settings: Mapping[str, Any]) -> str:
+    """How the machines are reached: ``local``, ``hosts``, ``slurm``, ``mpi``, ``ray`` or ``k8s``.
+
+    Raises:
+        ConfigError: two ways are asked for, or a setting belongs to another one.
+    """
+    asked = [name for name in SWITCHES if settings.get(name)]
+    lists = [name for name in HOST_LISTS if settings.get(name)]
+    if len(lists) > 1:
+        raise ConfigError("hosts and hostfile both name the machines. Give one of them.")
+    if lists and asked != ["mpi"]:  # mpirun takes a list of hosts, too
+        asked += lists
+    if len(asked) > 1:
+        flags = [(SWITCHES | HOST_LISTS)[name] for name in asked]
+        raise ConfigError(
+            f"{asked[0]} and {asked[1]} are two ways to launch ({' and '.join(flags[:2])}). Give one of them."
+        )
+    backend = LOCAL if not asked else "hosts" if asked[0] in HOST_LISTS else asked[0]
+    for name, backends in ONLY_WITH.items():
+        if settings.get(name) and (
+            backend not in backends or (backends[0] == "hosts" and not lists and "host" in name)
+        ):
+            with_what = ", ".join({"hosts": "--hosts or --hostfile"}.get(way, f"--{way}") for way in backends)
+            raise ConfigError(f"{name} has a meaning only with {with_what}. Add that, or remove {name}.")
+    return backend
 
 
 def check_topology(settings: Mapping[str, Any]) -> None:
     """Raise ConfigError when machines, ranks, addresses and numbers of processes contradict each other."""
+    backend = backend_of(settings)
     machines = settings.get("num_machines") or 1
-    rank = settings.get("machine_rank") or 0
+    least = settings.get("min_machines") or machines
+    rank = settings.get("machine_rank")
     processes = settings.get("num_processes")
-    if rank >= machines:
+    if least > machines:
+        raise ConfigError(
+            f"min_machines is {least} with num_machines {machines}, which is the most. Correct one of the two."
+        )
+    if rank is not None and rank >= machines:
         raise ConfigError(
             f"machine_rank is {rank} with num_machines {machines}: ranks count from 0 to {machines - 1}. "
             f"Correct one of the two."
         )
+    if rank and backend != LOCAL:
+        raise ConfigError(
+            f"machine_rank is {rank}, but one launch starts all machines here, and numbers them. Remove machine_rank."
+        )
     if machines > 1:
-        for name in ("main_process_ip", "main_process_port"):
+        for name in ("main_process_ip", "main_process_port") if backend == LOCAL else ():
             if not settings.get(name):
                 raise ConfigError(
                     f"num_machines is {machines}, so every machine must know where to meet, but {name} is not set. "
                     f"Set {name} to that of the machine with rank 0, the same on all machines."
                 )
-        if processes is None:
+        if processes is None and not any(settings.get(name) for name in HOST_LISTS):  # they may say slots
             raise ConfigError(
                 f"num_machines is {machines} but num_processes is not set. Set it to the total over all machines."
             )

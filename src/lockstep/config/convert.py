@@ -15,13 +15,14 @@ from lockstep.config.json_file import read_json
 from lockstep.config.readers import SCALER_FIELDS
 from lockstep.config.rules import Outcome, Row, Said, Table, combine, is_off, walk
 from lockstep.config.run import RunConfig
-from lockstep.config.said import PARALLEL_FIELDS, precision_of, said_by_settings, spread_of
+from lockstep.config.said import PARALLEL_FIELDS, REACH_SETTINGS, precision_of, said_by_settings, spread_of
 from lockstep.config.yaml_file import YamlFile, read_yaml
 from lockstep.errors import ConfigError
 
 SECTION_TABLES: dict[str, Table] = {
     "fsdp_config": {**fsdp.KEYS, **{fsdp.PREFIX + key: rule for key, rule in fsdp.KEYS.items()}},
     "deepspeed_config": sections.DEEPSPEED_KEYS,
+    sections.MPI_SECTION: sections.MPI_KEYS,
     "parallelism_config": {
         **sections.LAYOUT_KEYS,
         **{sections.LAYOUT_PREFIX + key: rule for key, rule in sections.LAYOUT_KEYS.items()},
@@ -126,6 +127,7 @@ def _settings(says: Mapping[str, Said], given: Mapping[str, Any], ranks: int | N
         settings["micro_batch_size"] = batch.micro
     if "gradient_clipping" in says:
         settings["gradient_clipping"] = says["gradient_clipping"].value
+    settings |= {name: says[name].value for name in REACH_SETTINGS if name in says}
     for name in ("optimizer", "scheduler"):
         if name in says and not isinstance(says[name].value, dict):
             settings[name] = asdict(says[name].value)

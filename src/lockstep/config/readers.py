@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lockstep.config.training_objects import OptimizerConfig, SchedulerConfig
-from lockstep.config.values import parse_bool, parse_integer, shown, suggestion
+from lockstep.config.values import decimal_number, parse_bool, parse_integer, shown, suggestion
 from lockstep.errors import ConfigError
 
 MAX_SCALE_POWER = 32
@@ -19,10 +19,7 @@ def integer(at_least: int, at_most: int | None = None) -> Callable[[Any, str], i
 
 def number(value: Any, key: str) -> float:
     """A finite number of at least 0."""
-    try:
-        result = float(value) if not isinstance(value, (bool, Mapping, list)) else math.nan
-    except (TypeError, ValueError, OverflowError):
-        result = math.nan
+    result = decimal_number(value)
     if not 0 <= result < math.inf:
         raise ConfigError(f"{key}={shown(value)} is not a number of at least 0. Set one.")
     return result

@@ -11,13 +11,19 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from lockstep.config import checks, readers
 from lockstep.config.enums import PrecisionType
+from lockstep.config.hosts import parse_filter, parse_hosts
 from lockstep.config.parallel import Parallel
 from lockstep.config.values import (
     parse_bool,
     parse_gpus,
     parse_host,
     parse_integer,
+    parse_interface,
+    parse_machines,
+    parse_names,
+    parse_pairs,
     parse_precision,
+    parse_seconds,
     shown,
     suggestion,
 )
@@ -78,7 +84,28 @@ def _path(value: Any) -> str | None:
     return value
 
 
+def _unless_none(read: Callable[[Any], Any], value: Any) -> Any:
+    return None if value is None else read(value)
+
+
+def _hosts(value: Any) -> str | None:
+    return None if value is None else ",".join(map(str, parse_hosts(value)))
+
+
+def _filter(value: Any) -> str | None:
+    return None if value is None else "@".join(parse_filter(value))
+
+
+def _kubernetes(value: Any) -> str | None:
+    return None if value is None else str(_word(checks.KUBERNETES_KINDS, value))
+
+
+def _seconds(value: Any) -> float | None:
+    return None if value is None else parse_seconds(value)
+
+
 Flag = Annotated[bool, BeforeValidator(_flag)]
+OptionalFlag = Annotated[bool | None, BeforeValidator(partial(_unless_none, _flag))]
 
 
 def bounded(at_least: int, at_most: int) -> BeforeValidator:
@@ -89,6 +116,9 @@ def bounded(at_least: int, at_most: int) -> BeforeValidator:
 class RunConfig(BaseModel):
     """How to start a run. ``num_processes`` is the total over all machines; None: one for each GPU, else 1.
 
+    ``num_machines`` is the most that take part, ``min_machines`` the least (None: as many). Of the settings
+    that are None here, ``launch.plan.DEFAULTS`` has the defaults.
+
     Raises ``pydantic.ValidationError`` for fields alone and together; ``config.accelerate.load``
     turns it into a ConfigError with file, line and key.
     """
@@ -97,12 +127,32 @@ class RunConfig(BaseModel):
 
     num_processes: Annotated[int | None, bounded(1, checks.MAX_PROCESSES)] = None
     num_machines: Annotated[int, bounded(1, checks.MAX_MACHINES)] = 1
-    machine_rank: Annotated[int, bounded(0, checks.MAX_MACHINES - 1)] = 0
+    min_machines: Annotated[int | None, bounded(1, checks.MAX_MACHINES)] = None
+    machine_rank: Annotated[int | None, bounded(0, checks.MAX_MACHINES - 1)] = None
     main_process_ip: Annotated[str | None, BeforeValidator(parse_host)] = None
     main_process_port: Annotated[int | None, bounded(0, checks.MAX_PORT)] = None
     rdzv_backend: Annotated[
         Literal["static", "c10d"], BeforeValidator(partial(_word, ("static", "c10d")))
     ] = "static"
+    interface: Annotated[str | None, BeforeValidator(parse_interface)] = None
+    secret_file: Annotated[str | None, BeforeValidator(_path)] = None
+    hosts: Annotated[str | None, BeforeValidator(_hosts)] = None
+    hostfile: Annotated[str | None, BeforeValidator(_path)] = None
+    include_hosts: Annotated[str | None, BeforeValidator(_filter)] = None
+    exclude_hosts: Annotated[str | None, BeforeValidator(_filter)] = None
+    slurm: OptionalFlag = None
+    slurm_options: Annotated[dict[str, str] | None, BeforeValidator(partial(_unless_none, parse_pairs))] = (
+        None
+    )
+    mpi: OptionalFlag = None
+    ray: OptionalFlag = None
+    k8s: Annotated[str | None, BeforeValidator(_kubernetes)] = None
+    k8s_options: Annotated[dict[str, str] | None, BeforeValidator(partial(_unless_none, parse_pairs))] = None
+    forward_env: Annotated[tuple[str, ...] | None, BeforeValidator(partial(_unless_none, parse_names))] = None
+    max_restarts: Annotated[int | None, bounded(0, checks.MAX_RESTARTS)] = None
+    hang_timeout: Annotated[float | None, BeforeValidator(_seconds)] = None
+    grace: Annotated[float | None, BeforeValidator(_seconds)] = None
+    watch: OptionalFlag = None
     mixed_precision: Annotated[PrecisionType, BeforeValidator(_precision)] = PrecisionType.NO
     use_cpu: Flag = False
     gpu_ids: Annotated[str | None, BeforeValidator(parse_gpus)] = None
@@ -118,6 +168,23 @@ class RunConfig(BaseModel):
     )
     deepspeed_config_file: Annotated[str | None, BeforeValidator(_path)] = None
     num_cpu_threads_per_process: Annotated[int | None, bounded(1, checks.MAX_THREADS)] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _range_of_machines(cls, data: Any) -> Any:
+        """``num_machines: "1:4"`` says both ends."""
+        said = data.get("num_machines") if isinstance(data, dict) else None
+        if not isinstance(said, str) or ":" not in said:
+            return data
+        try:
+            least, most = parse_machines(said)
+        except ConfigError as error:
+            raise ConfigError(f"num_machines: {error}") from None
+        if data.get("min_machines") not in (None, least, str(least)):
+            raise ConfigError(
+                f"num_machines is {said} but min_machines is {shown(data['min_machines'])}. Say it once."
+            )
+        return {**data, "num_machines": most, "min_machines": least}
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:

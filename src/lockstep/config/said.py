@@ -17,7 +17,13 @@ SINGLE_SETTINGS = (
     "optimizer",
     "scheduler",
     "deepspeed_config_file",
+    "hostfile",
+    "include_hosts",
+    "exclude_hosts",
+    "slurm",
+    "mpi",
 )
+REACH_SETTINGS = ("hostfile", "include_hosts", "exclude_hosts", "slurm", "mpi")
 
 
 def said_by_settings(settings: Mapping[str, tuple[Any, str]]) -> dict[str, Said]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.config import readers as read
 from lockstep.config.deepspeed import finish, from_deepspeed
+from lockstep.config.hosts import parse_filter
 from lockstep.config.rules import (
     Detail,
     NoEffect,
@@ -19,10 +20,52 @@ from lockstep.config.rules import (
     combine,
     translate,
 )
+from lockstep.config.values import shown
 from lockstep.errors import ConfigError
 
 META = "a model is made as the script makes it; one made on the meta device is filled shard by shard"
-ONE_COMMAND = "a launcher that reaches other machines; run the same command on each of them instead"
+
+# DeepSpeed's launchers -> the setting that does the same; with the first two a machine starts only itself
+MULTINODE_LAUNCHERS: dict[str, dict[str, bool]] = {
+    "standard": {},
+    "nossh": {},
+    "pdsh": {},
+    "openmpi": {"mpi": True},
+    "slurm": {"slurm": True},
+}
+ONE_MACHINE = ("standard", "nossh")
+
+
+def _launcher(value: Any, key: str) -> dict[str, bool]:
+    """The settings of one of DeepSpeed's launchers."""
+    if value in (None, "", "none"):
+        return {}
+    if value not in MULTINODE_LAUNCHERS:
+        raise ConfigError(
+            f"{key}={shown(value)} is not available. Use one of {', '.join(MULTINODE_LAUNCHERS)}."
+        )
+    return MULTINODE_LAUNCHERS[value]
+
+
+def _file_name(value: Any, key: str) -> str | None:
+    if value in ("", "none"):
+        return None
+    if not isinstance(value, str) or "\0" in value:
+        raise ConfigError(f"{key}={shown(value)} is not a path. Give the name of a file.")
+    return value
+
+
+def _filter(value: Any, key: str) -> str | None:
+    """A filter on whole hosts."""
+    if value in ("", "none"):
+        return None
+    try:
+        return "@".join(parse_filter(value))
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}.") from None
+
+
+LAUNCHER_KEY, HOSTFILE_KEY = "deepspeed_multinode_launcher", "deepspeed_hostfile"
 
 # Accelerate's own names, in its file and its plugin
 DEEPSPEED_KEYS: Table = {
@@ -40,10 +83,10 @@ DEEPSPEED_KEYS: Table = {
     "transformer_moe_cls_names": NoEffect("experts are sharded as all other blocks are"),
     "deepspeed_moe_layer_cls_names": NoEffect("experts are sharded as all other blocks are"),
     "enable_msamp": Refused("fp8 training"),
-    "deepspeed_multinode_launcher": Refused(ONE_COMMAND, ("standard",)),
-    "deepspeed_hostfile": Refused(ONE_COMMAND),
-    "deepspeed_inclusion_filter": Refused(ONE_COMMAND),
-    "deepspeed_exclusion_filter": Refused(ONE_COMMAND),
+    LAUNCHER_KEY: Used("", _launcher),
+    HOSTFILE_KEY: Used("hostfile", _file_name),
+    "deepspeed_inclusion_filter": Used("include_hosts", _filter),
+    "deepspeed_exclusion_filter": Used("exclude_hosts", _filter),
 }
 FILE_KEY = "deepspeed_config_file"
 DEFAULT_STAGE = 2
@@ -56,6 +99,7 @@ def from_deepspeed_section(section: Mapping[str, Any], where: str) -> Translatio
         ConfigError: a key is unknown or refused, or the file contradicts another key.
     """
     own = translate(DEEPSPEED_KEYS, {key: value for key, value in section.items() if key != FILE_KEY}, where)
+    _check_launcher(own.says, section, where)
     says, warnings = finish(own)
     path = section.get(FILE_KEY)
     if path in (None, "none", ""):
@@ -68,6 +112,47 @@ def from_deepspeed_section(section: Mapping[str, Any], where: str) -> Translatio
     )  # only to see whether they agree: workers read the file themselves
     says[FILE_KEY] = Said(path, f"{FILE_KEY}={path} ({where})")
     return Translation(says, (*own.warnings, *warnings), own.rows)
+
+
+def _check_launcher(says: Mapping[str, Said], section: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError when the launcher and the list of hosts do not belong together."""
+    launcher = section.get(LAUNCHER_KEY)
+    listed = next(
+        (name for name in ("hostfile", "include_hosts", "exclude_hosts", "mpi") if name in says), None
+    )
+    if launcher in ONE_MACHINE and listed is not None:
+        raise ConfigError(
+            f"{where}: {LAUNCHER_KEY}={launcher} starts one machine, which contradicts {says[listed].source}. "
+            f"Remove one of them."
+        )
+    if "hostfile" not in says and (launcher == "pdsh" or listed is not None):
+        raise ConfigError(
+            f"{where}: {LAUNCHER_KEY}={launcher or 'pdsh'} needs {HOSTFILE_KEY}, a file with lines such as "
+            f"host1 slots=8. Name one, or set {LAUNCHER_KEY}: standard and run one command on each machine."
+        )
+    if launcher == "slurm" and "hostfile" in says:
+        raise ConfigError(
+            f"{where}: {says['hostfile'].source} contradicts {LAUNCHER_KEY}=slurm. Remove one of them."
+        )
+
+
+MPI_SECTION = "mpirun_config"
+MPI_KEYS: Table = {
+    "mpirun_hostfile": Used("hostfile", _file_name),
+    "mpirun_ccl": NoEffect("workers of oneCCL are its own; export CCL_WORKER_COUNT and forward it", ("1", 1)),
+}
+
+
+def from_mpirun(section: Mapping[str, Any], where: str) -> Translation:
+    """The section ``mpirun_config``: mpirun starts the processes, on the hosts of a file.
+
+    Raises:
+        ConfigError: a key is unknown, or has a value that is not allowed.
+    """
+    found = translate(MPI_KEYS, section, where)
+    if "hostfile" not in found.says:
+        return found
+    return Translation({**found.says, "mpi": Said(True, where)}, found.warnings, found.rows)
 
 
 LAYOUT_PREFIX = "parallelism_config_"

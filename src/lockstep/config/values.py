@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 from lockstep.config.enums import PrecisionType
@@ -12,12 +14,26 @@ from lockstep.errors import ConfigError
 
 TRUE_WORDS = frozenset({"1", "true", "t", "yes", "y", "on"})
 FALSE_WORDS = frozenset({"0", "false", "f", "no", "n", "off"})
+MAX_PORT = 65535
+MAX_MACHINES = 100_000
+MAX_SECONDS = 10_000_000.0
+PLAIN_NUMBER = re.compile(r"[0-9.]{1,20}(e[0-9+-]{1,4})?", re.ASCII)
+INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:@-]{0,14}")  # Linux allows 15 bytes
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
+DECIMAL = re.compile(r"[+-]?([0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})([eE][+-]?[0-9]{1,4})?")
+OPTION = re.compile(r"[A-Za-z][A-Za-z0-9._/-]{0,127}")
 HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.(?!-)[A-Za-z0-9_-]{1,63})*\.?")
 
 
 def shown(value: Any, limit: int = 40) -> str:
     """``value`` as text for a message, cut at ``limit`` characters."""
     text = repr(value)[: limit * 8] if not isinstance(value, str) else repr(value[: limit * 2])
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def plain(value: Any, limit: int = 40) -> str:
+    """``value`` as text for a message, without quotes: on one line, and cut at ``limit`` characters."""
+    text = "".join(character if character.isprintable() else "?" for character in str(value)[: limit + 1])
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -59,12 +75,12 @@ def parse_gpus(value: Any) -> str | None:
 
 def parse_precision(value: Any, origin: str) -> PrecisionType:
     """``no``, ``fp16`` or ``bf16``, in any case; raises ConfigError."""
-    word = str(value).lower()
+    word, known = str(value).lower(), PrecisionType.list()
     if word == "fp8":
-        raise ConfigError(f"{origin}={value}: fp8 is not available yet. Use 'bf16', 'fp16' or 'no'.")
-    if word not in PrecisionType.list():
+        raise ConfigError(f"{origin}={plain(value)}: fp8 is not available yet. Use 'bf16', 'fp16' or 'no'.")
+    if word not in known:
         raise ConfigError(
-            f"{origin}={value} is not one of {', '.join(PrecisionType.list())}.{suggestion(word, PrecisionType.list())}"
+            f"{origin}={plain(value)} is not one of {', '.join(known)}.{suggestion(word, known)}"
         )
     return PrecisionType(word)
 
@@ -76,7 +92,7 @@ def parse_bool(value: Any, origin: str) -> bool:
         return True
     if word in FALSE_WORDS:
         return False
-    raise ConfigError(f"{origin}={value} is not a truth value. Use 'true' or 'false'.")
+    raise ConfigError(f"{origin}={plain(value)} is not a truth value. Use 'true' or 'false'.")
 
 
 def parse_integer(value: Any, origin: str, at_least: int, at_most: int | None = None) -> int:
@@ -91,9 +107,8 @@ def parse_integer(value: Any, origin: str, at_least: int, at_most: int | None = 
         or number < at_least
         or (at_most is not None and number > at_most)
     ):
-        shown = text if len(text) <= 40 else text[:37] + "..."
         bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-        raise ConfigError(f"{origin}={shown} is not an integer {bounds}. Set a number in that range.")
+        raise ConfigError(f"{origin}={plain(text)} is not an integer {bounds}. Set a number in that range.")
     return number
 
 
@@ -102,3 +117,87 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     by_lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word[:100].lower(), by_lower, n=1, cutoff=0.5)
     return f" Did you mean {by_lower[near[0]]!r}?" if near else ""
+
+
+def decimal_number(value: Any) -> float:
+    """A number, or a text of one in the digits 0 to 9; NaN for everything else."""
+    if isinstance(value, str):
+        # float() also reads 1_0, and digits of other scripts
+        return float(value) if DECIMAL.fullmatch(value.strip()) else math.nan
+    try:
+        return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        return math.nan
+
+
+def parse_machines(value: Any) -> tuple[int, int]:
+    """(least, most) machines from ``N`` or ``MIN:MAX``; raises ConfigError."""
+    text = str(value).strip() if type(value) in (int, str) else ""
+    least, _, most = text.partition(":")
+    try:
+        low = parse_integer(least, "", 1, MAX_MACHINES)
+        high = parse_integer(most, "", low, MAX_MACHINES) if ":" in text else low
+    except ConfigError:
+        raise ConfigError(
+            f"{shown(value)} is not a number of machines from 1 to {MAX_MACHINES}, or MIN:MAX"
+        ) from None
+    return low, high
+
+
+def parse_endpoint(value: Any) -> tuple[str, int]:
+    """(host, port) from ``HOST:PORT`` or ``[IPV6]:PORT``; raises ConfigError."""
+    host, colon, port = str(value).rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    try:
+        if not colon or (":" in host and not bracketed):
+            raise ConfigError("")
+        return parse_host(host[1:-1] if bracketed else host) or "", parse_integer(port, "", 1, MAX_PORT)
+    except ConfigError:
+        raise ConfigError(f"{shown(value)} is not HOST:PORT, such as 10.0.0.1:29500") from None
+
+
+def parse_interface(value: Any) -> str | None:
+    """The name of a network interface, such as ``eth0``; raises ConfigError."""
+    if value is None or (isinstance(value, str) and INTERFACE.fullmatch(value)):
+        return value
+    raise ConfigError(f"{shown(value)} is not the name of a network interface, such as eth0")
+
+
+def parse_names(value: Any) -> tuple[str, ...]:
+    """Names of environment variables, from a list or joined by commas; raises ConfigError."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if isinstance(parts, (list, tuple)):
+        names = [part.strip() for part in parts if isinstance(part, str)]
+        if len(names) == len(parts) and all(VARIABLE.fullmatch(name) for name in names):
+            return tuple(dict.fromkeys(names))
+    raise ConfigError(f"{shown(value)} is not a list of names of environment variables")
+
+
+def parse_pairs(value: Any) -> dict[str, str]:
+    """Options ``KEY=VALUE``, from a mapping or a list of such texts; raises ConfigError."""
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, (list, tuple)):
+        split = [part.partition("=") if isinstance(part, str) else ("", "", "") for part in value]
+        for (_, equals, _), part in zip(split, value, strict=True):
+            if not equals:
+                raise ConfigError(f"{shown(part)} is not KEY=VALUE")
+        if len({key for key, _, _ in split}) != len(split):
+            raise ConfigError(f"{shown(value)} gives an option twice")
+        value = {key: text for key, _, text in split}
+    if not isinstance(value, dict):
+        raise ConfigError(f"{shown(value)} is not a section of options")
+    for key, item in value.items():
+        if not isinstance(key, str) or not OPTION.fullmatch(key):
+            raise ConfigError(f"{shown(key)} is not the name of an option")
+        if type(item) not in (str, int, float) or not str(item).isprintable():
+            raise ConfigError(f"option {key}={shown(item)} is not a number or a line of text")
+    return {key: str(item) for key, item in value.items()}
+
+
+def parse_seconds(value: Any) -> float:
+    """A time in seconds, from 0 to 10 million; raises ConfigError."""
+    number = decimal_number(value)
+    if not 0 <= number <= MAX_SECONDS:
+        raise ConfigError(f"{shown(value)} is not a number of seconds from 0 to {MAX_SECONDS:.0f}")
+    return number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from lockstep.errors import ConfigError
 
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 16
-MAX_NODES = 4096
+MAX_NODES = 1024  # PyYAML reads some thousand in a second
 
 Path_ = tuple[str, ...]
 
@@ -24,6 +25,10 @@ def _tags(*names: str) -> frozenset[str]:
 
 BUILT = _tags("null", "bool", "int", "float", "str")
 AS_TEXT = _tags("timestamp")
+NUMBERS = _tags("int", "float")
+# what only YAML 1.1 takes for numbers: 1:30 for 90 (sixties), 1_0 for 10, 010 for 8 (octal)
+NOT_TODAY = re.compile(r".*[:_].*|[-+]?0[0-9]+")
+NULL, NULL_WORDS = _tags("null"), ("", "~", "null", "Null", "NULL")
 MAP, SEQUENCE = _tags("map"), _tags("seq")
 
 
@@ -101,6 +106,14 @@ class _BoundedLoader(yaml.SafeLoader):
     depth = 0
     nodes = 0
 
+    def fetch_flow_collection_start(self, token_class: Any) -> None:
+        # here, because the scanner looks far ahead, in a time that grows with the square of the depth
+        if self.flow_level > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(
+                problem=f"nested deeper than {MAX_DEPTH}", problem_mark=self.get_mark()
+            )
+        super().fetch_flow_collection_start(token_class)
+
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
         event = self.peek_event()
         if self.check_event(yaml.AliasEvent):
@@ -145,7 +158,11 @@ def _value(node: Node, path: Path_, name: str, lines: dict[Path_, int]) -> Any:
     _check_tag(node, name)
     if isinstance(node, SequenceNode):
         return [_value(item, path, name, lines) for item in node.value]
+    if node.tag in NUMBERS and NOT_TODAY.fullmatch(node.value):
+        return node.value
     try:
+        if node.tag in NULL and node.value not in NULL_WORDS:  # which PyYAML does not look at
+            raise ValueError
         return yaml.SafeLoader("").construct_object(node) if node.tag in BUILT else node.value
     except (ValueError, yaml.YAMLError, KeyError, IndexError):  # `!!int x`, or thousands of digits
         at = f"{name}:{node.start_mark.line + 1}: {'.'.join(path)}"

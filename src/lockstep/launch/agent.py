@@ -1,44 +1,229 @@
-"""torch's elastic agent with a bound on how long workers may take to end."""
+"""What a launcher does on its machine: round after round, starts workers, watches them, and ends them."""
 
 from __future__ import annotations
 
+import platform
 import signal
+import time
 from collections.abc import Callable
-from typing import Any
+from types import FrameType
 
-from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import LogsSpecs
+from lockstep.launch.plan import LaunchPlan
+from lockstep.launch.rendezvous import HubLost, Over, Rendezvous, Round, over_of, verb_of
+from lockstep.launch.report import Failure, describe, exit_code, first_failure
+from lockstep.launch.workers import Starter, Workers
+from lockstep.runtime.exit_codes import PREEMPTED, of_signal
 
+MONITOR_INTERVAL_S = 0.1
+# between the polite signal and SIGKILL; with it a launch is over within 2 s of its end being decided
+GRACE_S = 1.5
+STATES_EVERY_S = 1.0
 
-class BoundedAgent(LocalElasticAgent):
-    """Ends its workers with the polite signal, then SIGKILL after ``grace_s`` (torch: always 30 s)."""
-
-    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, grace_s: float) -> None:
-        super().__init__(spec, logs_specs, log_line_prefix_template="[rank ${rank}] ")
-        self._grace_s = grace_s
-        self.failed_by_themselves: frozenset[int] | None = None
-        """Local ranks that had failed before any was ended; None where torch does not tell."""
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        ids: dict[int, Any] = super()._start_workers(worker_group)
-        limit_grace(self._pcontext, self._grace_s, before=self._note_failed)
-        return ids
-
-    def _note_failed(self) -> None:
-        failures = getattr(self._pcontext, "_failures", None)
-        if failures and self.failed_by_themselves is None:
-            self.failed_by_themselves = frozenset(failures)
+# these ask the run to stop at a step boundary, the second one at once; the others at once
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+END_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-def limit_grace(context: Any, grace_s: float, before: Callable[[], None]) -> None:
-    """Bound the time of a process context's ``close``, whoever calls it; call ``before`` first."""
-    if context is None:
-        return
-    close = context.close
+class Interrupted(Exception):
+    """A signal that ends the launch at once."""
 
-    def bounded_close(death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
-        before()
-        close(death_sig, min(timeout, grace_s))
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = signal.Signals(number)
 
-    context.close = bounded_close
+
+class Signals:
+    """The launcher's signals: the first that asks for a stop is kept, whatever ends at once is raised."""
+
+    def __init__(self) -> None:
+        self._asked: signal.Signals | None = None
+        self._told = False
+        self.boundary = False
+        """Whether there are workers that could stop at a boundary."""
+
+    def install(self) -> None:
+        """Take over; called again after anything that may have taken over itself."""
+        for number in (*STOP_SIGNALS, *END_SIGNALS):
+            signal.signal(number, self._handle)
+
+    def ignore(self) -> None:
+        """From here on the launch is ending already."""
+        for number in (*STOP_SIGNALS, *END_SIGNALS):
+            signal.signal(number, signal.SIG_IGN)
+
+    def asked(self) -> signal.Signals | None:
+        """The signal that asked for a stop, said once."""
+        if self._asked is None or self._told:
+            return None
+        self._told = True
+        return self._asked
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number in STOP_SIGNALS and self._asked is None and self.boundary:
+            self._asked = signal.Signals(number)
+        else:
+            raise Interrupted(number)
+
+
+class Agent:
+    """Runs a plan's workers on this machine, in the rounds that the hub forms.
+
+    Args:
+        hosting: the hub is part of this launcher.
+        starter: makes the workers of a round, and sweeps up after it.
+        upkeep: called a few times a second.
+        interrupted: called with a signal's name when one ends the launch at once, before anything else.
+    """
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        rendezvous: Rendezvous,
+        hosting: bool,
+        starter: Starter,
+        upkeep: Callable[[], None],
+        interrupted: Callable[[str], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._plan = plan
+        self._rendezvous = rendezvous
+        self._hosting = hosting
+        self._starter = starter
+        self._upkeep = upkeep
+        self._interrupted = interrupted
+        self._say = say
+        self._signals = Signals()
+        self._workers: Workers | None = None
+        self._own: Failure | None = None
+        self._world_size = plan.nproc
+
+    def run(self) -> int:
+        """To the end of the launch; returns its exit code.
+
+        Raises:
+            ConfigError: the hub does not let this machine in.
+        """
+        self._signals.install()
+        try:
+            while True:
+                over = self._round()
+                if over is not None:
+                    return self._report(over)
+        except Interrupted as error:
+            self._signals.ignore()
+            self._interrupted(error.signal.name)
+            self._end_workers(error.signal)
+            self._say(f"lockstep launch: ended by {error.signal.name}; all processes were ended.")
+            return of_signal(error.signal)
+        except HubLost as error:
+            self._end_workers(signal.SIGTERM)
+            self._say(f"lockstep launch: {error} All processes here were ended.")
+            return 1
+        finally:
+            self._end_workers(signal.SIGTERM)
+
+    def _round(self) -> Over | None:
+        """One round; None if another one follows."""
+        place = self._rendezvous.join(self._upkeep)
+        if isinstance(place, Over):
+            return place
+        self._own = None
+        self._world_size = place.world_size
+        self._signals.boundary = True
+        self._workers = self._starter.start(place)
+        self._signals.install()  # starting processes took some signals over
+        try:
+            return self._watch(place, self._workers)
+        except HubLost as error:
+            if not self._plan.elastic or self._hosting:
+                raise
+            self._end_workers(signal.SIGTERM)
+            self._say(
+                f"lockstep launch: {error} All processes here were ended; this machine tries to join again."
+            )
+            self._signals.boundary = False
+            self._rendezvous.rejoin(self._upkeep)
+            return None
+        finally:
+            self._end_workers(signal.SIGTERM)
+            self._signals.boundary = False
+
+    def _watch(self, place: Round, workers: Workers) -> Over | None:
+        told = stopping = False
+        next_states = 0.0
+        give_up: float | None = None
+        stop_code: int | None = None
+        while True:
+            message = self._rendezvous.receive(MONITOR_INTERVAL_S)
+            verb = verb_of(message)
+            if message is not None and verb == "over":
+                return over_of(message)
+            if message is not None and verb == "end" and message["round"] == place.number:
+                return None
+            if message is not None and verb == "stopping":
+                stopping = True
+                name = str(message["signal"])
+                stop_code = of_signal(signal.Signals[name]) if name else of_signal(signal.SIGTERM)
+            self._upkeep()
+            asked = self._signals.asked()
+            if asked is not None:
+                self._rendezvous.tell("stop", signal=asked.name)
+            now = time.monotonic()
+            if not self._hosting and now >= next_states:
+                next_states = now + STATES_EVERY_S
+                self._rendezvous.show_states(states_of(workers.pids))
+            if told:
+                continue
+            codes = workers.exit_codes()
+            polite = {0, PREEMPTED} | ({stop_code} if stopping and stop_code is not None else set())
+            if any(code not in polite for code in codes.values()):
+                told = True
+                self._tell_failure(place, workers)
+            elif len(codes) == self._plan.nproc:
+                told = True
+                self._rendezvous.tell("finished", round=place.number, code=max(codes.values()))
+            elif any(codes.values()):  # some have stopped at the boundary, so the others are about to
+                give_up = give_up or now + self._plan.survival.grace_s
+                if now > give_up:
+                    workers.end(signal.SIGTERM, GRACE_S)
+                    told = True
+                    self._rendezvous.tell("finished", round=place.number, code=max(codes.values()))
+
+    def _tell_failure(self, place: Round, workers: Workers) -> None:
+        failure = self._own = first_failure(workers.failures())
+        self._rendezvous.tell(
+            "failed",
+            round=place.number,
+            rank=failure.rank,
+            host=platform.node(),
+            code=exit_code(failure),
+            summary=failure.summary,
+            consequence=bool(failure.own.get("consequence")),
+        )
+
+    def _end_workers(self, number: signal.Signals) -> None:
+        if self._workers is not None:
+            workers, self._workers = self._workers, None
+            workers.end(number, GRACE_S)
+            self._rendezvous.show_states({})
+            self._starter.sweep()
+
+    def _report(self, over: Over) -> int:
+        """Say how the launch ended; a failure here in full."""
+        if over.code == 0:
+            return 0
+        if self._own is not None and self._own.rank == over.rank:
+            self._say(describe(self._own, self._world_size))
+        else:
+            ended = "" if over.code == PREEMPTED else "; all processes were ended"
+            self._say(f"lockstep launch: {over.cause.rstrip('.')}{ended}.")
+        if over.note:
+            self._say(f"lockstep launch: {over.note}")
+        return over.code
+
+
+def states_of(pids: list[int]) -> dict[int, str]:
+    """What the system says that processes of this machine do, for a hub elsewhere."""
+    from lockstep.watch.hang.process_state import state_of
+
+    return {pid: state_of(pid) for pid in pids}

@@ -1,4 +1,4 @@
-"""Launching on this machine, alone or as one of several, through torch's elastic agent.
+"""Launching on this machine, alone or as one of several.
 
 torch is imported inside :func:`launch`, after everything that can be refused without it.
 """
@@ -9,50 +9,58 @@ import gc
 import logging
 import os
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from lockstep.config.sources import export_environment, inherited_environment
+from lockstep.config.sources import (
+    export_environment,
+    inherited_environment,
+    restore_environment,
+)
 from lockstep.errors import ConfigError
-from lockstep.launch import exec_worker, guard
+from lockstep.launch import guard
+from lockstep.launch.command import Command
+from lockstep.launch.guard_process import GuardProcess
+from lockstep.launch.hub_server import HubServer
+from lockstep.launch.network import LOOPBACK, Meeting, find_meeting, loopback_interface
 from lockstep.launch.plan import LaunchPlan
-from lockstep.launch.report import Failure, describe, exit_code, first_failure
+from lockstep.launch.rendezvous import Joining, Rendezvous
+from lockstep.link import Secret, derived, new_secret, read_secret, user_secret
 
-if TYPE_CHECKING:
-    from lockstep.launch.logs import RankLogs
-
-# between the polite signal and SIGKILL; with it a launch is over within 2 s of its end being decided
-GRACE_S = 1.5
-MONITOR_INTERVAL_S = 0.1
+# torch's multiprocessing takes these over whenever it starts processes; the agent takes them back
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
-GUARD_WAIT_S = 2.0
-LOOPBACK_INTERFACE = "lo"
+ALONE = Meeting(LOOPBACK, LOOPBACK, None, True)
+
+
+def commands(plan: LaunchPlan) -> list[Command]:
+    """What each process on this machine runs."""
+    several = "" if plan.nproc == 1 else "es"
+    title = f"{plan.nproc} process{several} on this machine, each"
+    return [Command(plan.command, title, plan.environment)]
 
 
 def launch(plan: LaunchPlan) -> int:
-    """Run a plan's processes on this machine and return the exit code: 0, or that of the first failure.
+    """Run a plan's processes on this machine and return the exit code of the launch.
 
     Raises:
-        ConfigError: the log directory cannot be written, or the requested port is taken.
+        ConfigError: the log directory cannot be written, a port is taken, an address is not of this
+            machine or cannot be reached, or the other machines do not let this one in.
     """
     launch_id = uuid.uuid4().hex
     work_dir = tempfile.mkdtemp(prefix="lockstep-")
     try:
         if plan.log_dir is not None:
             _make_directory(plan.log_dir)
-        with _guarded(launch_id) as finished:
-            export_environment(_environment(plan, launch_id))
-            code = _run_agent(plan, work_dir)
+        meeting = ALONE if plan.num_machines == 1 else _meeting(plan)
+        secret = _secret(plan)
+        with GuardProcess(launch_id) as guarded:
+            _export(plan, launch_id, meeting)
+            code = _run(plan, meeting, secret, work_dir, launch_id, guarded)
             if code == 0:
-                finished()
+                guarded.finished()
             return code
     finally:
         shutil.rmtree(work_dir, ignore_errors=True)
@@ -65,90 +73,120 @@ def end_process(code: int) -> None:
     os._exit(code)
 
 
-def _run_agent(plan: LaunchPlan, work_dir: str) -> int:
-    gc.disable()  # collections are a tenth of the time of importing torch
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-
-    from lockstep.launch.agent import BoundedAgent
-    from lockstep.launch.logs import RankLogs
-    from lockstep.launch.rendezvous import rendezvous_handler
-
-    gc.freeze()
-    gc.enable()
-    _silence_agent()
-    if plan.num_machines > 1:
-        _say(
-            f"lockstep launch: machine {plan.machine_rank} of {plan.num_machines}, {plan.nproc} processes; "
-            f"meeting at {plan.address}:{plan.port}."
+def _run(
+    plan: LaunchPlan, meeting: Meeting, secret: Secret, work_dir: str, launch_id: str, guarded: GuardProcess
+) -> int:
+    machine = uuid.uuid4().hex
+    run = f"{Path(_script(plan.command)).name} on {_range(plan)}"
+    with ExitStack() as stack:
+        server = _host(plan, meeting, secret, machine, run)
+        if server is not None:
+            stack.callback(server.close)
+        address = server.address if server is not None else (meeting.hub, plan.port or 0)
+        joining = Joining(
+            run=run,
+            nproc=plan.nproc,
+            rank=plan.machine_rank if plan.num_machines > 1 else None,
+            own_address=meeting.own,
+            store_port=plan.port or 0 if plan.num_machines == 1 else 0,
         )
-    logs = RankLogs(work_dir, plan.log_dir, plan.tee)
-    handler = rendezvous_handler(plan)
-    spec = WorkerSpec(
-        role="default",
-        local_world_size=plan.nproc,
-        entrypoint=sys.executable,
-        args=worker_arguments(plan.command),
-        rdzv_handler=handler,
-        max_restarts=0,
-        monitor_interval=MONITOR_INTERVAL_S,
-        # for the static rendezvous the workers meet in the agents' store
-        master_addr=plan.address if plan.num_machines > 1 and plan.rdzv_backend == "static" else None,
-        master_port=plan.port if plan.num_machines > 1 and plan.rdzv_backend == "static" else None,
-    )
-    agent = BoundedAgent(spec, logs, grace_s=GRACE_S)
+        rendezvous = Rendezvous(address, secret, joining, _say, machine)
+        stack.callback(rendezvous.close)
+
+        def interrupted(name: str) -> None:
+            if server is not None:
+                server.interrupt(name)
+            else:
+                rendezvous.tell("leave", signal=name)
+
+        gc.disable()  # collections are a tenth of the time of importing torch
+        from lockstep.launch.agent import Agent
+        from lockstep.launch.workers import Starter
+
+        gc.freeze()
+        gc.enable()
+        _silence_torch()
+        starter = Starter(plan, work_dir, launch_id, _control(plan, address, secret))
+        agent = Agent(plan, rendezvous, server is not None, starter, guarded.renew, interrupted, _say)
+        return agent.run()
+
+
+def _host(plan: LaunchPlan, meeting: Meeting, secret: Secret, machine: str, run: str) -> HubServer | None:
+    """The hub, if it is for this machine to host; among machines without numbers, the first one does."""
+    if not meeting.here or plan.machine_rank:
+        if plan.machine_rank == 0 and plan.num_machines > 1:
+            raise ConfigError(
+                f"main_process_ip {plan.address} is not an address of this machine, which has machine_rank 0. Give "
+                f"the address of this machine on all of them, or correct machine_rank."
+            )
+        return None
+    port = (plan.port or 0) if plan.num_machines > 1 else 0  # alone, the port is that of the store
     try:
-        result = agent.run()
-    except SignalException as error:
-        _say(f"lockstep launch: ended by {error.sigval.name}; all processes were ended.")
-        return 128 + int(error.sigval)
-    finally:
-        handler.shutdown()
-    if not result.is_failed():
-        return 0
-    failures = [
-        _failure(rank, process, logs, agent.failed_by_themselves) for rank, process in result.failures.items()
-    ]
-    first = first_failure(failures)
-    _say(describe(first, plan.nproc * plan.num_machines))
-    return exit_code(first)
+        return HubServer(plan, secret, meeting.hub, port, machine, run, _say)
+    except ConfigError:
+        if plan.num_machines > 1 and plan.machine_rank is None:
+            return None  # another launcher here was first, or what listens there will be refused
+        raise
+
+
+def _meeting(plan: LaunchPlan) -> Meeting:
+    assert plan.address is not None, "checked with the settings"
+    assert plan.port is not None
+    return find_meeting(plan.address, plan.port, plan.interface)
+
+
+def _secret(plan: LaunchPlan) -> Secret:
+    """What this launch's machines and workers know. The user's own secret is only what it is made of."""
+    said = inherited_environment().get("LOCKSTEP_SECRET")
+    if said:  # the workers have no use for it
+        rest = inherited_environment()
+        del rest["LOCKSTEP_SECRET"]
+        restore_environment(rest)
+    if plan.num_machines == 1:
+        return new_secret()
+    if plan.secret_file is not None:
+        secret = read_secret(Path(plan.secret_file).expanduser())
+    else:
+        secret = Secret.from_hex(said) if said else user_secret()
+    return derived(secret, "launch")
+
+
+def _control(plan: LaunchPlan, address: tuple[str, int], secret: Secret) -> dict[str, str]:
+    """Where workers find the hub."""
+    if not plan.survival.watch:
+        return {}
+    host, port = address
+    bracketed = f"[{host}]" if ":" in host else host
+    return {"LOCKSTEP_CONTROL": f"{bracketed}:{port}", "LOCKSTEP_CONTROL_SECRET": secret.hex()}
+
+
+def _export(plan: LaunchPlan, launch_id: str, meeting: Meeting) -> None:
+    """What the workers inherit: the plan's settings, the launch's identity, and the interface to use."""
+    values = {**plan.environment, guard.ID_VARIABLE: launch_id, "TORCHELASTIC_SIGNALS_TO_HANDLE": SIGNALS}
+    interface = loopback_interface() if plan.num_machines == 1 else meeting.interface
+    for name in (
+        ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if plan.num_machines > 1 else ("GLOO_SOCKET_IFNAME",)
+    ):
+        if interface is not None and not inherited_environment().get(name):
+            values[name] = interface
+    export_environment(values)
+
+
+def _script(command: tuple[str, ...]) -> str:
+    """What a command runs, for people: the script or module, not the interpreter."""
+    words = [word for word in command[1:] if word != "-m"] if command[0] == sys.executable else list(command)
+    return words[0] if words else command[0]
+
+
+def _range(plan: LaunchPlan) -> str:
+    least = f"{plan.min_machines} to " if plan.elastic else ""
+    return f"{least}{plan.num_machines} machine{'' if plan.num_machines == 1 else 's'}"
 
 
 def _say(text: str) -> None:
     sys.stdout.flush()
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
-
-
-def worker_arguments(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Arguments of the interpreter for a worker; ``$`` is doubled because the agent expands templates."""
-    escaped = (part.replace("$", "$$") for part in command)
-    # -I -S: neither the user's site nor PYTHON* variables concern the program in between
-    return ("-I", "-S", os.path.abspath(exec_worker.__file__), str(os.getpid()), *escaped)
-
-
-def _environment(plan: LaunchPlan, launch_id: str) -> dict[str, str]:
-    values = {**plan.environment, guard.ID_VARIABLE: launch_id, "TORCHELASTIC_SIGNALS_TO_HANDLE": SIGNALS}
-    said = inherited_environment().get("GLOO_SOCKET_IFNAME")
-    if plan.num_machines == 1 and not said and LOOPBACK_INTERFACE in _interfaces():
-        values["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE  # nobody outside this machine is concerned
-    return values
-
-
-def _interfaces() -> list[str]:
-    return [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
-
-
-def _failure(rank: int, process: Any, logs: RankLogs, by_themselves: frozenset[int] | None) -> Failure:
-    data = process.error_file_data if isinstance(process.error_file_data, dict) else {}
-    local_rank, code = process.local_rank, process.exitcode
-    return Failure(
-        rank=rank,
-        exit_code=code,
-        report=data if isinstance(data.get("message"), dict) else {},
-        stderr_file=None if logs.tee else logs.stderr_of.get(local_rank),
-        ended_by_us=code == -signal.SIGTERM if by_themselves is None else local_rank not in by_themselves,
-    )
 
 
 def _make_directory(path: str) -> None:
@@ -159,35 +197,8 @@ def _make_directory(path: str) -> None:
         raise ConfigError(f"--log-dir {path}: cannot be made: {reason}. Name another directory.") from None
 
 
-def _silence_agent() -> None:
-    """The agent's own warnings repeat, rank by rank, what one sentence says at the end."""
+def _silence_torch() -> None:
+    """Its own warnings repeat, rank by rank, what one sentence says at the end."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-@contextmanager
-def _guarded(launch_id: str) -> Iterator[Any]:
-    """A process that ends all workers when this one is gone; call what is yielded when there is nothing to end."""
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", os.path.abspath(guard.__file__), launch_id],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # a Ctrl-C in the terminal is not for it
-    )
-    assert process.stdin is not None
-    pipe = process.stdin
-
-    def finished() -> None:
-        with suppress(OSError):  # the guard was killed; nothing to tell
-            pipe.write(guard.DONE)
-
-    try:
-        yield finished
-    finally:
-        try:
-            pipe.close()
-            process.wait(GUARD_WAIT_S)
-        except (OSError, subprocess.TimeoutExpired):
-            process.kill()

@@ -8,32 +8,50 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lockstep.config.batch import BatchSizes
-from lockstep.config.checks import check_topology
+from lockstep.config.checks import LOCAL, check_topology
 from lockstep.config.rules import Said, combine
 from lockstep.config.said import said_by_settings, spread_of
 from lockstep.config.sources import SETTINGS
 from lockstep.errors import ConfigError
+from lockstep.launch.machines import (
+    Reach,
+    check_counted,
+    machines_of,
+    reach_of,
+)
+from lockstep.launch.machines import Setting as Setting
+from lockstep.launch.machines import Settings as Settings
 
-
-class Setting(NamedTuple):
-    """A value and where it came from."""
-
-    value: Any
-    origin: str
-
-
-Settings = dict[str, Setting]
+ELASTIC_RESTARTS = 1000
 
 DEFAULTS: dict[str, Any] = {
     "num_processes": None,
     "num_machines": 1,
-    "machine_rank": 0,
+    "min_machines": None,
+    "machine_rank": None,
     "main_process_ip": None,
     "main_process_port": None,
     "rdzv_backend": "static",
+    "interface": None,
+    "secret_file": None,
+    "hosts": None,
+    "hostfile": None,
+    "include_hosts": None,
+    "exclude_hosts": None,
+    "slurm": None,
+    "slurm_options": None,
+    "mpi": None,
+    "ray": None,
+    "k8s": None,
+    "k8s_options": None,
+    "forward_env": None,
+    "max_restarts": None,
+    "hang_timeout": 300.0,
+    "grace": 30.0,
+    "watch": True,
     "mixed_precision": None,
     "use_cpu": None,
     "gpu_ids": None,
@@ -61,6 +79,8 @@ WORKER_NAMES = {
     "scheduler": "scheduler",
     "grad_scaler": "grad_scaler",
     "deepspeed_config_file": "deepspeed_config_file",
+    "watch": "watch",
+    "grace": "grace",
 }
 
 SECTIONS = ("optimizer", "scheduler", "grad_scaler")  # they travel as JSON
@@ -68,12 +88,16 @@ SECTIONS = ("optimizer", "scheduler", "grad_scaler")  # they travel as JSON
 
 @dataclass(frozen=True)
 class Program:
-    """What each worker runs: a script, a module (``-m``), or any command (``no_python``)."""
+    """What each worker runs: a script, a module (``-m``), or any command (``no_python``).
+
+    ``elsewhere``: it is looked for where it runs, not here.
+    """
 
     target: str
     arguments: tuple[str, ...] = ()
     module: bool = False
     no_python: bool = False
+    elsewhere: bool = False
 
     def command(self) -> tuple[str, ...]:
         """The argument vector of a worker. Raises ConfigError when the script is not there."""
@@ -83,6 +107,8 @@ class Program:
             return (self.target, *self.arguments)
         if self.module:
             return (sys.executable, "-m", self.target, *self.arguments)
+        if self.elsewhere:
+            return (sys.executable, self.target, *self.arguments)
         try:
             kind = (
                 "missing"
@@ -108,20 +134,48 @@ def _is_package(target: str) -> bool:
 
 
 @dataclass(frozen=True)
+class Survival:
+    """What happens when something fails, hangs or is to stop.
+
+    ``max_restarts``: rounds after a failure. ``hang_timeout_s``: how long a hang that was named may last.
+    ``grace_s``: from a stop signal to SIGKILL. ``watch``: whether workers are watched at all.
+    """
+
+    max_restarts: int = 0
+    hang_timeout_s: float = 300.0
+    grace_s: float = 30.0
+    watch: bool = True
+
+
+@dataclass(frozen=True)
 class LaunchPlan:
-    """One machine's part of a launch. ``environment`` is what the workers get beside the launcher's own."""
+    """One machine's part of a launch, or what one launch starts on all machines.
+
+    ``environment`` is what the workers get beside the launcher's own. ``num_machines`` is the most that take
+    part; ``machine_rank`` None: machines are numbered as they arrive. ``address`` and ``port``: where they meet.
+    """
 
     command: tuple[str, ...]
     nproc: int
     num_machines: int = 1
-    machine_rank: int = 0
+    min_machines: int = 1
+    machine_rank: int | None = None
     address: str | None = None
     port: int | None = None
     rdzv_backend: str = "static"
+    interface: str | None = None
+    secret_file: str | None = None
+    survival: Survival = field(default_factory=Survival)
+    reach: Reach = field(default_factory=Reach)
     environment: Mapping[str, str] = field(default_factory=dict)
     log_dir: str | None = None
     tee: bool = False
     settings: Mapping[str, Setting] = field(default_factory=dict)
+
+    @property
+    def elastic(self) -> bool:
+        """Whether machines may leave and join."""
+        return self.min_machines < self.num_machines
 
 
 def merge(flags: Mapping[str, Setting], file: Mapping[str, Setting], environ: Mapping[str, str]) -> Settings:
@@ -134,11 +188,15 @@ def merge(flags: Mapping[str, Setting], file: Mapping[str, Setting], environ: Ma
     for name, default in DEFAULTS.items():
         said = flags.get(name) or _from_environment(name, environ) or file.get(name)
         merged[name] = said or Setting(default, "default")
-    if "nproc" in flags:  # for each machine, where num_processes is the total
-        total = flags["nproc"].value * merged["num_machines"].value
-        merged["num_processes"] = Setting(total, flags["nproc"].origin)
+    if "num_machines" in flags and "min_machines" not in flags:  # --nnodes says both
+        merged["min_machines"] = Setting(None, flags["num_machines"].origin)
     try:
+        merged |= machines_of(merged, flags.get("nproc"), environ)
+        if "nproc" in flags:  # for each machine, where num_processes is the total
+            total = flags["nproc"].value * merged["num_machines"].value
+            merged["num_processes"] = Setting(total, flags["nproc"].origin)
         check_topology({name: setting.value for name, setting in merged.items()})
+        check_counted(merged)
     except ConfigError as error:
         first = str(error).split(" ", 1)[0]
         origin = merged[first].origin if first in merged else "default"
@@ -172,10 +230,12 @@ def make_plan(
     log_dir: str | None = None,
     tee: bool = False,
     described: Mapping[str, Said] | None = None,
+    output: str | None = None,
 ) -> LaunchPlan:
     """Turn merged settings into a plan; ``device_count`` GPUs and ``cores`` are what this machine has.
 
     ``described`` is what the settings' DeepSpeed configuration says; workers read that file themselves.
+    ``output`` is a file for what the backend writes.
 
     Raises:
         ConfigError: the script is missing, more GPUs are named than there are, or ``parallel`` or the batch
@@ -183,22 +243,57 @@ def make_plan(
     """
     value = {name: setting.value for name, setting in settings.items()}
     shown = dict(settings)
+    reach = reach_of(value, output)
+    machines = value["num_machines"]
+    least = value["min_machines"] or machines
     total = value["num_processes"]
     if total is None:
         devices = device_count if value["gpu_ids"] in (None, "all") else len(value["gpu_ids"].split(","))
         total = 1 if value["use_cpu"] else max(1, devices)
         shown["num_processes"] = Setting(total, "default: one for each GPU, else 1")
-    nproc = total // value["num_machines"]
-    check_spread(settings, described or {}, total)
+    nproc = total // machines
+    check_spread(settings, described or {}, [nproc * count for count in range(least, machines + 1)])
     if tee and log_dir is None:
         raise ConfigError("--tee shows what goes to log files, but there is no --log-dir. Give one.")
+    if output is not None and reach.backend != "k8s":
+        raise ConfigError("--output is for the manifests of --k8s. Add --k8s, or remove --output.")
     threads = value["num_cpu_threads_per_process"]
-    if threads is None:
+    if threads is None and reach.backend == LOCAL:  # other machines count their own cores
         threads = max(1, cores // nproc)
         shown["num_cpu_threads_per_process"] = Setting(
             threads, f"default: {cores} cores over {nproc} processes"
         )
-    environment = {"OMP_NUM_THREADS": str(threads)}
+    restarts = value["max_restarts"]
+    if restarts is None:
+        restarts = ELASTIC_RESTARTS if least < machines else 0
+        why = "machines may leave and join" if least < machines else "a failure ends the run"
+        shown["max_restarts"] = Setting(restarts, f"default: {why}")
+    return LaunchPlan(
+        command=program.command(),
+        nproc=nproc,
+        num_machines=machines,
+        min_machines=least,
+        machine_rank=value["machine_rank"],
+        address=value["main_process_ip"],
+        port=value["main_process_port"],
+        rdzv_backend=value["rdzv_backend"],
+        interface=value["interface"],
+        secret_file=value["secret_file"],
+        survival=Survival(restarts, value["hang_timeout"], value["grace"], value["watch"]),
+        reach=reach,
+        environment=_worker_environment(settings, threads),
+        log_dir=log_dir,
+        tee=tee,
+        settings=shown,
+    )
+
+
+def _worker_environment(settings: Mapping[str, Setting], threads: Any) -> dict[str, str]:
+    """The settings that the workers read from their environment: only what was said."""
+    value = {
+        name: None if setting.origin == "default" else setting.value for name, setting in settings.items()
+    }
+    environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     for name, worker_name in WORKER_NAMES.items():
         if value[name] is not None:
             environment[SETTINGS[worker_name].names[0]] = _as_text(name, value[name])
@@ -206,19 +301,7 @@ def make_plan(
         environment["CUDA_VISIBLE_DEVICES"] = str(value["gpu_ids"])
     if value["debug"]:
         environment["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-    return LaunchPlan(
-        command=program.command(),
-        nproc=nproc,
-        num_machines=value["num_machines"],
-        machine_rank=value["machine_rank"],
-        address=value["main_process_ip"],
-        port=value["main_process_port"],
-        rdzv_backend=value["rdzv_backend"],
-        environment=environment,
-        log_dir=log_dir,
-        tee=tee,
-        settings=shown,
-    )
+    return environment
 
 
 def _as_text(name: str, value: Any) -> str:
@@ -230,8 +313,10 @@ def _as_text(name: str, value: Any) -> str:
     return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
-def check_spread(settings: Mapping[str, Setting], described: Mapping[str, Said], processes: int) -> None:
-    """Whether ``parallel``, batch sizes and a DeepSpeed configuration agree, and fit so many processes.
+def check_spread(
+    settings: Mapping[str, Setting], described: Mapping[str, Said], sizes: Sequence[int]
+) -> None:
+    """Whether ``parallel``, batch sizes and a DeepSpeed configuration agree, and fit each number of processes.
 
     Raises:
         ConfigError: they do not; the message has the values.
@@ -242,8 +327,10 @@ def check_spread(settings: Mapping[str, Setting], described: Mapping[str, Said],
         if value is not None:
             own[name] = (SETTINGS[name].parse(value, name), origin)
     says = combine(described, said_by_settings(own))
-    spread_of(says).shard_size(processes)
-    BatchSizes.of(says).solved(processes)
+    spread, batch = spread_of(says), BatchSizes.of(says)
+    for processes in sizes:
+        spread.shard_size(processes)
+        batch.solved(processes)
 
 
 def available_cores() -> int:
@@ -255,4 +342,8 @@ def available_cores() -> int:
 
 def describe(plan: LaunchPlan) -> Sequence[tuple[str, str, str]]:
     """Rows (name, value, origin) of a plan's settings, for ``--dry-run``."""
-    return [(name, str(setting.value), setting.origin) for name, setting in plan.settings.items()]
+    return [
+        (name, str(setting.value), setting.origin)
+        for name, setting in plan.settings.items()
+        if setting.value is not None
+    ]

@@ -1,93 +1,280 @@
-"""Where the workers of a launch meet: on the loopback for one machine, by torch's handlers for several."""
+"""A launcher's end of the rendezvous: it joins at the hub, hears which round it is in, and tells what happens."""
 
 from __future__ import annotations
 
+import platform
 import socket
+import threading
+import time
 import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
+from lockstep.errors import ConfigError, LinkError
+from lockstep.launch.network import listening_socket
+from lockstep.link import Client, Secret
 
-from lockstep.errors import ConfigError
-from lockstep.launch.plan import LaunchPlan
+BEAT_S = 1.0
+# less than the hub waits before it forms a round without this machine, so that two never train at once
+LOST_HUB_S = 4.0
+CONNECT_S = 5.0
+RETRY_S = 0.25
+SAY_WAITING_AFTER_S = 1.0
+HUB_LIMIT_S = 900.0
+REFUSED_LIMIT_S = 15.0
+REJOIN_LIMIT_S = 60.0
 
-LOOPBACK = "127.0.0.1"
-JOIN_TIMEOUT_S = 900
+
+@dataclass(frozen=True)
+class Round:
+    """This machine's place in a round; ``listener`` is the socket of the round's store, where it is hosted here."""
+
+    number: int
+    group_rank: int
+    base_rank: int
+    machines: int
+    world_size: int
+    address: str
+    port: int
+    listener: socket.socket | None = None
 
 
-class LoopbackRendezvous(RendezvousHandler):
-    """One machine: a store whose socket is bound to the loopback, shared with the workers.
+@dataclass(frozen=True)
+class Over:
+    """The launch has ended: its exit code, why, what else there is to say, and the rank to blame, if there is one."""
 
-    The socket is bound before anyone is told its port, so a free port cannot be taken meanwhile.
+    code: int
+    cause: str
+    note: str = ""
+    rank: int | None = None
+
+
+class HubLost(LinkError):
+    """The machine that hosts the launch is gone."""
+
+
+@dataclass(frozen=True)
+class Joining:
+    """What a launcher says of itself; see ``membership.Offer``. ``store_port`` 0: a free one."""
+
+    run: str
+    nproc: int
+    rank: int | None
+    own_address: str
+    store_port: int = 0
+
+
+class Rendezvous:
+    """A connection to the hub.
+
+    Args:
+        address: the hub's.
+        secret: the run's.
+        joining: this machine.
+        say: prints one sentence for people.
+        machine: identity of this launcher, made up if empty.
     """
 
-    def __init__(self, port: int = 0) -> None:
-        self._port = port
-        self._run_id = uuid.uuid4().hex
-        self._store: TCPStore | None = None
+    def __init__(
+        self,
+        address: tuple[str, int],
+        secret: Secret,
+        joining: Joining,
+        say: Callable[[str], None],
+        machine: str = "",
+        hub_limit_s: float = HUB_LIMIT_S,
+    ) -> None:
+        self._address, self._secret, self._joining = address, secret, joining
+        self._say = say
+        self._machine = machine or uuid.uuid4().hex
+        self._epoch = ""
+        self._said_whom = False
+        self._offered: socket.socket | None = None
+        self._states: Mapping[int, str] = {}
+        self._client = self._connected(hub_limit_s)
+        self._heard = time.monotonic()
+        self._ended = threading.Event()
+        # beats come from a thread of their own: ending workers may keep the main one busy for seconds
+        threading.Thread(target=self._beat, name="lockstep-beat", daemon=True).start()
 
-    def get_backend(self) -> str:
-        return "loopback"
+    # -- rounds --------------------------------------------------------------------------------------
 
-    @property
-    def use_agent_store(self) -> bool:
-        return True
+    def join(self, check: Callable[[], None]) -> Round | Over:
+        """Wait for the next round; ``check`` is called a few times a second and may raise.
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        """A new store for each round; raises ConfigError when the requested port is taken."""
-        self._store = None  # frees a fixed port before it is bound again
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((LOOPBACK, self._port))
-        except OSError as error:
-            listener.close()
-            raise ConfigError(
-                f"main_process_port {self._port} cannot be used: {error.strerror}. Leave it out to get a free one."
-            ) from None
-        listener.listen()
-        port = listener.getsockname()[1]
-        self._store = TCPStore(
-            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        Raises:
+            ConfigError: the hub does not let this machine in.
+            HubLost: the hub is gone.
+        """
+        patience = time.monotonic() + REFUSED_LIMIT_S
+        self._offer()
+        while True:
+            check()
+            message = self.receive(RETRY_S)
+            verb = verb_of(message)
+            if message is None:
+                continue
+            if verb == "admitted":
+                self._epoch = str(message["epoch"])
+            elif verb == "waiting":
+                self._say_whom(f"waits for {message['whom']}")
+            elif verb == "refused":
+                if not message["later"] or time.monotonic() > patience:
+                    raise ConfigError(
+                        f"{where(self._address)} does not let this machine in: {message['sentence']}"
+                    )
+                self._pause(check)
+                self._offer()
+            elif verb == "round":
+                return self._round(message)
+            elif verb == "over":
+                return over_of(message)
+
+    def rejoin(self, check: Callable[[], None]) -> None:
+        """Connect anew to a hub that was out of reach. Raises HubLost when it stays away."""
+        deadline = time.monotonic() + REJOIN_LIMIT_S
+        while True:
+            check()
+            try:
+                self._client = Client(self._address, self._secret, CONNECT_S)
+            except LinkError:
+                if time.monotonic() > deadline:
+                    raise HubLost(
+                        f"the machine that hosts this launch, {where(self._address)}, did not come back within "
+                        f"{REJOIN_LIMIT_S:.0f} s."
+                    ) from None
+                self._pause(check)
+                continue
+            self._heard = time.monotonic()
+            return
+
+    def receive(self, timeout_s: float) -> dict[str, Any] | None:
+        """The next message that is not a beat; None if there is none in time. Raises HubLost."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                message = self._client.receive(max(deadline - time.monotonic(), 0))
+            except LinkError:
+                raise HubLost(
+                    f"the machine that hosts this launch, {where(self._address)}, is gone."
+                ) from None
+            now = time.monotonic()
+            if message is not None:
+                self._heard = now
+                if verb_of(message) != "beat":
+                    return message
+            elif now - self._heard > LOST_HUB_S:
+                self._client.close()
+                raise HubLost(
+                    f"the machine that hosts this launch, {where(self._address)}, was silent for {LOST_HUB_S:.0f} s."
+                )
+            if now >= deadline:
+                return None
+
+    def tell(self, verb: str, **facts: Any) -> None:
+        """Tell the hub something. If it is gone, the next ``receive`` says so."""
+        with suppress(LinkError):
+            self._client.send({"kind": f"rendezvous.{verb}", **facts})
+
+    def show_states(self, states: Mapping[int, str]) -> None:
+        """What the system says of workers here, by pid; it goes with the beats."""
+        self._states = states
+
+    def close(self) -> None:
+        """Leave."""
+        self._ended.set()
+        self._drop_offer()
+        self._client.close()
+
+    # -- connecting ----------------------------------------------------------------------------------
+
+    def _connected(self, limit_s: float) -> Client:
+        """Connect, and wait for a hub that does not listen yet; who answers without the secret is not waited for."""
+        started = time.monotonic()
+        while True:
+            reason = _unreachable(self._address)
+            if reason is None:
+                try:
+                    return Client(self._address, self._secret, CONNECT_S)
+                except LinkError as error:
+                    raise ConfigError(f"{error} (main_process_ip and main_process_port)") from None
+            waited_s = time.monotonic() - started
+            if waited_s > limit_s:
+                raise ConfigError(
+                    f"nothing answers at {where(self._address)} after {limit_s:.0f} s: {reason}. Start the machine "
+                    f"that hosts the launch (machine_rank 0), or correct main_process_ip and main_process_port."
+                )
+            if waited_s > SAY_WAITING_AFTER_S:
+                self._say_whom("waits for the machine that hosts the launch")
+            time.sleep(RETRY_S)
+
+    def _say_whom(self, what: str) -> None:
+        if not self._said_whom:
+            self._said_whom = True
+            rank = "" if self._joining.rank is None else f" {self._joining.rank}"
+            self._say(f"lockstep launch: machine{rank} ({platform.node()}) {what} at {where(self._address)}.")
+
+    def _offer(self) -> None:
+        self._drop_offer()
+        joining = self._joining
+        self._offered = listening_socket(joining.own_address, joining.store_port)
+        self._heard = time.monotonic()
+        self.tell(
+            "join",
+            machine=self._machine,
+            name=platform.node(),
+            run=joining.run,
+            nproc=joining.nproc,
+            rank=joining.rank,
+            address=joining.own_address,
+            port=self._offered.getsockname()[1],
+            epoch=self._epoch,
         )
-        store = PrefixStore(self._run_id, self._store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
 
-    def is_closed(self) -> bool:
-        return False
+    def _drop_offer(self) -> None:
+        if self._offered is not None:
+            self._offered.close()
+            self._offered = None
 
-    def set_closed(self) -> None:
-        """One machine has nobody to tell."""
+    def _round(self, message: Mapping[str, Any]) -> Round:
+        listener = self._offered if message["group_rank"] == 0 else None
+        if listener is None:
+            self._drop_offer()
+        self._offered = None
+        names = ("number", "group_rank", "base_rank", "machines", "world_size", "address", "port")
+        return Round(**{name: message[name] for name in names}, listener=listener)
 
-    def num_nodes_waiting(self) -> int:
-        return 0
+    def _pause(self, check: Callable[[], None]) -> None:
+        check()
+        time.sleep(2 * RETRY_S)
 
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        self._store = None
-        return True
-
-
-def rendezvous_handler(plan: LaunchPlan) -> RendezvousHandler:
-    """The handler for a plan: ours on one machine, else torch's ``static`` or ``c10d``."""
-    if plan.num_machines == 1:
-        return LoopbackRendezvous(plan.port or 0)
-    from torch.distributed.elastic.rendezvous import registry
-
-    parameters = RendezvousParameters(
-        backend=plan.rdzv_backend,
-        endpoint=f"{_bracketed(plan.address or '')}:{plan.port}",
-        run_id=f"lockstep-{plan.port}",
-        min_nodes=plan.num_machines,
-        max_nodes=plan.num_machines,
-        rank=plan.machine_rank,
-        timeout=JOIN_TIMEOUT_S,
-    )
-    return registry.get_rendezvous_handler(parameters)
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            self.tell("beat", states={str(pid): word for pid, word in self._states.items()})
 
 
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
+def verb_of(message: Mapping[str, Any] | None) -> str:
+    """``round`` of ``rendezvous.round``."""
+    return "" if message is None else str(message.get("kind", "")).partition(".")[2]
+
+
+def over_of(message: Mapping[str, Any]) -> Over:
+    """The end of a launch, from its message."""
+    return Over(int(message["code"]), str(message["cause"]), str(message["note"]), message["rank"])
+
+
+def where(address: tuple[str, int]) -> str:
+    """``host:port`` for people."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _unreachable(address: tuple[str, int]) -> str | None:
+    """Why nothing accepts connections there, or None. Separate from authentication, whose failure is final."""
+    try:
+        socket.create_connection(address, CONNECT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None

@@ -1,0 +1,117 @@
+"""Launching on a list of hosts: one ssh for each, which starts the ordinary launch there."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+
+from lockstep.config.hosts import Host
+from lockstep.config.sources import inherited_environment
+from lockstep.errors import ConfigError
+from lockstep.launch import node
+from lockstep.launch.command import SECRET, Command
+from lockstep.launch.plan import LaunchPlan
+from lockstep.launch.programs import Prefix, Program, Programs
+
+# no questions, a bounded wait, and a connection whose other end is gone is noticed within 20 s
+SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15",
+       "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")  # fmt: skip
+PORT = 29500
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+def commands(plan: LaunchPlan) -> list[Command]:
+    """One command for each host, with the document that it reads."""
+    return [
+        Command(program.arguments, title=program.title, stdin=program.stdin)
+        for program in programs(plan, SECRET, inherited_environment(), os.getcwd())
+    ]
+
+
+def launch(plan: LaunchPlan) -> int:
+    """Run a plan on all hosts and return the exit code of the launch.
+
+    Raises:
+        ConfigError: the first host has no name for the others, ssh is not installed, or the secret cannot be read.
+    """
+    from lockstep.launch.shared_secret import secret_for_machines
+
+    started = programs(plan, secret_for_machines(plan).hex(), inherited_environment(), os.getcwd())
+    return Programs(started, plan.survival.grace_s, plan.min_machines).run()
+
+
+def programs(plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: str) -> list[Program]:
+    """What is started for each host. Raises ConfigError when the machines could not meet."""
+    hosts = plan.reach.hosts
+    address, port = meeting_point(plan)
+    found = []
+    for rank, host in enumerate(hosts):
+        own = replace(plan, machine_rank=rank, address=address, port=port)
+        told = node.node_of(own, secret, environ, directory)
+        found.append(
+            Program(
+                title=f"{host.target}, machine {rank} of {len(hosts)}",
+                arguments=arguments(host),
+                shown=_prefixed(host.name),
+                environment=environ,
+                stdin=told.line(),
+            )
+        )
+    return found
+
+
+def arguments(host: Host) -> tuple[str, ...]:
+    """The argument list that starts a machine; one constant command for the shell at the other end."""
+    start = (sys.executable, *node.ARGUMENTS)
+    if is_here(host):
+        return start
+    return (*SSH, "--", host.target, shlex.join(start))
+
+
+def is_here(host: Host) -> bool:
+    """Whether a host is this machine, under whatever name. A user's name says that ssh is wanted."""
+    if host.user is not None:
+        return False
+    if host.name in LOOPBACK_NAMES or host.name == socket.gethostname():
+        return True
+    try:
+        found = socket.getaddrinfo(host.name, None, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):  # not known here; ssh may know it by its own configuration
+        return False
+    return any(_is_own(family, str(address[0])) for family, _, _, _, address in found)
+
+
+def _is_own(family: int, address: str) -> bool:
+    """Only an address of this machine can be bound."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def meeting_point(plan: LaunchPlan) -> tuple[str | None, int | None]:
+    """Address and port at which the hosts meet: as said, else the first host's name and a usual port.
+
+    Raises:
+        ConfigError: only this machine knows the first host by its name.
+    """
+    if plan.num_machines == 1:
+        return plan.address, plan.port
+    first = plan.reach.hosts[0]
+    if plan.address is None and first.name in LOOPBACK_NAMES:
+        raise ConfigError(
+            f"hosts begins with {first.name}, which the other {plan.num_machines - 1} would take for themselves. "
+            f"Write the name or address that they know this machine by, or set --rdzv."
+        )
+    return plan.address or first.name, plan.port or PORT
+
+
+def _prefixed(name: str) -> Prefix:
+    prefix = f"[{name}] ".encode()
+    return lambda line: prefix + line

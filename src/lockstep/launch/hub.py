@@ -1,0 +1,362 @@
+"""The hub of a launch: one server, to which launchers tell what happens, and which tells them what to do.
+
+Its handler "rendezvous" feeds :class:`~lockstep.launch.membership.Membership`; the handler "watch" hears the
+workers. All of it runs in the server's thread.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from lockstep.errors import LinkError
+from lockstep.launch import membership as m
+from lockstep.launch.restarts import Restarts
+from lockstep.runtime.exit_codes import HANG, PREEMPTED, of_signal
+
+# a rank that only lost contact is not the cause; how long the cause has to be told
+CAUSE_WAIT_S = 1.5
+JOINING = "a machine that joins"
+
+
+class Peer(Protocol):
+    """One launcher's connection."""
+
+    data: dict[str, Any]
+
+    def send(self, message: Mapping[str, Any]) -> None: ...
+
+
+class Watch(Protocol):
+    """What the hub asks of the coordinator."""
+
+    commits: int
+    stopped: str | None
+
+    @property
+    def verdict(self) -> Any: ...
+    @property
+    def steps(self) -> int: ...
+    def start_round(self, world_size: int) -> None: ...
+    def request_stop(self, cause: str) -> bool: ...
+    def end_all(self) -> None: ...
+    def process_states(self, states: Mapping[int, str]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a round failed: a clause for people, the launch's exit code if no other round follows, whom to blame."""
+
+    cause: str
+    code: int
+    rank: int | None = None
+
+
+class Hub:
+    """The handler "rendezvous".
+
+    Args:
+        members: who is here.
+        restarts: whether a failure is followed by another round.
+        watch: hears the workers; None where nobody watches them.
+        grace_s: from a stop signal to the end of whatever still runs.
+        elastic: a machine that leaves does not end the launch.
+        say: prints one sentence for people.
+    """
+
+    def __init__(
+        self,
+        members: m.Membership,
+        restarts: Restarts,
+        watch: Watch | None,
+        grace_s: float,
+        elastic: bool,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._members = members
+        self._restarts = restarts
+        self._watch = watch
+        self._grace_s = grace_s
+        self._elastic = elastic
+        self._say = say
+        self._clock = clock
+        self._peers: dict[str, Peer] = {}
+        self._codes: list[int] = []
+        self._states: dict[str, dict[int, str]] = {}
+        self._suspect: tuple[float, Failure] | None = None
+        self._stop: tuple[float, str] | None = None
+        self._reform: float | None = None
+        self._over: dict[str, Any] | None = None
+
+    # -- link.Handler --------------------------------------------------------------------------------
+
+    def received(self, peer: Peer, message: Mapping[str, Any]) -> None:
+        """Take in what a launcher tells."""
+        verb = str(message.get("kind", "")).partition(".")[2]
+        if verb == "join":
+            self._join(peer, offer_of(message))
+            return
+        machine = peer.data.get("machine")
+        if machine is None or self._peers.get(machine) is not peer:
+            return
+        if verb == "beat":
+            self._beat(machine, peer, message)
+        elif verb == "finished":
+            self._codes.append(_whole(message, "code"))
+            self._step(m.Finished(machine, _whole(message, "round")))
+        elif verb == "failed":
+            self._failed(message)
+        elif verb == "stop":
+            self._stop_wanted(str(message.get("signal", "")))
+        elif verb == "leave":
+            self._leave(machine, str(message.get("signal", "")))
+
+    def lost(self, peer: Peer) -> None:
+        """A launcher's connection is gone."""
+        machine = peer.data.get("machine")
+        if machine is not None and self._peers.get(machine) is peer:
+            del self._peers[machine]
+            self._step(m.Lost(machine))
+
+    def tick(self, now: float) -> None:
+        """Look at the time."""
+        self._step(m.Tick())
+        if self._over is not None:
+            return
+        if self._suspect is not None and now >= self._suspect[0]:
+            self._fail(self._suspect[1])
+        if self._stop is not None and now >= self._stop[0]:
+            name = self._stop[1]
+            self._end(signal_code(name), f"{name}, but not all ranks stopped within {self._grace_s:g} s")
+        if self._reform is not None and now >= self._reform:
+            self._end_round()
+        verdict = self._watch.verdict if self._watch is not None else None
+        if verdict is not None and self._members.round is not None:
+            self._fail(Failure(f"it hung: {str(verdict.sentence).rstrip('.')}", HANG))
+
+    # -- from the launcher that hosts ------------------------------------------------------------------
+
+    def interrupt(self, name: str) -> None:
+        """End the launch everywhere, because the machine that hosts got this signal."""
+        self._end(signal_code(name), f"ended by {name}")
+
+    def alone(self) -> bool:
+        """Whether no launcher is connected any more."""
+        return not self._peers
+
+    # -- machines --------------------------------------------------------------------------------------
+
+    def _join(self, peer: Peer, offer: m.Offer) -> None:
+        peer.data["machine"] = offer.machine
+        if self._over is not None:
+            peer.send(self._over)
+            return
+        self._peers[offer.machine] = peer
+        peer.send({"kind": "rendezvous.admitted", "epoch": self._members.epoch})
+        self._step(m.Joined(offer))
+        whom = self._members.lacking()
+        if whom and self._members.round is None and offer.machine in self._members.members:
+            peer.send({"kind": "rendezvous.waiting", "whom": whom})
+
+    def _beat(self, machine: str, peer: Peer, message: Mapping[str, Any]) -> None:
+        self._step(m.Beat(machine))
+        peer.send({"kind": "rendezvous.beat"})
+        states = message.get("states")
+        if isinstance(states, Mapping) and self._watch is not None:
+            self._states[machine] = {
+                int(pid): str(word) for pid, word in states.items() if str(pid).isdigit()
+            }
+            self._watch.process_states(
+                {pid: word for part in self._states.values() for pid, word in part.items()}
+            )
+
+    def _leave(self, machine: str, name: str) -> None:
+        member = self._members.members.get(machine)
+        if self._elastic:
+            self._step(m.Lost(machine, f"ended there by {name}"))
+        elif member is not None:
+            self._end(signal_code(name), f"ended by {name} on {member.offer.name}")
+
+    def _step(self, event: m.Event) -> None:
+        for action in self._members.step(event, self._clock()):
+            self._act(action)
+
+    def _act(self, action: m.Action) -> None:
+        match action:
+            case m.Formed():
+                self._start(action)
+            case m.Ended(number, machines):
+                self._tell(machines, {"kind": "rendezvous.end", "round": number})
+            case m.Completed():
+                self._complete()
+            case m.Missing(offer, why, broken) if broken is not None:
+                self._fail(Failure(f"machine {offer.name} was lost ({why})", 1))
+            case m.Newcomer(offer):
+                self._admit(offer)
+            case m.Refused(machine, sentence, later):
+                refused = {"kind": "rendezvous.refused", "sentence": sentence, "later": later}
+                self._tell((machine,), refused)
+                self._peers.pop(machine, None)
+            case m.Overdue(sentence):
+                self._end(1, sentence)
+
+    # -- rounds ----------------------------------------------------------------------------------------
+
+    def _start(self, formed: m.Formed) -> None:
+        self._codes, self._states, self._suspect, self._reform = [], {}, None, None
+        self._restarts.round_started(self._commits())
+        if self._watch is not None:
+            self._watch.start_round(formed.world_size)
+        for seat in formed.seats:
+            self._tell(
+                (seat.offer.machine,),
+                {
+                    "kind": "rendezvous.round",
+                    "number": formed.number,
+                    "group_rank": seat.group_rank,
+                    "base_rank": seat.base_rank,
+                    "machines": len(formed.seats),
+                    "world_size": formed.world_size,
+                    "address": formed.address,
+                    "port": formed.port,
+                },
+            )
+
+    def _complete(self) -> None:
+        code = max(self._codes, default=0)
+        if self._reform is not None and code != 0:
+            self._tell(tuple(self._peers), {"kind": "rendezvous.end", "round": self._members.rounds - 1})
+            return
+        stopped = self._watch.stopped if self._watch is not None else None
+        self._end(code, (stopped or "all ranks stopped and saved their state") if code else "")
+
+    def _admit(self, offer: m.Offer) -> None:
+        """Let a newcomer in: at a step boundary where workers can stop at one, else at once."""
+        self._say(f"lockstep launch: machine {offer.name} joins; the round is formed anew.")
+        if self._stop is not None or self._reform is not None:
+            return
+        if self._watch is not None and self._watch.request_stop(JOINING):
+            self._reform = self._clock() + self._grace_s
+            self._tell(tuple(self._peers), {"kind": "rendezvous.stopping", "signal": ""})
+        else:
+            self._end_round()
+
+    def _failed(self, message: Mapping[str, Any]) -> None:
+        current = self._members.round
+        if current is None or _whole(message, "round") != current.number:
+            return
+        rank, code = _whole(message, "rank"), _whole(message, "code")
+        where = f" on {message.get('host')}" if len(current.seats) > 1 else ""
+        failure = Failure(
+            f"rank {rank}{where} failed ({message.get('summary')}){self._at_step()}", code, rank
+        )
+        stopped = self._watch.stopped if self._watch is not None else None
+        if self._reform is not None:
+            self._end_round()
+        elif stopped is not None:
+            self._end(code, stopped)
+        elif message.get("consequence"):
+            self._suspect = self._suspect or (self._clock() + CAUSE_WAIT_S, failure)
+        else:
+            self._fail(failure)
+
+    def _fail(self, failure: Failure) -> None:
+        if self._over is not None:
+            return
+        self._suspect = None
+        if self._stop is not None:
+            self._end(failure.code, failure.cause, rank=failure.rank)
+            return
+        decision = self._restarts.round_failed(failure.cause, self._commits())
+        if decision.again:
+            self._say(f"lockstep launch: {decision.sentence}.")
+            self._end_round()
+        else:
+            self._end(failure.code, failure.cause, decision.sentence, failure.rank)
+
+    def _end_round(self) -> None:
+        self._suspect = self._reform = None
+        if self._watch is not None:
+            self._watch.end_all()
+        if self._members.round is not None:
+            self._step(m.Failed(self._members.round.number))
+
+    def _commits(self) -> int | None:
+        return self._watch.commits if self._watch is not None else None
+
+    def _at_step(self) -> str:
+        steps = self._watch.steps if self._watch is not None else 0
+        return f" after {steps} steps of its round" if steps else ""
+
+    # -- the end -----------------------------------------------------------------------------------------
+
+    def _stop_wanted(self, name: str) -> None:
+        if self._stop is not None or self._over is not None:
+            return
+        if self._members.round is not None and self._watch is not None and self._watch.request_stop(name):
+            self._stop = self._clock() + self._grace_s, name
+            self._reform = None
+            self._tell(tuple(self._peers), {"kind": "rendezvous.stopping", "signal": name})
+        else:
+            self._end(signal_code(name), f"ended by {name}")
+
+    def _end(self, code: int, cause: str, note: str = "", rank: int | None = None) -> None:
+        if self._over is not None:
+            return
+        self._over = {"kind": "rendezvous.over", "code": code, "cause": cause, "note": note, "rank": rank}
+        if self._watch is not None and code not in (0, PREEMPTED):
+            self._watch.end_all()
+        self._tell(tuple(self._peers), self._over)
+        self._step(m.Closed())
+
+    def _tell(self, machines: tuple[str, ...], message: Mapping[str, Any]) -> None:
+        if self._over is not None and message is not self._over:
+            return  # they were told something more important
+        for machine in machines:
+            if machine in self._peers:
+                self._peers[machine].send(message)
+
+
+def offer_of(message: Mapping[str, Any]) -> m.Offer:
+    """The offer in a message. Raises LinkError when it does not have the form of one."""
+    rank = message.get("rank")
+    offer = m.Offer(
+        machine=_text(message, "machine"),
+        name=_text(message, "name"),
+        run=_text(message, "run"),
+        nproc=_whole(message, "nproc"),
+        address=_text(message, "address"),
+        port=_whole(message, "port"),
+        rank=None if rank is None else _whole(message, "rank"),
+        epoch=_text(message, "epoch"),
+    )
+    if not offer.machine or offer.nproc < 1:
+        raise LinkError("A launcher's offer is not complete. Use one version of Lockstep on all machines.")
+    return offer
+
+
+def signal_code(name: str) -> int:
+    """The exit code of a launch that a signal ended."""
+    return of_signal(int(getattr(signal, name, signal.SIGTERM)) if name.startswith("SIG") else signal.SIGTERM)
+
+
+def _text(message: Mapping[str, Any], name: str) -> str:
+    value = message.get(name)
+    if not isinstance(value, str) or len(value) > 1000:
+        raise LinkError(
+            f"A launcher's message has no text {name}. Use one version of Lockstep on all machines."
+        )
+    return value
+
+
+def _whole(message: Mapping[str, Any], name: str) -> int:
+    value = message.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise LinkError(
+            f"A launcher's message has no number {name}. Use one version of Lockstep on all machines."
+        )
+    return value

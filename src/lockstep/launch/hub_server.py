@@ -1,0 +1,90 @@
+"""Hosting a launch: the server with the hub's two handlers, in a thread of the launcher."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+
+from lockstep.errors import ConfigError, LinkError
+from lockstep.launch.hub import Hub
+from lockstep.launch.membership import Membership
+from lockstep.launch.network import holder_of
+from lockstep.launch.plan import LaunchPlan
+from lockstep.launch.restarts import Restarts
+from lockstep.link import Handler, Secret, Server
+from lockstep.watch.hang.coordinator import Coordinator, WatchSettings
+
+# how long the others' launchers have to read why the launch ended, and to end their workers
+LEAVE_LIMIT_S = 3.0
+
+
+class HubServer:
+    """The hub of a plan's launch, listening at ``address:port``.
+
+    Args:
+        machine: identity of the launcher that hosts.
+        run: describes the launch, the same on all its machines.
+        say: prints one sentence for people.
+
+    Raises:
+        ConfigError: the port is taken, or the address is not of this machine.
+    """
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        secret: Secret,
+        address: str,
+        port: int,
+        machine: str,
+        run: str,
+        say: Callable[[str], None],
+    ) -> None:
+        members = Membership(
+            least=min(plan.min_machines, plan.num_machines),
+            most=plan.num_machines,
+            epoch=uuid.uuid4().hex,
+            run=run,
+            first=machine,
+            now=time.monotonic(),
+        )
+        watched = plan.survival.watch
+        limits = WatchSettings(hang_timeout_s=plan.survival.hang_timeout_s)
+        coordinator = Coordinator(limits, lambda sentence: say(f"lockstep launch: {sentence}"))
+        self._hub = Hub(
+            members,
+            Restarts(plan.survival.max_restarts),
+            coordinator if watched else None,
+            grace_s=plan.survival.grace_s,
+            elastic=plan.elastic,
+            say=say,
+        )
+        handlers: dict[str, Handler] = {"rendezvous": self._hub}
+        if watched:
+            handlers["watch"] = coordinator
+        try:
+            self._server = Server(secret, address, port, handlers)
+        except ConfigError as error:
+            if port and "taken" in str(error):
+                raise ConfigError(
+                    f"main_process_port {port} cannot be used: {holder_of(port)} listens there. Choose another port, "
+                    f"or end that process."
+                ) from None
+            raise
+        self.address = self._server.address
+        self._server.start()
+
+    def interrupt(self, name: str) -> None:
+        """End the launch on all machines, because this one got a signal."""
+        with suppress(LinkError):
+            self._server.call(lambda: self._hub.interrupt(name))
+
+    def close(self) -> None:
+        """Stop, once the others have heard how the launch ended."""
+        deadline = time.monotonic() + LEAVE_LIMIT_S
+        with suppress(LinkError):
+            while not self._server.call(self._hub.alone) and time.monotonic() < deadline:
+                time.sleep(0.01)
+        self._server.close()

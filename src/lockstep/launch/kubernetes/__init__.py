@@ -1,0 +1,106 @@
+"""Kubernetes: the launch as manifests for ``kubectl``; nothing here talks to a cluster."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from lockstep.config.sources import inherited_environment
+from lockstep.errors import ConfigError
+from lockstep.launch.command import Command
+from lockstep.launch.forwarded import forwarded, is_secret
+from lockstep.launch.kubernetes.kinds import KINDS
+from lockstep.launch.kubernetes.options import Options, parse_options
+from lockstep.launch.kubernetes.pod import SECRET_KEY, Manifest, program
+from lockstep.launch.kubernetes.text import as_yaml
+from lockstep.launch.plan import LaunchPlan
+
+MAKE_SECRET = "python3 -c 'import secrets; print(secrets.token_hex(32))'"
+
+
+def commands(plan: LaunchPlan) -> list[Command]:
+    """What is to be run with the manifests, which are its standard input."""
+    return [Command(("kubectl", "create", "-f", "-"), title="any machine", stdin=manifests(plan))]
+
+
+def launch(plan: LaunchPlan) -> int:
+    """Write the manifests to the plan's file, or to standard output; 0.
+
+    Raises:
+        ConfigError: an option is unknown or breaks a rule of Kubernetes, or the file cannot be written.
+    """
+    text = manifests(plan)
+    path = plan.reach.output
+    if path is None:
+        raise ConfigError(
+            "--k8s writes manifests and starts nothing. Add --dry-run to print them, or -o FILE to write them."
+        )
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"-o {path}: cannot be written: {reason}. Name another file.") from None
+    sys.stderr.write(f"lockstep launch: wrote {path}. Next: kubectl create -f {path}\n")
+    return 0
+
+
+def manifests(plan: LaunchPlan) -> str:
+    """YAML of the resources, with the next step for people in its comments.
+
+    Raises:
+        ConfigError: an option is unknown or breaks a rule of Kubernetes.
+    """
+    _check(plan)
+    options = parse_options(plan.reach.options, _script(plan))
+    documents = documents_of(plan, options)
+    return "".join(f"# {line}\n" for line in _comments(plan, options)) + as_yaml(documents)
+
+
+def documents_of(plan: LaunchPlan, options: Options) -> list[Manifest]:
+    """The resources of a plan's kind, as data."""
+    return KINDS[plan.reach.kind or "jobset"](plan, options, _named(plan))
+
+
+def _check(plan: LaunchPlan) -> None:
+    """Raise ConfigError when something of this machine is said that the pods could not have."""
+    if plan.address is not None:
+        raise ConfigError(
+            f"main_process_ip is {plan.address}, but the pods meet at the first of them, whose name comes from the "
+            f"job's. Remove main_process_ip."
+        )
+    if plan.secret_file is not None:
+        raise ConfigError(
+            f"secret_file is {plan.secret_file}, a file of this machine. Remove it: the pods read the secret from a "
+            f"Secret of Kubernetes, which the manifests' first lines make."
+        )
+
+
+def _named(plan: LaunchPlan) -> dict[str, str]:
+    """The variables that ``--forward-env`` names; nothing else of this machine concerns a container."""
+    environ = inherited_environment()
+    for name in plan.reach.forward_env:
+        if is_secret(name):
+            raise ConfigError(
+                f"forward_env names {name}, whose value would be readable in the manifest. Remove it, and give it "
+                f"to the containers by a Secret of Kubernetes."
+            )
+    known = {name: environ[name] for name in plan.reach.forward_env if name in environ}
+    return forwarded(known, plan.reach.forward_env)
+
+
+def _script(plan: LaunchPlan) -> str:
+    words = program(plan)
+    return words[1] if words[0] in ("-m", "--no-python") else words[0]
+
+
+def _comments(plan: LaunchPlan, options: Options) -> list[str]:
+    machines = f"{plan.min_machines} to {plan.num_machines}" if plan.elastic else f"{plan.num_machines}"
+    lines = [f"{plan.reach.kind} {options.name}: {plan.nproc} processes on each of {machines} machines."]
+    if plan.num_machines > 1:
+        namespace = [] if options.namespace is None else ["--namespace", options.namespace]
+        create = ["kubectl", "create", "secret", "generic", options.secret_name, *namespace]
+        lines += [
+            "The run's secret is made once, through a pipe, so that it is in no file and no argument:",
+            f"  {MAKE_SECRET} | {' '.join(create)} --from-file={SECRET_KEY}=/dev/stdin",
+        ]
+    return lines

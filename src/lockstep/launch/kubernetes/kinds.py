@@ -1,0 +1,176 @@
+"""The three kinds of resource, each a function (plan, options, forwarded environment) -> manifests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lockstep.errors import ConfigError
+from lockstep.launch.kubernetes import pod
+from lockstep.launch.kubernetes.options import Options, check_length
+from lockstep.launch.kubernetes.pod import Machine, Manifest
+from lockstep.launch.plan import LaunchPlan
+
+JOB = "node"  # Kubeflow Trainer wants this name for the job and its container; JobSet takes any
+INDEX = "$(JOB_COMPLETION_INDEX)"  # set by the Job controller
+PYTORCH_INDEX = "$(PET_NODE_RANK)"  # set by the training operator: master 0, then the workers
+PYTORCH_CONTAINER = "pytorch"
+RANDOM = "-xxxxx"  # the end that the Job controller gives the name of a pod
+TRAINER_ARGUMENTS = 128
+# Kubeflow's v1 operator counts every restart, those after a stop too: six, as Kubernetes does by default
+RESTARTS = 6
+
+
+def jobset(plan: LaunchPlan, options: Options, forwarded: dict[str, str]) -> list[Manifest]:
+    """A JobSet of one indexed Job, and through it a headless service in which the pods find each other."""
+    _refuse_runtime(options, "jobset")
+    machine = _indexed_machine(plan, options)
+    job = {"spec": pod.indexed_job(plan, options, machine, forwarded)}
+    spec = {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "replicatedJobs": [{"name": JOB, "replicas": 1, "template": job}],
+    }
+    return [
+        {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": pod.metadata(options),
+            "spec": spec,
+        }
+    ]
+
+
+def trainjob(plan: LaunchPlan, options: Options, forwarded: dict[str, str]) -> list[Manifest]:
+    """A TrainJob, and the TrainingRuntime that it refers to unless ``runtime`` names one of the cluster.
+
+    The pod, its restarts and its grace period are the runtime's part; a TrainJob has no fields for them.
+    """
+    pod.check_claim(options)
+    machine = _indexed_machine(plan, options)
+    arguments = pod.arguments(plan, machine)
+    if len(arguments) > TRAINER_ARGUMENTS:
+        raise ConfigError(
+            f"the container of a TrainJob takes {TRAINER_ARGUMENTS} arguments, and these are {len(arguments)}. Put "
+            f"those of the script into a file, or use --k8s jobset."
+        )
+    trainer: Manifest = {
+        "image": options.image,
+        "command": list(pod.COMMAND),
+        "args": arguments,
+        "numNodes": plan.num_machines,
+        "env": pod.environment(plan, options, forwarded),
+        "resourcesPerNode": pod.resources(plan, options),
+    }
+    kind, name = "TrainingRuntime", options.name
+    documents: list[Manifest] = []
+    if options.runtime is not None:
+        kind, name = "ClusterTrainingRuntime", options.runtime
+    else:
+        documents.append(_training_runtime(plan, options, machine))
+    documents.append(
+        {
+            "apiVersion": "trainer.kubeflow.org/v1alpha1",
+            "kind": "TrainJob",
+            "metadata": pod.metadata(options),
+            "spec": {
+                "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": kind, "name": name},
+                "trainer": {key: value for key, value in trainer.items() if value},
+            },
+        }
+    )
+    return documents
+
+
+def _training_runtime(plan: LaunchPlan, options: Options, machine: Machine) -> Manifest:
+    job = pod.indexed_job(plan, options, machine, {})
+    (container,) = job["template"]["spec"]["containers"]
+    for said_by_the_trainjob in ("command", "args", "env", "resources"):
+        container.pop(said_by_the_trainjob, None)
+    template = {
+        "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
+        "spec": job,
+    }
+    network = {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
+    jobs = [{"name": JOB, "replicas": 1, "template": template}]
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": pod.metadata(options),
+        "spec": {
+            "mlPolicy": {"numNodes": plan.num_machines},
+            "template": {"spec": {"network": network, "replicatedJobs": jobs}},
+        },
+    }
+
+
+def pytorchjob(plan: LaunchPlan, options: Options, forwarded: dict[str, str]) -> list[Manifest]:
+    """A PyTorchJob of Kubeflow's training operator v1: a master and workers, or, elastic, workers alone."""
+    _refuse_runtime(options, "pytorchjob")
+    check_length(options.name, f"-master-{plan.num_machines - 1}")
+    first = "worker" if plan.elastic else "master"
+    host = f"{options.name}-{first}-0"
+    machine = Machine(PYTORCH_CONTAINER, host, None if plan.elastic else PYTORCH_INDEX)
+    counts = {"Master": 1, "Worker": plan.num_machines - 1}
+    if plan.elastic:
+        counts = {"Worker": plan.num_machines}
+    spec: Manifest = {
+        "nprocPerNode": str(plan.nproc),
+        "runPolicy": {
+            "cleanPodPolicy": "Running",
+            "backoffLimit": max(plan.survival.max_restarts, RESTARTS) * plan.num_machines,
+        },
+        "pytorchReplicaSpecs": {
+            name: {
+                "replicas": count,
+                "restartPolicy": "OnFailure",
+                "template": _pytorch_template(plan, options, machine, forwarded),
+            }
+            for name, count in counts.items()
+            if count
+        },
+    }
+    if plan.elastic:
+        spec["elasticPolicy"] = {
+            "minReplicas": plan.min_machines,
+            "maxReplicas": plan.num_machines,
+            "maxRestarts": plan.survival.max_restarts,
+            "rdzvBackend": "c10d",
+            "rdzvHost": host,
+            "rdzvPort": plan.port or pod.PORT,
+        }
+    return [
+        {
+            "apiVersion": "kubeflow.org/v1",
+            "kind": "PyTorchJob",
+            "metadata": pod.metadata(options),
+            "spec": spec,
+        }
+    ]
+
+
+def _pytorch_template(
+    plan: LaunchPlan, options: Options, machine: Machine, forwarded: dict[str, str]
+) -> Manifest:
+    spec = pod.pod_spec(plan, options, machine, forwarded)
+    # the operator makes each pod's service for the port of this name
+    spec["containers"][0]["ports"] = [{"name": "pytorchjob-port", "containerPort": plan.port or pod.PORT}]
+    return {"metadata": {"labels": pod.labels(options)}, "spec": spec}
+
+
+def _indexed_machine(plan: LaunchPlan, options: Options) -> Machine:
+    check_length(options.name, f"-{JOB}-0-{plan.num_machines - 1}{RANDOM}")
+    host = f"{options.name}-{JOB}-0-0.{options.name}"
+    return Machine(JOB, host, None if plan.elastic else INDEX)
+
+
+def _refuse_runtime(options: Options, kind: str) -> None:
+    if options.runtime is not None:
+        raise ConfigError(
+            f"--k8s-option runtime={options.runtime} is for TrainJobs, and this is a {kind}. Remove it."
+        )
+
+
+KINDS: dict[str, Callable[[LaunchPlan, Options, dict[str, str]], list[Manifest]]] = {
+    "trainjob": trainjob,
+    "pytorchjob": pytorchjob,
+    "jobset": jobset,
+}

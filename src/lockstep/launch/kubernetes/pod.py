@@ -1,0 +1,196 @@
+"""What every machine of the job is, whatever resource starts it: one pod with one container.
+
+The container runs the ordinary ``lockstep launch`` as one machine of several, as an argument list.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.errors import ConfigError
+from lockstep.launch.kubernetes.options import Options
+from lockstep.launch.plan import LaunchPlan
+from lockstep.runtime.exit_codes import PREEMPTED
+
+PORT = 29500
+COMMAND = ("lockstep", "launch")
+# after the launcher's own limit, before the kubelet's SIGKILL: the launcher ends its workers and says why
+MARGIN_S = 10
+SHARED_MEMORY = "shared-memory"
+CHECKPOINTS = "claim"
+SECRET_KEY = "secret"
+Manifest = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The container of one machine: its name, where the machines meet, and which of them it is.
+
+    ``rank`` is a number, or ``$(NAME)`` for a variable that the controller sets; None: ranks by arrival.
+    """
+
+    container: str
+    meeting_host: str
+    rank: str | None = None
+
+
+def arguments(plan: LaunchPlan, machine: Machine) -> list[str]:
+    """What follows ``COMMAND``, for the kubelet, which expands ``$(NAME)`` and nothing else."""
+    survival = plan.survival
+    words = ["--nproc", str(plan.nproc)]
+    if plan.num_machines > 1:
+        nodes = f"{plan.min_machines}:{plan.num_machines}" if plan.elastic else str(plan.num_machines)
+        words += ["--nnodes", nodes, "--rdzv", f"{machine.meeting_host}:{plan.port or PORT}"]
+        if machine.rank is not None:
+            words += ["--node-rank", machine.rank]
+    words += ["--max-restarts", str(survival.max_restarts), "--grace", _seconds(survival.grace_s)]
+    words += ["--hang-timeout", _seconds(survival.hang_timeout_s)]
+    words += [] if survival.watch else ["--no-watch"]
+    if plan.interface is not None:
+        words += ["--interface", plan.interface]
+    if plan.log_dir is not None:
+        words += ["--log-dir", plan.log_dir, *(["--tee"] if plan.tee else [])]
+    return words + [escaped(word) for word in program(plan)]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.17g}"
+
+
+def program(plan: LaunchPlan) -> list[str]:
+    """The script with its arguments, as ``lockstep launch`` takes them; the interpreter is the image's."""
+    if plan.command[0] != sys.executable:
+        return ["--no-python", *plan.command]
+    return list(plan.command[1:])
+
+
+def escaped(word: str) -> str:
+    """A word that the kubelet leaves as it is: it makes one ``$`` of two."""
+    return word.replace("$", "$$")
+
+
+def environment(plan: LaunchPlan, options: Options, forwarded: dict[str, str]) -> list[Manifest]:
+    """The variables of the container: what was said of the run, and its secret by reference."""
+    values = {**forwarded, **plan.environment}
+    if "OMP_NUM_THREADS" not in values and options.cpu is not None:
+        cores = int(options.cpu[:-1]) / 1000 if options.cpu.endswith("m") else float(options.cpu)
+        values["OMP_NUM_THREADS"] = str(max(1, int(cores) // plan.nproc))
+    entries: list[Manifest] = [
+        {"name": name, "value": escaped(value)} for name, value in sorted(values.items())
+    ]
+    if plan.num_machines > 1:
+        reference = {"name": options.secret_name, "key": SECRET_KEY}
+        entries.append({"name": "LOCKSTEP_SECRET", "valueFrom": {"secretKeyRef": reference}})
+    return entries
+
+
+def resources(plan: LaunchPlan, options: Options) -> Manifest:
+    """Requests and limits of a machine; without ``gpus``, one GPU for each process unless it runs on CPUs."""
+    gpus = options.gpus
+    if gpus is None:
+        use_cpu = plan.settings["use_cpu"].value if "use_cpu" in plan.settings else None
+        gpus = 0 if use_cpu else plan.nproc
+    amounts = {
+        "cpu": options.cpu,
+        "memory": options.memory,
+        options.gpu_resource: str(gpus) if gpus else None,
+    }
+    said = {name: amount for name, amount in amounts.items() if amount is not None}
+    return {"requests": said, "limits": dict(said)} if said else {}
+
+
+def pod_spec(
+    plan: LaunchPlan,
+    options: Options,
+    machine: Machine,
+    forwarded: dict[str, str],
+    restart: str | None = None,
+) -> Manifest:
+    """The pod of a machine. ``restart``: its restartPolicy, where the pod says it and not the job."""
+    # data-loader workers pass batches through /dev/shm, of which a container has 64 MB otherwise
+    volumes: list[Manifest] = [{"name": SHARED_MEMORY, "emptyDir": {"medium": "Memory"}}]
+    mounts: list[Manifest] = [{"name": SHARED_MEMORY, "mountPath": "/dev/shm"}]
+    if options.claim is not None:
+        volumes.append({"name": CHECKPOINTS, "persistentVolumeClaim": {"claimName": options.claim.name}})
+        mounts.append({"name": CHECKPOINTS, "mountPath": options.claim.path})
+    container: Manifest = {
+        "name": machine.container,
+        "image": options.image,
+        "command": list(COMMAND),
+        "args": arguments(plan, machine),
+        "env": environment(plan, options, forwarded),
+        "resources": resources(plan, options),
+        "securityContext": {"allowPrivilegeEscalation": False},
+        "volumeMounts": mounts,
+    }
+    spec: Manifest = {
+        "automountServiceAccountToken": False,  # training does not talk to the API server
+        "containers": [{key: value for key, value in container.items() if value}],
+        "terminationGracePeriodSeconds": math.ceil(plan.survival.grace_s) + MARGIN_S,
+        "volumes": volumes,
+    }
+    if restart is not None:
+        spec["restartPolicy"] = restart
+    if options.service_account is not None:
+        spec["serviceAccountName"] = options.service_account
+    return spec
+
+
+def metadata(options: Options, name: str | None = None) -> Manifest:
+    """Name, namespace and labels of an object."""
+    found: Manifest = {"name": name or options.name, "labels": labels(options)}
+    if options.namespace is not None:
+        found["namespace"] = options.namespace
+    return found
+
+
+def labels(options: Options) -> dict[str, str]:
+    """The labels by which ``kubectl get pods -l`` finds what belongs together."""
+    return {"app.kubernetes.io/name": "lockstep", "app.kubernetes.io/instance": options.name}
+
+
+def indexed_job(plan: LaunchPlan, options: Options, machine: Machine, forwarded: dict[str, str]) -> Manifest:
+    """The spec of a batch/v1 Job with one pod for each machine, each with its number.
+
+    A pod whose ranks saved their state at a stop (exit code 75), and one that the cluster took away, is
+    replaced and does not count. Others count to ``backoffLimit``.
+    """
+    job: Manifest = {
+        "parallelism": plan.num_machines,
+        "completions": plan.num_machines,
+        "completionMode": "Indexed",
+        # a launcher that gives up takes those of the other machines with it
+        "backoffLimit": plan.survival.max_restarts * plan.num_machines,
+        "podFailurePolicy": {
+            "rules": [
+                {
+                    "action": "Ignore",
+                    "onExitCodes": {
+                        "containerName": machine.container,
+                        "operator": "In",
+                        "values": [PREEMPTED],
+                    },
+                },
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            ]
+        },
+        "template": {
+            "metadata": {"labels": labels(options)},
+            "spec": pod_spec(plan, options, machine, forwarded, restart="Never"),
+        },
+    }
+    if plan.elastic:  # machines that came too late have nobody to meet
+        job["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}
+    return job
+
+
+def check_claim(options: Options) -> None:
+    """Raise ConfigError when a volume is asked for that only the cluster's own runtime could have."""
+    if options.runtime is not None and options.claim is not None:
+        raise ConfigError(
+            f"--k8s-option claim={options.claim.name} belongs to the pods, which the runtime {options.runtime} "
+            f"describes. Put the volume there, or remove runtime."
+        )

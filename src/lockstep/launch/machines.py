@@ -1,0 +1,125 @@
+"""Which machines a launch starts, and how it reaches them: from settings, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from lockstep.config.checks import HOST_LISTS, LOCAL, backend_of
+from lockstep.config.hosts import Host, chosen, parse_hosts, read_hostfile
+from lockstep.config.values import parse_integer
+from lockstep.errors import ConfigError
+
+
+class Setting(NamedTuple):
+    """A value and where it came from."""
+
+    value: Any
+    origin: str
+
+
+Settings = dict[str, Setting]
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How the machines are reached: the ``backend`` (a name of ``launch.backends``) and its own settings.
+
+    ``hosts`` belong to the backends ``hosts`` and ``mpi``, ``options`` to ``slurm`` and ``k8s``. ``kind`` is
+    the Kubernetes resource, ``output`` the file for its manifests. ``forward_env``: further environment names
+    that travel to other machines.
+    """
+
+    backend: str = LOCAL
+    hosts: tuple[Host, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
+    kind: str | None = None
+    output: str | None = None
+    forward_env: tuple[str, ...] = ()
+
+
+def reach_of(value: Mapping[str, Any], output: str | None = None) -> Reach:
+    """The part of the settings (name -> value) that says how machines are reached.
+
+    Raises:
+        ConfigError: two ways are asked for, or the list of hosts cannot be read.
+    """
+    backend = backend_of(value)
+    return Reach(
+        backend=backend,
+        hosts=hosts_of(value),
+        options=value.get(f"{backend}_options") or {},
+        kind=value.get("k8s"),
+        output=output,
+        forward_env=tuple(value.get("forward_env") or ()),
+    )
+
+
+def hosts_of(value: Mapping[str, Any]) -> tuple[Host, ...]:
+    """The hosts that are named in a list or in a file, without those that are filtered out."""
+    if value.get("hosts"):
+        hosts = parse_hosts(value["hosts"])
+    elif value.get("hostfile"):
+        hosts = read_hostfile(value["hostfile"])
+    else:
+        return ()
+    return chosen(hosts, value.get("include_hosts"), value.get("exclude_hosts"))
+
+
+def machines_of(settings: Settings, nproc: Setting | None, environ: Mapping[str, str]) -> Settings:
+    """Numbers of machines and processes where the list of hosts, or Slurm's allocation, says them.
+
+    Raises:
+        ConfigError: they contradict what else was said.
+    """
+    value = {name: setting.value for name, setting in settings.items()}
+    backend = backend_of(value)
+    hosts = hosts_of(value)
+    if hosts:
+        listed = next(name for name in HOST_LISTS if value[name])
+        return _listed(settings, hosts, settings[listed]._replace(value=listed), nproc)
+    found: Settings = {}
+    if backend == "slurm" and settings["num_machines"].origin == "default" and environ.get("SLURM_JOB_ID"):
+        variable = "SLURM_JOB_NUM_NODES"
+        if environ.get(variable):
+            count = parse_integer(environ[variable], variable, at_least=1)
+            found["num_machines"] = Setting(count, f"environment variable {variable}")
+    return found
+
+
+def _listed(settings: Settings, hosts: tuple[Host, ...], where: Setting, nproc: Setting | None) -> Settings:
+    said = settings["num_machines"]
+    if said.origin != "default" and said.value != len(hosts):
+        raise ConfigError(
+            f"num_machines is {said.value}, but {where.value} names {len(hosts)} ({where.origin}). Correct one of them."
+        )
+    found = {"num_machines": Setting(len(hosts), where.origin)}
+    slots = {host.slots for host in hosts if host.slots is not None}
+    if nproc is not None or settings["num_processes"].value is not None:
+        total = settings["num_processes"].value
+        each = nproc.value if nproc is not None else -(-total // len(hosts))
+        if slots and each > min(slots):
+            raise ConfigError(
+                f"num_processes is {each} for each machine, but {where.value} has a host with {min(slots)} slots "
+                f"({where.origin}). Use fewer processes, or correct the slots."
+            )
+    elif len(slots) == 1 and all(host.slots for host in hosts):
+        found["num_processes"] = Setting(slots.pop() * len(hosts), f"slots of {where.origin}")
+    elif slots:
+        raise ConfigError(
+            f"{where.value} gives its hosts different numbers of slots ({where.origin}), but every machine takes as "
+            f"many processes as the others. Set --nproc, or equal slots."
+        )
+    return found
+
+
+def check_counted(settings: Settings) -> None:
+    """Raise ConfigError when only the other machines could know how many processes to start."""
+    value = {name: setting.value for name, setting in settings.items()}
+    backend = backend_of(value)
+    if backend != LOCAL and value["num_processes"] is None:
+        raise ConfigError(
+            "num_processes is not set, and this machine does not know what the others have. Set --nproc for each "
+            "machine, or num_processes for all."
+        )

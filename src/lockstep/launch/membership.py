@@ -1,0 +1,397 @@
+"""Which machines train together, in which round, with which ranks. Pure: events and the time in, actions out.
+
+A launch is a series of rounds. In each round a fixed set of machines runs the script; when a worker or a
+machine fails, or a machine comes to an elastic launch, the round ends on all of them and the next is formed.
+``now`` is the receiver's monotonic clock; no clock of another machine is ever compared with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+LAST_CALL_S = 3.0
+DEAD_AFTER_S = 5.0
+JOIN_LIMIT_S = 900.0
+# two looks at the clock further apart than this: the judge itself stood still, not everybody else
+PAUSE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a launcher says of itself when it joins. ``address:port`` is where it could host the round's store.
+
+    ``run`` describes what it launches; ``rank`` is its ``machine_rank`` or None; ``epoch`` is that of the launch
+    in which it took part before, empty for a newcomer.
+    """
+
+    machine: str
+    name: str
+    run: str
+    nproc: int
+    address: str
+    port: int
+    rank: int | None = None
+    epoch: str = ""
+
+
+# -- events --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A machine is here and has no workers."""
+
+    offer: Offer
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A machine is alive."""
+
+    machine: str
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A machine is gone: it said so, or its connection closed."""
+
+    machine: str
+    why: str = "its connection closed"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """All workers of a machine ended well."""
+
+    machine: str
+    round: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The round cannot go on."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The launch is over; nobody is let in any more."""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time went by."""
+
+
+Event = Joined | Beat | Lost | Finished | Failed | Closed | Tick
+
+
+# -- actions -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A machine's place in a round: its number among the machines and the rank of its first worker."""
+
+    offer: Offer
+    group_rank: int
+    base_rank: int
+
+
+@dataclass(frozen=True)
+class Formed:
+    """Start the workers of round ``number``; they meet at ``address:port``."""
+
+    number: int
+    seats: tuple[Seat, ...]
+    world_size: int
+
+    @property
+    def address(self) -> str:
+        return self.seats[0].offer.address
+
+    @property
+    def port(self) -> int:
+        return self.seats[0].offer.port
+
+
+@dataclass(frozen=True)
+class Ended:
+    """These machines must end their workers of the round and join again."""
+
+    number: int
+    machines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Completed:
+    """All workers of the round ended well."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A machine is gone; ``from_round`` is the round that it broke, None if it was in none."""
+
+    offer: Offer
+    why: str
+    from_round: int | None
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """A machine waits to be let into the running round ``number``, which must end for that."""
+
+    offer: Offer
+    number: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A machine is not let in; ``later``: it may try again, since the reason can pass."""
+
+    machine: str
+    sentence: str
+    later: bool = False
+
+
+@dataclass(frozen=True)
+class Overdue:
+    """Too few machines came in time."""
+
+    sentence: str
+
+
+Action = Formed | Ended | Completed | Missing | Newcomer | Refused | Overdue
+
+
+class Phase(Enum):
+    """Where a machine stands."""
+
+    WAITING = "waits for a round"
+    RUNNING = "runs workers"
+    FINISHED = "its workers ended well"
+    ENDING = "ends its workers"
+
+
+@dataclass
+class Member:
+    """A machine that is here. ``order`` counts arrivals, ``seen`` is when it was last heard."""
+
+    offer: Offer
+    order: int
+    seen: float
+    phase: Phase = Phase.WAITING
+
+
+class Membership:
+    """The state of a launch on ``least`` to ``most`` machines; ``first`` hosts the hub and always has rank 0.
+
+    Args:
+        epoch: a word made for this launch alone.
+        run: what is launched; machines that launch something else are refused.
+        last_call_s: how long a first round waits for more machines once there are ``least``.
+    """
+
+    def __init__(
+        self,
+        least: int,
+        most: int,
+        epoch: str,
+        run: str,
+        first: str,
+        now: float,
+        last_call_s: float = LAST_CALL_S,
+        dead_after_s: float = DEAD_AFTER_S,
+        join_limit_s: float = JOIN_LIMIT_S,
+    ) -> None:
+        self._least, self._most = least, most
+        self.epoch = epoch
+        self._run, self._first = run, first
+        self._last_call_s, self._dead_after_s, self._join_limit_s = last_call_s, dead_after_s, join_limit_s
+        self._now = now
+        self._gathering_since = now
+        self._enough_since: float | None = None
+        self._arrivals = 0
+        self._closed = False
+        self.members: dict[str, Member] = {}
+        self.round: Formed | None = None
+        self.rounds = 0
+        """How many rounds were formed."""
+
+    def step(self, event: Event, now: float) -> list[Action]:
+        """Take in one event that happened at ``now`` (monotonic seconds); what must be done now."""
+        self._advance(now)
+        actions: list[Action] = []
+        match event:
+            case Joined(offer):
+                actions += self._join(offer)
+            case Beat(machine):
+                if machine in self.members:
+                    self.members[machine].seen = self._now
+            case Lost(machine, why):
+                actions += self._lose(machine, why)
+            case Finished(machine, number):
+                actions += self._finish(machine, number)
+            case Failed(number):
+                if self.round is not None and self.round.number == number:
+                    actions += self._end_round()
+            case Closed():
+                self._closed = True
+            case Tick():
+                actions += self._bury_the_dead()
+        return actions + self._form()
+
+    def lacking(self) -> str:
+        """For people: whom the next round waits for; empty where there are enough machines."""
+        ranks = {member.offer.rank for member in self.members.values()}
+        missing = [rank for rank in range(self._most) if rank not in ranks]
+        number = self._least - len(self.members)
+        if number <= 0:
+            return ""
+        if None not in ranks and self._least == self._most and missing:
+            return f"machine{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        return f"{number} more machine{'' if number == 1 else 's'}"
+
+    def _advance(self, now: float) -> None:
+        gap = now - self._now
+        if gap > PAUSE_S:  # messages of that time are still unread: nobody is dead for having been silent
+            for member in self.members.values():
+                member.seen += gap
+        self._now = max(now, self._now)
+
+    def _join(self, offer: Offer) -> list[Action]:
+        refusal = self._refusal(offer)
+        if refusal is not None:
+            return [refusal]
+        actions: list[Action] = []
+        known = self.members.get(offer.machine)
+        if known is not None:
+            if known.phase in (Phase.RUNNING, Phase.FINISHED) and self.round is not None:
+                actions += self._end_round()  # it left the round on its own
+            known.offer, known.seen, known.phase = offer, self._now, Phase.WAITING
+            return actions
+        self._arrivals += 1
+        self.members[offer.machine] = Member(offer, self._arrivals, self._now)
+        if self.round is not None:
+            actions.append(Newcomer(offer, self.round.number))
+        return actions
+
+    def _refusal(self, offer: Offer) -> Refused | None:
+        def refused(sentence: str, later: bool = False) -> Refused:
+            return Refused(offer.machine, sentence, later)
+
+        if self._closed:
+            return refused("the launch is over. Start all of its machines again.")
+        if offer.epoch not in ("", self.epoch):
+            return refused("this machine belongs to an earlier launch. Start `lockstep launch` here again.")
+        if offer.run != self._run:
+            return refused(
+                f"the launch there is {self._run}, but here it is {offer.run}. Start the same on all "
+                f"machines, or give one of the launches another main_process_port."
+            )
+        others = [m for name, m in self.members.items() if name != offer.machine]
+        if offer.rank is not None:
+            if offer.rank >= self._most:
+                return refused(
+                    f"machine_rank {offer.rank} is too large for {self._most} machines. Correct it."
+                )
+            for other in others:
+                if other.offer.rank == offer.rank:
+                    return refused(
+                        f"machine_rank {offer.rank} is taken by {other.offer.name}. Give each machine its own.",
+                        later=True,
+                    )
+        if len(others) >= self._most:
+            return refused(
+                f"all {self._most} machines are there already. Raise num_machines, or do not start this one.",
+                later=True,
+            )
+        return None
+
+    def _lose(self, machine: str, why: str) -> list[Action]:
+        member = self.members.pop(machine, None)
+        if member is None:
+            return []
+        broken = member.phase in (Phase.RUNNING, Phase.FINISHED) and self.round is not None
+        number = self.round.number if broken and self.round is not None else None
+        missing = Missing(member.offer, why, number)
+        return [missing, *self._end_round()] if broken else [missing]
+
+    def _bury_the_dead(self) -> list[Action]:
+        actions: list[Action] = []
+        for machine, member in list(self.members.items()):
+            silent_s = self._now - member.seen
+            if silent_s > self._dead_after_s:
+                actions += self._lose(machine, f"it was silent for {silent_s:.0f} s")
+        if self.round is None and not self._closed and self._now - self._gathering_since > self._join_limit_s:
+            self._closed = True
+            whom = self.lacking() or "those of the last round"
+            limit_s = f"{self._join_limit_s:.0f}"
+            actions.append(Overdue(f"{whom} did not come within {limit_s} s. Start it, or fewer machines."))
+        return actions
+
+    def _finish(self, machine: str, number: int) -> list[Action]:
+        member = self.members.get(machine)
+        if member is None or self.round is None or self.round.number != number:
+            return []
+        if member.phase is not Phase.RUNNING:
+            return []
+        member.phase = Phase.FINISHED
+        if any(self.members[seat.offer.machine].phase is not Phase.FINISHED for seat in self.round.seats):
+            return []
+        self._leave_round()
+        return [Completed(number)]
+
+    def _end_round(self) -> list[Action]:
+        assert self.round is not None
+        number = self.round.number
+        machines = self._leave_round()
+        return [Ended(number, machines)]
+
+    def _leave_round(self) -> tuple[str, ...]:
+        assert self.round is not None
+        machines = tuple(s.offer.machine for s in self.round.seats if s.offer.machine in self.members)
+        for machine in machines:
+            self.members[machine].phase = Phase.ENDING
+        self.round = None
+        self._gathering_since, self._enough_since = self._now, None
+        return machines
+
+    def _form(self) -> list[Action]:
+        waiting = [member for member in self.members.values() if member.phase is Phase.WAITING]
+        if self.round is not None or self._closed or len(waiting) < len(self.members):
+            return []
+        if len(waiting) < self._least or self._first not in self.members:
+            self._enough_since = None
+            return []
+        if self._enough_since is None:
+            self._enough_since = self._now
+        # those of an earlier round are all back: who comes later makes the round re-form
+        patient = self.rounds == 0 and len(waiting) < self._most
+        if patient and self._now - self._enough_since < self._last_call_s:
+            return []
+        self.round = self._seated(waiting)
+        self.rounds += 1
+        for member in waiting:
+            member.phase = Phase.RUNNING
+        return [self.round]
+
+    def _seated(self, members: list[Member]) -> Formed:
+        def order(member: Member) -> tuple[bool, int, int]:
+            offer = member.offer
+            return (
+                offer.machine != self._first,
+                self._most if offer.rank is None else offer.rank,
+                member.order,
+            )
+
+        seats: list[Seat] = []
+        base = 0
+        for member in sorted(members, key=order):
+            seats.append(Seat(member.offer, len(seats), base))
+            base += member.offer.nproc
+        return Formed(self.rounds, tuple(seats), base)

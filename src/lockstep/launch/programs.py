@@ -1,0 +1,242 @@
+"""Programs that start machines elsewhere (ssh, srun, mpirun): run together, their output and signals relayed."""
+
+from __future__ import annotations
+
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from lockstep.errors import ConfigError
+from lockstep.runtime.exit_codes import of_signal
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+END_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+LOST = 255  # ssh's own exit code
+# after a program failed, for the others to end by themselves; then from the closed input to SIGKILL
+END_WAIT_S = 20.0
+KILL_WAIT_S = 3.0
+SAME_S = 30.0
+LAUNCHER_LINES = (b"lockstep launch: ", b"lockstep: ", b"Error: ")
+FAILED = re.compile(rb"lockstep launch: rank \d+\b(?=.* failed)")
+NOT_FOUND = "{program} is not installed here, or not in PATH. Install it, or launch in another way."
+
+Prefix = Callable[[bytes], bytes]
+"""A line of output as it is shown."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program with what it needs. ``stdin``: its first line; its input stays open as long as we live.
+
+    Without it the program has an empty input, and gets signals itself.
+    """
+
+    title: str
+    arguments: tuple[str, ...]
+    shown: Prefix
+    environment: Mapping[str, str] = field(default_factory=dict)
+    stdin: str | None = None
+
+
+class Output:
+    """Relays whole lines; what several launchers say of the same event is said once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._said: dict[bytes, tuple[str, float]] = {}
+
+    def relay(self, title: str, shown: Prefix, source: IO[bytes], target: Any) -> None:
+        """Copy until ``source`` ends."""
+        for line in source:
+            whole = line if line.endswith(b"\n") else line + b"\n"
+            text = shown(whole)
+            with self._lock:
+                if not self._repeats(title, text, time.monotonic()):
+                    with suppress(OSError, ValueError):  # nobody reads any more
+                        target.write(text)
+                        target.flush()
+
+    def _repeats(self, title: str, text: bytes, now: float) -> bool:
+        start = min((found for word in LAUNCHER_LINES if (found := text.find(word)) >= 0), default=-1)
+        if not 0 <= start <= 80:
+            return False
+        where = text[:start].decode("utf-8", "replace") or title
+        failed = FAILED.match(text, start)  # the machines have different words for it
+        first, when = self._said.setdefault(failed.group() if failed else text[start:], (where, now))
+        return first != where and now - when < SAME_S
+
+
+class Programs:
+    """A group of running programs.
+
+    Args:
+        grace_s: from a stop signal to the end of whatever still runs.
+        least: with fewer programs than this, what is left cannot go on.
+        translate: the signal that a program gets for one that this process got, if it has no input.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        grace_s: float,
+        least: int,
+        translate: Callable[[signal.Signals, int], signal.Signals] = lambda number, _count: number,
+    ) -> None:
+        self._programs = programs
+        self._grace_s = grace_s
+        self._least = least
+        self._translate = translate
+        self._events: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._readers: list[threading.Thread] = []
+        self._codes: list[int] = []
+        self._signals: list[signal.Signals] = []
+        self._deadline: float | None = None
+        self._closed = False
+
+    def run(self) -> int:
+        """Start all, wait for all, and return the exit code of the one that failed first, or 0.
+
+        Raises:
+            ConfigError: one of them is not installed.
+        """
+        with self._signals_taken():
+            try:
+                self._start()
+                while self._running:
+                    self._next_event()
+            finally:
+                self._kill()
+        for reader in self._readers:
+            reader.join(KILL_WAIT_S)
+        return self._code()
+
+    # -- starting ------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        output = Output()
+        for index, program in enumerate(self._programs):
+            process = _started(program)
+            self._running[index] = process
+            for source, target in ((process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)):
+                assert source is not None
+                self._thread(output.relay, program.title, program.shown, source, target, wanted=True)
+            self._thread(self._await, index, process)
+            if program.stdin is not None:
+                self._thread(_write, process, program.stdin.encode() + b"\n")
+
+    def _thread(self, function: Callable[..., None], *arguments: Any, wanted: bool = False) -> None:
+        thread = threading.Thread(target=function, args=arguments, daemon=True)
+        thread.start()
+        if wanted:
+            self._readers.append(thread)
+
+    def _await(self, index: int, process: subprocess.Popen[bytes]) -> None:
+        process.wait()
+        self._events.put(("ended", index))
+
+    @contextmanager
+    def _signals_taken(self) -> Iterator[None]:
+        before = {
+            number: signal.signal(number, lambda got, _frame: self._events.put(("signal", got)))
+            for number in (*STOP_SIGNALS, *END_SIGNALS)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # -- running -------------------------------------------------------------------------------------
+
+    def _next_event(self) -> None:
+        with suppress(queue.Empty):
+            kind, value = self._events.get(timeout=0.2)
+            if kind == "ended":
+                self._ended(value)
+            else:
+                self._pass_on(signal.Signals(value))
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            if self._closed:
+                self._kill()
+            self._close()
+
+    def _ended(self, index: int) -> None:
+        process = self._running.pop(index)
+        code = process.returncode
+        self._codes.append(of_signal(-code) if code < 0 else code)
+        if code and len(self._running) < self._least:
+            self._end_within(END_WAIT_S)
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        again = bool(self._signals)
+        self._signals.append(number)
+        for index, process in self._running.items():
+            if self._programs[index].stdin is not None:
+                _write(process, number.name.encode() + b"\n")
+            else:
+                with suppress(OSError):
+                    process.send_signal(self._translate(number, len(self._signals)))
+        self._end_within(KILL_WAIT_S if again or number in END_SIGNALS else self._grace_s + KILL_WAIT_S)
+
+    def _end_within(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
+
+    def _close(self) -> None:
+        """Nodes end everything when their input closes; other programs are asked."""
+        self._closed = True
+        self._deadline = time.monotonic() + KILL_WAIT_S
+        for index, process in self._running.items():
+            if self._programs[index].stdin is None:
+                process.terminate()
+            elif process.stdin is not None:
+                with suppress(OSError):
+                    process.stdin.close()
+
+    def _kill(self) -> None:
+        for process in self._running.values():
+            process.kill()
+
+    def _code(self) -> int:
+        """That of the first failure; a connection that was lost is only its consequence, if there is another."""
+        failed = [code for code in self._codes if code]
+        if not failed:
+            return 0
+        telling = [code for code in failed if code != LOST]
+        if not telling and self._signals:
+            return of_signal(self._signals[0])
+        return (telling or failed)[0]
+
+
+def _started(program: Program) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            program.arguments,
+            env=dict(program.environment),
+            stdin=subprocess.DEVNULL if program.stdin is None else subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # a Ctrl-C in the terminal is for us to pass on
+        )
+    except FileNotFoundError:
+        raise ConfigError(NOT_FOUND.format(program=program.arguments[0])) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{program.arguments[0]} cannot be started: {error.strerror}. Try it by hand."
+        ) from None
+
+
+def _write(process: subprocess.Popen[bytes], content: bytes) -> None:
+    assert process.stdin is not None
+    with suppress(OSError, ValueError):  # it has ended; that is told elsewhere
+        process.stdin.write(content)
+        process.stdin.flush()

@@ -1,0 +1,219 @@
+"""Ray: the plan's processes as workers of ``ray.train``'s TorchTrainer, on this machine or on a cluster."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Mapping
+from signal import SIGTERM
+from typing import Any
+
+from lockstep.config.sources import export_environment, inherited_environment
+from lockstep.errors import ConfigError
+from lockstep.launch import guard
+from lockstep.launch.command import SECRET, Command
+from lockstep.launch.forwarded import forwarded, without_secrets
+from lockstep.launch.guard_process import GuardProcess
+from lockstep.launch.plan import LaunchPlan, Survival
+from lockstep.launch.ray_cluster.cluster import (
+    LOCAL,
+    address,
+    connect,
+    cpus_of_a_worker,
+    ray_environment,
+    shortage,
+    uses_gpus,
+)
+from lockstep.launch.ray_cluster.console import Console
+from lockstep.launch.ray_cluster.record import Ended, Record
+from lockstep.launch.ray_cluster.signals import StopSignals
+from lockstep.launch.ray_cluster.worker import Job, train_loop
+from lockstep.launch.report import Failure, describe, exit_code, first_failure
+from lockstep.runtime.exit_codes import PREEMPTED, of_signal
+
+POLL_S = 0.2
+# from the order to end all processes to the end of this one, whatever Ray still does
+END_LIMIT_S = 5.0
+# each worker has its own; Ray gives it its GPUs
+OF_A_MACHINE = frozenset({"CUDA_VISIBLE_DEVICES", "PATH", "VIRTUAL_ENV", "LOCKSTEP_SECRET"})
+
+
+def commands(plan: LaunchPlan) -> list[Command]:
+    """What each of Ray's workers runs, and the environment in which this machine talks to Ray.
+
+    Raises:
+        ConfigError: the plan asks for something that Ray cannot do.
+    """
+    check(plan)
+    environ = inherited_environment()
+    where = address(plan, environ)
+    cluster = "a cluster on this machine" if where == LOCAL else f"the cluster at {where}"
+    processes = plan.nproc * plan.num_machines
+    title = f"{processes} workers of ray.train on {cluster}, {cpus_of_a_worker(plan)} CPUs each"
+    shown = without_secrets({**ray_environment(plan, environ, SECRET), **job_of(plan).environment})
+    return [Command(plan.command, title=title, environment=shown)]
+
+
+def launch(plan: LaunchPlan) -> int:
+    """Run the plan on Ray and return the exit code: 0, or that of the process which failed first.
+
+    Raises:
+        ConfigError: the plan asks for something that Ray cannot do, or there is no cluster to join.
+        MissingExtraError: Ray is not installed.
+    """
+    check(plan)
+    launch_id = uuid.uuid4().hex
+    with Console(plan.log_dir, plan.tee) as console, GuardProcess(launch_id) as guard_process:
+        # a cluster of our own inherits it, and is ended as a whole if this process is killed
+        export_environment({guard.ID_VARIABLE: launch_id})
+        ray = connect(plan)
+        try:
+            code = _run(ray, plan, console)
+        finally:
+            ray.shutdown()
+        if code == 0:
+            guard_process.finished()
+        return code
+
+
+def check(plan: LaunchPlan) -> None:
+    """Raise ConfigError when the plan asks for something that Ray cannot do."""
+    if plan.elastic:
+        raise ConfigError(
+            f"--nnodes {plan.min_machines}:{plan.num_machines} is elastic, and --ray starts a fixed number of "
+            f"processes. Say --nnodes {plan.num_machines}; --max-restarts starts them again after a failure."
+        )
+    if "CUDA_VISIBLE_DEVICES" in plan.environment and plan.num_machines > 1:
+        raise ConfigError(
+            f"gpu_ids {plan.environment['CUDA_VISIBLE_DEVICES']} names GPUs of one machine, and Ray chooses those "
+            f"of a cluster. Remove gpu_ids."
+        )
+    theirs = {
+        "main_process_ip": plan.address,
+        "main_process_port": plan.port,
+        "interface": plan.interface,
+        "secret_file": plan.secret_file,
+    }
+    for name, value in theirs.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name} is {value}, but Ray says where its workers run, and they find each other. Remove {name}."
+            )
+    if plan.survival.hang_timeout_s != Survival().hang_timeout_s:
+        raise ConfigError(
+            f"hang_timeout is {plan.survival.hang_timeout_s:g} s, but on Ray rank 0 watches the others, with "
+            f"{Survival().hang_timeout_s:g} s. Remove hang_timeout."
+        )
+
+
+def job_of(plan: LaunchPlan) -> Job:
+    """What each rank runs. The interpreter is that of Ray's worker there."""
+    environ = inherited_environment()
+    watching = {
+        "LOCKSTEP_WATCH": str(plan.survival.watch).lower(),
+        "LOCKSTEP_GRACE": f"{plan.survival.grace_s:.17g}",
+    }
+    values = {**forwarded(environ, plan.reach.forward_env), **watching, **plan.environment}
+    environment = {name: value for name, value in values.items() if name not in OF_A_MACHINE}
+    python = plan.command[0] == sys.executable
+    return Job(plan.command[1:] if python else plan.command, python, os.getcwd(), environment)
+
+
+def trainer_arguments(ray: Any, plan: LaunchPlan, record: Any, use_gpu: bool, storage: str) -> dict[str, Any]:
+    """The arguments of TorchTrainer beside the function."""
+    from lockstep.launch.ray_cluster.meeting import NoGroupConfig
+
+    scaling = ray.train.ScalingConfig(
+        num_workers=plan.nproc * plan.num_machines,
+        use_gpu=use_gpu,
+        resources_per_worker={"CPU": cpus_of_a_worker(plan), **({"GPU": 1} if use_gpu else {})},
+    )
+    failure = ray.train.FailureConfig(max_failures=plan.survival.max_restarts)
+    return {
+        "train_loop_config": {"record": record, "job": job_of(plan)},
+        "torch_config": NoGroupConfig(),
+        "scaling_config": scaling,
+        "run_config": ray.train.RunConfig(name="lockstep", storage_path=storage, failure_config=failure),
+    }
+
+
+def _run(ray: Any, plan: LaunchPlan, console: Console) -> int:
+    resources = ray.cluster_resources()
+    use_gpu = uses_gpus(plan, resources)
+    lack = shortage(plan, resources, use_gpu)
+    if lack is not None:
+        console.say(f"{lack}; waiting for more.")
+    record = ray.remote(num_cpus=0)(Record).remote()
+    with tempfile.TemporaryDirectory(prefix="lockstep-ray-") as storage, StopSignals() as signals:
+        trainer = ray.train.torch.TorchTrainer(
+            train_loop, **trainer_arguments(ray, plan, record, use_gpu, storage)
+        )
+        fit = _Fit(trainer)
+        fit.start()
+        _follow(ray, record, fit, signals, console, plan.survival.grace_s)
+        if signals.end is not None:
+            console.say(f"ended by {signals.end.name}; all processes were ended.")
+            return of_signal(signals.end)
+        results = ray.get(record.results.remote())
+        if signals.stop is not None and {ended.exit_code for ended in results} == {of_signal(SIGTERM)}:
+            return of_signal(signals.stop)  # all ranks stopped; they have said where
+        return _outcome(results, fit.error, plan, console)
+
+
+class _Fit(threading.Thread):
+    """``trainer.fit()`` beside the main thread, which has the signals. ``error``: what it raised."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(name="ray-fit", daemon=True)
+        self._trainer = trainer
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._trainer.fit()
+        except Exception as error:  # what it was is said by the main thread
+            self.error = error
+
+
+def _follow(ray: Any, record: Any, fit: _Fit, signals: StopSignals, console: Console, grace_s: float) -> None:
+    """Show the output and pass on stop signals until the run is over, or was ended."""
+    asked = False
+    while fit.is_alive():
+        fit.join(POLL_S)
+        console.show(ray.get(record.take.remote()))
+        if signals.stop is not None and not asked:
+            asked = True
+            if not ray.get(record.request_stop.remote()):
+                signals.end = signals.stop  # no rank has started yet
+        signals.limit(grace_s)
+        if signals.end is not None:
+            ray.get(record.end.remote())
+            fit.join(END_LIMIT_S)
+            break
+    console.show(ray.get(record.take.remote()))
+
+
+def _outcome(results: list[Ended], error: Exception | None, plan: LaunchPlan, console: Console) -> int:
+    """The exit code, after saying which rank failed first."""
+    codes = {ended.exit_code for ended in results}
+    if codes == {0} and error is None:
+        return 0
+    if PREEMPTED in codes and codes <= {0, PREEMPTED}:
+        return PREEMPTED
+    failures = [_failure(ended, console.files) for ended in results if ended.exit_code]
+    if not failures:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        console.say(f"Ray ended the run: {first[:500]}")
+        return 1
+    worst = first_failure(failures)
+    console.say_lines(describe(worst, plan.nproc * plan.num_machines))
+    return exit_code(worst)
+
+
+def _failure(ended: Ended, files: Mapping[int, str]) -> Failure:
+    return Failure(
+        ended.rank, ended.exit_code, ended.report, files.get(ended.rank), ended_by_us=ended.ended_by_us
+    )

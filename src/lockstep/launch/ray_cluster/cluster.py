@@ -1,0 +1,109 @@
+"""Joining a Ray cluster, or starting one on this machine that nobody else can reach."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.config.sources import export_environment, inherited_environment
+from lockstep.errors import ConfigError, MissingExtraError
+from lockstep.launch.network import loopback_interface
+from lockstep.launch.plan import LaunchPlan, available_cores
+from lockstep.link.secret import new_secret
+
+LOOPBACK = "127.0.0.1"
+LOCAL = "local"
+# how often Ray looks after its workers
+HEALTH_CHECK_S = "0.5"
+SESSION_LOGS = "/tmp/ray/session_latest/logs"
+
+
+def address(plan: LaunchPlan, environ: Mapping[str, str]) -> str:
+    """``local`` for a cluster of our own, else where there is one: RAY_ADDRESS, or ``auto``, Ray's own search."""
+    said = environ.get("RAY_ADDRESS")
+    return said or (LOCAL if plan.num_machines == 1 else "auto")
+
+
+def ray_environment(plan: LaunchPlan, environ: Mapping[str, str], token: str) -> dict[str, str]:
+    """What Ray reads from the environment, before it is imported. ``token``: for a cluster of our own."""
+    values = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": HEALTH_CHECK_S}
+    if address(plan, environ) == LOCAL:
+        values |= {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": token,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on every system: this machine's address is the loopback
+        }
+        interface = loopback_interface()
+        if interface is not None and not environ.get("GLOO_SOCKET_IFNAME"):
+            values["GLOO_SOCKET_IFNAME"] = interface  # the ranks inherit it
+        if "CUDA_VISIBLE_DEVICES" in plan.environment:
+            values["CUDA_VISIBLE_DEVICES"] = plan.environment["CUDA_VISIBLE_DEVICES"]
+    return values
+
+
+def import_ray() -> Any:
+    """The package with its ``train`` part; raises MissingExtraError."""
+    try:
+        import ray
+        import ray.train.torch
+    except ImportError:
+        raise MissingExtraError("--ray", "ray[train]", "ray") from None
+    return ray
+
+
+def connect(plan: LaunchPlan) -> Any:
+    """Import Ray, start or join a cluster, and return the package.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        ConfigError: there is no cluster to join, or it does not let us in.
+    """
+    environ = inherited_environment()
+    where = address(plan, environ)
+    export_environment(ray_environment(plan, environ, new_secret().hex()))
+    ray = import_ray()
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    own = {
+        "include_dashboard": False,
+        "_node_ip_address": LOOPBACK,
+        "num_cpus": max(available_cores(), plan.nproc * cpus_of_a_worker(plan)),
+    }
+    try:
+        ray.init(address=where, **quiet, **(own if where == LOCAL else {}))
+    except Exception as error:  # Ray has no exception of its own for this
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        if where == LOCAL:
+            raise ConfigError(
+                f"Ray cannot start on this machine: {first} Look into {SESSION_LOGS}, or launch without --ray."
+            ) from None
+        raise ConfigError(
+            f"cannot join the Ray cluster at {where}: {first} Start one with `ray start --head`, set "
+            f"RAY_ADDRESS to that of yours, or leave out --nnodes for a cluster on this machine."
+        ) from None
+    return ray
+
+
+def cpus_of_a_worker(plan: LaunchPlan) -> int:
+    """Cores that Ray sets aside for each process, and from which it derives OMP_NUM_THREADS."""
+    said = plan.environment.get("OMP_NUM_THREADS")
+    if said is not None:
+        return int(said)
+    return max(1, available_cores() // plan.nproc) if plan.num_machines == 1 else 1
+
+
+def uses_gpus(plan: LaunchPlan, resources: Mapping[str, float]) -> bool:
+    """What was said, or whether the cluster has GPUs."""
+    use_cpu = plan.settings["use_cpu"].value if "use_cpu" in plan.settings else None
+    return resources.get("GPU", 0) > 0 if use_cpu is None else not use_cpu
+
+
+def shortage(plan: LaunchPlan, resources: Mapping[str, float], use_gpu: bool) -> str | None:
+    """What the cluster lacks at the moment, as a sentence."""
+    processes = plan.nproc * plan.num_machines
+    needed = {"CPU": processes * cpus_of_a_worker(plan)} | ({"GPU": processes} if use_gpu else {})
+    for kind, count in needed.items():
+        if resources.get(kind, 0) < count:
+            return f"the Ray cluster has {resources.get(kind, 0):g} {kind}s and the run needs {count}"
+    return None

@@ -1,0 +1,237 @@
+"""What runs in each of Ray's workers: the user's command as a process of its own, one rank.
+
+A process of its own, not a thread of Ray's worker: it is the real ``__main__``, gets signals, may fork
+data-loader workers, and gives all its memory back at its end.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from lockstep.config.sources import inherited_environment
+from lockstep.launch import exec_worker
+from lockstep.launch.ray_cluster.record import Ended, Orders, Output
+
+POLL_S = 0.2
+END_GRACE_S = 1.5
+CHUNK_BYTES = 64 * 1024
+# the key to the cluster is no business of the script
+NOT_FOR_SCRIPTS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank runs, where, and with which variables beside those of its machine.
+
+    ``python``: the command is what follows the interpreter, which is that of the worker.
+    """
+
+    command: tuple[str, ...]
+    python: bool
+    directory: str
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank, as Ray counts it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    host: str
+
+
+class Failed(Exception):
+    """A rank's process failed; the record has the details, this text is for Ray's log."""
+
+
+def train_loop(config: dict[str, Any]) -> None:
+    """The function that TorchTrainer calls in every worker. Returns when the rank's process has ended well.
+
+    Raises:
+        Failed: the process failed, so that Ray ends the others and, if asked to, starts all of them again.
+    """
+    import ray
+    import ray.train
+
+    context = ray.train.get_context()
+    record = config["record"]
+    place = Place(
+        context.get_world_rank(),
+        context.get_world_size(),
+        context.get_local_rank(),
+        context.get_local_world_size(),
+        context.get_node_rank(),
+        ray.util.get_node_ip_address(),
+    )
+    number = ray.get(
+        record.begin.remote(place.rank, ray.get_runtime_context().get_placement_group_id() or "")
+    )
+    store = _open_store(place.host) if place.rank == 0 else None
+    if store is not None:
+        ray.get(record.meet.remote(place.host, store.port))
+    try:
+        ended = run(
+            config["job"],
+            place,
+            number,
+            lambda: ray.get(record.orders.remote(place.rank)),
+            record.write.remote,
+        )
+        failed = ray.get(record.ended.remote(ended))
+    finally:
+        del store  # the ranks met there, until the last of them was gone
+    if failed:
+        raise Failed(f"rank {place.rank}: exit code {ended.exit_code}")
+
+
+def run(
+    job: Job,
+    place: Place,
+    number: int,
+    orders: Callable[[], Orders],
+    write: Callable[[Output], Any],
+) -> Ended:
+    """Run the command as one rank, pass its output on, and obey; returns how it ended."""
+    meeting = _wait_for(orders)
+    if meeting is None:
+        return Ended(place.rank, -signal.SIGTERM, {}, ended_by_us=True)
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+        error_file = Path(folder) / "error.json"
+        process = subprocess.Popen(
+            worker_command(job),
+            cwd=job.directory,
+            env=environment_of(job, place, number, meeting, str(error_file)),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        readers = [
+            threading.Thread(target=_pass_on, args=(pipe, place.rank, stream, write), daemon=True)
+            for stream, pipe in (("out", process.stdout), ("err", process.stderr))
+        ]
+        for reader in readers:
+            reader.start()
+        ended_by_us = _supervise(process, orders)
+        for reader in readers:
+            reader.join(END_GRACE_S)  # what the process left behind may hold the pipe open
+        return Ended(place.rank, process.returncode, _report(error_file), ended_by_us)
+
+
+def worker_command(job: Job) -> list[str]:
+    """The command behind ``exec_worker``, which ties its life to this process's."""
+    interpreter = [sys.executable] if job.python else []
+    guarded = [sys.executable, "-I", "-S", os.path.abspath(exec_worker.__file__), str(os.getpid())]
+    return [*guarded, *interpreter, *job.command]
+
+
+def environment_of(
+    job: Job, place: Place, number: int, meeting: tuple[str, int], error_file: str
+) -> dict[str, str]:
+    """All variables of a rank: those of this machine, those that were said, and its place."""
+    inherited = inherited_environment()
+    inherited.setdefault("PYTHONUNBUFFERED", "1")  # its output goes into a pipe, and is to be seen at once
+    for name in NOT_FOR_SCRIPTS:
+        inherited.pop(name, None)
+    return {
+        **inherited,
+        **job.environment,
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "GROUP_RANK": str(place.node_rank),
+        "MASTER_ADDR": meeting[0],
+        "MASTER_PORT": str(meeting[1]),
+        # ranks are clients of the store that rank 0's worker has opened already
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(number),
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        "LOCKSTEP_RESTART": str(number),
+    }
+
+
+def _open_store(host: str) -> Any:
+    """Where the ranks meet: a store on the address by which the cluster knows this machine, and no other."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((host, 0))
+    listener.listen()
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _wait_for(orders: Callable[[], Orders]) -> tuple[str, int] | None:
+    """Where to meet; None if the run ended before that was known."""
+    while True:
+        now = orders()
+        if now.end:
+            return None
+        if now.meeting is not None:
+            return now.meeting
+        time.sleep(POLL_S)
+
+
+def _supervise(process: subprocess.Popen[bytes], orders: Callable[[], Orders]) -> bool:
+    """Wait for the process and pass on what it is to do; returns whether it was ended by order."""
+    asked = False
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(POLL_S)
+            return False
+        now = orders()
+        if now.end:
+            return _end(process)
+        if now.stop and not asked:
+            asked = True
+            process.send_signal(signal.SIGTERM)
+
+
+def _end(process: subprocess.Popen[bytes]) -> bool:
+    if process.poll() is not None:
+        return False
+    process.terminate()
+    try:
+        process.wait(END_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    return True
+
+
+def _pass_on(pipe: IO[bytes] | None, rank: int, stream: str, write: Callable[[Output], Any]) -> None:
+    assert pipe is not None
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    while chunk := os.read(pipe.fileno(), CHUNK_BYTES):
+        text = decoder.decode(chunk)
+        if text:
+            write(Output(rank, stream, text))
+    if rest := decoder.decode(b"", final=True):
+        write(Output(rank, stream, rest))
+
+
+def _report(error_file: Path) -> dict[str, Any]:
+    try:
+        report = json.loads(error_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # it wrote none
+        return {}
+    return report if isinstance(report, dict) else {}

@@ -1,0 +1,21 @@
+"""The secret that the machines of one launch share, where one launcher starts them all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lockstep.config.sources import inherited_environment
+from lockstep.launch.plan import LaunchPlan
+from lockstep.link import Secret, new_secret, read_secret
+
+
+def secret_for_machines(plan: LaunchPlan) -> Secret:
+    """That of ``secret_file`` or of LOCKSTEP_SECRET; otherwise a fresh one, which this launcher hands to all.
+
+    Raises:
+        ConfigError: it is malformed, or the file cannot be read or is open to others.
+    """
+    if plan.secret_file is not None:
+        return read_secret(Path(plan.secret_file).expanduser())
+    said = inherited_environment().get("LOCKSTEP_SECRET")
+    return Secret.from_hex(said) if said else new_secret()

@@ -1,0 +1,189 @@
+"""Launching by Slurm: srun inside an allocation, otherwise a batch job that does it later.
+
+    python -m lockstep.launch.slurm PLAN
+
+is what the batch job runs; PLAN is the plan as JSON.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from lockstep.config.sources import inherited_environment
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.launch import node
+from lockstep.launch.command import SECRET, Command
+from lockstep.launch.document import as_line, from_line, plan_as_data, plan_from_data
+from lockstep.launch.forwarded import forwarded, is_secret
+from lockstep.launch.plan import LaunchPlan
+from lockstep.launch.programs import NOT_FOUND, Program, Programs
+from lockstep.runtime.exit_codes import PREEMPTED
+
+# the machines and the environment are settings of the launch
+OWN_OPTIONS = frozenset(
+    {"nodes", "ntasks", "ntasks-per-node", "export", "input", "label", "parsable", "wrap"}
+)
+AFTER_STOP = "after-stop"  # ours: what a batch job does when it was stopped with its state saved
+REQUEUE = "requeue"
+ALWAYS_EXPORTED = ("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR")
+STOP_SIGNAL = "USR1@90"
+LABEL = re.compile(rb"^ *(\d+): ")
+PORTS = range(20_000, 30_000)
+
+
+def commands(plan: LaunchPlan) -> list[Command]:
+    """srun with what each node reads, or sbatch with its script."""
+    environ = inherited_environment()
+    if "SLURM_JOB_ID" in environ:
+        program = srun(plan, SECRET, environ, os.getcwd())
+        return [Command(program.arguments, title=program.title, stdin=program.stdin)]
+    return [
+        Command(sbatch_arguments(plan, environ), title="a batch job", stdin=batch_script(plan)),
+    ]
+
+
+def launch(plan: LaunchPlan) -> int:
+    """Run a plan by srun and return the exit code of the launch; or submit it and return that of sbatch.
+
+    Raises:
+        ConfigError: an option is not for the user to set, or Slurm is not installed.
+    """
+    environ = inherited_environment()
+    if "SLURM_JOB_ID" in environ:
+        from lockstep.launch.shared_secret import secret_for_machines
+
+        program = srun(plan, secret_for_machines(plan).hex(), environ, os.getcwd())
+        code = Programs([program], plan.survival.grace_s, least=1).run()
+        if code == PREEMPTED and plan.reach.options.get(AFTER_STOP) == REQUEUE:
+            _run(("scontrol", "requeue", environ["SLURM_JOB_ID"]))
+        return code
+    return _run(sbatch_arguments(plan, environ), batch_script(plan))
+
+
+def srun(plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: str) -> Program:
+    """The step with one task on each node. Every task reads the same document; Slurm numbers them."""
+    nodes = min(plan.num_machines, int(environ.get("SLURM_JOB_NUM_NODES") or plan.num_machines))
+    port = plan.port or _port(environ)
+    own = replace(plan, num_machines=nodes, min_machines=min(plan.min_machines, nodes), port=port)
+    told = node.node_of(own, secret, environ, directory, node.SLURM)
+    words = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--label"]
+    # every node needs the whole environment of a login, not of this process: only names, values are Slurm's to carry
+    words.append("--export=" + ",".join(ALWAYS_EXPORTED))
+    words.append("--wait=0" if plan.elastic else "--wait=30")
+    words += ["--no-kill"] if plan.elastic else []
+    cores = environ.get("SLURM_CPUS_PER_TASK") or _cores(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    if cores and "cpus-per-task" not in plan.reach.options:
+        words.append(f"--cpus-per-task={cores}")  # otherwise a node's one task would get one core
+    words += _options(plan)
+    return Program(
+        title=f"{nodes} node{'' if nodes == 1 else 's'} of job {environ['SLURM_JOB_ID']}",
+        arguments=("srun", *words, sys.executable, *node.ARGUMENTS),
+        shown=_shown,
+        environment=environ,
+        stdin=told.line(),
+    )
+
+
+def sbatch_arguments(plan: LaunchPlan, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The command that submits the job; its script is read from the standard input.
+
+    Raises:
+        ConfigError: a secret was to travel, which Slurm would keep in a file.
+    """
+    kept = [name for name in plan.reach.forward_env if is_secret(name)]
+    if kept:
+        raise ConfigError(
+            f"forward_env names {kept[0]}, which sbatch would keep in Slurm's files. Have the script read it from a "
+            f"file of yours, or launch inside an allocation (salloc)."
+        )
+    names = sorted({*forwarded(environ, plan.reach.forward_env), *ALWAYS_EXPORTED} & set(environ))
+    nodes = f"{plan.min_machines}-{plan.num_machines}" if plan.elastic else str(plan.num_machines)
+    words = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--export={','.join(names)}"]
+    given = plan.reach.options
+    if "job-name" not in given:
+        words.append("--job-name=lockstep")
+    if "signal" not in given:
+        words.append(f"--signal={STOP_SIGNAL}")
+    if "no-requeue" not in given and "requeue" not in given:
+        words.append("--requeue")
+    if "open-mode" not in given:
+        words.append("--open-mode=append")
+    if not {"cpus-per-task", "exclusive", "cpus-per-gpu"} & set(given):
+        words.append(f"--cpus-per-task={plan.nproc * int(plan.environment.get('OMP_NUM_THREADS', 1))}")
+    return ("sbatch", *words, *_options(plan))
+
+
+def batch_script(plan: LaunchPlan) -> str:
+    """What the first node of the job runs. The plan is one quoted word of ASCII without line breaks."""
+    after = {AFTER_STOP: REQUEUE} if plan.reach.options.get(AFTER_STOP) == REQUEUE else {}
+    inner = replace(plan, reach=replace(plan.reach, options=after))
+    words = (sys.executable, "-m", "lockstep.launch.slurm", as_line(plan_as_data(inner)))
+    return f"#!/bin/sh\nexec {shlex.join(words)}\n"
+
+
+def _options(plan: LaunchPlan) -> list[str]:
+    """The user's long options; one without a value is a switch."""
+    words = []
+    for key, value in plan.reach.options.items():
+        if key == AFTER_STOP:
+            if value != REQUEUE:
+                raise ConfigError(
+                    f"slurm_options {AFTER_STOP}={value} is not known. Use {AFTER_STOP}={REQUEUE}."
+                )
+            continue
+        if key in OWN_OPTIONS or len(key) == 1:
+            raise ConfigError(
+                f"slurm_options has {key}, which follows from the launch, or is no long option. Use --nnodes, --nproc "
+                f"and --forward-env, and long options without their dashes."
+            )
+        words.append(f"--{key}={value}" if value else f"--{key}")
+    return words
+
+
+def _cores(per_node: str) -> str:
+    """The least of Slurm's numbers of cores, such as ``72(x2),36``; empty when it says none."""
+    numbers = [int(text) for text in re.sub(r"\(x\d+\)", "", per_node).split(",") if text.isdigit()]
+    return str(min(numbers)) if numbers else ""
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    """A port that jobs on one node do not share: it follows from the job's number."""
+    job = environ.get("SLURM_JOB_ID", "")
+    return PORTS[int(job) % len(PORTS)] if job.isdigit() else PORTS[0]
+
+
+def _shown(line: bytes) -> bytes:
+    """srun's label of a line is the task's number, which is the machine's."""
+    return LABEL.sub(rb"[machine \1] ", line)
+
+
+def _run(arguments: tuple[str, ...], text: str = "") -> int:
+    try:
+        return subprocess.run(arguments, input=text.encode(), check=False).returncode
+    except FileNotFoundError:
+        raise ConfigError(NOT_FOUND.format(program=arguments[0])) from None
+
+
+def main(argv: list[str]) -> int:
+    """What the batch job does."""
+    try:
+        plan = plan_from_data(from_line(argv[1]))
+        if plan.reach.backend != node.SLURM or not Path("/proc/self").exists():
+            raise ConfigError("This plan is not for Slurm. Start it by `lockstep launch --slurm`.")
+        return launch(plan)
+    except LockstepError as error:
+        sys.stderr.write(f"Error: {error}\n")
+        return node.BAD_INPUT
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(main(sys.argv))

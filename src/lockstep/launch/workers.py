@@ -1,0 +1,182 @@
+"""The workers of one round on this machine: started and ended through torch's elastic multiprocessing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing import start_processes
+
+from lockstep.config.sources import inherited_environment
+from lockstep.launch import exec_worker, guard
+from lockstep.launch.logs import RankLogs
+from lockstep.launch.plan import LaunchPlan
+from lockstep.launch.rendezvous import Round
+from lockstep.launch.report import Failure
+from lockstep.runtime.exit_codes import PREEMPTED
+
+ROLE = "default"
+
+
+class Workers:
+    """``nproc`` processes, each of which runs ``command`` as one rank.
+
+    Args:
+        place: which ranks these are, and where they meet.
+        environment: what they get beside the launcher's own, the same for all.
+        restarts: what torch's variables say about restarts: (so far, at most).
+    """
+
+    def __init__(
+        self,
+        command: tuple[str, ...],
+        nproc: int,
+        place: Round,
+        environment: Mapping[str, str],
+        logs: RankLogs,
+        run_id: str,
+        max_restarts: int,
+    ) -> None:
+        self._logs = logs
+        self.ranks = {local: place.base_rank + local for local in range(nproc)}
+        environments = {
+            local: {**environment, **_place(local, nproc, place, run_id, max_restarts)}
+            for local in self.ranks
+        }
+        logs.round = place.number
+        self._context = start_processes(
+            name=ROLE,
+            entrypoint=sys.executable,
+            args=dict.fromkeys(self.ranks, worker_arguments(command)),
+            envs=environments,
+            logs_specs=logs,
+            log_line_prefixes={local: f"[rank {rank}] " for local, rank in self.ranks.items()},
+        )
+        self._processes = {
+            local: handler.proc
+            for local, handler in self._context.subprocess_handlers.items()  # type: ignore[attr-defined]
+        }
+        self._ended_by_themselves: frozenset[int] | None = None
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of those that still run."""
+        return [process.pid for process in self._processes.values() if process.poll() is None]
+
+    def exit_codes(self) -> dict[int, int]:
+        """By local rank, of those that have ended; negative for a signal."""
+        codes = {local: process.poll() for local, process in self._processes.items()}
+        return {local: code for local, code in codes.items() if code is not None}
+
+    def end(self, number: signal.Signals, grace_s: float) -> None:
+        """End those that still run: ``number``, which stopped ones get too, then SIGKILL."""
+        if self._ended_by_themselves is None:
+            self._ended_by_themselves = frozenset(self.exit_codes())
+        for pid in self.pids:
+            with suppress(OSError):  # it ended meanwhile
+                os.killpg(pid, number)
+                os.killpg(pid, signal.SIGCONT)  # only now does a stopped process see the other one
+        self._context.close(number, grace_s)  # type: ignore[arg-type]
+
+    def failures(self) -> list[Failure]:
+        """Of workers that ended badly or have reported an error, while or before the others are ended."""
+        codes = self.exit_codes()
+        themselves = frozenset(codes) if self._ended_by_themselves is None else self._ended_by_themselves
+        found = []
+        for local, rank in self.ranks.items():
+            report, code = self._report(local), codes.get(local, 1)
+            if report or codes.get(local, 0) not in (0, PREEMPTED):
+                ended_by_us = local not in themselves and not report
+                log = None if self._logs.tee else self._logs.stderr_of.get(local)
+                found.append(Failure(rank, code if code else 1, report, log, ended_by_us))
+        return found
+
+    def _report(self, local: int) -> dict[str, Any]:
+        try:
+            with open(self._context.error_files[local], encoding="utf-8") as file:
+                data = json.load(file)
+        except (OSError, ValueError):  # most failures leave none
+            return {}
+        return data if isinstance(data, dict) and isinstance(data.get("message"), dict) else {}
+
+
+class Starter:
+    """Makes the workers of each round of a plan, and hosts the store in which they meet where that is for this machine.
+
+    Args:
+        work_dir: for error reports.
+        launch_id: what marks the processes of this launcher; its run id for torch, too.
+        control: how workers find the hub.
+    """
+
+    def __init__(self, plan: LaunchPlan, work_dir: str, launch_id: str, control: Mapping[str, str]) -> None:
+        self._plan = plan
+        self._launch_id = launch_id
+        self._control = control
+        self._logs = RankLogs(work_dir, plan.log_dir, plan.tee)
+        self._store: TCPStore | None = None
+
+    def start(self, place: Round) -> Workers:
+        """Start the workers that belong into this place."""
+        if place.listener is not None:
+            self._store = TCPStore(
+                place.address,
+                place.port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=place.listener.detach(),
+            )
+        environment = {**self._control, "LOCKSTEP_RESTART": str(place.number)} if self._control else {}
+        plan = self._plan
+        return Workers(
+            plan.command,
+            plan.nproc,
+            place,
+            environment,
+            self._logs,
+            run_id=self._launch_id,
+            max_restarts=plan.survival.max_restarts,
+        )
+
+    def sweep(self) -> None:
+        """After a round: free the store's port, and end what the workers may have left behind."""
+        self._store = None
+        if os.path.isdir("/proc/self"):
+            guard.end(self._launch_id)
+
+
+def worker_arguments(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Arguments of the interpreter for a worker."""
+    # -I -S: neither the user's site nor PYTHON* variables concern the program in between
+    return ("-I", "-S", os.path.abspath(exec_worker.__file__), str(os.getpid()), *command)
+
+
+def _place(local: int, nproc: int, place: Round, run_id: str, max_restarts: int) -> dict[str, str]:
+    """What ``torchrun`` tells a worker of its place."""
+    rank, world, groups = str(place.base_rank + local), str(place.world_size), str(place.machines)
+    return {
+        "RANK": rank,
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "GROUP_RANK": str(place.group_rank),
+        "GROUP_WORLD_SIZE": groups,
+        "ROLE_NAME": ROLE,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world,
+        "MASTER_ADDR": place.address,
+        "MASTER_PORT": str(place.port),
+        "TORCHELASTIC_RESTART_COUNT": str(place.number),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited_environment().get(
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"
+        ),
+    }

@@ -1,0 +1,334 @@
+"""Command lines of ``lockstep``."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import yaml
+
+from tests.config.fuzzing.files import (
+    damaged_yaml,
+    deepspeed_json,
+    hostile_json,
+    misspelt,
+    our_yaml,
+    some_word,
+)
+from tests.config.fuzzing.lines import parallel_line
+from tests.config.fuzzing.pools import ANY, RUN, Input, Pool, Raw, integers, words
+
+
+def value_of(raw: Raw) -> str:
+    """The argument that is what a YAML text says."""
+    try:
+        value = yaml.safe_load(raw.text)
+    except (yaml.YAMLError, ValueError):
+        return raw.text
+    return value if isinstance(value, str) else raw.text.strip("'\"")
+
+
+def flags(
+    source: random.Random, given: Input, pools: dict[str, Pool], most: int, switches: tuple[str, ...]
+) -> list[str]:
+    """Some flags with values, of which few are wrong."""
+    names = source.sample(list(pools), source.randint(0, min(most, len(pools))))
+    faulty = source.choice(names) if names and source.random() < 0.4 else None
+    arguments = []
+    for name in names:
+        flag = "--" + name.replace("_", "-")
+        if name in switches:
+            if name == faulty:
+                continue
+            given.means[name] = True
+            arguments.append(flag)
+            continue
+        raw = pools[name].draw(source, name == faulty)
+        given.says(name, raw)
+        text = value_of(raw)
+        arguments += [flag, text] if source.random() < 0.7 else [f"{flag}={text}"]
+    if source.random() < 0.08:
+        given.wrong = True
+        flag = "--" + (
+            misspelt(source, source.choice(list(pools))) if source.random() < 0.5 else some_word(source)
+        )
+        arguments.insert(source.choice((0, len(arguments))), f"{flag.replace('_', '-')}=1")
+    return arguments
+
+
+CONFIG_FLAGS = {
+    name: RUN[name]
+    for name in (
+        "num_processes",
+        "num_machines",
+        "machine_rank",
+        "main_process_ip",
+        "main_process_port",
+        "mixed_precision",
+        "gradient_accumulation_steps",
+        "parallel",
+    )
+} | {"cpu": RUN["use_cpu"]}
+
+
+def config_command(source: random.Random, seed: int) -> Input:
+    given = Input("lockstep config", seed)
+    given.argv = ["config", "--yes", "--force", "--config-file", "out.yaml"]
+    given.argv += flags(source, given, CONFIG_FLAGS, 5, ("cpu",))
+    if source.random() < 0.1:
+        given.argv[4] = source.choice(
+            ("", "no/such/folder/x.yaml", ".", "nul\0", "x" * 300, "/proc/x", "sh\x1b[31m")
+        )
+        given.means.clear()
+    return given
+
+
+def convert_command(source: random.Random, seed: int) -> Input:
+    make = source.choice((our_yaml, damaged_yaml, deepspeed_json, hostile_json))
+    file = make(source, seed)
+    given = Input("lockstep config convert", seed, file.content, wrong=file.wrong)
+    name = "in.json" if make in (deepspeed_json, hostile_json) else "in.yaml"
+    given.argv = ["config", "convert", name]
+    if source.random() < 0.5:
+        given.argv += ["--ranks", source.choice(("1", "2", "4", "8"))]
+    elif source.random() < 0.2:
+        given.argv += ["--ranks", source.choice(("0", "-1", "x", "1.5", "9" * 400))]
+        given.wrong = True
+    if source.random() < 0.3:
+        given.argv += ["-o", source.choice(("out.yaml", ".", "no/such/out.yaml")), "--force"]
+    if source.random() < 0.05:
+        given.argv[2] = source.choice(("missing.yaml", ".", "", "nul\0", "-", "\x1b[31m", "x" * 300))
+        given.wrong = True
+    return given
+
+
+def schedule_command(source: random.Random, seed: int) -> Input:
+    given = Input("lockstep schedule", seed)
+    pools = {
+        "ranks": integers(2, 4, 8, more=("1000000000",)),
+        "micro_batches": integers(8, 16, 24),
+        "stages_per_rank": integers(1, 2, low=0),
+        "times": words(
+            {"'1,2'": ANY, "'1,1,1'": ANY, "'0.5,1.5'": ANY},
+            "1",
+            "'1,x'",
+            "'1,2,3,4'",
+            "'0,1'",
+            "'-1,2'",
+            "'nan,1'",
+            "'inf,1'",
+            "'1,1e9'",
+            "','",
+            "''",
+            "1,,2",
+        ),
+    }
+    name = source.choice(("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"))
+    if source.random() < 0.1:
+        name = source.choice(("pipedream", "", "1F1B", "\x1b[31m", "x" * 5000, "٣"))
+        given.wrong = True
+    given.means["name"] = name
+    given.argv = ["schedule", *flags(source, given, pools, 3, ()), name]
+    if source.random() < 0.8:
+        given.argv.append("--json")
+    if source.random() < 0.05:
+        given.argv += ["-o", source.choice(("out.svg", "out.png", "no/such/x.svg", "nul\0.svg", ".svg"))]
+    return given
+
+
+def env_command(source: random.Random, seed: int) -> Input:
+    given = Input("lockstep env", seed)
+    pools = {
+        "params": words(
+            {"1.3B": 1_300_000_000, "350M": 350_000_000, "7e9": 7_000_000_000, "1000": 1000},
+            "-1",
+            "nan",
+            "inf",
+            "1e999",
+            "B",
+            "''",
+            "0",
+            "1.3X",
+            "9" * 5000,
+            "1.5",
+        ),
+        "ranks": words(
+            {"'1,2'": [1, 2], "4": [4], "'1,2,4,8'": [1, 2, 4, 8]}, "0", "-1", "x", "'1,,2'", "1.5", "9" * 400
+        ),
+        "precision": words({"bf16": ANY, "fp16": ANY, "'no'": ANY}, "fp8", "x", "''", "32"),
+        "optimizer": words({"adamw": ANY, "sgd": ANY, "adam": ANY}, "magic_q", "''", "1"),
+        "blocks": integers(1, 8),
+        "gradient_accumulation_steps": integers(1, 4),
+    }
+    arguments = flags(source, given, pools, 4, ())
+    line = parallel_line(source, seed) if source.random() < 0.5 else Input("", seed, argv=["all"])
+    given.wrong |= line.wrong
+    given.argv = ["env", "--explain", line.argv[0], *arguments]
+    if source.random() < 0.7:
+        given.argv.append("--json")
+    return given
+
+
+def checkpoint_command(source: random.Random, seed: int) -> Input:
+    """On what is no checkpoint; nothing of it may succeed."""
+    given = Input("lockstep checkpoint", seed, wrong=True)
+    given.content = bytes(source.randrange(256) for _ in range(source.randint(0, 200)))
+    place = source.choice(
+        (
+            "missing",
+            "folder",
+            "folder/file",
+            "nul\0",
+            "",
+            "-",
+            "--",
+            "x" * 300,
+            "\x1b[31m",
+            "a\nb",
+            ".",
+            "s3://",
+            "s3:///x",
+            "nope://bucket/x",
+            "file://x",
+            "~nobody_q/x",
+            "folder/file/below",
+            "é",
+        )
+    )
+    verb = source.choice(("verify", "show", "merge", "convert", "import-pickle", "burn", ""))
+    given.argv = ["checkpoint", verb, place]
+    if verb in ("merge", "convert", "import-pickle") and source.random() < 0.9:
+        given.argv.append(source.choice(("out", "out.safetensors", "folder/file/x", "nul\0", "")))
+    options: dict[str, tuple[Any, ...]] = {
+        "--model": ("0", "1", "-1", "x", "9" * 400),
+        "--dtype": ("bf16", "fp8", ""),
+        "--max-shard-size": (
+            "1GB",
+            "-1",
+            "x",
+            "0",
+            "nan",
+            "1e999GB",
+            "9" * 5000 + "GB",
+            "٣GB",
+            "1.5.5GB",
+            " GB",
+        ),
+        "--skip": ("x", "", "../x"),
+        "--all": (None,),
+        "--json": (None,),
+        "--tensors": (None,),
+        "--force": (None,),
+        "--burn": (None,),
+    }
+    for name in source.sample(list(options), source.randint(0, 2)):
+        value = source.choice(options[name])
+        given.argv += [name] if value is None else [name, value]
+    return given
+
+
+LAUNCH_FLAGS: dict[str, Pool] = {
+    **{
+        name: pool
+        for name, pool in RUN.items()
+        if name not in ("optimizer", "scheduler", "grad_scaler", "micro_batch_size")
+    },
+    "nproc": integers(1, 2, 8),
+    "rdzv": words(
+        {"10.0.0.1:29500": ANY, "'[::1]:29500'": ANY},
+        "10.0.0.1",
+        "'10.0.0.1:0'",
+        "':1'",
+        "'a b:1'",
+        "x:y",
+        "1.2.3.4:70000",
+    ),
+    "hosts": words(
+        {"'a,b'": ANY, "'a:2,me@b:2'": ANY},
+        "'a,a'",
+        "''",
+        "','",
+        "'-oX=y'",
+        "'a;id'",
+        "'a:0'",
+        "'a:x'",
+        "'a:1:2'",
+        "'$(id)'",
+    ),
+    "slurm_option": words({"partition=gpu": ANY}, "partition", "'=x'", "'-x=1'", '"a=b\\nc"', "'a b=c'"),
+    "k8s": words({"jobset": ANY, "trainjob": ANY, "pytorchjob": ANY}, "pod", "''", "1"),
+    "k8s_option": words({"image=registry/x:1": ANY}, "image", "'=x'", "'nonsense_q=1'", '"image=a\\nb"'),
+    "forward_env": words({"MY_VALUE": ANY}, "'A B'", "'A=B'", "'1A'", "''", "'A;B'"),
+    "slurm": RUN["use_cpu"],
+    "mpi": RUN["use_cpu"],
+    "cpu": RUN["use_cpu"],
+}
+del LAUNCH_FLAGS["use_cpu"]
+SWITCHES = ("slurm", "mpi", "cpu", "watch", "debug")
+
+# a command line that is right -> what it says
+LAUNCHES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--nproc 2", {"nproc": 2}),
+    ("--cpu --num-processes 4", {"use_cpu": True, "num_processes": 4}),
+    (
+        "--nnodes 2 --nproc 4 --rdzv 10.0.0.1:29500",
+        {"num_machines": 2, "nproc": 4, "main_process_ip": "10.0.0.1", "main_process_port": 29500},
+    ),
+    ("--nnodes 2:4 --nproc 1 --rdzv 10.0.0.1:29500", {"num_machines": 4, "min_machines": 2, "nproc": 1}),
+    (
+        "--nnodes 2 --node-rank 1 --num-processes 8 --main-process-ip host-0 --main-process-port 1234",
+        {
+            "num_machines": 2,
+            "machine_rank": 1,
+            "num_processes": 8,
+            "main_process_ip": "host-0",
+            "main_process_port": 1234,
+        },
+    ),
+    ("--hosts a:2,b:2", {"num_machines": 2, "num_processes": 4, "hosts": "a:2,b:2"}),
+    ("--hosts a,me@b --nproc 8", {"num_machines": 2, "num_processes": 16, "hosts": "a,me@b"}),
+    ("--mpi --hosts a,b --nproc 2", {"num_machines": 2, "num_processes": 4, "mpi": True}),
+    ("--slurm --nnodes 2 --nproc 2", {"num_machines": 2, "num_processes": 4, "slurm": True}),
+    (
+        "--k8s jobset --k8s-option image=r/x:1 --nnodes 2 --nproc 2",
+        {"num_machines": 2, "num_processes": 4, "k8s": "jobset"},
+    ),
+)
+
+
+def launch_command(source: random.Random, seed: int) -> Input:
+    given = Input("lockstep launch", seed)
+    start, means = source.choice(LAUNCHES) if source.random() < 0.8 else ("", {})
+    said = {word.split("=")[0] for word in start.split()} | {"--" + name.replace("_", "-") for name in means}
+    topology = {
+        "--nnodes",
+        "--num-machines",
+        "--num-processes",
+        "--nproc",
+        "--rdzv",
+        "--main-process-ip",
+        "--node-rank",
+        "--main-process-port",
+        "--machine-rank",
+        "--hosts",
+        "--slurm",
+        "--mpi",
+        "--k8s",
+        "--gpu-ids",
+    }
+    taken = said | (topology if said and source.random() < 0.8 else set())
+    pools = {name: pool for name, pool in LAUNCH_FLAGS.items() if "--" + name.replace("_", "-") not in taken}
+    given.argv = ["launch", "--dry-run", *start.split(), *flags(source, given, pools, 4, SWITCHES)]
+    for name, meaning in means.items():
+        given.means.setdefault(name, meaning)
+    if source.random() < 0.2:
+        file = source.choice((our_yaml, damaged_yaml))(source, seed)
+        given.content, given.wrong = file.content, given.wrong or file.wrong
+        given.argv[2:2] = ["--config-file", "in.yaml"]
+        given.means.clear()
+    script = (
+        "train.py" if source.random() < 0.9 else source.choice(("missing.py", "", "nul\0", ".", "\x1b[31m"))
+    )
+    given.wrong |= script != "train.py"
+    given.argv += [script, *source.sample(["--lr", "0.1", "a b", "$(id)", "--nproc=9"], source.randint(0, 2))]
+    return given

@@ -1,0 +1,413 @@
+"""Configuration files and hostfiles: by grammar, damaged, and hostile."""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from typing import Any
+
+from tests.config import accelerate_examples, deepspeed_examples
+from tests.config.fuzzing.pools import (
+    ACCELERATE,
+    ANY,
+    DEEPSPEED,
+    DEEPSPEED_SAYS,
+    FSDP,
+    FSDP_SAYS,
+    NOTHING,
+    RUN,
+    WRONG,
+    Input,
+    Pool,
+    Raw,
+)
+
+EXAMPLES = (accelerate_examples.TWO_PROCESSES, accelerate_examples.TWO_MACHINES)
+
+
+def some_word(source: random.Random) -> str:
+    """A word that is no key of anything."""
+    return "".join(source.choices(string.ascii_lowercase + "_", k=source.randint(3, 12))) + "_q"
+
+
+def misspelt(source: random.Random, name: str) -> str:
+    place = source.randrange(len(name))
+    return source.choice(
+        (name[:place] + "q" + name[place:], name + "_q", name[:place] + "Q" + name[place + 1 :])
+    )
+
+
+def draw(
+    source: random.Random, given: Input, pools: dict[str, Pool], most: int, faults: float = 0.4
+) -> dict[str, str]:
+    """Raw texts of some settings, of which one is wrong in a part ``faults`` of cases."""
+    names = source.sample(list(pools), source.randint(1, min(most, len(pools))))
+    faulty = set(source.sample(names, 1)) if source.random() < faults else set()
+    texts: dict[str, str] = {}
+    for name in names:
+        if name not in faulty and source.random() < 0.04:
+            texts[name] = source.choice(NOTHING)
+            continue
+        raw = pools[name].draw(source, name in faulty)
+        texts[name] = given.says(name, raw)
+        if raw.meaning == "warned":
+            given.means[name] = "warned"
+    return texts
+
+
+def agree_on_machines(source: random.Random, given: Input, texts: dict[str, str]) -> None:
+    """Make the topology of the good values consistent, most of the time."""
+    machines = given.means.get("num_machines")
+    if not isinstance(machines, int) or machines == 1 or given.wrong or source.random() < 0.2:
+        return
+    for name, raw in (
+        ("num_processes", Raw(str(2 * machines), 2 * machines)),
+        ("main_process_ip", Raw("10.0.0.1", "10.0.0.1")),
+        ("main_process_port", Raw("29500", 29500)),
+        ("machine_rank", Raw(str(machines - 1), machines - 1)),
+    ):
+        texts[name] = given.says(name, raw)
+
+
+def finish_yaml(source: random.Random, given: Input, texts: dict[str, str]) -> Input:
+    lines = [f"{name}: {text}" for name, text in texts.items()]
+    if source.random() < 0.1:
+        name = misspelt(source, source.choice(list(RUN))) if source.random() < 0.5 else some_word(source)
+        lines.insert(
+            source.randint(0, len(lines)), f"{name}: {source.choice(('1', 'x', '[]', '{a: 1}', 'true'))}"
+        )
+        given.wrong = True
+    source.shuffle(lines)
+    given.content = ("\n".join(lines) + "\n").encode()
+    return given
+
+
+def our_yaml(source: random.Random, seed: int) -> Input:
+    given = Input("YAML", seed)
+    texts = draw(source, given, RUN, 8)
+    agree_on_machines(source, given, texts)
+    return finish_yaml(source, given, texts)
+
+
+def accelerate_yaml(source: random.Random, seed: int) -> Input:
+    given = Input("Accelerate's YAML", seed)
+    texts = draw(source, given, ACCELERATE, 4, 0.1) | draw(source, given, RUN, 4, 0.1)
+    agree_on_machines(source, given, texts)
+    kind = source.choice(
+        ("FSDP", "FSDP", "DEEPSPEED", "DEEPSPEED", "MULTI_CPU", "MULTI_GPU", "NO", "TPU", "many", "3")
+    )
+    given.wrong |= kind in ("TPU", "many", "3")
+    texts["distributed_type"] = kind
+    for section, pools, says in (("fsdp", FSDP, FSDP_SAYS), ("deepspeed", DEEPSPEED, DEEPSPEED_SAYS)):
+        if kind.lower() != section and source.random() < 0.97:
+            if source.random() < 0.05:  # asks for nothing, in a key that does not exist
+                texts[f"{section}_config"] = f"{{{misspelt(source, source.choice(list(pools)))}: false}}"
+                given.wrong = True
+            continue
+        inner = Input("", seed)
+        drawn = draw(source, inner, pools, 4, 0.2)
+        if source.random() < 0.1:
+            drawn[misspelt(source, source.choice(list(pools)))] = "1"
+            inner.wrong = True
+        given.wrong |= inner.wrong
+        given.means |= {f"{says.get(name, name)} in {section}": value for name, value in inner.means.items()}
+        texts[f"{section}_config"] = "".join(f"\n  {name}: {text}" for name, text in drawn.items())
+    return finish_yaml(source, given, texts)
+
+
+def damage(source: random.Random, content: bytes) -> bytes:
+    """A few bytes changed, left out, doubled or moved."""
+    changed = bytearray(content)
+    for _ in range(source.choice((1, 1, 1, 2, 3, 8))):
+        place = source.randrange(len(changed) + 1)
+        match source.randrange(7):
+            case 0:
+                changed[place : place + 1] = bytes([source.randrange(256)])
+            case 1:
+                del changed[place : place + source.randint(1, 20)]
+            case 2:
+                changed[place:place] = source.choice(
+                    (
+                        b"\0",
+                        b"\xff",
+                        b":",
+                        b"\t",
+                        b"{",
+                        b"&a ",
+                        b"*a",
+                        b"!",
+                        b"-",
+                        b"%",
+                        b"|",
+                        b">",
+                        b"'",
+                        b'"',
+                        b"\n",
+                        b"\r",
+                        b"\xef\xbb\xbf",
+                        b"\xc2\x85",
+                        b"#",
+                    )
+                )
+            case 3:
+                changed[place:place] = changed[place : place + source.randint(1, 60)]
+            case 4:
+                lines = changed.splitlines(keepends=True)
+                source.shuffle(lines)
+                changed = bytearray(b"".join(lines))
+            case 5:
+                changed[place : place + 1] = bytes([source.randrange(32, 127)])
+            case _:
+                changed = changed[:place]
+        if not changed:
+            break
+    return bytes(changed)
+
+
+def damaged_yaml(source: random.Random, seed: int) -> Input:
+    whole = source.choice(EXAMPLES).encode() if source.random() < 0.5 else our_yaml(source, seed).content
+    return Input("damaged YAML", seed, content=damage(source, whole))
+
+
+def hostile_yaml(source: random.Random, seed: int) -> Input:
+    n = source.randint(2, 10)
+    tag = source.choice(
+        (
+            "!!python/object/apply:os.system ['true']",
+            "!!python/name:os.system",
+            "!!binary aGk=",
+            "!x 2",
+            "!!set {a, b}",
+            "!!omap [a: 1]",
+            "!!python/tuple [1]",
+            "!!int two",
+            "!!float '٣'",
+            "!!bool x",
+            "!!null 3x",
+            "!!timestamp x",
+            "!<tag:yaml.org,2002:python/none> x",
+        )
+    )
+    bomb = "a: &a [x, x, x]\n" + "".join(
+        f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(n)
+    )
+    texts: list[str | bytes] = [
+        f"num_processes: {tag}\n",
+        bomb,
+        "num_processes: &a 2\nnum_machines: *a\n",
+        "num_processes: " + "[" * 10 ** source.randint(1, 4) + "\n",
+        "num_processes: " + "[" * 1000 + "]" * 1000 + "\n",
+        "num_processes: " + "{a: " * 200 + "1" + "}" * 200 + "\n",
+        "".join(f"{'  ' * i}k:\n" for i in range(500)),
+        "num_processes: 2\nnum_processes: 3\n",
+        "fsdp_config:\n  fsdp_version: 1\n  fsdp_version: 1\ndistributed_type: FSDP\n",
+        "num_processes: 2\0\n",
+        "num_processes: " + "9" * source.choice((100, 4301, 60_000)) + "\n",
+        "num_processes: 0x" + "f" * 5000 + "\n",
+        "num_processes: 1e" + "9" * 300 + "\n",
+        "x" * 2**20,
+        "# " + "x" * 2**20 + "\nnum_processes: 2\n",
+        "num_processes: 2\n" * 60_000,
+        "".join(f"k{i}: 1\n" for i in range(5000)),
+        "[" * 30_000,
+        "- num_processes: 2\n",
+        "2\n",
+        "",
+        "---\n",
+        "--- {num_processes: 2}\n--- {num_processes: 3}\n",
+        "? [a, b]\n: 2\n",
+        "? {a: b}\n: 2\n",
+        "? \n: 2\n",
+        "<<: {num_processes: 2}\n",
+        "num_processes: 2".encode("utf-16"),
+        "num_processes: 2".encode("utf-32"),
+        b"\xff\xfe\x00",
+        b"num_processes: \x1b[31m2\n",
+        "%YAML 9.9\n---\nnum_processes: 2\n",
+        "%TAG ! tag:x,1:\n---\nnum_processes: !y 2\n",
+        'num_processes: "\\U00110000"\n',
+        "num_processes: 2\n...\n}\n",
+        "num_processes: |\n  2\n  3\n",
+        "num_processes:\n\t2\n",
+        f'"{chr(27)}[2J": 2\n',
+        "é" * 20_000 + ": 2\n",
+        "num_machines: 1:4\n",
+        "num_processes: 1:30\n",
+        "main_process_port: 1:30\n",
+        "micro_batch_size: 190:20:30\n",
+    ]
+    content = source.choice(texts)
+    given = Input("hostile YAML", seed, content if isinstance(content, bytes) else content.encode())
+    given.wrong = content != "num_machines: 1:4\n"
+    if not given.wrong:  # YAML 1.1 would make 64 of it
+        given.means["num_machines"] = 4
+    return given
+
+
+# a leaf of a DeepSpeed configuration -> (values and their meaning, values that must be refused)
+JSON_LEAVES: dict[tuple[str, ...], tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    ("train_batch_size",): (
+        "train_batch_size",
+        {"64": 64, '"auto"': ANY},
+        ("0", "-4", "1.5", '"x"', "[8]", "true", "NaN"),
+    ),
+    ("train_micro_batch_size_per_gpu",): (
+        "micro_batch_size",
+        {"4": 4, '"auto"': ANY},
+        ("0", "{}x", "1e400", '"4 4"'),
+    ),
+    ("gradient_accumulation_steps",): (
+        "gradient_accumulation_steps",
+        {"2": 2, '"auto"': ANY},
+        ("0", "-1", "2.5"),
+    ),
+    ("gradient_clipping",): (
+        "gradient_clipping",
+        {"1.0": 1.0, "2": 2.0},
+        ("-1", "Infinity", '"much"', "[1]", "1e999"),
+    ),
+    ("zero_optimization", "stage"): (
+        "zero",
+        {"1": 1, "2": 2, "3": 3},
+        ("4", "-1", '"x"', "1.5", "true", "[3]"),
+    ),
+    ("zero_optimization", "overlap_comm"): ("", {"true": ANY}, ()),
+    ("zero_optimization", "offload_optimizer"): (
+        "offload",
+        {'{"device": "cpu"}': True, '{"device": "none"}': ANY},
+        ('{"device": "nvme"}', '{"device": "moon"}', '{"devise": "cpu"}', '"cpu"', "7"),
+    ),
+    ("zero_optimization", "zero_hpz_partition_size"): ("hpz", {"1": ANY}, ("-1", '"x"', "1.5")),
+    ("zero_optimization", "mics_shard_size"): ("", {"-1": ANY}, ("2", "8")),
+    ("bf16", "enabled"): ("bf16", {"true": True, "false": False}, ("2", '"maybe"', "[true]", "{}x")),
+    ("fp16", "enabled"): ("fp16", {"false": False}, ("3", '"ja"')),
+    ("fp16", "initial_scale_power"): (
+        "init_scale",
+        {"16": 65536.0, "12": 4096.0},
+        ("-1", "99", "1.5", '"x"'),
+    ),
+    ("optimizer",): (
+        "optimizer",
+        {'{"type": "AdamW", "params": {"lr": 0.1}}': ANY},
+        ('"AdamW"', "[1]", '{"type": 3}'),
+    ),
+    ("amp",): ("", {'{"enabled": false}': ANY}, ('{"enabled": true}',)),
+    ("elasticity",): ("", {'{"enabled": false}': ANY}, ('{"enabled": true}',)),
+    ("steps_per_print",): ("", {"10": ANY}, ()),
+    ("sparse_gradients",): ("", {"false": ANY}, ("true",)),
+}
+
+
+def deepspeed_json(source: random.Random, seed: int) -> Input:
+    """Leaves put together as text, so that values may be what no JSON library writes."""
+    given = Input("DeepSpeed JSON", seed)
+    sections: dict[str, list[str]] = {"": []}
+    paths = source.sample(list(JSON_LEAVES), source.randint(1, 6))
+    faulty = source.choice(paths) if source.random() < 0.45 else None
+    for path in paths:
+        name, good, bad = JSON_LEAVES[path]
+        raw = (
+            Raw(source.choice(bad), WRONG)
+            if path == faulty and bad
+            else Raw(*source.choice(list(good.items())))
+        )
+        section = path[0] if len(path) > 1 else ""
+        sections.setdefault(section, []).append(f'"{path[-1]}": {given.says(name, raw)}')
+    if source.random() < 0.12:
+        section = source.choice(list(sections))
+        sections[section].append(
+            f'"{misspelt(source, source.choice(("stage", "train_batch_size", "enabled", "overlap_comm")))}": 1'
+        )
+        given.wrong = True
+    top = sections.pop("") + [f'"{name}": {{{", ".join(inner)}}}' for name, inner in sections.items()]
+    given.content = ("{" + ", ".join(top) + "}").encode()
+    return given
+
+
+def hostile_json(source: random.Random, seed: int) -> Input:
+    whole = json.dumps(source.choice((deepspeed_examples.STAGE2, deepspeed_examples.STAGE3))).encode()
+    if source.random() < 0.6:
+        return Input("damaged JSON", seed, content=damage(source, whole))
+    texts = (
+        b'{"train_batch_size": 8, "train_batch_size": 16}',
+        b'{"zero_optimization": {"stage": 1, "stage": 2}}',
+        b'{"gradient_clipping": NaN}',
+        b'{"train_batch_size": ' + b"9" * 5000 + b"}",
+        b'{"a":' * 2000 + b"1" + b"}" * 2000,
+        b"[" * 100_000,
+        b'{"zero_optimization": ' + b"[" * 200 + b"]" * 200 + b"}",
+        b"[]",
+        b'"x"',
+        b"",
+        b"null",
+        b"{} {}",
+        b'{"a": 1,}',
+        b"// comment\n{}",
+        b'{"\\ud800": 1}',
+        b'{"\x1b[31m": 1}',
+        b'{"steps_per_print": 10' + b" " * 2**20 + b"}",
+        b"\xff\xfe{\x00}\x00",
+        b'{"train_batch_size": "' + b"x" * 100_000 + b'"}',
+    )
+    return Input("damaged JSON", seed, content=source.choice(texts), wrong=True)
+
+
+def hostfile(source: random.Random, seed: int) -> Input:
+    given = Input("hostfile", seed)
+    hosts: dict[str, int | None] = {}
+    lines = []
+    for number in range(source.randint(1, 6)):
+        name = source.choice(("worker-{}", "10.0.0.{}", "n{}.cluster", "gpu{}")).format(number + 1)
+        slots = source.choice((None, 1, 4, 8))
+        hosts[name] = slots
+        gap = source.choice((" ", "\t", "   "))
+        lines.append(
+            (name if slots is None else f"{name}{gap}slots={slots}") + source.choice(("", "  # first", " "))
+        )
+        if source.random() < 0.2:
+            lines.append(source.choice(("", "# comment", "   ")))
+    given.means["hosts"] = hosts
+    if source.random() < 0.5:
+        first = next(iter(hosts))
+        lines.insert(
+            source.randint(0, len(lines)),
+            source.choice(
+                (
+                    "w slots=0",
+                    "w slots=-1",
+                    "w slots=x",
+                    "w slots=",
+                    "w slots=1.5",
+                    "w slots=99999999999",
+                    "w slots=4 slots=4",
+                    "w cpus=4",
+                    "-oProxyCommand=id slots=1",
+                    "a;id slots=2",
+                    "$(id) slots=2",
+                    "w slots = 4",
+                    "w slots=٣",
+                    first,
+                    f"{first} slots=2",
+                    "256.0.0.1 slots=2",
+                    "w,x slots=2",
+                    "w\0 slots=2",
+                    "\x1b[31mw slots=1",
+                    "a" * 500,
+                    "u@ slots=2",
+                    "@h",
+                    "h/../x",
+                    "w 4",
+                    "\\",
+                    "*",
+                    "w:x",
+                    "w:0",
+                )
+            ),
+        )
+        given.wrong = True
+    given.content = (source.choice(("\n", "\n", "\r\n")).join(lines) + "\n").encode()
+    if source.random() < 0.05:
+        given.content = source.choice((b"", b"\xff\xfe", b"\n\n# nothing\n", b"x" * 10**6))
+        given.wrong = True
+    return given

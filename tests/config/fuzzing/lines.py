@@ -1,0 +1,154 @@
+"""``parallel`` lines and environments."""
+
+from __future__ import annotations
+
+import random
+
+from tests.config.fuzzing.files import misspelt
+from tests.config.fuzzing.pools import ANY, WRONG, Input, Pool, words
+
+ODD = (
+    "",
+    " ",
+    "\x1b[31m",
+    "a\nb",
+    "'",
+    '"',
+    "$(id)",
+    "`id`",
+    "\\",
+    "é",
+    "\ud800",
+    "x" * 5000,
+    "9" * 5000,
+    "--",
+    "-",
+    "%s",
+    "{}",
+    "٣",
+)
+
+WORDS: dict[str, Pool] = {
+    "zero": words({"1": 1, "2": 2, "3": 3}, "4", "-1", "x", "1.5", "٣", "", "9" * 400, "true"),
+    "replicate": words({"1": 1, "2": 2}, "0", "-2", "x", "1.5", "9" * 30, ""),
+    "hpz": words({"0": 0, "2": 2}, "-1", "x", "2.0"),
+    "reduce": words({"fp32": "fp32", "bf16": "bf16"}, "fp8", "32", "int8"),
+    "offload": words({"true": True, "false": False}, "maybe", "2", "disk"),
+    "forward_prefetch": words({"true": True, "no": False}, "often"),
+    "activation": words({"none": "none", "full": "full", "offload": "offload"}, "some", "FULL_ON", "1"),
+    "tp": words({"1": 1, "2": 2, "4": 4}, "0", "-1", "x", "1e3", "9" * 5000),
+    "pp": words({"1": 1, "2": 2}, "0", "-1", "x"),
+    "cp": words({"1": 1, "2": 2}, "0", "-1", "x"),
+    "ep": words({"1": 1, "2": 2}, "0", "-4", "x"),
+    "schedule": words({"1f1b": "1f1b", "gpipe": "gpipe"}, "2f2b", "1F1B!"),
+    "micro_batches": words({"4": 4, "8": 8}, "-1", "x", "1.5"),
+    "stages_per_rank": words({"1": 1, "2": 2}, "-1", "x"),
+    "sequence_parallel": words({"true": True, "false": False}, "perhaps"),
+    "quantized_weights": words({"int8": "int8"}, "int4", "int2", "fp8"),
+    "blocks": words({"Block": ANY, "layers.*": ANY}, ",", "a,,b"),
+}
+
+
+def parallel_line(source: random.Random, seed: int) -> Input:
+    given = Input("parallel", seed)
+    names = source.sample(list(WORDS), source.randint(1, 4))
+    faulty = source.choice(names) if source.random() < 0.4 else None
+    parts = [f"{name}={given.says(name, WORDS[name].draw(source, name == faulty))}" for name in names]
+    chance = source.random()
+    if chance < 0.06:
+        parts.append(f"{misspelt(source, names[0])}={1}")
+        given.wrong = True
+    elif chance < 0.12:
+        parts.append(parts[0])  # said twice
+        given.wrong = True
+    elif chance < 0.2:
+        parts.insert(0, source.choice(("ddp", "dataparallel", "auto")))
+    line = source.choice((" ", " ", "  ", "\t", "\n")).join(parts)
+    if source.random() < 0.1:
+        place = source.randrange(len(line) + 1)
+        line = line[:place] + source.choice(ODD) + line[place:]
+        given.means.clear()
+    given.argv = [line]
+    return given
+
+
+RANK = words({"0": 0, "1": 1, "3": 3}, "-1", "x", "1.5", "٣", "9" * 400, "0x1", "1 2", "true")
+SIZE = words({"1": 1, "2": 2, "4": 4, "8": 8}, "0", "-1", "x", "2.0", "9" * 5000)
+VARIABLES: dict[str, Pool] = {
+    "RANK": RANK,
+    "WORLD_SIZE": SIZE,
+    "LOCAL_RANK": words({"0": ANY, "1": ANY}, "-1", "x"),
+    "LOCAL_WORLD_SIZE": words({"1": ANY, "2": ANY}, "0", "-1", "x"),
+    "GROUP_RANK": words({"0": ANY, "1": ANY}, "-1", "x"),
+    "MASTER_ADDR": words({"127.0.0.1": ANY, "10.0.0.1": ANY, "localhost": ANY}, ""),
+    "MASTER_PORT": words({"29500": ANY}, "-1", "65536", "http", "1.5"),
+    "OMPI_COMM_WORLD_RANK": words({"0": ANY, "1": ANY}, "x"),
+    "OMPI_COMM_WORLD_SIZE": words({"2": ANY, "4": ANY}, "x"),
+    "SLURM_PROCID": words({"0": ANY, "1": ANY}, "x"),
+    "SLURM_STEP_NUM_TASKS": words({"2": ANY}, "x"),
+    "SLURM_NTASKS_PER_NODE": words({"2": ANY, "2(x3)": ANY, "2(x3),1": ANY}, "x"),
+    "LOCKSTEP_MIXED_PRECISION": words(
+        {"no": "no", "bf16": "bf16", "FP16": "fp16"}, "fp8", "half", "16", " bf", "x" * 9999
+    ),
+    "LOCKSTEP_USE_CPU": words({"1": True, "true": True, "0": False}, "maybe", "2", "-1"),
+    "LOCKSTEP_GRADIENT_ACCUMULATION_STEPS": words({"1": 1, "4": 4}, "0", "-1", "1.5", "x", "9" * 5000),
+    "LOCKSTEP_PARALLEL": words({"zero=3": ANY, "ddp": ANY}, "zero=9", "warp", "zero=1 zero=1", "="),
+    "LOCKSTEP_GRADIENT_CLIPPING": words({"1.0": 1.0, "auto": ANY}, "-1", "nan", "inf", "x"),
+    "LOCKSTEP_MICRO_BATCH_SIZE": words({"4": 4}, "0", "-1", "x"),
+    "LOCKSTEP_OPTIMIZER": words(
+        {'{"type": "AdamW"}': ANY}, "AdamW", "[1]", "{", "[" * 100_000, '{"type": 1}'
+    ),
+    "LOCKSTEP_GRAD_SCALER": words({'{"init_scale": 8}': ANY}, '{"scale": 8}', "{}x", '{"init_scale": NaN}'),
+    "LOCKSTEP_CONTROL": words(
+        {"127.0.0.1:29501": ANY, "[::1]:29501": ANY},
+        "127.0.0.1",
+        "127.0.0.1:0",
+        "127.0.0.1:x",
+        ":29501",
+        "host:70000",
+        "a b:1",
+    ),
+    "LOCKSTEP_CONTROL_SECRET": words({"ab" * 32: ANY}, "xyz", "ab", "ab" * 5000, "٣" * 64),
+    "LOCKSTEP_RESTART": words({"0": ANY, "2": ANY}, "-1", "x", "1.5"),
+    "ACCELERATE_USE_FSDP": words({"true": ANY, "false": ANY}, "maybe", "2"),
+    "FSDP_VERSION": words({"1": ANY, "2": ANY}, "3"),
+    "FSDP_SHARDING_STRATEGY": words({"FULL_SHARD": ANY, "2": ANY}, "HALF"),
+    "ACCELERATE_USE_DEEPSPEED": words({"true": ANY}, "perhaps"),
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": words({"2": ANY}, "7"),
+    "XDG_CONFIG_HOME": words({"/tmp/x": ANY, "relative": ANY}, ""),
+    "HOME": words({"/root": ANY, "": ANY, "relative": ANY}, ""),
+    "LOCKSTEP_CONFIG_FILE": words({"x.yaml": ANY, "~/x.yaml": ANY, "~nobody_q/x.yaml": ANY}, ""),
+}
+
+# wrong alone, or only when their neighbours are there
+ALWAYS_READ = (
+    "LOCKSTEP_MIXED_PRECISION",
+    "LOCKSTEP_USE_CPU",
+    "LOCKSTEP_GRADIENT_ACCUMULATION_STEPS",
+    "LOCKSTEP_PARALLEL",
+    "LOCKSTEP_GRADIENT_CLIPPING",
+    "LOCKSTEP_MICRO_BATCH_SIZE",
+    "LOCKSTEP_OPTIMIZER",
+    "LOCKSTEP_GRAD_SCALER",
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_DEEPSPEED",
+)
+
+
+def environment(source: random.Random, seed: int) -> Input:
+    given = Input("environment", seed)
+    names = source.sample(list(VARIABLES), source.randint(1, 7))
+    group = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    names += group if source.random() < 0.6 else [name for name in group if source.random() < 0.3]
+    if source.random() < 0.3:
+        names += ["LOCKSTEP_CONTROL", "LOCKSTEP_CONTROL_SECRET"]
+    for name in dict.fromkeys(names):
+        raw = VARIABLES[name].draw(source, source.random() < 0.08)
+        given.environ[name] = raw.text
+        if raw.meaning not in (ANY, WRONG):
+            given.means[name] = raw.meaning
+        given.wrong |= raw.meaning == WRONG and name in ALWAYS_READ
+    if {"LOCKSTEP_CONTROL", "LOCKSTEP_CONTROL_SECRET"} <= set(given.environ):
+        given.wrong |= given.environ["LOCKSTEP_CONTROL"] in VARIABLES["LOCKSTEP_CONTROL"].bad
+        given.wrong |= given.environ["LOCKSTEP_CONTROL_SECRET"] in VARIABLES["LOCKSTEP_CONTROL_SECRET"].bad
+    return given

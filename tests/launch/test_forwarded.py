@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.errors import ConfigError
+from lockstep.launch.forwarded import forwarded, is_secret, travels, without_secrets
+from tests.launch.fakes import CANARY, SECRET_NAMES, canaries
+
+FUZZ = settings(deadline=None)
+
+
+def test_settings_of_the_libraries_travel_and_nothing_else_does() -> None:
+    settings = {
+        "OMP_NUM_THREADS",
+        "NCCL_DEBUG",
+        "GLOO_SOCKET_IFNAME",
+        "TORCH_NCCL_BLOCKING_WAIT",
+        "PYTHONPATH",
+        "LANG",
+    }
+    settings |= {"CUDA_VISIBLE_DEVICES", "LOCKSTEP_MIXED_PRECISION", "PATH", "VIRTUAL_ENV"}
+    others = {
+        "HOME",
+        "SSH_AUTH_SOCK",
+        "MY_NCCL_DEBUG",
+        "EDITOR",
+        "LOCKSTEP_CONTROL",
+        "LOCKSTEP_LAUNCH_ID",
+        "RANK",
+    }
+    environ = dict.fromkeys(settings | others, "x")
+    assert set(forwarded(environ)) == settings
+
+
+def test_no_secret_travels_whatever_its_prefix() -> None:
+    assert len(SECRET_NAMES) == 50
+    assert forwarded(canaries()) == {}
+    assert [name for name in SECRET_NAMES if not is_secret(name)] == []
+    assert not travels("LOCKSTEP_CONTROL_SECRET") and not travels("LOCKSTEP_SECRET")
+
+
+@FUZZ
+@given(
+    st.text(max_size=20),
+    st.sampled_from(["TOKEN", "secret", "Key", "PASSWORD", "passwd", "CREDENTIAL"]),
+    st.text(max_size=20),
+)
+def test_a_name_with_a_word_for_secrets_never_travels_by_itself(before: str, word: str, after: str) -> None:
+    for prefix in ("LOCKSTEP_", "NCCL_", ""):
+        assert not travels(prefix + before + word + after)
+
+
+def test_a_named_variable_travels_and_its_value_is_not_shown() -> None:
+    environ = {**canaries(), "MY_FLAG": "1"}
+    taken = forwarded(environ, ["HF_TOKEN", "MY_FLAG"])
+    assert taken == {"HF_TOKEN": environ["HF_TOKEN"], "MY_FLAG": "1"}
+    assert without_secrets(taken) == {"HF_TOKEN": "<secret>", "MY_FLAG": "1"}
+    assert CANARY not in str(without_secrets(environ))
+
+
+def test_a_named_variable_that_is_not_set_is_refused() -> None:
+    with pytest.raises(ConfigError, match="forward_env names ABSENT, which is not set here"):
+        forwarded({}, ["ABSENT"])

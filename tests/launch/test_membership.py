@@ -1,0 +1,316 @@
+"""The rendezvous as a pure state machine: no sockets, no processes, and a clock that the test makes up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from lockstep.launch.membership import (
+    DEAD_AFTER_S,
+    JOIN_LIMIT_S,
+    LAST_CALL_S,
+    Action,
+    Beat,
+    Closed,
+    Completed,
+    Ended,
+    Event,
+    Failed,
+    Finished,
+    Formed,
+    Joined,
+    Lost,
+    Membership,
+    Missing,
+    Newcomer,
+    Offer,
+    Overdue,
+    Phase,
+    Refused,
+    Tick,
+)
+
+RUN = "train.py on 4 machines"
+SEQUENCES, EVENTS = 10_000, 25
+
+
+def offer(machine: str, rank: int | None = None, nproc: int = 1, **other: str) -> Offer:
+    return Offer(
+        machine=machine,
+        name=f"host-{machine}",
+        run=other.get("run", RUN),
+        nproc=nproc,
+        address=f"10.0.0.{ord(machine[0])}",
+        port=1000 + ord(machine[0]),
+        rank=rank,
+        epoch=other.get("epoch", ""),
+    )
+
+
+def launch(least: int, most: int, now: float = 0.0) -> Membership:
+    return Membership(least, most, epoch="this", run=RUN, first="a", now=now)
+
+
+def only(actions: list[Action]) -> Action:
+    assert len(actions) == 1, actions
+    return actions[0]
+
+
+def formed(actions: list[Action]) -> Formed:
+    found = [action for action in actions if isinstance(action, Formed)]
+    assert len(found) == 1, actions
+    return found[0]
+
+
+def names(round: Formed) -> list[str]:
+    return [seat.offer.machine for seat in round.seats]
+
+
+def test_a_round_begins_at_once_when_all_are_here_and_ranks_follow_machine_ranks() -> None:
+    members = launch(3, 3)
+    assert members.step(Joined(offer("c", 2, nproc=2)), 100.0) == []
+    assert members.step(Joined(offer("a", 0, nproc=3)), 101.0) == []
+    assert members.lacking() == "machine 1"
+    round = formed(members.step(Joined(offer("b", 1)), 102.0))
+    assert names(round) == ["a", "b", "c"]
+    assert [seat.base_rank for seat in round.seats] == [0, 3, 4]
+    assert (round.number, round.world_size) == (0, 6)
+    assert (round.address, round.port) == (offer("a").address, offer("a").port)
+
+
+def test_without_numbers_ranks_follow_arrival_but_the_host_is_first() -> None:
+    members = launch(3, 3)
+    for machine in "cb":
+        assert members.step(Joined(offer(machine)), 100.0) == []
+    assert names(formed(members.step(Joined(offer("a")), 100.0))) == ["a", "c", "b"]
+
+
+def test_a_first_round_waits_for_late_comers_once_there_are_enough() -> None:
+    members = launch(2, 4)
+    assert members.lacking() == "2 more machines"
+    members.step(Joined(offer("a")), 0.0)
+    assert members.lacking() == "1 more machine"
+    assert members.step(Joined(offer("b")), 10.0) == []
+    assert members.step(Tick(), 10.0 + LAST_CALL_S - 0.1) == []
+    assert members.step(Joined(offer("c")), 10.0 + LAST_CALL_S - 0.05) == []
+    assert names(formed(members.step(Tick(), 10.0 + LAST_CALL_S))) == ["a", "b", "c"]
+
+
+def test_a_lost_machine_ends_the_round_and_the_others_form_the_next_without_waiting() -> None:
+    members = launch(1, 2)
+    members.step(Joined(offer("a", 0)), 0.0)
+    assert formed(members.step(Joined(offer("b", 1)), 0.0)).number == 0
+    assert members.step(Lost("b"), 1.0) == [
+        Missing(offer("b", 1), "its connection closed", 0),
+        Ended(0, ("a",)),
+    ]
+    assert members.step(Tick(), 1.1) == []  # not before "a" has ended its workers
+    again = formed(members.step(Joined(offer("a", 0, epoch="this")), 1.5))
+    assert (again.number, names(again), again.world_size) == (1, ["a"], 1)
+
+
+def test_too_few_survivors_wait_for_another_machine_and_give_up_in_the_end() -> None:
+    members = launch(2, 2)
+    members.step(Joined(offer("a", 0)), 0.0)
+    members.step(Joined(offer("b", 1)), 0.0)
+    members.step(Lost("b"), 1.0)
+    assert members.step(Joined(offer("a", 0, epoch="this")), 2.0) == []
+    now = 2.0
+    while now < JOIN_LIMIT_S:
+        now += 1.0
+        assert members.step(Beat("a"), now) == members.step(Tick(), now) == []
+    members.step(Beat("a"), now + 2)
+    overdue = only(members.step(Tick(), now + 2))
+    assert isinstance(overdue, Overdue)
+    assert (
+        overdue.sentence
+        == f"machine 1 did not come within {JOIN_LIMIT_S:.0f} s. Start it, or fewer machines."
+    )
+
+
+def test_a_newcomer_is_announced_and_takes_part_in_the_next_round() -> None:
+    members = launch(1, 2)
+    members.step(Joined(offer("a")), 0.0)
+    assert formed(members.step(Tick(), LAST_CALL_S)).world_size == 1
+    assert members.step(Joined(offer("b")), 10.0) == [Newcomer(offer("b"), 0)]
+    assert members.step(Failed(0), 10.0) == [Ended(0, ("a",))]
+    assert names(formed(members.step(Joined(offer("a", epoch="this")), 11.0))) == ["a", "b"]
+
+
+def test_a_round_is_complete_when_the_workers_of_all_machines_ended_well() -> None:
+    members = launch(2, 2)
+    members.step(Joined(offer("a")), 0.0)
+    members.step(Joined(offer("b")), 0.0)
+    assert members.step(Finished("a", 0), 1.0) == []
+    assert members.step(Finished("b", 7), 1.0) == []  # of another round
+    assert members.step(Finished("b", 0), 1.0) == [Completed(0)]
+
+
+@pytest.mark.parametrize(
+    ("newcomer", "words", "later"),
+    [
+        (offer("c", epoch="an earlier one"), "earlier launch", False),
+        (
+            offer("c", run="other.py on 4 machines"),
+            "is train.py on 4 machines, but here it is other.py",
+            False,
+        ),
+        (offer("c", rank=0), "machine_rank 0 is taken by host-a", True),
+        (offer("c", rank=2), "too large for 2 machines", False),
+        (offer("c"), "all 2 machines are there already", True),
+    ],
+)
+def test_who_does_not_belong_here_is_refused_with_the_reason(
+    newcomer: Offer, words: str, later: bool
+) -> None:
+    members = launch(1, 2)
+    members.step(Joined(offer("a", 0)), 0.0)
+    members.step(Joined(offer("b", 1)), 0.0)
+    refused = only(members.step(Joined(newcomer), 1.0))
+    assert isinstance(refused, Refused)
+    assert words in refused.sentence
+    assert refused.later is later
+    assert "c" not in members.members
+
+
+def test_nobody_is_let_in_when_the_launch_is_over() -> None:
+    members = launch(1, 2)
+    members.step(Closed(), 0.0)
+    refused = only(members.step(Joined(offer("a")), 1.0))
+    assert isinstance(refused, Refused)
+    assert "over" in refused.sentence
+
+
+def test_a_silent_machine_is_dead_by_the_clock_of_the_receiver_alone() -> None:
+    members = launch(1, 2)
+    members.step(Joined(offer("a")), 0.0)
+    members.step(Joined(offer("b")), 0.0)
+    now = 0.0
+    while now < DEAD_AFTER_S:
+        now += 0.5
+        assert members.step(Beat("a"), now) == members.step(Tick(), now) == []
+    missing = members.step(Tick(), now + 0.1)[0]
+    assert isinstance(missing, Missing)
+    assert (missing.offer.machine, missing.from_round) == ("b", 0)
+    assert "silent for 5 s" in missing.why
+
+
+def test_a_judge_that_stood_still_or_whose_clock_jumps_buries_nobody() -> None:
+    members = launch(2, 2)
+    members.step(Joined(offer("a")), 0.0)
+    members.step(Joined(offer("b")), 0.0)
+    assert members.step(Tick(), 3600.0) == []  # it was suspended for an hour
+    assert members.step(Tick(), 0.0) == []  # a clock that goes back
+    now = 3600.0
+    for _ in range(100):
+        now += 1.0
+        assert members.step(Beat("a"), now) == members.step(Beat("b"), now) == members.step(Tick(), now) == []
+
+
+class Machine:
+    """A simulated launcher: what it believes, and what it would say next."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.connected = False
+        self.running: int | None = None
+        self.cut_off = False  # the network between it and the hub is down
+
+
+def invariants(members: Membership, least: int, most: int) -> None:
+    round = members.round
+    inside = {name for name, one in members.members.items() if one.phase in (Phase.RUNNING, Phase.FINISHED)}
+    assert len(members.members) <= most
+    if round is None:
+        assert not inside
+        return
+    seats = [seat.offer.machine for seat in round.seats]
+    assert inside == set(seats), "a machine is dead and in a round, or in another round than this one"
+    assert len(set(seats)) == len(seats)
+    assert least <= len(seats) <= most
+    assert seats[0] == "a"
+    assert [seat.group_rank for seat in round.seats] == list(range(len(seats)))
+    ranks = [seat.base_rank + local for seat in round.seats for local in range(seat.offer.nproc)]
+    assert ranks == list(range(round.world_size))
+
+
+def play(seed: int) -> int:
+    """One random history; how many rounds it had. Every action is checked against what it may be."""
+    choose = random.Random(seed)
+    least = choose.randint(1, 3)
+    most = choose.randint(least, 4)
+    now = choose.choice([0.0, 1e6, -50.0])
+    members = launch(least, most, now)
+    machines = {name: Machine(name) for name in "abcde"}
+    open_rounds: list[int] = []
+
+    def apply(event: Event) -> None:
+        for action in members.step(event, now):
+            if isinstance(action, Formed):
+                assert not open_rounds, "two rounds at once"
+                assert all(one.running is None for one in machines.values() if one.connected)
+                open_rounds.append(action.number)
+                for seat in action.seats:
+                    machines[seat.offer.machine].running = action.number
+            elif isinstance(action, (Ended, Completed)):
+                assert open_rounds == [action.number]
+                open_rounds.clear()
+            elif isinstance(action, Newcomer):
+                assert open_rounds == [action.number]
+            elif isinstance(action, Missing):
+                machines[action.offer.machine].connected = False
+        invariants(members, least, most)
+
+    def join(one: Machine) -> None:
+        one.connected, one.running = True, None
+        apply(
+            Joined(
+                offer(
+                    one.name,
+                    nproc=1 + ord(one.name) % 2,
+                    epoch=choose.choice(["", "", "", "this", "this", "old"]),
+                )
+            )
+        )
+        one.connected = one.name in members.members
+
+    moves: list[Callable[[Machine], None]] = [
+        join,
+        join,
+        lambda one: apply(Lost(one.name)),
+        lambda one: apply(Finished(one.name, choose.randint(0, members.rounds))),
+        lambda one: apply(Failed(choose.randint(0, members.rounds))),
+        lambda one: setattr(one, "cut_off", not one.cut_off),
+    ]
+    for name in choose.sample("abcde", choose.randint(0, 4)):
+        join(machines[name])
+    for _ in range(EVENTS):
+        now += choose.choice([0.0, 0.2, 1.0, 1.0, 1.9, 30.0, -5.0])
+        for one in machines.values():
+            if one.connected and not one.cut_off:
+                apply(Beat(one.name))
+                if one.running is not None and one.running not in open_rounds and choose.random() < 0.8:
+                    join(one)  # it was told that its round is over
+        apply(Tick())
+        if choose.random() < 0.7:
+            choose.choice(moves)(choose.choice(list(machines.values())))
+    return members.rounds
+
+
+def test_ten_thousand_random_histories_never_break_an_invariant() -> None:
+    rounds = [play(seed) for seed in range(SEQUENCES)]
+    assert sum(rounds) > SEQUENCES  # the histories are not idle
+    assert max(rounds) >= 5
+
+
+def test_the_invariants_would_notice_a_dead_machine_in_a_round() -> None:
+    members = launch(1, 2)
+    members.step(Joined(offer("a")), 0.0)
+    members.step(Joined(offer("b")), 0.0)
+    assert members.round is not None
+    members.round = replace(members.round, seats=members.round.seats[:1])
+    with pytest.raises(AssertionError):
+        invariants(members, 1, 2)

@@ -1,0 +1,287 @@
+"""``--ray`` against a stand-in for the package: what is asked of it, and real processes as the ranks.
+
+``tests/cluster/test_ray.py`` has the real one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from launch.fake_ray import Asked, install
+from lockstep.cli.main import cli
+from lockstep.errors import ConfigError, MissingExtraError
+from lockstep.launch.plan import LaunchPlan, Program, Setting, make_plan, merge
+from lockstep.launch.ray_cluster import commands, launch
+from lockstep.launch.ray_cluster.cluster import address, shortage, uses_gpus
+from lockstep.launch.ray_cluster.record import Ended, Record
+
+WORD = """
+import json, os, pathlib, sys, time
+rank = int(os.environ["RANK"])
+out = pathlib.Path(sys.argv[1])
+"""
+
+
+@pytest.fixture(autouse=True)
+def _same_environment_after() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    sys.modules.pop("lockstep.launch.ray_cluster.meeting", None)  # made from the stand-in's classes
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return install(monkeypatch, {"CPU": 8.0})
+
+
+def plan(tmp_path: Path, body: str = "", log_dir: str | None = None, **flags: object) -> LaunchPlan:
+    script = tmp_path / "script.py"
+    script.write_text(WORD + body)
+    said = {"ray": True, "nproc": 2, "use_cpu": True, **flags}
+    settings = merge({name: Setting(value, "flag") for name, value in said.items()}, {}, {})
+    program = Program(str(script), (str(tmp_path), "--lr", "1e-3"))
+    return make_plan(program, settings, device_count=0, cores=4, log_dir=log_dir)
+
+
+def test_the_script_runs_as_main_in_every_worker_with_its_place(tmp_path: Path, asked: Asked) -> None:
+    body = """
+print("hello from", rank)
+(out / f"{rank}.json").write_text(json.dumps([__name__, sys.argv[2:], os.getcwd(), dict(os.environ)]))
+"""
+    assert launch(plan(tmp_path, body, mixed_precision="bf16")) == 0
+    for rank in (0, 1):
+        name, arguments, directory, environ = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert (name, arguments, directory) == ("__main__", ["--lr", "1e-3"], os.getcwd())
+        place = {key: environ[key] for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+        assert place == {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "2",
+        }
+        assert (environ["MASTER_ADDR"], environ["LOCKSTEP_MIXED_PRECISION"]) == ("127.0.0.1", "bf16")
+        assert not any(name.startswith("RAY_AUTH_TOKEN") for name in environ)
+
+
+def test_a_cluster_of_our_own_is_for_this_machine_and_this_user_alone(tmp_path: Path, asked: Asked) -> None:
+    assert launch(plan(tmp_path, max_restarts=0)) == 0
+    assert asked.init["address"] == "local"
+    assert asked.init["include_dashboard"] is False
+    assert asked.init["_node_ip_address"] == "127.0.0.1"
+    assert asked.environment["RAY_AUTH_MODE"] == "token"
+    assert re.fullmatch("[0-9a-f]{64}", asked.environment["RAY_AUTH_TOKEN"])
+    assert asked.environment["RAY_USAGE_STATS_ENABLED"] == "0"
+    assert asked.shut_down
+
+
+def test_ray_is_asked_for_the_processes_of_the_plan(tmp_path: Path, asked: Asked) -> None:
+    assert launch(plan(tmp_path, nproc=3, max_restarts=2, num_cpu_threads_per_process=2)) == 0
+    scaling = asked.trainer["scaling_config"]
+    assert (scaling.num_workers, scaling.use_gpu, scaling.resources_per_worker) == (3, False, {"CPU": 2})
+    assert asked.trainer["run_config"].failure_config.max_failures == 2
+    backend = asked.trainer["torch_config"].backend_cls
+    assert backend.share_cuda_visible_devices  # LOCAL_RANK counts the GPUs of the machine
+
+
+def test_the_first_failure_ends_the_others_and_is_named_once(
+    tmp_path: Path, asked: Asked, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+if rank == 1:
+    raise ValueError("on purpose")
+(out / "pid").write_text(str(os.getpid()))
+time.sleep(60)
+"""
+    started = time.monotonic()
+    assert launch(plan(tmp_path, body)) == 1
+    assert time.monotonic() - started < 20
+    err = capfd.readouterr().err
+    assert (
+        err.count("ValueError: on purpose") == 1
+    )  # the traceback; the script has no Accelerator to report it
+    assert err.count("lockstep launch: rank 1 failed first (exit code 1)") == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+@pytest.mark.parametrize(("code", "expected"), [("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)])
+def test_the_exit_code_is_that_of_the_rank(tmp_path: Path, asked: Asked, code: str, expected: int) -> None:
+    assert launch(plan(tmp_path, f"if rank == 1:\n    {code}")) == expected
+
+
+def test_after_a_failure_all_ranks_start_again(tmp_path: Path, asked: Asked) -> None:
+    body = """
+number = os.environ["LOCKSTEP_RESTART"]
+(out / f"{rank}-{number}").write_text("")
+if number == "0":
+    sys.exit(3 if rank == 0 else time.sleep(60))
+"""
+    assert launch(plan(tmp_path, body, max_restarts=1)) == 0
+    assert {path.name for path in tmp_path.glob("?-?")} >= {"0-0", "0-1", "1-1"}
+
+
+def test_a_stop_signal_reaches_one_rank_and_saved_state_is_no_failure(tmp_path: Path, asked: Asked) -> None:
+    body = """
+import signal
+if rank == 0:
+    signal.signal(signal.SIGTERM, lambda *_: (out / "stop").write_text(""))
+(out / f"ready-{rank}").write_text("")
+while not (out / "stop").exists():
+    time.sleep(0.05)
+time.sleep(0.5 * rank)  # the last one is left to finish
+os._exit(75)
+"""
+
+    def stop_when_ready() -> None:
+        while len(list(tmp_path.glob("ready-*"))) < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop_when_ready, daemon=True).start()
+    before = signal.getsignal(signal.SIGTERM)
+    assert launch(plan(tmp_path, body, max_restarts=3)) == 75
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_second_signal_and_the_end_of_the_grace_period_end_all(tmp_path: Path, asked: Asked) -> None:
+    body = """
+import signal
+signal.signal(signal.SIGTERM, lambda *_: None)
+(out / f"ready-{rank}").write_text(str(os.getpid()))
+time.sleep(60)
+"""
+
+    def stop_when_ready() -> None:
+        while len(list(tmp_path.glob("ready-*"))) < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    threading.Thread(target=stop_when_ready, daemon=True).start()
+    started = time.monotonic()
+    assert launch(plan(tmp_path, body, grace=0.5)) == 128 + signal.SIGUSR1
+    assert time.monotonic() - started < 20
+    for path in tmp_path.glob("ready-*"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.read_text()), 0)
+
+
+def test_output_goes_to_files_when_asked(
+    tmp_path: Path, asked: Asked, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logs = tmp_path / "logs"
+    assert launch(plan(tmp_path, "print('out', rank); print('err', rank, file=sys.stderr)", str(logs))) == 0
+    found = {path.name: path.read_text() for path in logs.iterdir()}
+    expected = {f"rank-{rank}.{stream}": f"{stream} {rank}\n" for rank in (0, 1) for stream in ("out", "err")}
+    assert found == expected
+    assert "out 0" not in capfd.readouterr().out
+
+
+def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingExtraError, match=r"lockstep-train\[ray\]"):
+        launch(plan(tmp_path))
+
+
+def test_what_ray_cannot_do_is_refused_before_it_starts(tmp_path: Path, asked: Asked) -> None:
+    elastic = dataclasses.replace(plan(tmp_path), num_machines=4, min_machines=1)
+    with pytest.raises(ConfigError, match="--nnodes 1:4 is elastic"):
+        launch(elastic)
+    chosen = dataclasses.replace(plan(tmp_path, num_machines=2), environment={"CUDA_VISIBLE_DEVICES": "0,1"})
+    with pytest.raises(ConfigError, match="gpu_ids 0,1"):
+        launch(chosen)
+    said = {
+        "main_process_ip": "10.0.0.1",
+        "main_process_port": 29500,
+        "interface": "eth0",
+        "hang_timeout": 60.0,
+    }
+    for name, value in {**said, "secret_file": "/home/me/secret"}.items():
+        with pytest.raises(
+            ConfigError, match=f"{name} is {value:g}" if name == "hang_timeout" else f"{name} is {value}"
+        ):
+            launch(plan(tmp_path, **{name: value}))
+    assert asked.init == {}
+
+
+def test_a_cluster_that_cannot_be_joined_is_an_error_for_people(
+    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_arguments: object) -> None:
+        raise ConnectionError("Could not find any running Ray instance.\nmore")
+
+    monkeypatch.setattr(sys.modules["ray"], "init", refuse)
+    two = plan(tmp_path, num_machines=2)
+    with pytest.raises(
+        ConfigError, match=r"cluster at auto: Could not find any running Ray instance\. Start one"
+    ):
+        launch(two)
+
+
+def test_a_dry_run_shows_what_would_run_without_the_token(tmp_path: Path) -> None:
+    (command,) = commands(plan(tmp_path, mixed_precision="bf16"))
+    assert command.arguments[1:] == (str(tmp_path / "script.py"), str(tmp_path), "--lr", "1e-3")
+    assert command.environment["RAY_AUTH_TOKEN"] == "<secret>"
+    assert command.environment["LOCKSTEP_MIXED_PRECISION"] == "bf16"
+    assert command.title.startswith("2 workers of ray.train on a cluster on this machine")
+
+
+def test_the_commands_of_the_page_parse_and_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOCKSTEP_CONFIG_FILE", "/nonexistent.yaml")
+    Path("train.py").write_text("")
+    page = (Path(__file__).parents[2] / "docs/launching-ray.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^lockstep (launch .*)$", page, flags=re.MULTILINE)
+    assert len(lines) >= 3
+    for line in lines:
+        done = CliRunner().invoke(cli, ["launch", "--dry-run", *shlex.split(line)[1:]])
+        assert done.exit_code == 0, done.output
+        assert "workers of ray.train" in done.output
+
+
+def test_which_cluster_and_what_it_lacks(tmp_path: Path) -> None:
+    one, two = plan(tmp_path), plan(tmp_path, num_machines=2)
+    assert (address(one, {}), address(two, {})) == ("local", "auto")
+    assert address(one, {"RAY_ADDRESS": "10.0.0.1:6379"}) == "10.0.0.1:6379"
+    assert shortage(two, {"CPU": 4.0}, use_gpu=False) is None
+    assert (
+        shortage(two, {"CPU": 4.0, "GPU": 1.0}, use_gpu=True)
+        == "the Ray cluster has 1 GPUs and the run needs 4"
+    )
+    unsaid = plan(tmp_path, use_cpu=None)
+    assert (uses_gpus(one, {"GPU": 2}), uses_gpus(unsaid, {"GPU": 2}), uses_gpus(unsaid, {})) == (
+        False,
+        True,
+        False,
+    )
+
+
+def test_a_round_is_what_ray_starts_together() -> None:
+    record = Record()
+    assert not record.request_stop()  # there is nobody who could save anything
+    record = Record()
+    assert [record.begin(rank, "a") for rank in (0, 1)] == [0, 0]
+    record.meet("127.0.0.1", 1)
+    assert record.ended(Ended(1, 3, {}, ended_by_us=False))
+    assert record.orders(0).end
+    assert [record.begin(rank, "b") for rank in (1, 0)] == [1, 1]  # in whatever order they come
+    assert (record.orders(0).end, record.orders(0).meeting, record.results()) == (False, None, [])
+    assert not record.ended(Ended(0, 75, {}, ended_by_us=False))
+    assert not record.orders(1).end  # the others are still saving
+    assert record.request_stop()
+    assert (record.orders(0).stop, record.orders(1).stop) == (True, False)

@@ -1,0 +1,379 @@
+"""The hub with made-up peers, watch and clock; and a launcher's end of it over real sockets."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lockstep.errors import ConfigError, LinkError
+from lockstep.launch import rendezvous
+from lockstep.launch.hub import CAUSE_WAIT_S, Hub, offer_of
+from lockstep.launch.hub_server import HubServer
+from lockstep.launch.membership import Membership
+from lockstep.launch.network import LOOPBACK, find_meeting, holder_of, listening_socket
+from lockstep.launch.plan import LaunchPlan
+from lockstep.launch.rendezvous import HubLost, Joining, Over, Rendezvous, Round
+from lockstep.launch.restarts import Restarts
+from lockstep.link import Server, new_secret
+
+GRACE_S = 30.0
+
+
+class FakePeer:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.data: dict[str, Any] = {}
+        self.got: list[Mapping[str, Any]] = []
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        self.got.append(message)
+
+    def kinds(self) -> list[str]:
+        """What it was told since it was asked last, without beats."""
+        kinds = [str(message["kind"]).partition(".")[2] for message in self.got]
+        self.got.clear()
+        return [kind for kind in kinds if kind != "beat"]
+
+
+class FakeWatch:
+    def __init__(self) -> None:
+        self.commits = self.steps = self.ended = 0
+        self.stopped: str | None = None
+        self.verdict: Any = None
+        self.can_stop = True
+        self.asked: list[str] = []
+        self.worlds: list[int] = []
+
+    def start_round(self, world_size: int) -> None:
+        self.worlds.append(world_size)
+        self.verdict = None
+
+    def request_stop(self, cause: str) -> bool:
+        self.asked.append(cause)
+        return self.can_stop
+
+    def end_all(self) -> None:
+        self.ended += 1
+
+    def process_states(self, states: Mapping[int, str]) -> None:
+        self.states = dict(states)
+
+
+class Launch:
+    """A hub for ``least`` to ``most`` machines a, b, ... and what it said."""
+
+    def __init__(self, least: int, most: int, restarts: int = 9) -> None:
+        self.now = 0.0
+        self.said: list[str] = []
+        self.watch = FakeWatch()
+        members = Membership(least, most, epoch="this", run="train.py", first="a", now=0.0)
+        self.hub = Hub(
+            members,
+            Restarts(restarts),
+            self.watch,
+            GRACE_S,
+            elastic=least < most,
+            say=self.said.append,
+            clock=lambda: self.now,
+        )
+        self.peers: dict[str, FakePeer] = {}
+
+    def tell(self, who: str, verb: str, **facts: Any) -> None:
+        peer = self.peers.setdefault(who, FakePeer(who))
+        self.hub.received(peer, {"kind": f"rendezvous.{verb}", **facts})
+
+    def join(self, name: str, epoch: str = "") -> None:
+        offer = {"machine": name, "name": f"host-{name}", "run": "train.py", "nproc": 2}
+        self.tell(name, "join", **offer, address="10.0.0.1", port=1000, rank=None, epoch=epoch)
+
+    def fail(self, name: str, rank: int, round: int = 0, **facts: Any) -> None:
+        facts = {"code": 1, "summary": "exit code 1", "consequence": False, "host": f"host-{name}", **facts}
+        self.tell(name, "failed", round=round, rank=rank, **facts)
+
+    def wait(self, seconds: float) -> None:
+        deadline = self.now + seconds
+        while self.now < deadline:
+            self.now += 0.2
+            for name in self.peers:
+                self.tell(name, "beat", states={})
+            self.hub.tick(self.now)
+
+    def over(self, name: str = "a") -> Mapping[str, Any]:
+        return next(message for message in self.peers[name].got if message["kind"] == "rendezvous.over")
+
+
+def two_machines(restarts: int = 9) -> Launch:
+    launch = Launch(2, 2, restarts)
+    launch.join("a")
+    launch.join("b")
+    assert launch.peers["a"].kinds() == ["admitted", "waiting", "round"]
+    assert launch.peers["b"].kinds() == ["admitted", "round"]
+    assert launch.watch.worlds == [4]
+    return launch
+
+
+def test_a_failure_ends_the_round_everywhere_and_all_join_the_next() -> None:
+    launch = two_machines()
+    launch.watch.steps = 12
+    launch.fail("b", rank=2, summary="ended by SIGKILL", code=137)
+    assert launch.said == [
+        "lockstep launch: restart 1 of 9: rank 2 on host-b failed (ended by SIGKILL) after 12 steps of its round; "
+        "resuming."
+    ]
+    assert launch.peers["a"].kinds() == launch.peers["b"].kinds() == ["end"]
+    assert launch.watch.ended == 1
+    launch.fail("a", rank=0)  # it lost its peers meanwhile: of a round that is over
+    launch.join("a", epoch="this")
+    launch.join("b", epoch="this")
+    assert launch.peers["b"].kinds() == ["admitted", "round"]
+    assert launch.watch.worlds == [4, 4]
+
+
+def test_without_restarts_a_failure_ends_the_launch_with_its_code_on_all_machines() -> None:
+    launch = two_machines(restarts=0)
+    launch.fail("b", rank=3, code=7)
+    for name in "ab":
+        over = launch.over(name)
+        assert (over["code"], over["rank"], over["note"]) == (7, 3, "")
+        assert over["cause"] == "rank 3 on host-b failed (exit code 1)"
+
+
+@pytest.mark.parametrize("cause_comes", [True, False])
+def test_a_rank_that_lost_contact_is_blamed_only_if_nobody_else_can_be(cause_comes: bool) -> None:
+    launch = two_machines(restarts=0)
+    launch.fail("a", rank=0, consequence=True)
+    launch.wait(CAUSE_WAIT_S / 2)
+    if cause_comes:
+        launch.fail("b", rank=2, code=9)
+    else:
+        launch.wait(CAUSE_WAIT_S)
+    assert launch.over()["rank"] == (2 if cause_comes else 0)
+
+
+def test_a_newcomer_is_let_in_at_a_step_boundary_and_costs_no_restart() -> None:
+    launch = Launch(1, 2)
+    launch.join("a")
+    launch.wait(4.0)
+    assert launch.peers["a"].kinds() == ["admitted", "round"]
+    launch.join("b")
+    assert launch.watch.asked == ["a machine that joins"]
+    assert launch.peers["a"].kinds() == ["stopping"]
+    launch.tell("a", "finished", round=0, code=75)
+    assert launch.peers["a"].kinds() == ["end"]
+    launch.join("a", epoch="this")
+    assert launch.watch.worlds == [2, 4]
+    assert not any("restart" in sentence for sentence in launch.said)
+
+
+def test_a_newcomer_does_not_wait_for_workers_that_cannot_stop_or_take_too_long() -> None:
+    for can_stop, seconds in ((False, 0.0), (True, GRACE_S + 0.5)):
+        launch = Launch(1, 2)
+        launch.watch.can_stop = can_stop
+        launch.join("a")
+        launch.wait(4.0)
+        launch.join("b")
+        launch.wait(seconds)
+        assert launch.peers["a"].kinds()[-1] == "end"
+        assert launch.watch.ended == 1
+
+
+def test_a_stop_signal_lets_workers_save_and_ends_what_does_not_stop_in_time() -> None:
+    launch = two_machines()
+    launch.tell("b", "stop", signal="SIGTERM")
+    launch.tell("b", "stop", signal="SIGTERM")
+    assert launch.watch.asked == ["SIGTERM"]
+    assert launch.peers["a"].kinds() == ["stopping"]
+    launch.wait(GRACE_S + 0.4)
+    assert launch.over()["code"] == 143
+    launch = two_machines()
+    launch.tell("b", "stop", signal="SIGUSR1")
+    launch.watch.stopped = "all ranks stopped after 5 steps."
+    launch.tell("a", "finished", round=0, code=75)
+    launch.tell("b", "finished", round=0, code=75)
+    assert (launch.over()["code"], launch.over()["cause"]) == (75, "all ranks stopped after 5 steps.")
+    launch = two_machines()
+    launch.watch.can_stop = False
+    launch.tell("b", "stop", signal="SIGUSR2")
+    assert (launch.over()["code"], launch.over()["cause"]) == (140, "ended by SIGUSR2")
+
+
+def test_a_hang_that_lasted_too_long_is_a_failure_with_a_code_of_its_own() -> None:
+    launch = two_machines(restarts=1)
+    launch.watch.verdict = SimpleNamespace(sentence="rank 1 is stopped.")
+    launch.wait(0.2)
+    assert launch.said == ["lockstep launch: restart 1 of 1: it hung: rank 1 is stopped; resuming."]
+    launch.join("a", epoch="this")
+    launch.join("b", epoch="this")
+    launch.watch.verdict = SimpleNamespace(sentence="rank 1 is stopped.")
+    launch.wait(0.2)
+    assert launch.over()["code"] == 124
+
+
+def test_what_machines_elsewhere_say_of_their_processes_reaches_the_watch_together() -> None:
+    launch = two_machines()
+    launch.tell("a", "beat", states={"11": "stopped"})
+    launch.tell("b", "beat", states={"12": "running", "x": "hostile"})
+    assert launch.watch.states == {11: "stopped", 12: "running"}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"nproc": 0}, {"nproc": True}, {"port": -1}, {"name": 7}, {"run": "x" * 2000}, {"rank": "0"}]
+)
+def test_an_offer_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+    good = {"machine": "a", "name": "a", "run": "r", "nproc": 1, "address": "h", "port": 1, "epoch": ""}
+    offer_of(good)
+    with pytest.raises(LinkError):
+        offer_of(good | wrong)
+
+
+# -- over sockets --------------------------------------------------------------------------------------
+
+
+class Told:
+    """Sentences, as they are said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __call__(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def nothing() -> None:
+    """No upkeep."""
+
+
+@pytest.fixture
+def hub() -> Iterator[tuple[HubServer, Any]]:
+    plan = LaunchPlan(command=("true",), nproc=2, num_machines=2, min_machines=2, address=LOOPBACK)
+    secret = new_secret()
+    server = HubServer(plan, secret, LOOPBACK, 0, "first", "train.py", Told())
+    yield server, secret
+    server.close()
+
+
+def test_two_launchers_meet_and_hear_of_one_another(hub: tuple[HubServer, Any]) -> None:
+    server, secret = hub
+    told = Told()
+    joining = [Joining("train.py", 2, rank, LOOPBACK) for rank in (0, 1)]
+    first = Rendezvous(server.address, secret, joining[0], told, machine="first")
+    other = Rendezvous(server.address, secret, joining[1], told)
+    places: list[Round | Over] = []
+    waiting = threading.Thread(target=lambda: places.append(first.join(nothing)))
+    waiting.start()
+    while not told.lines:
+        time.sleep(0.01)
+    places.append(other.join(nothing))
+    waiting.join()
+    places.sort(key=lambda place: getattr(place, "group_rank", -1))
+    assert [(p.group_rank, p.base_rank, p.world_size, p.number) for p in places if isinstance(p, Round)] == [
+        (0, 0, 4, 0),
+        (1, 2, 4, 0),
+    ]
+    one, two = places
+    assert isinstance(one, Round)
+    assert isinstance(two, Round)
+    assert one.listener is not None
+    assert two.listener is None
+    assert (two.address, two.port) == one.listener.getsockname()
+    one.listener.close()
+    host, port = server.address
+    assert told.lines == [
+        f"lockstep launch: machine 0 ({socket.gethostname()}) waits for machine 1 at {host}:{port}."
+    ]
+    first.tell("failed", round=0, rank=1, host="h", code=3, summary="exit code 3", consequence=False)
+    message = other.receive(10.0)
+    assert message is not None
+    assert rendezvous.over_of(message) == Over(3, "rank 1 on h failed (exit code 3)", "", 1)
+    first.close()
+    other.close()
+
+
+def test_a_launcher_of_an_earlier_launch_is_refused(hub: tuple[HubServer, Any]) -> None:
+    server, secret = hub
+    stale = Rendezvous(server.address, secret, Joining("train.py", 1, None, LOOPBACK), Told())
+    stale._epoch = "of yesterday"
+    with pytest.raises(
+        ConfigError, match="does not let this machine in: this machine belongs to an earlier launch"
+    ):
+        stale.join(nothing)
+    stale.close()
+
+
+def test_a_wrong_secret_is_final_and_so_is_another_program(hub: tuple[HubServer, Any]) -> None:
+    server, _ = hub
+    joining = Joining("train.py", 1, None, LOOPBACK)
+    with pytest.raises(ConfigError, match="same secret"):
+        Rendezvous(server.address, new_secret(), joining, Told())
+    with listening_socket(LOOPBACK) as other:
+        other.settimeout(10.0)
+        address = (LOOPBACK, other.getsockname()[1])
+
+        def greet() -> None:
+            for _ in range(2):
+                connection, _ = other.accept()
+                with connection:
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n" + b"x" * 100)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        with pytest.raises(ConfigError, match="not a Lockstep launcher"):
+            Rendezvous(address, new_secret(), joining, Told())
+        thread.join()
+
+
+def test_nobody_who_answers_is_waited_for_as_long_as_was_said() -> None:
+    told = Told()
+    with listening_socket(LOOPBACK) as taken:
+        address = (LOOPBACK, taken.getsockname()[1])
+    started = time.monotonic()
+    with pytest.raises(
+        ConfigError, match=r"nothing answers at 127\.0\.0\.1:\d+ after 1 s: Connection refused"
+    ):
+        Rendezvous(address, new_secret(), Joining("r", 1, 1, LOOPBACK), told, hub_limit_s=1.2)
+    assert time.monotonic() - started < 5.0
+    assert len(told.lines) == 1
+    assert "machine 1" in told.lines[0]
+    assert "waits for the machine that hosts the launch" in told.lines[0]
+
+
+class Mute:
+    """A hub whose machine is up, but which says nothing any more."""
+
+    def received(self, peer: Any, message: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def lost(self, peer: Any) -> None:
+        """Nothing."""
+
+    def tick(self, now: float) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_hub_that_is_gone_or_silent_is_lost(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "LOST_HUB_S", 0.5)
+    secret = new_secret()
+    with Server(secret, LOOPBACK, 0, {"rendezvous": Mute()}) as server:
+        one = Rendezvous(server.address, secret, Joining("r", 1, 1, LOOPBACK), Told())
+        if not silent:
+            server.close()
+        with pytest.raises(HubLost, match="was silent" if silent else "is gone"):
+            one.join(nothing)
+        one.close()
+
+
+def test_addresses_are_resolved_once_and_belong_to_an_interface() -> None:
+    meeting = find_meeting("localhost", 29500, None)
+    assert meeting == (LOOPBACK, LOOPBACK, "lo", True)
+    assert find_meeting(LOOPBACK, 29500, "lo") == meeting
+    elsewhere = find_meeting("192.0.2.7", 29500, "lo")
+    assert (elsewhere.hub, elsewhere.own, elsewhere.here) == ("192.0.2.7", LOOPBACK, False)
+    with listening_socket(LOOPBACK) as taken:
+        assert holder_of(taken.getsockname()[1]).startswith("pid ")
