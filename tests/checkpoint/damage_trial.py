@@ -88,9 +88,7 @@ class Bench:
         try:
             self._subject.accelerator.load_state(str(self._checkpoints / self._newest))
         except LockstepError as error:  # on another rank than that which found it, one that quotes it
-            told = isinstance(error, CheckpointError) or " failed with CheckpointError: " in str(
-                error
-            )
+            told = isinstance(error, CheckpointError) or " failed with CheckpointError: " in str(error)
             return told and self._state() == before, str(error)
         return False, "(loaded)"
 

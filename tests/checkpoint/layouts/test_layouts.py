@@ -30,7 +30,9 @@ WORLDS = sorted({layout.world for layout in LAYOUTS})
 
 def checkpointer() -> Checkpointer:
     accelerator = Accelerator(cpu=True)
-    return Checkpointer(accelerator.runtime, accelerator._communicator, ProjectConfiguration(), lambda directory: None)
+    return Checkpointer(
+        accelerator.runtime, accelerator._communicator, ProjectConfiguration(), lambda directory: None
+    )
 
 
 def training(run: Run) -> Training:

@@ -25,6 +25,7 @@ ANSWER_LIMIT_S = 5.0
 NOBODY_WAITS = "slow"
 NOBODY_WAITS_FACTOR = 12.0  # then it is mostly a long evaluation or save
 STRAGGLERS_EVERY_S = 5.0
+STARTUP_S = 60.0  # before the first step, ranks wait for one that imports, downloads or compiles
 
 
 @dataclass(frozen=True)
@@ -271,10 +272,12 @@ class Coordinator:
         if progressed > hang.since:
             self._say(f"The ranks went on after {progressed - hang.since:.0f} s.")
             self._hang = None
-        elif self.verdict is None and now >= max(
-            hang.since + self._settings.hang_timeout_s, self._next_question
-        ):
+        elif self.verdict is None and now >= max(hang.since + self._timeout_s(), self._next_question):
             self._ask(running, now)  # what was true when it was named may not be any more
+
+    def _timeout_s(self) -> float:
+        limit = self._settings.hang_timeout_s
+        return limit if self.steps else max(limit, STARTUP_S)
 
     def _confirm(self, finding: Finding, now: float) -> None:
         """The hang has lasted too long, unless it turns out that the ranks are only busy."""
