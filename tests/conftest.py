@@ -11,6 +11,30 @@ import pytest
 from tests.distributed.pool import WorkerPool
 
 
+REPEATED_ON_FOUR_RANKS = {
+    "test_expert_parallel.py",
+    "test_quantized.py",
+    "test_window.py",
+    "test_window_sharded.py",
+    "test_zero_communication.py",
+    "test_zero_memory.py",
+    "test_zero_models.py",
+    "test_zero_precision.py",
+}
+"""Tests of these files prove on 2 ranks what they prove again on 4, which is left to ``make exhaustive``."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        values = getattr(getattr(item, "callspec", None), "params", {})
+        ranks = [values.get(name) for name in ("world_size", "ranks", "size")]
+        needs_four = any(word in str(values) for word in ("replicate", "hpz"))
+        if item.path.name in REPEATED_ON_FOUR_RANKS and 4 in ranks and not needs_four:
+            item.add_marker(pytest.mark.exhaustive)
+        if item.path.name == "test_zero_models.py" and values.get("accumulation") == 3 and 2 in ranks:
+            item.add_marker(pytest.mark.exhaustive)  # with one micro-batch they are always run
+
+
 @pytest.fixture(scope="session")
 def worker_pool() -> Iterator[WorkerPool]:
     """The warm workers of this session; started when first used."""

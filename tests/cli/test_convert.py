@@ -275,7 +275,7 @@ with open(f"rank{a.process_index}.txt", "w") as file:
 """
 
 
-@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize("converted", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_workers_get_what_the_file_says(converted: bool, folder: Path) -> None:
     config = {
         "zero_optimization": {"stage": 2, "legacy_stage1": True},

@@ -38,6 +38,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- one machine ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive  # tests/faults has it too
 def test_a_run_whose_workers_fail_goes_on_bit_for_bit(tmp_path: Path, undisturbed: Path) -> None:
     done = run("--nproc", 2, "--max-restarts", 3, RUN, tmp_path, SAMPLES, 0, "SIGKILL:1:3", "raise:0:5")
     assert done.returncode == 0, done.stderr
@@ -52,6 +53,7 @@ def test_a_run_whose_workers_fail_goes_on_bit_for_bit(tmp_path: Path, undisturbe
     assert sorted(samples_seen(tmp_path)) == list(range(SAMPLES))
 
 
+@pytest.mark.exhaustive  # tests/faults has it too
 def test_a_stopped_worker_is_named_ended_and_the_run_goes_on(tmp_path: Path, undisturbed: Path) -> None:
     flags = ("--nproc", 2, "--max-restarts", 3, "--hang-timeout", 6)
     done = run(*flags, RUN, tmp_path, SAMPLES, 0, "SIGSTOP:1:3")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
 import sys
 import weakref
@@ -64,7 +65,9 @@ class ProcessWatch:
         if self._server is not None:
             self._server.close()
         self._worker = self._server = None
-        ProcessWatch._current = None
+        atexit.unregister(self.end)
+        if ProcessWatch._current is self:
+            ProcessWatch._current = None
 
     # Starting ----------------------------------------------------------------------------------------
 
@@ -78,6 +81,7 @@ class ProcessWatch:
         if 1 < runtime.world_size <= MOST_CHECKED_RANKS and runtime.control_device.type == "cpu":
             self._calls.install()
         process.at_end(self.end)
+        atexit.register(self.end)  # where there is no process group whose end would come first
 
     def _connect(self, runtime: Runtime) -> Client | None:
         link = control_link()
