@@ -53,16 +53,17 @@ def training() -> Iterator[None]:
             yield
 
 
-def time_block(loop: Iterator[None], steps: int) -> float:
-    """Mean of a block's steps, in ms, without the first."""
+def time_block(loop: Iterator[None], steps: int) -> tuple[float, float]:
+    """Means of a block's steps without the first, in ms: by the clock, and of this process's CPU time."""
     import torch.distributed as dist
 
     next(loop)
     dist.barrier()
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     for _ in range(steps):
         next(loop)
-    return (time.perf_counter() - start) * 1e3 / steps
+    wall, cpu = time.perf_counter() - start, time.process_time() - cpu_start
+    return wall * 1e3 / steps, cpu * 1e3 / steps
 
 
 def counters_us() -> float:
@@ -79,7 +80,7 @@ def counters_us() -> float:
 
 
 def worker(chosen: argparse.Namespace) -> None:
-    """One rank: takes the turns; rank 0 writes the pairs of (with the watch, without), in ms a step."""
+    """One rank: takes the turns; rank 0 writes pairs of (with the watch, without), each (wall, CPU) in ms a step."""
     import torch
 
     from lockstep.runtime import process
@@ -94,7 +95,7 @@ def worker(chosen: argparse.Namespace) -> None:
     watch_process(runtime, enabled=True, grace_s=30).end()
     pairs = []
     for turn in range(chosen.rounds):
-        block: dict[bool, float] = {}
+        block: dict[bool, tuple[float, float]] = {}
         for watched in (True, False) if turn % 2 else (False, True):
             watch = watch_process(runtime, enabled=True, grace_s=30) if watched else None
             block[watched] = time_block(loop, chosen.steps)
@@ -116,15 +117,23 @@ def main() -> None:
         path = Path(folder, "found.json")
         common.run_workers(__file__, [*sys.argv[1:], "--worker", str(path)], 2)
         found = json.loads(path.read_text())
-    step = common.summary([plain for _, plain in found["pairs"]])
-    ratio = common.summary([watched / plain for watched, plain in found["pairs"]])
+    step = common.summary([plain[0] for _, plain in found["pairs"]])
+    wall, cpu = (
+        common.summary([watched[kind] / plain[kind] for watched, plain in found["pairs"]]) for kind in (0, 1)
+    )
     counters = found["counters_us"]
     rows = [
         ("step without, ms", step.show(2)),
-        ("step with / without", ratio.show(4)),
+        ("step with / without, wall", wall.show(4)),
+        ("step with / without, CPU time", cpu.show(4)),
         ("counters in a step, us", f"{counters:.1f} = {counters / 1e3 / step.median:.3%} of a step"),
     ]
-    figures = {"step_ms": step.to_dict(), "ratio": ratio.to_dict(), "counters_us": counters}
+    figures = {
+        "step_ms": step.to_dict(),
+        "wall_ratio": wall.to_dict(),
+        "cpu_ratio": cpu.to_dict(),
+        "counters_us": counters,
+    }
     settings = {"rounds": chosen.rounds, "steps": chosen.steps}
     report.finish(["", "measured"], rows, figures, settings, chosen.output)
 

@@ -10,7 +10,6 @@ import pytest
 
 from tests.distributed.pool import WorkerPool
 
-
 REPEATED_ON_FOUR_RANKS = {
     "test_expert_parallel.py",
     "test_quantized.py",

@@ -21,11 +21,15 @@ SCRIPT = Path(__file__).parent / "training.py"
 RANKS = 2
 DISK_MIB = 8
 START_LIMIT_S = 180.0
+IN_FLIGHT_S = 0.05  # a save that was under way when the fault struck may still be committed
 
 
 @dataclass
 class Outcome:
-    """What a soak found. Times in seconds; ``unnamed`` are the faults of which nobody told rank and cause."""
+    """What a soak found. ``unnamed`` are the faults of which nobody told rank and cause.
+
+    ``recovery_s``: by kind of fault, seconds from the fault to the next checkpoint that was committed.
+    """
 
     starts: int = 0
     struck: int = 0
@@ -33,7 +37,7 @@ class Outcome:
     repeated: int = 0
     equal_parameters: bool = False
     orphans: int = 0
-    recovery_s: list[float] = field(default_factory=list)
+    recovery_s: dict[str, list[float]] = field(default_factory=dict)
     unnamed: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -117,11 +121,8 @@ def _examine(directory: Path, faults: list[Fault], reports: str, outcome: Outcom
     said = reports.lower()
     for fault in faults:
         struck = float((directory / f"fault-{fault.number}").read_text())
-        outcome.recovery_s += (
-            [min(when - struck for when in times if when > struck)]
-            if any(when > struck for when in times)
-            else []
-        )
+        later = [when - struck for when in times if when > struck + fault.delay_s + IN_FLIGHT_S]
+        outcome.recovery_s.setdefault(fault.kind, []).extend(later[:1])
         if not any(all(word in line for word in fault.words()) for line in said.splitlines() or [""]):
             outcome.unnamed.append(f"{fault.kind} on rank {fault.rank} at step {fault.step}")
 
