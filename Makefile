@@ -42,7 +42,11 @@ unit: $(VENV)/.test  ## the tests
 exhaustive: $(VENV)/.test  ## the tests, with those that repeat on more ranks what others prove
 	$(BIN)/python -m pytest -m "not cluster" --numprocesses 2 --dist worksteal
 
-test-cluster: $(VENV)/.test  ## the tests with a real Slurm, Open MPI and ssh server, which root installs (Debian)
+$(VENV)/.cluster: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
+	touch $@
+
+test-cluster: $(VENV)/.cluster  ## the tests with a real Ray, Slurm, Open MPI and ssh server (root installs these; Debian)
 	if [ "$$(id -u)" = 0 ] && command -v apt-get; then apt-get update -qq && \
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge openmpi-bin openssh-server; fi
 	$(BIN)/python -m pytest -m cluster -rs tests

@@ -23,8 +23,25 @@ REPEATED_ON_FOUR_RANKS = {
 """Tests of these files prove on 2 ranks what they prove again on 4, which is left to ``make exhaustive``."""
 
 
+PROVEN_ELSEWHERE = (
+    "under_torchrun",  # tests/test_readme.py starts the same script so
+    "started[torchrun]",
+    # with one micro-batch on 4 ranks, and with three on 2
+    "training_equals_plain_single_process_training[4x-zero=1-accumulate3]",
+    "training_equals_plain_single_process_training[4x-zero=2-accumulate3]",
+    "training_equals_plain_single_process_training[4x-zero=3-accumulate3]",
+    "training_equals_plain_single_process_training[4x-llama-pp=2-tp=2-adamw-accumulate1]",  # examples/gpt/split.py
+    "half_precision_learns_as_one_process_does[bf16]",  # fp16 has a loss scaler on top
+    "goes_on_as_if_it_had_not[2-4]",  # from 2 to 1, 1 to 2, and 4 to 2 always
+    "every_other_stage_and_number_of_ranks[4-zero=3]",
+)
+"""Parts of names of long tests that other tests make superfluous; for ``make exhaustive``."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if any(part in item.nodeid for part in PROVEN_ELSEWHERE):
+            item.add_marker(pytest.mark.exhaustive)
         values = getattr(getattr(item, "callspec", None), "params", {})
         ranks = [values.get(name) for name in ("world_size", "ranks", "size")]
         needs_four = any(word in str(values) for word in ("replicate", "hpz"))

@@ -18,6 +18,8 @@ MONITOR_INTERVAL_S = 0.1
 # between the polite signal and SIGKILL; with it a launch is over within 2 s of its end being decided
 GRACE_S = 1.5
 STATES_EVERY_S = 1.0
+# how long a rank that is not the cause waits for the one that is
+CAUSE_WAIT_S = 3.0
 
 # these ask the run to stop at a step boundary, the second one at once; the others at once
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -152,6 +154,7 @@ class Agent:
         told = stopping = False
         next_states = 0.0
         give_up: float | None = None
+        cause_limit: float | None = None
         stop_code: int | None = None
         while True:
             message = self._rendezvous.receive(MONITOR_INTERVAL_S)
@@ -177,6 +180,9 @@ class Agent:
             codes = workers.exit_codes()
             polite = {0, PREEMPTED} | ({stop_code} if stopping and stop_code is not None else set())
             if any(code not in polite for code in codes.values()):
+                cause_limit = cause_limit or now + CAUSE_WAIT_S
+                if len(codes) < self._plan.nproc and now < cause_limit and follows_another(workers):
+                    continue  # the rank that is the cause is about to end, too
                 told = True
                 self._tell_failure(place, workers)
             elif len(codes) == self._plan.nproc:
@@ -220,6 +226,11 @@ class Agent:
         if over.note:
             self._say(f"lockstep launch: {over.note}")
         return over.code
+
+
+def follows_another(workers: Workers) -> bool:
+    """Whether the failures so far only follow that of a rank that still runs."""
+    return bool(first_failure(workers.failures()).own.get("consequence"))
 
 
 def states_of(pids: list[int]) -> dict[int, str]:
