@@ -32,7 +32,6 @@ PROVEN_ELSEWHERE = (
     "training_equals_plain_single_process_training[4x-zero=3-accumulate3]",
     "training_equals_plain_single_process_training[4x-llama-pp=2-tp=2-adamw-accumulate1]",  # examples/gpt/split.py
     "half_precision_learns_as_one_process_does[bf16]",  # fp16 has a loss scaler on top
-    "goes_on_as_if_it_had_not[2-4]",  # from 2 to 1, 1 to 2, and 4 to 2 always
     "every_other_stage_and_number_of_ranks[4-zero=3]",
 )
 """Parts of names of long tests that other tests make superfluous; for ``make exhaustive``."""
