@@ -107,7 +107,7 @@ class Program:
             return (self.target, *self.arguments)
         if self.module:
             return (sys.executable, "-m", self.target, *self.arguments)
-        if self.elsewhere:
+        if self.elsewhere and self.target.isprintable() and Path(self.target).name:
             return (sys.executable, self.target, *self.arguments)
         try:
             kind = (

@@ -329,6 +329,7 @@ def launch_command(source: random.Random, seed: int) -> Input:
     script = (
         "train.py" if source.random() < 0.9 else source.choice(("missing.py", "", "nul\0", ".", "\x1b[31m"))
     )
-    given.wrong |= script != "train.py"
+    # a script for pods is looked for in their image
+    given.wrong |= script != "train.py" and not (script == "missing.py" and "--k8s" in given.argv)
     given.argv += [script, *source.sample(["--lr", "0.1", "a b", "$(id)", "--nproc=9"], source.randint(0, 2))]
     return given
