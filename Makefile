@@ -28,7 +28,8 @@ demo: $(VENV)/.base  ## train a GPT on Python's own source with 2 processes, sav
 	$(BIN)/lockstep launch --nproc 2 examples/gpt/train.py --out runs/demo
 	$(BIN)/python examples/gpt/sample.py runs/demo --prompt "def "
 
-test: check unit docs  ## everything that must hold: style, types, layers, tests, docs
+test: $(VENV)/.test  ## everything that must hold: style, types, layers, tests, docs
+	$(MAKE) --no-print-directory --jobs 3 check docs unit
 
 check: $(VENV)/.test  ## ruff, format, types, import layers
 	$(BIN)/ruff check .

@@ -26,6 +26,9 @@ REPEATED_ON_FOUR_RANKS = {
 PROVEN_ELSEWHERE = (
     "under_torchrun",  # tests/test_readme.py starts the same script so
     "started[torchrun]",
+    # two of four with replicate=2
+    "predicted_and_hardly_less[4-zero=1 replicate=2-no-3]",
+    "predicted_and_hardly_less[4-zero=3 replicate=2-bf16-1]",
     # with one micro-batch on 4 ranks, and with three on 2
     "training_equals_plain_single_process_training[4x-zero=1-accumulate3]",
     "training_equals_plain_single_process_training[4x-zero=2-accumulate3]",
@@ -33,6 +36,12 @@ PROVEN_ELSEWHERE = (
     "training_equals_plain_single_process_training[4x-llama-pp=2-tp=2-adamw-accumulate1]",  # examples/gpt/split.py
     "half_precision_learns_as_one_process_does[bf16]",  # fp16 has a loss scaler on top
     "every_other_stage_and_number_of_ranks[4-zero=3]",
+    "machines_that_die_come_back_and_are_cut_off",  # tests/launch/test_elastic.py without network namespaces
+    "a_signal_stops_all_ranks_at_a_step_whose_state",  # tests/watch/hang/test_stop_signals.py
+    "as_if_it_had_not[2-2]",  # tests/faults
+    "finds_what_is_wrong_with_a_careless_writer[replaces_file_by_file",
+    "finds_what_is_wrong_with_a_careless_writer[replaces_in_place",  # the two others show what the harness sees
+    "the_gpt_has_one_loss_under_every_stage",  # tests/parallel/test_zero_parity.py and test_zero_communication.py
 )
 """Parts of names of long tests that other tests make superfluous; for ``make exhaustive``."""
 
@@ -46,8 +55,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         needs_four = any(word in str(values) for word in ("replicate", "hpz"))
         if item.path.name in REPEATED_ON_FOUR_RANKS and 4 in ranks and not needs_four:
             item.add_marker(pytest.mark.exhaustive)
-        if item.path.name == "test_zero_models.py" and values.get("accumulation") == 3 and 2 in ranks:
+        if item.path.name == "test_zero_models.py" and values.get("accumulation") == 3:
             item.add_marker(pytest.mark.exhaustive)  # with one micro-batch they are always run
+        if item.path.name == "test_split_parity.py" and "2x-llama-pp=2-schedule=" in item.nodeid:
+            item.add_marker(pytest.mark.exhaustive)  # pipeline/test_pipeline.py has every schedule
 
 
 @pytest.fixture(scope="session")

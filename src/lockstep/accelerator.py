@@ -282,6 +282,7 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> Any:
         """The object that was passed to ``prepare``; without ``keep_fp32_wrapper`` also without autocast."""
+        self._preparation.offload.finish()
         return unwrap(model, keep_autocast=keep_fp32_wrapper, keep_compile=keep_torch_compile)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -439,7 +440,8 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         )
 
     def end_training(self) -> None:
-        """Finish the trackers and a save in the background, and wait for all ranks."""
+        """Finish the trackers, and steps and a save in the background, and wait for all ranks."""
+        self._preparation.offload.finish()
         self._trackers.finish()
         if "_checkpointer" in vars(self):  # it was used
             self._checkpointer.close()
@@ -458,4 +460,5 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
 
     def state_bytes(self) -> StateBytes:
         """Bytes of the prepared models' weights and gradients and of their optimizers' state, on this rank."""
+        self._preparation.offload.finish()
         return count_state(self._preparation.models, self._preparation.optimizers)

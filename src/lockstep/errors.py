@@ -39,6 +39,10 @@ class DamageError(LockstepError, RuntimeError):
     """Parameters differ among ranks that must hold the same, or gradients are no finite numbers."""
 
 
+class OffloadError(LockstepError, RuntimeError):
+    """Weights, gradients or optimizer state do not fit where they were to be kept, or cannot be read from there."""
+
+
 class LinkError(LockstepError, RuntimeError):
     """A launcher or worker of the run cannot be reached, is gone, or did not prove that it belongs to the run."""
 

@@ -82,6 +82,9 @@ def test_options_change_what_they_name(capsys: pytest.CaptureFixture[str]) -> No
     assert three["sent"]["reduce_scatter"] == 3 * plain["sent"]["reduce_scatter"]
     offloaded = rows(capsys, "zero=3 offload", "--ranks", "2")[0]
     assert (offloaded["host"], offloaded["device"]) == (8 * 10**9, 0)
+    assert offloaded["homes"]["weights"] == "host"
+    on_disk = rows(capsys, "offload offload_to=/disk", "--ranks", "1", "--blocks", "10")[0]
+    assert (on_disk["disk"], on_disk["device"], on_disk["peak"]) == (16 * 10**9, 0, 24 * 10**8)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +96,7 @@ def test_options_change_what_they_name(capsys: pytest.CaptureFixture[str]) -> No
         "zero=1",
         "zero=3 hpz=2 activation=full",
         "zero=2 offload",
+        "offload=optimizer offload_to=/disk",
         "zero=3 blocks=a.*",
     ],
 )

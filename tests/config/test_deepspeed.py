@@ -107,7 +107,11 @@ def test_what_has_no_effect_is_said_by_name_when_it_asks_for_something(config: A
         ({"zero_optimization": {"stage": 4}}, ["zero_optimization.stage=4", "from 0 to 3"]),
         ({"zero_optimization": {"stage": 2.5}}, ["zero_optimization.stage=2.5"]),
         ({"zero_optimization": {"stage": True}}, ["zero_optimization.stage=True"]),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, ["device='nvme'", "disk"]),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            ["device='nvme'", "nvme_path"],
+        ),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "moon"}}}, ["device='moon'", "nvme"]),
         ({"zero_optimization": {"stage": 3, "zenflow": {"topk_ratio": 0.1}}}, ["ZenFlow"]),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["fp16.enabled=True", "bf16.enabled=True"]),
         ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, ["master weights in fp16"]),
@@ -132,11 +136,45 @@ def test_what_cannot_be_had_is_refused_by_name(config: Any, sentences: list[str]
     assert "\n" not in message
 
 
-def test_one_part_offloaded_is_said_to_move_all_of_it() -> None:
-    config = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
-    (warning,) = from_deepspeed(config, "ds.json").warnings
-    assert "offload_optimizer.device='cpu'" in warning and "move to host memory together" in warning
-    assert values(config)["offload"] is True
+CPU, A, B = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/a"}, {"device": "nvme", "nvme_path": "/b"}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "param", "line"),
+    [
+        (CPU, None, "offload=optimizer"),
+        (None, CPU, "offload=params"),
+        (CPU, CPU, "offload"),
+        (CPU, {"device": "none", "nvme_path": "/a"}, "offload=optimizer"),
+        (A, None, "offload=optimizer offload_to=/a"),
+        (None, A, "offload=params offload_to=/a"),
+        (A, A, "offload offload_to=/a"),
+        (CPU, A, "offload=params offload_to=/a"),  # where the optimizer is on the host
+        (A, CPU, None),
+        (A, B, None),
+    ],
+)
+def test_each_part_is_offloaded_to_where_the_file_says(optimizer: Any, param: Any, line: str | None) -> None:
+    parts = {"offload_optimizer": optimizer, "offload_param": param}
+    config = {"zero_optimization": {"stage": 3, **{name: part for name, part in parts.items() if part}}}
+    if line is None:
+        message = refusal(config)
+        assert "'nvme' (ds.json) in /a" in message and "name two places" in message
+        return
+    found = from_deepspeed(config, "ds.json")
+    assert (str(spread_of(found.says)), found.warnings) == (f"zero=3 {line}", ())
+
+
+def test_older_switches_offload_the_same_parts() -> None:
+    for keys, line in (
+        (["cpu_offload"], "offload=optimizer"),
+        (["cpu_offload_params"], "offload=params"),
+        (["cpu_offload", "cpu_offload_param"], "offload"),
+    ):
+        config = {"zero_optimization": {"stage": 3} | dict.fromkeys(keys, True)}
+        assert str(spread_of(from_deepspeed(config, "ds.json").says)) == f"zero=3 {line}"
+        off = {"zero_optimization": {"stage": 3} | dict.fromkeys(keys, False)}
+        assert str(spread_of(from_deepspeed(off, "ds.json").says)) == "zero=3"
 
 
 def test_a_fixed_loss_scale_never_changes_in_torchs_scaler() -> None:

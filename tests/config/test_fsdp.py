@@ -231,7 +231,7 @@ def test_sections_of_a_file_become_settings(text: str, expected: dict[str, Any])
             ["cp_size=2", "sp_size=2", "both split the sequence"],
         ),
         ("parallelism_config: {dp_shard_size: 2}\nnum_processes: 3\n", ["num_processes=3", "contradicts"]),
-        ("deepspeed_config: {offload_param_device: nvme}\n", ["nvme", "disk"]),
+        ("deepspeed_config: {offload_param_device: nvme}\n", ["nvme", "has no folder"]),
         (
             "deepspeed_config: {deepspeed_hostfile: hosts, deepspeed_multinode_launcher: standard}\n",
             ["deepspeed_multinode_launcher=standard", "deepspeed_hostfile='hosts'"],

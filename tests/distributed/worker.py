@@ -19,9 +19,12 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+
+LEFT_GROUPS: deque[object] = deque(maxlen=3)
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,10 @@ def serve(connection: Connection, log_path: str, stacks_path: str) -> None:
     multiprocessing.set_start_method("fork", force=True)  # for loaders, as in a script
     import torch
 
+    from lockstep.runtime import process
+
     torch.set_num_threads(1)
+    process.THREADS_LET_GO_S = 0.0  # see end_process_group
     gc.freeze()
     while True:
         try:
@@ -178,10 +184,12 @@ def snapshot() -> Callable[[], None]:
 
 
 def end_process_group() -> None:
+    """End it without waiting until gloo's threads have let go of it: it is held until two tests later."""
     import torch.distributed as dist
 
     from lockstep.runtime import process
 
+    LEFT_GROUPS.append(dist.group.WORLD if dist.is_initialized() else None)
     process.end()
     if dist.is_initialized():
         process.leave_process_group()

@@ -24,6 +24,9 @@ ROOT = WIDTH * WIDTH
 BLOCK = 2 * WIDTH * WIDTH
 PSI = BLOCKS * BLOCK + ROOT
 GLOO_THREADS = 2
+ROWS = 2
+INPUTS = 4 * (2 * BLOCKS + 1) * ROWS * WIDTH
+"""Bytes that autograd keeps from a forward: the input of each layer."""
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -164,7 +167,7 @@ def within(text: str, precision: str, micro_batches: int) -> Within:
     )
     model = BlocksAndRoot(WIDTH, BLOCKS)
     model, optimizer = accelerator.prepare(model, make_optimizer("adamw", model))
-    rows = torch.randn(2, WIDTH)
+    rows = torch.randn(ROWS, WIDTH)
     found = Within(0, 0, 0)
     for _ in range(2):
         optimizer.zero_grad()
@@ -216,7 +219,7 @@ def test_a_window_needs_at_most_what_was_predicted_and_hardly_less(
         PSI, ranks, plan, precision, "adamw", block=BLOCK, root=ROOT, micro_batches=micro_batches
     )
     for found in measure(ranks, text, precision, micro_batches):
-        assert found.window <= row.peak + in_flight(plan)
+        assert found.window <= row.peak + INPUTS + in_flight(plan)
         # Without accumulation weights are let go while the gradients come, which the prediction leaves out.
         assert found.window > (0.9 if micro_batches > 1 else 0.8) * row.peak
         assert row.at_rest <= found.after <= 1.01 * row.at_rest + in_flight(plan)

@@ -24,7 +24,15 @@ PRECISIONS = ("no", "bf16", "fp16")
 parameters = st.integers(1, 10**13)
 ranks = st.integers(1, 10**5)
 plans = st.sampled_from(
-    ["ddp", *STAGES, "zero=2 reduce=fp32", "zero=3 offload", "zero=1 quantized_gradients"]
+    [
+        "ddp",
+        *STAGES,
+        "zero=2 reduce=fp32",
+        "zero=3 offload",
+        "zero=1 quantized_gradients",
+        "offload=optimizer",
+        "zero=2 offload=params offload_to=/disk",
+    ]
 )
 precisions = st.sampled_from(PRECISIONS)
 optimizers = st.sampled_from(list(OPTIMIZERS))
@@ -64,7 +72,7 @@ def test_the_textbook_counts_weights_alone_of_frozen_parameters() -> None:
 
 @given(parameters, precisions)
 def test_one_process_has_16_bytes_a_parameter_whatever_the_strategy(psi: int, precision: str) -> None:
-    for text in ("ddp", "dataparallel", *STAGES, "zero=3 replicate=2 offload"):
+    for text in ("ddp", "dataparallel", *STAGES, "zero=3 replicate=2"):
         alone = row(text, 1, precision, psi)
         assert (alone.weights, alone.gradients, alone.optimizer) == (4 * psi, 4 * psi, 8 * psi)
         assert alone.at_rest == alone.peak == alone.device == 16 * psi
@@ -88,8 +96,10 @@ def test_every_stage_has_16_bytes_over_n_at_rest(psi: int, n: int, precision: st
 @given(parameters, ranks, plans, precisions, optimizers)
 def test_the_parts_add_up(psi: int, n: int, text: str, precision: str, optimizer: str) -> None:
     one = row(text, n, precision, psi, optimizer=optimizer)
-    assert one.weights + one.gradients + one.optimizer + one.buckets == one.at_rest == one.device + one.host
-    assert one.host == (one.at_rest if "offload" in text and n > 1 else 0)
+    at_rest = one.weights + one.gradients + one.optimizer + one.buckets + one.copies
+    assert at_rest == one.at_rest == one.device + one.host + one.disk
+    assert (one.host + one.disk > 0) == ("offload" in text)
+    assert one.host + one.fetched <= one.host_peak <= one.host + one.fetched + one.disk
     parts = (one.gathered_weights, one.kept_weights, one.unreduced_gradients, one.block_gradients)
     assert one.device <= one.peak <= one.device + sum(parts)
 
@@ -162,6 +172,51 @@ def test_offload_leaves_on_the_device_what_is_whole() -> None:
     assert row("zero=3 offload", 4, psi=1000, block=100).peak == 4 * 200 + 8 * 100
 
 
+# of 1000 parameters with AdamW on two ranks of ZeRO: bytes at rest on device, host and disk. Of 500 parameters,
+# 2000 are weights, 2000 gradients, 4000 the optimizer's state; its copies are 2000 more where the device has weights
+PLACES = {
+    "zero=2": (8000, 0, 0),
+    "zero=2 offload": (0, 8000, 0),
+    "zero=2 offload=params": (0, 8000, 0),
+    "zero=2 offload=optimizer": (2000 + 2000, 4000 + 2000, 0),
+    "zero=2 offload offload_to=/disk": (0, 0, 8000),
+    "zero=2 offload=params offload_to=/disk": (0, 4000, 4000),
+    "zero=2 offload=optimizer offload_to=/disk": (2000 + 2000, 0, 4000 + 2000),
+}
+
+
+@pytest.mark.parametrize("text", PLACES)
+def test_each_part_rests_where_offload_says(text: str) -> None:
+    for ranks, words, factor in ((2, text, 1), (1, text, 2), (1, text.removeprefix("zero=2 "), 2)):
+        one = row(words, ranks, psi=1000) if words != "zero=2" else row("zero=2", ranks, psi=1000)
+        assert (one.device, one.host, one.disk) == tuple(factor * part for part in PLACES[text])
+
+
+def test_offloaded_weights_are_on_the_device_four_blocks_at_a_time() -> None:
+    one = row("offload", 1, psi=1000, block=96, root=40)
+    assert (one.device, one.gathered_weights, one.block_gradients) == (0, 4 * 4 * 96, 4 * 2 * 96)
+    assert one.peak == 4 * 6 * 96
+    assert row("offload", 1, psi=1000, block=40, root=96).peak == 4 * 6 * 96  # the root group may be larger
+    assert row("offload", 1, psi=1000, block=96, unit=50).peak == 4 * 6 * 50
+    assert row("offload offload_budget=3000", 1, psi=1000, block=96).gathered_weights == 3000
+    assert row("offload", 1, psi=1000, block=900).peak == 4 * 1000 + 4 * 1000  # and never more than there is
+
+
+def test_three_blocks_of_what_is_on_disk_are_in_host_memory_while_the_optimizer_steps() -> None:
+    assert row("offload offload_to=/disk", 1, psi=1000, block=100).host_peak == 16 * 300
+    assert row("offload=params offload_to=/disk", 1, psi=1000, block=100).host_peak == 8 * 1000 + 8 * 300
+    assert row("offload offload_to=/disk zero=3", 4, psi=1000, block=100).host_peak == 16 * 300 // 4
+    assert row("offload", 1, psi=1000, block=100).host_peak == 16 * 1000
+
+
+def test_a_host_that_steps_has_copies_of_weights_and_gradients() -> None:
+    one = row("offload=optimizer", 2, psi=1000, block=100)
+    assert one.device == one.peak == 4 * 1000 + 4 * 1000 + 4 * 1000  # weights, gradients and buckets
+    assert (one.host, one.host_peak) == (8 * 1000 + 4 * 1000, 8 * 1000 + 4 * 1000 + 4 * 1000)
+    on_disk = row("offload=optimizer offload_to=/disk", 1, psi=1000, block=100)
+    assert (on_disk.host, on_disk.host_peak, on_disk.disk) == (0, 12 * 300 + 4 * 1000, 12 * 1000)
+
+
 def test_hpz_keeps_a_part_of_the_blocks_in_the_type_of_the_computation() -> None:
     assert row("zero=3 hpz=2", 8, "bf16", psi=1000, root=40).kept_weights == 2 * 960 // 2
     assert row("zero=3 hpz=4", 8, "no", psi=1000).kept_weights == 4 * 1000 // 4
@@ -221,6 +276,7 @@ def test_torch_keeps_as_much_state_as_the_table_says(name: str) -> None:
         ({"text": "zero=3 replicate=3"}, "Set replicate to a divisor of 4"),
         ({"text": "zero=3 hpz=3"}, "hpz=3 must divide the 4 ranks"),
         ({"text": "dataparallel"}, "is one process, but there are 4"),
+        ({"text": "offload"}, "offloads whole parameters, which 4 processes would each hold"),
     ],
 )
 def test_bad_numbers_are_refused(options: dict[str, Any], message: str) -> None:

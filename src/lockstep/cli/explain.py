@@ -32,19 +32,28 @@ COLUMNS: dict[str, Callable[[MemoryRow], int]] = {
     "optimizer": lambda row: row.optimizer,
     "buckets": lambda row: row.buckets,
     "at rest": lambda row: row.at_rest,
-    "on host": lambda row: row.host,
+    "copies": lambda row: row.copies,
+    "on host": lambda row: row.host_peak,
+    "on disk": lambda row: row.disk,
     "peak": lambda row: row.peak,
     "textbook": lambda row: row.textbook,
     "sent": lambda row: row.sent.total,
 }
+TOTALS = ("at_rest", "device", "host", "disk", "peak", "host_peak")
 ALWAYS = ("weights", "gradients", "optimizer", "at rest", "peak", "textbook", "sent")
 
 # what a bar is made of, on the device
 BAR: tuple[tuple[str, str, Callable[[MemoryRow], int]], ...] = (
-    ("█", "weights", lambda row: 0 if row.on_host else row.weights),
-    ("▓", "gradients and buckets", lambda row: 0 if row.on_host else row.gradients + row.buckets),
-    ("▒", "optimizer", lambda row: 0 if row.on_host else row.optimizer),
+    ("█", "weights", lambda row: row.on_device("weights")),
+    ("▓", "gradients and buckets", lambda row: row.on_device("gradients") + row.buckets),
+    ("▒", "optimizer", lambda row: row.on_device("optimizer")),
     ("░", "within a step", lambda row: row.peak - row.device),
+)
+
+
+OFFLOADED = (
+    "on host, on disk: what rests there, and on the host what is on its way to a disk. copies: fp32 weights that the "
+    "host steps for an accelerator. A CPU's own memory is the host's: there, peak and host are one, without copies."
 )
 
 
@@ -125,7 +134,7 @@ def _facts(case: Case) -> dict[str, Any]:
     facts: dict[str, Any] = {"parallel": str(case.parallel), "ranks": case.ranks}
     if case.row is None:
         return facts | {"reason": case.reason}
-    totals = {name: getattr(case.row, name) for name in ("at_rest", "device", "host", "peak")}
+    totals = {name: getattr(case.row, name) for name in TOTALS}
     return (
         facts | asdict(case.row) | totals | {"sent": asdict(case.row.sent) | {"total": case.row.sent.total}}
     )
@@ -167,6 +176,8 @@ def _print_memory(console: Console, cases: Sequence[Case], said: dict[str, Any],
         table.add_row(*cells, Text(_bar(case.row, full)))
     console.print(table)
     console.print(Text("   ".join(f"{mark} {label}" for mark, label, _ in BAR)))
+    if any(row.host_peak or row.disk for row in rows):
+        console.print(Text(f"\n{OFFLOADED}"))
     console.print(
         Text(
             f"\nat rest: after a step, until zero_grad. peak: an upper bound of state on the device within a step, "

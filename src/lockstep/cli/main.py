@@ -19,6 +19,7 @@ COMMANDS = {
     "launch": ("lockstep.cli.launch", "Run a training script on one or more processes."),
     "config": ("lockstep.cli.config", "Write a configuration file for launch."),
     "env": ("lockstep.cli.env", "Show what this machine and installation have."),
+    "estimate": ("lockstep.cli.estimate", "Count a model, and what fits where."),
     "checkpoint": ("lockstep.cli.checkpoint", "Verify, show, merge and convert checkpoints."),
     "schedule": ("lockstep.cli.schedule", "Show a pipeline schedule and count its bubble."),
     "test": ("lockstep.cli.test", "Check on this machine that distributed training is right."),
@@ -29,6 +30,7 @@ Examples:
   lockstep launch --nproc 2 train.py --epochs 3
   lockstep config --num-processes 2 --cpu
   lockstep env --no-torch
+  lockstep estimate model.py:Model --memory 24GB
   lockstep checkpoint verify run/checkpoints
   lockstep test --nproc 2
 """

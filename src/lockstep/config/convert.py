@@ -115,6 +115,7 @@ def _settings(says: Mapping[str, Said], given: Mapping[str, Any], ranks: int | N
     if processes is not None:
         batch = batch.solved(processes)
         spread_of(says).shard_size(processes)
+        spread_of(says).check_offload(processes)
         settings["num_processes"] = processes
     precision = precision_of(says)
     if precision != "no":

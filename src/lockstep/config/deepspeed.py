@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.deepspeed_keys import KEYS
 from lockstep.config.json_file import read_json
-from lockstep.config.rules import Row, Said, Translation, translate
+from lockstep.config.parallel_words import HOST
+from lockstep.config.rules import Said, Translation, translate
 from lockstep.errors import ConfigError
 
 NEVER = 2**31 - 1
-
-OFFLOAD_TOGETHER = (
-    "{source} offloads one part of the state; here shards of parameters, gradients and optimizer state move to "
-    "host memory together."
-)
 
 
 def from_deepspeed(config: Any, where: str = "the DeepSpeed configuration") -> Translation:
@@ -35,18 +31,17 @@ def from_deepspeed(config: Any, where: str = "the DeepSpeed configuration") -> T
     if not isinstance(config, Mapping):
         raise ConfigError(f"{where} is of type {type(config).__name__}. Give a path or a mapping.")
     found = translate(KEYS, config, where)
-    says, warnings = finish(found)
-    return Translation(says, (*found.warnings, *warnings), found.rows)
+    return Translation(finish(found), found.warnings, found.rows)
 
 
-def finish(found: Translation) -> tuple[dict[str, Said], list[str]]:
-    """Settings that follow from several keys together, and warnings.
+def finish(found: Translation) -> dict[str, Said]:
+    """Settings that follow from several keys together.
 
     Raises:
         ConfigError: they contradict each other.
     """
     says = dict(found.says)
-    warnings = _offload(says, found.rows)
+    _offload(says)
     _precision(says)
     _loss_scale(says)
     if "activation_offload" in says:
@@ -58,15 +53,45 @@ def finish(found: Translation) -> tuple[dict[str, Said], list[str]]:
                 "DistributedDataParallelKwargs(comm_hook=...)."
             )
         del says["reduce"]  # DistributedDataParallel averages in the type of the parameters
-    return says, warnings
+    return says
 
 
-def _offload(says: Mapping[str, Said], rows: Iterable[Row]) -> list[str]:
-    """The warning where only one part of the state was to be offloaded."""
-    asked = [row.path for row in rows if "offload" in row.says]
-    if len(asked) != 1 or "zero" not in says or not says["zero"].value:
-        return []
-    return [OFFLOAD_TOGETHER.format(source=says["offload"].source)]
+def _offload(says: dict[str, Said]) -> None:
+    """Devices and folders of the two parts to ``offload`` and ``offload_to``."""
+    optimizer, param = (_offloaded(says, part) for part in ("optimizer", "param"))
+    if param is None or optimizer is None:
+        if param is not None or optimizer is not None:
+            word, (at, source) = (
+                ("params", param) if param is not None else ("optimizer", optimizer or ("", ""))
+            )
+            _say_offload(says, word, at, source)
+    elif param[0] == optimizer[0]:
+        _say_offload(says, "all", param[0], f"{param[1]} and {optimizer[1]}")
+    elif optimizer[0] == HOST:
+        _say_offload(says, "params", *param)  # with parameters in a folder, the rest is in host memory
+    else:
+        raise ConfigError(
+            f"{optimizer[1]} and {param[1]} name two places, but what is offloaded to a disk has one folder. Offload "
+            "both to it, or only one of them to disk and the optimizer to cpu."
+        )
+
+
+def _offloaded(says: dict[str, Said], part: str) -> tuple[str, str] | None:
+    """Where a part is offloaded to, and what says so."""
+    device, folder = says.pop(f"{part}_device", None), says.pop(f"{part}_folder", None)
+    if device is None:
+        return None
+    if device.value == HOST:
+        return HOST, device.source
+    if folder is None:
+        raise ConfigError(f"{device.source} has no folder. Set nvme_path beside it.")
+    return folder.value, f"{device.source} in {folder.value}"
+
+
+def _say_offload(says: dict[str, Said], word: str, at: str, source: str) -> None:
+    says["offload"] = Said(word, source)
+    if at != HOST:
+        says["offload_to"] = Said(at, source)
 
 
 def _precision(says: dict[str, Said]) -> None:

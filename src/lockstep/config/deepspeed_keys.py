@@ -16,14 +16,14 @@ LOGS = "name trackers in Accelerator(log_with=...)"
 PRINTS = "the script prints what it wants"
 NUMERICS = "the collective itself averages"
 FILES = "checkpoints have one form, which any number of processes can read"
-DISK = "there is no offload to disk"
+DISK = "what is offloaded to disk is read and written block by block, by threads of its own"
 COMPILE = "models are compiled with Accelerator(dynamo_backend=...)"
 SCALE = "torch halves the loss scale at each overflow, and has no lower bound"
 RECOMPUTE = "blocks are recomputed by torch's own checkpointing"
 
 OFFLOAD_PARAM: Table = {
-    "device": Used("offload", read.host_memory),
-    "nvme_path": Detail("device"),
+    "device": Used("param_device", read.offload_device),
+    "nvme_path": Used("param_folder", read.folder),
     "buffer_count": Detail("device"),
     "buffer_size": Detail("device"),
     "max_in_cpu": Detail("device"),
@@ -31,8 +31,8 @@ OFFLOAD_PARAM: Table = {
 }
 
 OFFLOAD_OPTIMIZER: Table = {
-    "device": Used("offload", read.host_memory),
-    "nvme_path": Detail("device"),
+    "device": Used("optimizer_device", read.offload_device),
+    "nvme_path": Used("optimizer_folder", read.folder),
     "buffer_count": Detail("device"),
     "pin_memory": NoEffect("memory is pinned where there is a GPU", (True,)),
     "pipeline": Detail("device"),
@@ -40,7 +40,7 @@ OFFLOAD_OPTIMIZER: Table = {
     "pipeline_write": Detail("device"),
     "fast_init": NoEffect("states are made in the first step"),
     "ratio": NoEffect("all of the state is offloaded", (1, 1.0)),
-    "super_offload": NoEffect("the step runs where the shards are"),
+    "super_offload": NoEffect("the step runs in host memory, while the next forward begins"),
     "cpuadam_cores_perc": NoEffect("OMP_NUM_THREADS says the number of threads", (0.8,)),
 }
 
@@ -60,9 +60,9 @@ ZERO: Table = {
     "offload_optimizer": OFFLOAD_OPTIMIZER,
     "zenflow": Refused("ZenFlow"),
     "sub_group_size": NoEffect("the optimizer steps over whole shards", (1_000_000_000,)),
-    "cpu_offload": Used("offload", read.switch),
-    "cpu_offload_params": Used("offload", read.switch),
-    "cpu_offload_param": Used("offload", read.switch),
+    "cpu_offload": Used("optimizer_device", read.offloaded_to_host),
+    "cpu_offload_params": Used("param_device", read.offloaded_to_host),
+    "cpu_offload_param": Used("param_device", read.offloaded_to_host),
     "cpu_offload_use_pin_memory": NoEffect("memory is pinned where there is a GPU", (True,)),
     "gather_16bit_weights_on_model_save": NoEffect("save_model always writes whole weights", (True, False)),
     "stage3_gather_fp16_weights_on_model_save": NoEffect(
@@ -81,7 +81,7 @@ ZERO: Table = {
     "override_module_apply": NoEffect("nn.Module.apply is left as it is", (True,)),
     "log_trace_cache_warnings": NoEffect("there is no trace of modules"),
     "enable_sanity_checks": NoEffect("ranks always compare their collectives"),
-    "save_muon_momentum_buffer_in_memory": NoEffect(DISK),
+    "save_muon_momentum_buffer_in_memory": NoEffect("all of the optimizer's state is in one place"),
     "leaf_module": {
         key: NoEffect("blocks are found, or named with blocks=")
         for key in ("classes", "names", "name_suffixes")

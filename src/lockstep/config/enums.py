@@ -66,6 +66,18 @@ class Activation(Word):
     OFFLOAD = "offload"
 
 
+class Offload(Word):
+    """What of a training state rests outside of the device, and is brought there when it is needed.
+
+    ``OPTIMIZER``: the optimizer's state. ``PARAMS``: parameters and gradients. ``ALL``: both.
+    """
+
+    NONE = "none"
+    OPTIMIZER = "optimizer"
+    PARAMS = "params"
+    ALL = "all"
+
+
 class Schedule(Word):
     """The order in which a pipeline's stages work on micro-batches, by the names of its papers.
 

@@ -62,7 +62,7 @@ KEYS: Table = {
         "backward always gathers one block ahead", ("backward_pre", "1", 1), read.word(PREFETCH_WORDS)
     ),
     "forward_prefetch": Used("forward_prefetch", read.switch),
-    "offload_params": Used("offload", read.switch),
+    "offload_params": Used("offload", read.offload_all),
     "state_dict_type": NoEffect(
         FILES, ("full_state_dict", "sharded_state_dict", "1", "3", 1, 3), read.word(STATE_WORDS)
     ),

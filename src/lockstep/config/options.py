@@ -191,6 +191,7 @@ def fit_to_world(options: Options, world_size: int) -> Options:
     Raises:
         ConfigError: batch sizes, or the groups of ``parallel``, do not fit this number.
     """
+    options.parallel.check_offload(world_size)
     batch = options.batch.solved(axes_of(options.parallel, world_size).data)
     steps = batch.accumulation or options.accumulation.num_steps
     return replace(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
-from lockstep.config.enums import Activation, CPMethod, QuantizedType, ReduceType, Schedule, Strategy
-from lockstep.config.parallel_words import PARSERS, SWITCHED_ON, known_word, text_of
+from lockstep.config.enums import Activation, CPMethod, Offload, QuantizedType, ReduceType, Schedule, Strategy
+from lockstep.config.parallel_words import HOST, PARSERS, SWITCHED_ON, known_word, text_of
 from lockstep.config.parallel_words import BlockRule as BlockRule
 from lockstep.config.values import shown
 from lockstep.errors import ConfigError
@@ -26,7 +28,14 @@ class Parallel:
       computation.
     - ``quantized_weights``: gather weights as 8-bit integers.
     - ``quantized_gradients``: average gradients as integers of this type.
-    - ``offload``: shards of parameters, gradients and optimizer state live in host memory.
+    - ``offload``: what rests outside of the device: ``optimizer`` (its state), ``params`` (parameters and
+      gradients), ``all`` (alone or true: the same), or ``none``. In several processes ``params`` and ``all``
+      need a stage of ZeRO, and it is shards that rest there.
+    - ``offload_to``: where that is: ``cpu`` (host memory), or a folder (without spaces in its path).
+    - ``offload_budget``: bytes (or a text such as ``4GB``) of parameters in the device's memory at once, where they are
+      brought there block by block; 0: four of the largest block.
+    - ``delayed_update``: with ``offload=optimizer``, a step is applied while the next forward and backward run
+      on the parameters from before it: one step late, and so another result.
     - ``forward_prefetch``: gather the next block's parameters before the current block runs.
     - ``activation``: what of a block's activations is kept for backward.
     - ``blocks``: names of the modules to shard and to recompute one by one: a class, a module's name, or
@@ -54,7 +63,10 @@ class Parallel:
     reduce: ReduceType | None = None
     quantized_weights: QuantizedType | None = None
     quantized_gradients: QuantizedType | None = None
-    offload: bool = False
+    offload: Offload = Offload.NONE
+    offload_to: str = HOST
+    offload_budget: int = 0
+    delayed_update: bool = False
     forward_prefetch: bool = False
     activation: Activation = Activation.NONE
     blocks: tuple[str, ...] | BlockRule = ()
@@ -130,13 +142,39 @@ class Parallel:
             value = getattr(self, field.name)
             if field.name == "strategy" or value == getattr(Parallel, field.name):
                 continue
-            words.append(field.name if value is True else f"{field.name}={text_of(value)}")
+            alone = value is True or value is Offload.ALL
+            words.append(field.name if alone else f"{field.name}={text_of(value)}")
         return " ".join(words) or "auto"
 
     @property
     def shards(self) -> bool:
         """Whether any stage of ZeRO is asked for."""
         return self.zero > 0
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer's state rests outside of the device; with parameters there, it does too."""
+        return self.offload is not Offload.NONE
+
+    @property
+    def offloads_params(self) -> bool:
+        """Whether parameters and gradients rest outside of the device."""
+        return self.offload in (Offload.PARAMS, Offload.ALL)
+
+    @property
+    def offload_folder(self) -> Path | None:
+        """The folder of ``offload_to``, with ``~`` resolved; None: host memory."""
+        return None if self.offload_to == HOST else Path(os.path.expanduser(self.offload_to))
+
+    @property
+    def params_folder(self) -> Path | None:
+        """The folder in which parameters and gradients rest, if they rest in one."""
+        return self.offload_folder if self.offloads_params else None
+
+    @property
+    def state_folder(self) -> Path | None:
+        """The folder in which the optimizer's state rests, if it rests in one."""
+        return None if self.offload is Offload.PARAMS else self.offload_folder
 
     @property
     def splits_model(self) -> bool:
@@ -185,6 +223,14 @@ class Parallel:
             )
         return size
 
+    def check_offload(self, world_size: int) -> None:
+        """Raise ConfigError unless ``world_size`` processes can offload what was asked for."""
+        if self.offloads_params and world_size > 1 and not self.shards:
+            raise ConfigError(
+                f"parallel='{self}' offloads whole parameters, which {world_size} processes would each hold. Add "
+                "zero=1, zero=2 or zero=3, or use offload=optimizer."
+            )
+
     def _check_together(self) -> None:
         if self.shards and self.strategy is not Strategy.AUTO:
             raise ConfigError(
@@ -199,11 +245,51 @@ class Parallel:
                 "drop hpz."
             )
         self._check_split()
+        self._check_offloaded()
         if not (
             self.blocks == () or self.shards or self.pp * self.cp > 1 or self.activation != Activation.NONE
         ):
             raise ConfigError(
                 "parallel: blocks are named, but nothing uses them. Add zero=... or activation=..., or drop blocks."
+            )
+
+    def _check_offloaded(self) -> None:
+        if self.offload is Offload.NONE:
+            for name in ("offload_to", "offload_budget", "delayed_update"):
+                if getattr(self, name) != getattr(Parallel, name):
+                    raise ConfigError(
+                        f"parallel: {name} says how to offload, but nothing is offloaded. Add offload=optimizer, "
+                        f"params or all, or drop {name}."
+                    )
+            return
+        if self.delayed_update and self.offload is not Offload.OPTIMIZER:
+            raise ConfigError(
+                f"parallel='{self}': delayed_update needs parameters on the device, which offload={self.offload} "
+                "takes away. Use offload=optimizer, or drop delayed_update."
+            )
+        if self.offload_budget and not self.offloads_params:
+            raise ConfigError(
+                f"parallel='{self}': offload_budget is for parameters that rest outside of the device, which "
+                f"offload={self.offload} keeps there. Use offload=params or all, or drop offload_budget."
+            )
+        if self.strategy is Strategy.DATA_PARALLEL:
+            raise ConfigError(
+                "parallel='dataparallel' copies whole models within one process, and offloads nothing. Drop offload, "
+                "or dataparallel."
+            )
+        axis = next((axis for axis in ("tp", "pp", "cp", "ep") if getattr(self, axis) > 1), None)
+        if axis is None:
+            return
+        if self.offload is Offload.OPTIMIZER or self.offload_to != HOST or axis == "ep":
+            word = "offload_to" if self.offload_to != HOST else "offload"
+            also = "" if axis == "ep" else ", or use a stage of ZeRO with offload=all to host memory"
+            raise ConfigError(
+                f"parallel='{self}': {word}={getattr(self, word)} goes with ddp and ZeRO only. Drop {axis}{also}."
+            )
+        if not self.shards:
+            raise ConfigError(
+                f"parallel='{self}': with {axis}, offload needs a stage of ZeRO. Add zero=1, zero=2 or zero=3, or "
+                "drop offload."
             )
 
     def _check_whole_between_stages(self) -> None:
@@ -246,6 +332,5 @@ _NEED_ZERO = (
     "reduce",
     "quantized_weights",
     "quantized_gradients",
-    "offload",
     "forward_prefetch",
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from lockstep.config.enums import Activation, CPMethod, QuantizedType, ReduceType, Schedule, Strategy
+from lockstep.config.enums import Activation, CPMethod, Offload, QuantizedType, ReduceType, Schedule, Strategy
+from lockstep.config.sizes import bytes_of
 from lockstep.config.values import parse_bool, parse_integer, shown, suggestion
 from lockstep.errors import ConfigError
 
@@ -14,6 +16,9 @@ BlockRule = Callable[[str, Any], bool]
 
 MOST_RANKS = 2**20
 TP_PLANS = ("auto", "transformers", "infer")
+HOST = "cpu"
+NOT_FOLDERS = ("auto", "cuda", "disk", "gpu", "host", "meta", "none", "nvme", "ram", "ssd")
+"""Words that are no places to offload to; ``./disk`` is a folder of that name."""
 
 
 def known_word(name: str, known: Collection[str]) -> str:
@@ -75,6 +80,34 @@ def _names(value: Any, origin: str) -> tuple[str, ...]:
     return tuple(names)
 
 
+def _offload(value: Any, origin: str) -> Offload:
+    """One of the words; a truth value is all or nothing."""
+    if isinstance(value, str) and value in Offload.list():
+        return Offload(value)
+    try:
+        return Offload.ALL if parse_bool(value, origin) else Offload.NONE
+    except ConfigError:
+        raise ConfigError(
+            f"{origin}={shown(value)} is not known.{suggestion(str(value), Offload.list())} "
+            f"Use one of {', '.join(Offload.list())}."
+        ) from None
+
+
+def _offload_to(value: Any, origin: str) -> str:
+    """``cpu``, or a folder as a text that stays one word in a line."""
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str) or not text or text.lower() in NOT_FOLDERS:
+        raise ConfigError(
+            f"{origin}={shown(value)} is neither cpu nor a folder. Name a folder on a disk, such as /scratch/offload."
+        )
+    if not text.isprintable() or any(character.isspace() for character in text):
+        raise ConfigError(
+            f"{origin}={shown(value)} has spaces or control characters, which end a word. Use a folder (or a link "
+            "to one) whose path has none."
+        )
+    return HOST if text.lower() == HOST else text
+
+
 def _tp_plan(value: Any, origin: str) -> str | tuple[tuple[str, str], ...] | None:
     if value is None or value in TP_PLANS:
         return None if value == "auto" else value
@@ -107,7 +140,10 @@ PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "reduce": _optional(_word(ReduceType)),
     "quantized_weights": _weights_type,
     "quantized_gradients": _weights_type,
-    "offload": parse_bool,
+    "offload": _offload,
+    "offload_to": _offload_to,
+    "offload_budget": bytes_of,
+    "delayed_update": parse_bool,
     "forward_prefetch": parse_bool,
     "activation": _word(Activation),
     "blocks": _blocks,
@@ -127,7 +163,8 @@ PARSERS: dict[str, Callable[[Any, str], Any]] = {
 
 # What a word means that stands alone.
 SWITCHED_ON = {
-    "offload": "true",
+    "offload": "all",
+    "delayed_update": "true",
     "forward_prefetch": "true",
     "sequence_parallel": "true",
     "loss_parallel": "true",

@@ -114,8 +114,8 @@ def from_deepspeed_plugin(plugin: Any) -> Translation:
     described = from_deepspeed(plugin.deepspeed_config, where)
     fields = {name: getattr(plugin, name, None) for name in OWN_FIELDS}
     own = translate(DEEPSPEED_KEYS, fields, "deepspeed_plugin")
-    says, warnings = finish(own)
-    warnings = [*described.warnings, *own.warnings, *warnings]
+    says = finish(own)
+    warnings = [*described.warnings, *own.warnings]
     rows = (*described.rows, *own.rows)
     return Translation(combine(described.says, says), tuple(dict.fromkeys(warnings)), rows)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -86,14 +87,27 @@ def dtype(value: Any, key: str) -> str:
     return DTYPE_WORDS[text]
 
 
-def host_memory(value: Any, key: str) -> bool | None:
-    """DeepSpeed's offload devices: True for ``cpu``, nothing for ``none``."""
-    if value == "nvme":
-        raise ConfigError(
-            f"{key}={shown(value)} asks for offload to disk, which is not available yet. Use cpu."
-        )
-    found: bool | None = word({"none": None, "cpu": True})(value, key)
-    return found
+offload_device = word({"none": None, "cpu": "cpu", "nvme": "nvme"})
+"""DeepSpeed's places for offloaded state; ``none`` says nothing."""
+
+
+def offloaded_to_host(value: Any, key: str) -> str | None:
+    """DeepSpeed's older switches, as a device."""
+    return "cpu" if truth(value, key) else None
+
+
+def offload_all(value: Any, key: str) -> str | None:
+    """FSDP's switch: where parameters rest, gradients and optimizer state do."""
+    return "all" if truth(value, key) else None
+
+
+def folder(value: Any, key: str) -> str | None:
+    """A path; an empty one and ``none`` are nothing said."""
+    if value in ("", "none"):
+        return None
+    if not isinstance(value, (str, os.PathLike)) or "\0" in str(value):
+        raise ConfigError(f"{key}={shown(value)} is not a path. Give the name of a folder.")
+    return str(value)
 
 
 def names(value: Any, key: str) -> tuple[str, ...] | None:

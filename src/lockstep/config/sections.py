@@ -70,10 +70,10 @@ LAUNCHER_KEY, HOSTFILE_KEY = "deepspeed_multinode_launcher", "deepspeed_hostfile
 # Accelerate's own names, in its file and its plugin
 DEEPSPEED_KEYS: Table = {
     "zero_stage": Used("zero", read.integer(0, 3)),
-    "offload_optimizer_device": Used("offload", read.host_memory),
-    "offload_param_device": Used("offload", read.host_memory),
-    "offload_optimizer_nvme_path": Detail("offload_optimizer_device"),
-    "offload_param_nvme_path": Detail("offload_param_device"),
+    "offload_optimizer_device": Used("optimizer_device", read.offload_device),
+    "offload_param_device": Used("param_device", read.offload_device),
+    "offload_optimizer_nvme_path": Used("optimizer_folder", read.folder),
+    "offload_param_nvme_path": Used("param_folder", read.folder),
     "gradient_accumulation_steps": Used("gradient_accumulation_steps", read.integer(1)),
     "gradient_clipping": Used("gradient_clipping", read.number),
     "zero3_init_flag": NoEffect(META),
@@ -100,18 +100,18 @@ def from_deepspeed_section(section: Mapping[str, Any], where: str) -> Translatio
     """
     own = translate(DEEPSPEED_KEYS, {key: value for key, value in section.items() if key != FILE_KEY}, where)
     _check_launcher(own.says, section, where)
-    says, warnings = finish(own)
+    says = finish(own)
     path = section.get(FILE_KEY)
     if path in (None, "none", ""):
         says.setdefault("zero", Said(DEFAULT_STAGE, f"DeepSpeed's default, stage {DEFAULT_STAGE} ({where})"))
-        return Translation(says, (*own.warnings, *warnings), own.rows)
+        return Translation(says, own.warnings, own.rows)
     if not isinstance(path, str):
         raise ConfigError(f"{where}: {FILE_KEY} is not a path. Give the name of a JSON file.")
     combine(
         says, from_deepspeed(path).says
     )  # only to see whether they agree: workers read the file themselves
     says[FILE_KEY] = Said(path, f"{FILE_KEY}={path} ({where})")
-    return Translation(says, (*own.warnings, *warnings), own.rows)
+    return Translation(says, own.warnings, own.rows)
 
 
 def _check_launcher(says: Mapping[str, Said], section: Mapping[str, Any], where: str) -> None:

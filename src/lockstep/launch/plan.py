@@ -330,6 +330,7 @@ def check_spread(
     spread, batch = spread_of(says), BatchSizes.of(says)
     for processes in sizes:
         spread.shard_size(processes)
+        spread.check_offload(processes)
         batch.solved(processes)
 
 

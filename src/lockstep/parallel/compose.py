@@ -1,7 +1,7 @@
 """The order in which a model is made ready: the one file that knows every strategy.
 
 blocks → stages (pp) → layers (tp) → experts (ep) → sequence (cp) → recompute → compile
-       → shard (zero), replicate (ddp) or mean of gradients → autocast
+       → shard (zero), parameters to host or disk (offload), replicate (ddp) or mean of gradients → autocast
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from lockstep.parallel.recompute import recompute
 from lockstep.parallel.replicate import data_parallel, distributed_data_parallel
 from lockstep.runtime.mesh import Meshes
 from lockstep.runtime.process import Runtime
+from lockstep.stream.homes import FileHomes
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +74,11 @@ def spread(
     if shards:
         model = _shard(model, blocks, runtime, options, is_filled=divides_weights)
         return autocast_forward(model, options.mixed_precision, runtime.device, options.autocast)
-    if is_on_meta(model):
+    if parallel.offloads_params:
+        _offload(model, runtime, options)
+    elif is_on_meta(model):
         materialize(model, runtime.device, options.init_weights, runtime.world_size)
-    if device_placement:
+    if device_placement and not parallel.offloads_params:
         model = model.to(runtime.device)
     model = autocast_forward(model, options.mixed_precision, runtime.device, options.autocast)
     if options.compile_options is not None and not divides_weights:
@@ -89,6 +92,17 @@ def spread(
     if runtime.world_size > 1:
         return distributed_data_parallel(model, runtime, options.ddp)
     return model
+
+
+def _offload(model: nn.Module, runtime: Runtime, options: ModelOptions) -> None:
+    """Keep the parameters in host memory or in a file. What computes with them brings them to the device."""
+    folder = options.parallel.params_folder
+    homes = None if folder is None else FileHomes((p.nbytes for p in model.parameters()), folder)
+    if homes is not None or is_on_meta(model):
+        host = torch.device("cpu")
+        materialize(model, host, options.init_weights, runtime.world_size, homes)
+    if homes is not None:
+        homes.close()
 
 
 def _refuse_hook(options: ModelOptions) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.errors import UsageError
+from lockstep.stream.homes import FileHomes
 
 InitWeights = Callable[[nn.Module], object]
 """Called with each module that has parameters or buffers of its own; fills these."""
@@ -58,15 +59,21 @@ class GroupValues:
     and an optimizer that holds them still does.
 
     A module none of whose tensors are on meta any more, as they are those of an earlier one, is not initialised
-    again.
+    again. ``homes``: where parameters are kept, once they have their values.
     """
 
     def __init__(
-        self, device: torch.device, initialisers: dict[nn.Module, InitWeights], world_size: int
+        self,
+        device: torch.device,
+        initialisers: dict[nn.Module, InitWeights],
+        world_size: int,
+        homes: FileHomes | None = None,
     ) -> None:
         self._device = device
         self._initialisers = initialisers
         self._world_size = world_size
+        self._homes = homes
+        self._at_home: set[int] = set()
 
     @torch.no_grad()
     def fill(self, modules: Iterable[nn.Module]) -> None:
@@ -88,7 +95,9 @@ class GroupValues:
             ):
                 self._initialisers[module](module)
                 made.append(module)
-        for module in made:
+            if self._homes is not None:
+                self._send_home(module, module in made)
+        for module in made if self._homes is None else ():
             _check_filled(module)
         tensors = {id(tensor): tensor for _, tensor in _tensors(modules)}.values()
         for tensor in tensors:
@@ -97,6 +106,16 @@ class GroupValues:
         if self._world_size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor.data, src=0)
+
+    def _send_home(self, module: nn.Module, was_made: bool) -> None:
+        """Move a module's parameters to where they are kept, before the next module's are made."""
+        assert self._homes is not None
+        if was_made:
+            _check_filled(module)
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in self._at_home:
+                parameter.data = self._homes.keep(parameter.data)
+                self._at_home.add(id(parameter))
 
     def _make(self, module: nn.Module) -> bool:
         """Whether a tensor of this module was made now."""
@@ -107,14 +126,21 @@ class GroupValues:
 
 
 def materialize(
-    model: nn.Module, device: torch.device, init_weights: InitWeights | None, world_size: int
+    model: nn.Module,
+    device: torch.device,
+    init_weights: InitWeights | None,
+    world_size: int,
+    homes: FileHomes | None = None,
 ) -> None:
     """Give a whole model values on ``device``, those of rank 0, where it is on meta. Collective.
+
+    With ``homes`` its parameters go there, module after module: no more than one is in memory besides.
 
     Raises:
         UsageError: nothing says how to initialise it, or an initialiser left values unset.
     """
-    GroupValues(device, initialisers(model, init_weights), world_size).fill(modules_inside_out(model))
+    values = GroupValues(device, initialisers(model, init_weights), world_size, homes)
+    values.fill(modules_inside_out(model))
 
 
 def modules_inside_out(model: nn.Module) -> list[nn.Module]:

@@ -25,6 +25,7 @@ from lockstep.config.enums import Activation
 from lockstep.errors import UsageError
 from lockstep.parallel.recompute_buffers import BuffersOnce
 from lockstep.parallel.subclass import Subclassed, subclass
+from lockstep.stream.activations import HostActivations
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +44,8 @@ def recompute(model: nn.Module, mode: Activation, blocks: dict[str, nn.Module]) 
     - ``SELECTIVE``: also the results of matrix products, convolutions, and attention without dropout. A graph
       serves one backward, also with ``retain_graph``.
     - ``OFFLOAD``: as ``FULL``; inputs on an accelerator that require a gradient are copied to pinned host
-      memory, without waiting. Others, which blocks often share (masks, positions), stay where they are. On
-      the CPU it is ``FULL``.
+      memory while the block computes, and come back while the block after it does in backward. Others, which
+      blocks often share (masks, positions), stay where they are. On the CPU it is ``FULL``.
 
     Other state that a forward changes, such as attributes, changes again in backward. A compiled block with
     running statistics can be called once before each backward: torch refuses a second call.
@@ -80,11 +81,12 @@ def recompute(model: nn.Module, mode: Activation, blocks: dict[str, nn.Module]) 
         )
         enable({"use_reentrant": False})  # type: ignore[operator]
         return model
+    around = _inputs_in_host_memory() if mode is Activation.OFFLOAD else nullcontext()
     classes: dict[type, type] = {}
     for block in blocks.values():
         cls = type(block)
         if cls not in classes:
-            classes[cls] = subclass(cls, RecomputedForward, _recompute_mode=mode)
+            classes[cls] = subclass(cls, RecomputedForward, _recompute_mode=mode, _around=around)
         block.__class__ = classes[cls]
     return model
 
@@ -97,6 +99,7 @@ class RecomputedForward(Subclassed):
 
     _attributes = ("_changed_buffers",)
     _recompute_mode: Activation
+    _around: AbstractContextManager[Any]  # entered for each call; of all blocks of a model
     _changed_buffers: set[str]
     training: bool
 
@@ -126,7 +129,7 @@ def _checkpointed(
         first, second = _selective_contexts()
         return first, _Both(buffers, second)
 
-    with _inputs_in_host_memory() if mode is Activation.OFFLOAD else nullcontext():
+    with block._around:  # for what ``checkpoint`` itself saves: within the block its own hooks are in force
         outputs = checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts)
     buffers.forget_unchanged()
     return outputs
@@ -237,21 +240,7 @@ def _without_autocast_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inputs_in_host_memory() -> torch.autograd.graph.saved_tensors_hooks:
-    """Applies to what ``checkpoint`` itself saves: within the block its own hooks are in force."""
-
-    def pack(tensor: torch.Tensor) -> Any:
-        if tensor.device.type == "cpu" or not tensor.requires_grad:
-            return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=True)
-        return tensor.device, host.copy_(tensor.detach(), non_blocking=True)
-
-    def unpack(packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        device, host = packed
-        return host.to(device, non_blocking=True)  # on the stream of the copy that filled it
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    return HostActivations()
 
 
 # -- transformers ----------------------------------------------------------------------------------------

@@ -37,8 +37,9 @@ from lockstep.parallel.materialize import (
     modules_inside_out,
 )
 from lockstep.parallel.quantized import quantize_collectives
-from lockstep.parallel.sharding import Sharding, sharding_of, synchronised_buffers
+from lockstep.parallel.sharding import Sharding, send_shards_home, sharding_of, synchronised_buffers
 from lockstep.runtime.process import Runtime
+from lockstep.stream.homes import FileHomes
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ def shard(
     to_fill = initialisers(model, options.init_weights)
     groups = _groups(model, blocks, runtime.is_main)
     _check_types(groups, options.is_filled)
+    homes = _homes(model, options)
     values = GroupValues(runtime.device, to_fill, sources)
     # In the order of construction, so that the same seed gives the values of a model that is built whole.
     outside = set(groups[model])
@@ -95,9 +97,14 @@ def shard(
             values.fill(waiting)
             values.fill(groups[module])
             _shard_group(module, groups[module], options, is_root=False)
+            if homes is not None:
+                send_shards_home(module, homes)
             waiting = []
     values.fill(waiting)
     _shard_group(model, groups[model], options, is_root=True)
+    if homes is not None:
+        send_shards_home(model, homes)
+        homes.close()
     whole = [parameter for parameter in model.parameters() if parameter.ndim == 0 and parameter.requires_grad]
     sharded = [module for module in model.modules() if hasattr(module, "set_requires_gradient_sync")]
     if options.mesh.device_type == "cpu":
@@ -135,6 +142,20 @@ def _shard_whole_tensors(model: nn.Module, state_dict: dict[str, Any], prefix: s
         given = state_dict.get(prefix + name)
         if isinstance(given, torch.Tensor) and given.shape == place.shape:
             state_dict[prefix + name] = shard_like(given, place)
+
+
+def _homes(model: nn.Module, options: ShardOptions) -> FileHomes | None:
+    """A file with room for this rank's shards, where they are to be in one."""
+    folder = options.parallel.params_folder
+    if folder is None:
+        return None
+    ranks = options.mesh.size(-1)
+    sharded = [parameter for parameter in model.parameters() if not _stays_whole(parameter)]
+    rows = (-(-parameter.shape[0] // ranks) for parameter in sharded)
+    return FileHomes(
+        [n * parameter.nbytes // parameter.shape[0] for n, parameter in zip(rows, sharded, strict=True)],
+        folder,
+    )
 
 
 def _reduce_unused(model: Any) -> None:
@@ -200,8 +221,12 @@ def _shard_group(module: nn.Module, members: list[nn.Module], options: ShardOpti
         "mesh": mesh,
         "reshard_after_forward": _reshard_after_forward(parallel, is_root),
         "ignored_params": set(filter(_stays_whole, before.values())),
-        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-        if parallel.offload
+        # a folder's shards are mapped files, which pinning would copy into memory
+        "offload_policy": CPUOffloadPolicy(
+            pin_memory=mesh.device_type != "cpu" and parallel.params_folder is None
+        )
+        # an optimizer that steps in host memory needs its shards there
+        if parallel.offloads_params or (parallel.offloads_optimizer and mesh.device_type != "cpu")
         else OffloadPolicy(),
     }
     if any(map(is_dtensor, before.values())):

@@ -12,6 +12,7 @@ from torch import nn
 
 from lockstep.comm.dtensor import local
 from lockstep.errors import UsageError
+from lockstep.stream.homes import FileHomes
 
 BROADCAST_BYTES = 250 * 2**20  # of one message, as in DDP
 
@@ -198,6 +199,20 @@ def parameter_groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     many = getattr(state, "_fsdp_param_groups", None)
     return [group for group in ([state._fsdp_param_group] if many is None else many) if group is not None]
+
+
+@torch.no_grad()
+def send_shards_home(module: Any, homes: FileHomes) -> None:
+    """Keep this rank's shards of a sharded module's own parameters in ``homes``.
+
+    torch looks for a shard at three places (private), which must go on to share their memory.
+    """
+    for group in parameter_groups(module):
+        for parameter in group.fsdp_params:
+            kept = homes.keep(parameter._sharded_param_data)
+            whole = parameter.sharded_param._local_tensor
+            parameter._sharded_param_data = kept
+            parameter.sharded_param._local_tensor = kept[: whole.numel()].view(whole.shape)
 
 
 def name_of(parameter: Any, names: Mapping[int, str]) -> str:

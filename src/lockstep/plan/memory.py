@@ -14,15 +14,20 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from lockstep.config.checks import MAX_ACCUMULATION_STEPS, MAX_PROCESSES
-from lockstep.config.enums import Strategy
+from lockstep.config.enums import Offload, Strategy
 from lockstep.config.parallel import Parallel
 from lockstep.config.values import parse_integer, shown, suggestion
 from lockstep.errors import ConfigError
 from lockstep.plan.dtypes import BYTES, dtypes
+from lockstep.plan.homes import Homes, Place, homes
 from lockstep.plan.size import ModelSize
 from lockstep.plan.traffic import Traffic, sent_bytes
 
 FP32 = 4
+STREAMED_BLOCKS = 4
+"""Blocks of offloaded weights on the device: the one in use, two on their way, and the one that was in use."""
+STAGED_BLOCKS = 3
+"""Blocks of a state on disk that are in host memory while the optimizer steps: read, stepped, written."""
 
 OPTIMIZERS = {
     "adamw": 8,
@@ -43,11 +48,14 @@ OPTIMIZERS = {
 class MemoryRow:
     """Bytes of state on one of ``ranks`` ranks, and what it sends in a step.
 
-    From one step to the next: ``weights``, ``gradients`` (until ``zero_grad``), ``optimizer``, and DDP's
-    ``buckets``. They lie in host memory if ``on_host``. Within a step, on the device: ``gathered_weights``,
+    From one step to the next: ``weights``, ``gradients`` (until ``zero_grad``), ``optimizer``, DDP's
+    ``buckets``, and ``copies`` (with ``offload=optimizer``: the weights that the host steps). ``homes`` says where
+    they lie. Within a step, on the device: ``gathered_weights`` (offloaded without ZeRO: those that are streamed),
     ``kept_weights`` (hpz), ``unreduced_gradients`` (stage 1: whole ones; ``replicate``: shards without the other
     replicas' part), ``block_gradients`` and ``averaged_gradients`` (``replicate``: what was averaged over the
-    replicas, which torch keeps until backward ends). ``textbook`` is what the paper's formula gives.
+    replicas, which torch keeps until backward ends); on the host: ``staging``, for what comes from and goes to a
+    disk, and ``fetched`` (with ``offload=optimizer``: gradients that the host steps with). ``textbook`` is what the
+    paper's formula gives.
     """
 
     ranks: int
@@ -55,29 +63,51 @@ class MemoryRow:
     gradients: int
     optimizer: int
     buckets: int = 0
+    copies: int = 0
     gathered_weights: int = 0
     kept_weights: int = 0
     unreduced_gradients: int = 0
     block_gradients: int = 0
     averaged_gradients: int = 0
-    on_host: bool = False
+    staging: int = 0
+    fetched: int = 0
+    homes: Homes = field(default_factory=Homes)
     textbook: int = 0
     sent: Traffic = field(default_factory=Traffic)
 
     @property
     def at_rest(self) -> int:
-        """After a step, on device and host together."""
-        return self.weights + self.gradients + self.optimizer + self.buckets
+        """After a step, on device, host and disk together."""
+        return self.weights + self.gradients + self.optimizer + self.buckets + self.copies
 
     @property
     def host(self) -> int:
         """After a step, on the host."""
-        return self.at_rest if self.on_host else 0
+        return self._at(Place.HOST)
+
+    @property
+    def disk(self) -> int:
+        """After a step, on the disk."""
+        return self._at(Place.DISK)
 
     @property
     def device(self) -> int:
         """After a step, on the device."""
-        return self.at_rest - self.host
+        return self._at(Place.DEVICE) + self.buckets
+
+    @property
+    def host_peak(self) -> int:
+        """What is on the host within a step."""
+        return self.host + self.staging + self.fetched
+
+    def on_device(self, part: str) -> int:
+        """Bytes of ``weights``, ``gradients`` or ``optimizer`` that rest on the device."""
+        size: int = getattr(self, part)
+        return size if getattr(self.homes, part) is Place.DEVICE else 0
+
+    def _at(self, place: Place) -> int:
+        parts = ("weights", "gradients", "optimizer", "copies")
+        return sum(getattr(self, part) for part in parts if getattr(self.homes, part) is place)
 
     @property
     def peak(self) -> int:
@@ -86,7 +116,7 @@ class MemoryRow:
         Unreduced gradients turn into (averages and) shards block by block, so that only the larger side counts.
         That holds when ``zero_grad`` frees the shards (``set_to_none=True``, the default).
         """
-        shards = 0 if self.on_host else self.gradients
+        shards = self.on_device("gradients")
         within = self.gathered_weights + self.kept_weights + self.block_gradients
         gradients = max(shards + self.averaged_gradients, self.unreduced_gradients)
         return self.device - shards + gradients + within
@@ -102,6 +132,7 @@ def state_bytes(
     *,
     block: int = 0,
     root: int = 0,
+    unit: int = 0,
     micro_batches: int = 1,
 ) -> MemoryRow:
     """The state of a model with ``parameters`` parameters on one of ``ranks`` ranks.
@@ -117,10 +148,18 @@ def state_bytes(
 
     All stages hold one block's gradients, and their copy that is being averaged.
 
+    ``offload`` moves what is at rest to host memory or to a disk (``plan/homes.py``). The device is taken to be an
+    accelerator. Where it is a CPU, its memory is the host's, without ``fetched``, and with ``copies`` only where there
+    is ``delayed_update``.
+    Parameters offloaded in one process are on the device for ``STREAMED_BLOCKS`` units at a time, or as many as
+    ``offload_budget`` has room for.
+
     Args:
         trainable: how many of the parameters get gradients; None: all.
         block: parameters of the largest block; 0: blocks are not counted.
         root: parameters in no block, which stay gathered from forward to backward.
+        unit: the most parameters that are streamed at once: a block, or a module in none. 0: the larger of block and
+            root.
         micro_batches: batches in a window of accumulation.
 
     Raises:
@@ -130,6 +169,7 @@ def state_bytes(
     size = ModelSize(parameters, parameters if trainable is None else trainable, block, root)
     parse_integer(ranks, "ranks", 1, MAX_PROCESSES)
     parse_integer(micro_batches, "micro_batches", 1, MAX_ACCUMULATION_STEPS)
+    unit = parse_integer(unit, "unit", 0, parameters) or max(block, root)
     if parallel.strategy is Strategy.DATA_PARALLEL and ranks > 1:
         raise ConfigError(
             f"parallel='dataparallel' is one process, but there are {ranks}. Use parallel='ddp' or a stage of ZeRO."
@@ -139,6 +179,7 @@ def state_bytes(
             f"parallel='{parallel}': the table counts data parallel and ZeRO only. Drop tp, pp, cp and ep here."
         )
     state = _optimizer_bytes(optimizer)
+    parallel.check_offload(ranks)
     sharded = parallel.shards and ranks > 1
     shard = parallel.shard_size(ranks) if sharded else 1
     weights, trained = math.ceil(Fraction(size.parameters, shard)), math.ceil(Fraction(size.trainable, shard))
@@ -147,12 +188,18 @@ def state_bytes(
         weights=FP32 * weights,
         gradients=FP32 * trained,
         optimizer=state * trained,
+        copies=FP32 * trained if parallel.offload is Offload.OPTIMIZER else 0,
+        fetched=FP32 * trained if parallel.offload is Offload.OPTIMIZER else 0,
+        homes=homes(parallel),
         textbook=_textbook(size, shard, parallel, mixed_precision, state),
         sent=sent_bytes(size, ranks, parallel, mixed_precision, micro_batches),
     )
+    row = replace(row, staging=_staging(row, size, unit))
     if sharded:
         return _within_step(row, size, shard, parallel, dtypes(parallel, mixed_precision), micro_batches)
-    return row if ranks == 1 else replace(row, buckets=FP32 * size.trainable)
+    if ranks > 1:
+        return replace(row, buckets=FP32 * size.trainable)
+    return _streamed(row, size, unit, parallel.offload_budget) if parallel.offloads_params else row
 
 
 def textbook_bytes(
@@ -178,6 +225,19 @@ def _textbook(size: ModelSize, shard: int, parallel: Parallel, mixed_precision: 
     )
 
 
+def _staging(row: MemoryRow, size: ModelSize, unit: int) -> int:
+    """Host memory for blocks on their way to a disk and back: all of a block's parts that rest there."""
+    share = Fraction(min(STAGED_BLOCKS * unit, size.parameters), size.parameters)
+    return math.ceil(share * row.disk)
+
+
+def _streamed(row: MemoryRow, size: ModelSize, unit: int, budget: int) -> MemoryRow:
+    """With what is on the device while the parameters of one process are offloaded."""
+    weights = min(budget or FP32 * STREAMED_BLOCKS * unit, FP32 * size.parameters)
+    gradients = FP32 * min(2 * unit, size.trainable)  # of one block, and of the one on its way to the host
+    return replace(row, gathered_weights=weights, block_gradients=gradients)
+
+
 def _within_step(
     row: MemoryRow, size: ModelSize, shard: int, parallel: Parallel, types: dict[str, str], micro_batches: int
 ) -> MemoryRow:
@@ -192,7 +252,7 @@ def _within_step(
     elif parallel.replicate > 1 and micro_batches > 1:
         unreduced = Fraction(size.trainable, shard) * averaged
     # Averages in fp32 on the device are the shards themselves.
-    copied = parallel.replicate > 1 and (averaged != FP32 or parallel.offload)
+    copied = parallel.replicate > 1 and (averaged != FP32 or not row.on_device("gradients"))
     return replace(
         row,
         gathered_weights=math.ceil(weights * gathered),
@@ -200,7 +260,6 @@ def _within_step(
         unreduced_gradients=math.ceil(unreduced),
         block_gradients=math.ceil(min(size.block, size.trainable) * (unsharded + averaged)),
         averaged_gradients=math.ceil(Fraction(size.trainable, shard) * averaged) if copied else 0,
-        on_host=parallel.offload,
     )
 
 

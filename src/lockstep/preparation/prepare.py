@@ -31,6 +31,7 @@ from lockstep.preparation.checks import (
 )
 from lockstep.preparation.described import SCHEDULERS, build_described
 from lockstep.preparation.first_forward import FirstForward
+from lockstep.preparation.offload import Offload
 from lockstep.preparation.shards import Shards
 from lockstep.runtime.mesh import Meshes
 from lockstep.runtime.process import Runtime
@@ -76,6 +77,7 @@ class Preparation:
             loss_is_scaled=scaler is not None,
         )
         self._forward_seen = False
+        self.offload = Offload(options.parallel, runtime.device, communicator)
         self._wholes: dict[int, Whole] = {}
         self.models: list[nn.Module] = []
         self.optimizers: list[PreparedOptimizer] = []
@@ -125,6 +127,7 @@ class Preparation:
         refuse_replicas(model)
         self._shards.refuse_shared_parameters(model)
         options = self._options
+        self.offload.check_budget(model, self._meshes.axes.shard)
         whole = _whole(model) if self._meshes.axes.pp > 1 else None
         before = dict(model.named_parameters(remove_duplicate=False))
         prepared = spread(
@@ -147,6 +150,7 @@ class Preparation:
         if is_pipeline(prepared):
             pipeline: Any = prepared
             pipeline.on_settled(lambda: self._take_over(prepared, until_settled.pop()))
+        self.offload.add_model(prepared)
         if not self._forward_seen:
             FirstForward(prepared, self.forward_was_seen)
         self._seen.add(model, prepared)  # not before: what was refused may be mended and prepared again
@@ -162,6 +166,7 @@ class Preparation:
 
     def training(self, further: dict[str, list[Any]]) -> Training:
         """What a checkpoint is made of: the prepared objects and ``further`` ones."""
+        self.offload.finish()
         meshes = self._meshes
         place = Place(meshes.data_rank, meshes.data_size, meshes.gradient_rank, meshes.gradient_size)
         return Training(
@@ -297,6 +302,7 @@ class Preparation:
         check_called(self.models, self._forward_seen)
 
     def clear(self) -> None:
+        self.offload.clear()
         self._seen.clear()
         self._shards.clear()
         self._wholes.clear()
@@ -320,10 +326,10 @@ class Preparation:
         self._forward_seen = True
 
     def _check_parameters(self, optimizer: Optimizer) -> None:
-        if self._runtime.world_size == 1:
-            return
-        self._shards.reshard()
-        check_trained(optimizer, self.parameters())
+        if self._runtime.world_size > 1:
+            self._shards.reshard()
+            check_trained(optimizer, self.parameters())
+        self.offload.take_over(optimizer)
 
 
 def _whole(model: nn.Module) -> Whole:

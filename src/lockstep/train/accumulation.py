@@ -60,6 +60,8 @@ class Accumulation:
     def _note_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepped_after[optimizer] = self._backwards
 
+    _note_step.reads_no_parameter = True  # type: ignore[attr-defined]  # so that an offloaded step need not be over
+
     @property
     def ranks_step_together(self) -> bool:
         """Whether every rank makes the next step, on the same gradients."""

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils import clip_grads_with_norm_
 
 from lockstep.comm.dtensor import local, total_norm
+from lockstep.stream.gradients.clipping import scale_offloaded
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
@@ -47,7 +47,7 @@ def clip_norm(
         device = parameters[0].device if parameters else norm.device
         norm = _norm_over(norm.to(device), float(norm_type), others.group)
     if window_ended:
-        clip_grads_with_norm_(_local_gradients(parameters), max_norm, norm)
+        scale_offloaded((p.grad for p in parameters if p.grad is not None), max_norm, norm)
     return norm
 
 

@@ -45,6 +45,22 @@ from lockstep.config.handlers import (
 from lockstep.config.parallel import Parallel
 from lockstep.config.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from lockstep.parallel.prepared import extract_model_from_parallel, is_compiled_module
+from lockstep.placement.device_map import infer_auto_device_map
+from lockstep.placement.loading import load_checkpoint_in_model
+from lockstep.placement.memory import get_balanced_memory, get_max_memory
+from lockstep.placement.seats import check_device_map
+from lockstep.placement.sizes import (
+    compute_module_sizes,
+    compute_module_total_buffer_size,
+    get_max_layer_size,
+)
+from lockstep.placement.state import (
+    align_module_device,
+    get_state_dict_offloaded_model,
+    has_offloaded_params,
+    offload_state_dict,
+)
+from lockstep.placement.ties import find_tied_parameters
 from lockstep.runtime.available import *  # noqa: F403  (is_<package>_available)
 from lockstep.runtime.environ import clear_environment, patch_environment, str_to_bool
 from lockstep.runtime.memory import clear_device_cache, find_executable_batch_size, release_memory
@@ -79,21 +95,34 @@ __all__ = [
     "ProjectConfiguration",
     "RNGType",
     "TorchDynamoPlugin",
+    "align_module_device",
     "broadcast",
     "broadcast_object_list",
+    "check_device_map",
     "clear_device_cache",
     "clear_environment",
+    "compute_module_sizes",
+    "compute_module_total_buffer_size",
     "concatenate",
     "convert_to_fp32",
     "extract_model_from_parallel",
     "find_batch_size",
     "find_executable_batch_size",
+    "find_tied_parameters",
     "gather",
     "gather_object",
+    "get_balanced_memory",
+    "get_max_layer_size",
+    "get_max_memory",
+    "get_state_dict_offloaded_model",
+    "has_offloaded_params",
+    "infer_auto_device_map",
     "is_compiled_module",
     "is_torch_tensor",
     "listify",
     "load",
+    "load_checkpoint_in_model",
+    "offload_state_dict",
     "pad_across_processes",
     "patch_environment",
     "recursively_apply",

@@ -13,15 +13,17 @@ from lockstep.comm.dtensor import local
 from lockstep.comm.tree import leaves
 from lockstep.parallel.prepared import gradients
 from lockstep.parallel.sharding import sharding_of
+from lockstep.stream.direct import region_of
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on this rank, on device and host together."""
+    """Bytes on this rank, on device, host and disk together; ``on_disk``: those of them in files of ``offload_to``."""
 
     weights: int
     gradients: int
     optimizer: int
+    on_disk: int = 0
 
     @property
     def total(self) -> int:
@@ -36,18 +38,20 @@ def count_state(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) ->
     buckets, activations.
     """
     models = list(models)
-    state = (
-        value
-        for optimizer in optimizers
-        for values in optimizer.state.values()
-        for value in leaves(values).values()
-        if isinstance(value, torch.Tensor)
+    kinds = (
+        [parameter for model in models for parameter in _kept(model)],
+        [gradient for model in models for gradient in gradients(model)],
+        [
+            value
+            for optimizer in optimizers
+            for values in optimizer.state.values()
+            for value in leaves(values).values()
+            if isinstance(value, torch.Tensor)
+        ],
     )
-    return StateBytes(
-        weights=_bytes(parameter for model in models for parameter in _kept(model)),
-        gradients=_bytes(gradient for model in models for gradient in gradients(model)),
-        optimizer=_bytes(state),
-    )
+    weights, gradient, state = (_bytes(tensors) for tensors in kinds)
+    on_disk = _bytes(t for tensors in kinds for t in tensors if region_of(local(t)) is not None)
+    return StateBytes(weights, gradient, state, on_disk)
 
 
 def _kept(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -275,7 +275,11 @@ JSON_LEAVES: dict[tuple[str, ...], tuple[str, dict[str, Any], tuple[str, ...]]] 
     ("zero_optimization", "overlap_comm"): ("", {"true": ANY}, ()),
     ("zero_optimization", "offload_optimizer"): (
         "offload",
-        {'{"device": "cpu"}': True, '{"device": "none"}': ANY},
+        {
+            '{"device": "cpu"}': "optimizer",
+            '{"device": "nvme", "nvme_path": "/scratch"}': "optimizer",
+            '{"device": "none"}': ANY,
+        },
         ('{"device": "nvme"}', '{"device": "moon"}', '{"devise": "cpu"}', '"cpu"', "7"),
     ),
     ("zero_optimization", "zero_hpz_partition_size"): ("hpz", {"1": ANY}, ("-1", '"x"', "1.5")),

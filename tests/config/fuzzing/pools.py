@@ -216,7 +216,7 @@ PARALLEL_LINES = words(
         "'zero=2 activation=full'": {"zero": 2, "activation": "full"},
         "ddp": {"strategy": "ddp"},
         "tp=2": {"tp": 2},
-        "'zero=3 offload'": {"zero": 3, "offload": True},
+        "'zero=3 offload'": {"zero": 3, "offload": "all"},
         "auto": {},
     },
     "zero=4",
@@ -329,7 +329,7 @@ FSDP: dict[str, Pool] = {
     "fsdp_auto_wrap_policy": words(
         {"TRANSFORMER_BASED_WRAP": ANY, "SIZE_BASED_WRAP": ANY}, "MAGIC_WRAP", "7"
     ),
-    "fsdp_offload_params": words({"true": True, "false": ANY}, "maybe", "[true]", "7"),
+    "fsdp_offload_params": words({"true": "all", "false": ANY}, "maybe", "[true]", "7"),
     "fsdp_forward_prefetch": words({"true": True, "false": ANY}, "maybe", "{a: 1}"),
     "fsdp_state_dict_type": words(
         {"SHARDED_STATE_DICT": ANY, "FULL_STATE_DICT": ANY}, "SOME_STATE_DICT", "[]x"
@@ -347,7 +347,7 @@ FSDP_SAYS = {
 
 DEEPSPEED: dict[str, Pool] = {
     "zero_stage": words({"1": 1, "2": 2, "3": 3, "'3'": 3}, "4", "-1", "x", "1.5", "[2]", "true"),
-    "offload_optimizer_device": words({"none": ANY, "cpu": True}, "nvme", "disk", "[cpu]", "1.5"),
+    "offload_optimizer_device": words({"none": ANY, "cpu": "optimizer"}, "nvme", "disk", "[cpu]", "1.5"),
     "gradient_clipping": words({"1.0": 1.0, "'0.5'": 0.5}, "-1", ".nan", "much", "[1]", "true"),
     "gradient_accumulation_steps": integers(1, 4),
     "zero3_init_flag": words({"false": ANY, "true": "warned"}, "{a"),

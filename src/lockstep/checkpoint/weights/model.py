@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from lockstep.config.values import shown
-from lockstep.errors import ConfigError, UsageError
+from lockstep.config.sizes import bytes_of
+from lockstep.errors import UsageError
 from lockstep.runtime import process
 
 WEIGHTS = "model.safetensors"
@@ -19,16 +18,6 @@ INDEX = "model.safetensors.index.json"
 # What scripts import for files that others wrote.
 PICKLED_WEIGHTS = "pytorch_model.bin"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
-_UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
 
 
 def refuse_pickle(method: str, safe_serialization: bool) -> None:
@@ -78,14 +67,7 @@ def write_weights(
 
 def parse_size(size: int | str) -> int:
     """Bytes of ``size``: a positive integer, or a text such as ``"10GB"`` or ``"512MiB"``."""
-    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([KMGT]?I?B?)\s*", str(size)[:80].upper())
-    factor = _UNITS.get(match[2]) if match else None
-    number = int(float(match[1]) * factor) if match and factor else 0
-    if number < 1:
-        raise ConfigError(
-            f"max_shard_size={shown(size)} is not a size. Pass a number of bytes or a text such as '10GB' or '512MiB'."
-        )
-    return number
+    return bytes_of(size, "max_shard_size", at_least=1)
 
 
 def _without_ties(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,127 @@
+"""A model of transformers from its configuration, without values and without code of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config.json_file import MAX_BYTES, parse_json
+from lockstep.config.values import shown, suggestion
+from lockstep.errors import ConfigError, MissingExtraError, UsageError
+from lockstep.plan.estimate_import import last_line
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MOST_MODULES = 100_000  # of layers, or of experts in one: each is an object here
+QUANTIZED = (
+    "Its weights are quantised, which a configuration alone does not show here: name its files of weights."
+)
+LARGEST = 2**40  # of any other number
+
+
+def configuration(path: Path) -> Path:
+    """The ``config.json`` that a path means.
+
+    Raises:
+        UsageError: it means none.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file() or file.suffix != ".json":
+        what = "has no config.json" if path.is_dir() else "is no .json file"
+        raise UsageError(
+            f"{path} {what}, which would say what its model is. Name a folder or file of weights (without --batch), a "
+            "config.json, or module:Class (path/to/file.py:Class)."
+        )
+    return file
+
+
+def built_from_config(path: Path) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model that a ``config.json`` describes, on the meta device: of its ``architectures``, or a causal language
+    model, or else the base model of its type. And notes of what was left out.
+
+    Raises:
+        ConfigError: the file is no configuration, or its numbers cannot be those of a model.
+        UsageError: its type is not known, needs code of its own, or the model cannot be built.
+        MissingExtraError: transformers is not installed.
+    """
+    data = _read(path)
+    try:
+        import torch
+        import transformers
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except ImportError:
+        raise MissingExtraError("Building a model from its config.json", "transformers", "examples") from None
+    kind = data.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        own = " It comes with code of its own, which is not run." if "auto_map" in data else ""
+        near = suggestion(str(kind), CONFIG_MAPPING)
+        raise UsageError(
+            f"{path}: model_type={shown(kind)} is none that transformers {transformers.__version__} has.{own}{near} "
+            "Name its class as module:Class, or its files of weights."
+        )
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            config = CONFIG_MAPPING[kind].from_dict(data)
+            with torch.device("meta"):
+                model = _model(config, data, path)
+            dtype = getattr(config, "dtype", None)
+            notes = (QUANTIZED,) if data.get("quantization_config") else ()
+            return (model.to(dtype) if isinstance(dtype, torch.dtype) else model), notes
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(
+                f"{path}: transformers cannot build this {kind}: {last_line(error)} Correct the configuration."
+            ) from error
+
+
+def _model(config: Any, data: dict[str, Any], path: Path) -> nn.Module:
+    import transformers
+
+    names = data.get("architectures") or ()
+    for name in names if isinstance(names, (list, tuple)) else (names,):
+        found = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            made: nn.Module = found(config)
+            return made
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+        if type(config) in auto._model_mapping:
+            built: nn.Module = auto.from_config(config, trust_remote_code=False)
+            return built
+    raise UsageError(
+        f"{path}: transformers has no model for architectures={shown(names)} of type {config.model_type}. Name its "
+        "class as module:Class."
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            content = file.read(64 * MAX_BYTES + 1)
+        data = parse_json(content.decode("utf-8-sig"), str(path))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}. Check its path.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text. Name the config.json of a model.") from None
+    _check_numbers(data, path)
+    return data
+
+
+def _check_numbers(data: Any, path: Path, name: str = "") -> None:
+    """Raise ConfigError for numbers that no model has; with so many layers, building it would not end."""
+    if isinstance(data, dict):
+        for key, value in data.items():
+            _check_numbers(value, path, str(key))
+    elif isinstance(data, list):
+        for value in data:
+            _check_numbers(value, path, name)
+    elif isinstance(data, int) and not isinstance(data, bool):
+        counts = any(word in name for word in ("layer", "expert", "depth", "block")) and "dim" not in name
+        most = MOST_MODULES if counts else LARGEST
+        if abs(data) > most:
+            raise ConfigError(
+                f"{path}: {name}={shown(data)} is more than {most}, which no model has. Correct it."
+            )

@@ -1,0 +1,125 @@
+"""Find and count the model that ``lockstep estimate`` is asked about. Nothing is downloaded, no weights are made.
+
+Imports torch, and transformers for a configuration, when it is called.
+"""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config.values import shown
+from lockstep.errors import UsageError
+from lockstep.plan.estimate_files import facts_of_files
+from lockstep.plan.estimate_model import Elements, ModelFacts, added
+
+if TYPE_CHECKING:
+    from torch import nn
+
+NO_BLOCKS = "It has no blocks: zero=3 gathers all of it at once, and each module is streamed by itself."
+WEIGHTS = (".safetensors", ".index.json", "pytorch_model.bin")
+
+
+def facts_of(
+    text: str, arguments: Mapping[str, Any] | None = None, batch: int = 0, sequence: int = 0
+) -> ModelFacts:
+    """Count ``text``: a module path, a configuration of transformers, or weights in files.
+
+    ``arguments``: of what a module path names. ``batch``, ``sequence``: of one micro-batch; with both, activations
+    are counted too.
+
+    Raises:
+        UsageError: there is no such model, it cannot be built, or activations cannot be counted.
+        ConfigError: a configuration cannot be read.
+        CheckpointError: a file of weights is damaged.
+    """
+    path = Path(os.path.expanduser(text))
+    is_path = os.path.exists(path)
+    if arguments and (is_path or ":" not in text):
+        raise UsageError(
+            f"--args are for a class or function, which {shown(text)} is not. Drop them, or name module:Class."
+        )
+    weights = is_path and _has_weights(path)
+    if weights and not batch:
+        return facts_of_files(path)
+    if is_path:
+        from lockstep.plan.estimate_config import built_from_config, configuration
+
+        model, notes = built_from_config(configuration(path))
+        facts = _facts(model, text, "transformers config", batch, sequence)
+        return replace(facts, notes=(*facts.notes, *notes))
+    if not all(text.rpartition(":")):
+        raise UsageError(
+            f"{shown(text, 100)} is no file or folder, and no module:Class. Name one of these; a model of a hub is "
+            "downloaded first."
+        )
+    return _facts(_module(text, arguments or {}), text, "module", batch, sequence)
+
+
+def _has_weights(path: Path) -> bool:
+    if path.is_dir():
+        return any(entry.name.endswith(WEIGHTS) for entry in path.iterdir())
+    return path.name.endswith(WEIGHTS)
+
+
+def _module(text: str, arguments: Mapping[str, Any]) -> nn.Module:
+    import torch
+
+    from lockstep.plan.estimate_import import call_factory
+
+    with torch.device("meta"):
+        made = call_factory(text, arguments)
+    if not isinstance(made, torch.nn.Module):
+        raise UsageError(
+            f"{shown(text, 100)} gives a {type(made).__name__}, not a torch.nn.Module. Name a class of modules, or a "
+            "function that returns one."
+        )
+    return made
+
+
+def _facts(model: nn.Module, name: str, kind: str, batch: int, sequence: int) -> ModelFacts:
+    from torch import nn
+
+    from lockstep.parallel.blocks import find_blocks, shared_parameters
+    from lockstep.stream.units import find_units
+
+    if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise UsageError(
+            f"{shown(name, 100)} has lazy modules, whose sizes are known after a first forward only. Give them sizes."
+        )
+    blocks = find_blocks(model)
+    shared = {block for names in shared_parameters(model, blocks).values() for block in names}
+    sizes = {
+        block: sum(parameter.numel() for parameter in module.parameters())
+        for block, module in blocks.items()
+        if block not in shared
+    }
+    parameters = added(_elements(parameter) for parameter in model.parameters())
+    activations = None
+    if batch:
+        from lockstep.plan.estimate_activations import count_activations
+
+        activations = count_activations(model, blocks, batch, sequence)
+    return ModelFacts(
+        name=name,
+        kind=kind,
+        parameters=parameters,
+        buffers=added(_elements(buffer) for buffer in model.buffers()),
+        trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        blocks=len(blocks),
+        block=max(sizes.values(), default=0),
+        root=sum(parameters.values()) - sum(sizes.values()),
+        units={
+            unit.name or "the model": added(map(_elements, unit.tensors.values()))
+            for unit in find_units(model, blocks)
+        },
+        notes=() if blocks else (NO_BLOCKS,),
+        activations=activations,
+    )
+
+
+def _elements(tensor: Any) -> Elements:
+    return {str(tensor.dtype).removeprefix("torch."): tensor.numel()}

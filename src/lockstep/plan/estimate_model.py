@@ -1,0 +1,126 @@
+"""What of a model decides how much memory it needs: elements by dtype, blocks, and what moves at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+Elements = Mapping[str, int]
+"""Number of elements by the name of their dtype, as torch names it."""
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+"""Types that a model is cast between; others (quantised weights, indices, masks) stay as they are."""
+
+BITS = {
+    "float64": 64,
+    "float32": 32,
+    "float16": 16,
+    "bfloat16": 16,
+    "float8_e4m3fn": 8,
+    "float8_e5m2": 8,
+    "float8_e4m3fnuz": 8,
+    "float8_e5m2fnuz": 8,
+    "float8_e8m0fnu": 8,
+    "float6_e2m3": 6,
+    "float6_e3m2": 6,
+    "float4_e2m1": 4,
+    "float4_e2m1fn_x2": 8,
+    "complex64": 64,
+    "complex128": 128,
+    "int64": 64,
+    "uint64": 64,
+    "int32": 32,
+    "uint32": 32,
+    "int16": 16,
+    "uint16": 16,
+    "int8": 8,
+    "uint8": 8,
+    "bool": 8,
+}
+
+
+def added(parts: Iterable[Elements]) -> dict[str, int]:
+    """Elements of several parts together."""
+    total: dict[str, int] = {}
+    for part in parts:
+        for dtype, count in part.items():
+            total[dtype] = total.get(dtype, 0) + count
+    return total
+
+
+def nbytes_of(elements: Elements, dtype: str | None = None) -> int:
+    """Bytes as they are, or with what can be cast in ``dtype``."""
+    return sum(
+        -(-count * BITS[dtype if dtype is not None and kind in FLOATS else kind] // 8)
+        for kind, count in elements.items()
+    )
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that autograd keeps of one micro-batch on one rank, by the value of ``activation=``.
+
+    ``inputs``: of those, what ``offload`` takes to the host.
+    """
+
+    batch: int
+    sequence: int
+    none: int
+    full: int
+    offload: int
+    inputs: int
+
+    def of(self, mode: str) -> int:
+        size: int = getattr(self, mode)
+        return size
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model, counted.
+
+    - ``kind``: ``module``, ``transformers config`` or ``safetensors``.
+    - ``parameters``, ``buffers``: each tensor once, also where it is tied. ``trainable``: those that get gradients.
+    - ``blocks``: how many; ``block``: parameters of the largest; ``root``: parameters in no block, or in one that
+      shares them with the rest of the model.
+    - ``units``: what is moved at once when the model is streamed, by name.
+    - ``notes``: what a reader should know of how it was counted.
+    """
+
+    name: str
+    kind: str
+    parameters: Elements
+    buffers: Elements
+    trainable: int
+    blocks: int
+    block: int
+    root: int
+    units: Mapping[str, Elements]
+    notes: tuple[str, ...] = ()
+    activations: Mapping[str, Activations] | None = None
+    """By the precision of the computation; with `` gathered`` after it under ZeRO, where weights are in 16 bits."""
+
+    @property
+    def count(self) -> int:
+        """The number of parameters."""
+        return sum(self.parameters.values())
+
+    def nbytes(self, dtype: str | None = None) -> int:
+        """Parameters and buffers, as they are or cast to ``dtype``."""
+        return nbytes_of(self.parameters, dtype) + nbytes_of(self.buffers, dtype)
+
+    def largest(self, dtype: str | None = None) -> tuple[str, int]:
+        """Name and bytes of the largest unit."""
+        sizes = {name: nbytes_of(elements, dtype) for name, elements in self.units.items()}
+        name = max(sizes, key=lambda name: sizes[name], default="")
+        return name, sizes.get(name, 0)
+
+    @property
+    def unit(self) -> int:
+        """Parameters of the largest unit; buffers are counted as such."""
+        return min(max((sum(elements.values()) for elements in self.units.values()), default=0), self.count)
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """The dtypes of its parameters, the most frequent first."""
+        return tuple(sorted(self.parameters, key=lambda dtype: -self.parameters[dtype]))

@@ -1,0 +1,46 @@
+"""Where each part of a training state rests under ``offload``: one table, which the formulas and the docs read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.config.enums import Offload, Word
+from lockstep.config.parallel import Parallel
+
+
+class Place(Word):
+    """A kind of memory."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Where parts of the state are from one step to the next.
+
+    ``copies``: the fp32 weights that are stepped on the host, where those on the device are others.
+    """
+
+    weights: Place = Place.DEVICE
+    gradients: Place = Place.DEVICE
+    optimizer: Place = Place.DEVICE
+    copies: Place | None = None
+
+
+# offload -> weights, gradients, optimizer, copies; HOME is what offload_to says
+HOME = None
+TABLE: dict[Offload, tuple[Place | None, Place | None, Place | None, bool]] = {
+    Offload.NONE: (Place.DEVICE, Place.DEVICE, Place.DEVICE, False),
+    Offload.OPTIMIZER: (Place.DEVICE, Place.DEVICE, HOME, True),
+    Offload.PARAMS: (HOME, HOME, Place.HOST, False),
+    Offload.ALL: (HOME, HOME, HOME, False),
+}
+
+
+def homes(parallel: Parallel) -> Homes:
+    """Where the state of a model spread like this rests, with an accelerator as the device."""
+    home = Place.HOST if parallel.offload_folder is None else Place.DISK
+    weights, gradients, optimizer, copies = TABLE[parallel.offload]
+    return Homes(weights or home, gradients or home, optimizer or home, home if copies else None)

@@ -1,0 +1,181 @@
+"""Where the state of a run rests outside of the device: which threads bring it, and who waits for them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.comm.collectives import Communicator
+from lockstep.comm.together import together
+from lockstep.config.parallel import Parallel
+from lockstep.errors import OffloadError
+from lockstep.parallel.blocks import find_blocks
+from lockstep.parallel.prepared import unwrap
+from lockstep.parallel.sharding import Sharding, name_of, parameter_groups, sharding_of
+from lockstep.stream.attach import stop_streaming, stream_weights
+from lockstep.stream.events import listen
+from lockstep.stream.units import Unit, find_units
+
+if TYPE_CHECKING:
+    from lockstep.stream.gradients.file import GradientFile
+    from lockstep.stream.step.offloaded import OffloadedStep
+
+
+class Offload:
+    """Owner of what ``offload=`` of one ``Accelerator`` needs. Without it every method does nothing.
+
+    It is a ``UnitListener`` of all prepared models: a unit waits here for the step that is still to change it.
+    """
+
+    def __init__(self, parallel: Parallel, device: torch.device, communicator: Communicator) -> None:
+        self._parallel = parallel
+        self._device = device
+        self._communicator = communicator
+        # Under tp, pp and cp (with ZeRO, in host memory) torch's engine alone moves shards.
+        self._is_on = parallel.offloads_optimizer and not parallel.splits_model
+        self._units: list[Unit] = []
+        self._prefetched: dict[Unit, Unit] = {}
+        self._streamed: list[nn.Module] = []
+        self._handles: list[Any] = []
+        self._steps: dict[Optimizer, OffloadedStep] = {}
+        self._gradients: list[GradientFile] = []
+
+    def check_budget(self, model: nn.Module, ranks: int) -> None:
+        """Raise OffloadError, before anything is moved, if the budget is below a block, or its shard on ``ranks``."""
+        budget = self._parallel.offload_budget
+        if not budget:
+            return
+        units = find_units(model, find_blocks(model, self._parallel.blocks), self._wanted(model))
+        largest = max(units, key=lambda unit: unit.nbytes, default=None)
+        if largest is not None and largest.nbytes > budget * ranks:
+            needed = -(-largest.nbytes // ranks)
+            raise OffloadError(
+                f"offload_budget={budget} bytes is less than '{largest.name}' needs, {needed} bytes. Give at least "
+                "that, or three times as much, so that reading overlaps with computing."
+            )
+
+    def add_model(self, prepared: nn.Module) -> None:
+        """Bring this model's parameters before they are used, if they rest elsewhere; note its units. Collective."""
+        if not self._is_on:
+            return
+        model = unwrap(prepared, keep_compile=False)
+        sharding = sharding_of(model)
+        units = (
+            find_units(model, find_blocks(model, self._parallel.blocks), self._wanted(model))
+            if sharding is None
+            else _sharded_units(model, sharding)
+        )
+        folder = self._parallel.params_folder
+        with together(self._communicator):
+            if self._streams(sharding):
+                budget = self._parallel.offload_budget or None
+                stream_weights(model, units, self._device, budget, listeners=[self], ready=self.ready)
+                self._streamed.append(model)
+            else:
+                self._handles.append(listen(model, units, [self]))
+            if folder is not None:
+                from lockstep.stream.gradients.file import GradientFile
+
+                tensors = (tensor for unit in units for tensor in unit.tensors.values())
+                self._gradients.append(GradientFile(tensors, folder))
+        self._units += units
+        if self._parallel.forward_prefetch:
+            self._prefetched.update(itertools.pairwise(units))
+
+    def _streams(self, sharding: Sharding | None) -> bool:
+        """Whether parameters are brought here, not by torch's engine, and not used where they are."""
+        if self._parallel.params_folder is not None:
+            return True
+        return self._parallel.offloads_params and sharding is None and self._device.type != "cpu"
+
+    def _wanted(self, model: nn.Module) -> Callable[[str], bool]:
+        """Which tensors are in units: buffers too, where all of a model comes to another device to compute."""
+        if self._device.type != "cpu":
+            return lambda name: True
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        return lambda name: name in parameters
+
+    def take_over(self, optimizer: Optimizer) -> None:
+        """Let an optimizer's steps run block by block, from its first one on. Collective."""
+        if not self._is_on or optimizer in self._steps:
+            return
+        from lockstep.stream.step.attach import offload_step
+
+        devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+        with together(self._communicator):
+            self._steps[optimizer] = offload_step(
+                optimizer,
+                self._units,
+                folder=self._parallel.state_folder,
+                delayed=self._parallel.delayed_update,
+                device=self._device if self._device in devices else torch.device("cpu"),
+            )
+
+    # What units tell -----------------------------------------------------------------------------------
+
+    def forward_begins(self, unit: Unit) -> None:
+        for step in self._steps.values():
+            step.forward_begins(unit)
+            if unit in self._prefetched:  # torch gathers it in this unit's forward
+                step.forward_begins(self._prefetched[unit])
+
+    def forward_ended(self, unit: Unit) -> None:
+        for step in self._steps.values():
+            step.forward_ended(unit)
+
+    def backward_begins(self, unit: Unit) -> None:
+        for step in self._steps.values():
+            step.backward_begins(unit)
+
+    def ready(self, unit: Unit) -> None:
+        """Wait, in the thread that loads, until no step will change this unit."""
+        for step in self._steps.values():
+            step.ready(unit)
+
+    # -----------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Wait for all steps. Raises what went wrong in them."""
+        for step in self._steps.values():
+            step.finish()
+
+    def clear(self) -> None:
+        """Finish, and leave plain models and optimizers."""
+        for step in self._steps.values():
+            step.close()
+        for model in self._streamed:
+            stop_streaming(model)
+        for file in self._gradients:
+            file.close()
+        for handles in self._handles:
+            handles.remove()
+        for kept in (
+            self._steps,
+            self._streamed,
+            self._handles,
+            self._gradients,
+            self._units,
+            self._prefetched,
+        ):
+            kept.clear()
+
+
+def _sharded_units(model: nn.Module, sharding: Sharding) -> list[Unit]:
+    """One for each group of parameters that torch gathers together, with this rank's shards."""
+    labels = {id(module): label for label, module in model.named_modules()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    units = []
+    for module in sharding.modules:
+        shards = {
+            name_of(record, names): record.sharded_param
+            for group in parameter_groups(module)
+            for record in group.fsdp_params
+        }
+        nbytes = sum(shard.to_local().nbytes for shard in shards.values())
+        units.append(Unit(labels[id(module)], [module], dict(shards), nbytes))
+    return units

@@ -1,0 +1,1 @@
+"""Weights that come to an accelerator, and go."""

@@ -1,0 +1,180 @@
+"""Copies between host memory and a device that run beside the device's computation."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+Event = Any
+"""Stands for all work that a stream was given before."""
+
+
+class Copies(Protocol):
+    """A stream of copies beside the stream that computes. Only ``wait`` makes the host wait.
+
+    ``computed``, ``compute_after`` and ``device_bytes`` may be called in any thread; they mean the stream that
+    was current in the thread that called ``follow`` last.
+    """
+
+    def follow(self) -> None:
+        """The stream that is current in this thread is the one that computes."""
+
+    def computed(self) -> Event:
+        """All that the device was given to compute by now."""
+
+    def after(self, event: Event) -> None:
+        """Copies that are given from now on run after ``event``."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Give the copy to the stream. Both tensors must be kept until it is done."""
+
+    def copied(self) -> Event:
+        """All copies that were given by now."""
+
+    def compute_after(self, event: Event) -> None:
+        """What is given to compute from now on runs after ``event``."""
+
+    def is_done(self, event: Event) -> bool: ...
+
+    def wait(self, event: Event) -> None:
+        """Make the host wait for ``event``."""
+
+    def reads(self, host: torch.Tensor) -> bool:
+        """Whether copies from ``host`` run without the processor (it is pinned)."""
+
+    def host_bytes(self, nbytes: int) -> torch.Tensor:
+        """Uninitialised host memory that ``reads`` is true of, as uint8."""
+
+    def device_bytes(self, nbytes: int) -> torch.Tensor:
+        """Uninitialised memory of the device, free once what computes by now is done, as uint8."""
+
+
+def copies_of(device: torch.device) -> Copies:
+    """Copies to and from ``device``: on a side stream where it has streams, else at once."""
+    if device.type != "cpu" and hasattr(torch.get_device_module(device), "Stream"):
+        return SideStream(device)
+    return AtOnce(device)
+
+
+class SideStream:
+    """Copies on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.Stream(device=device)
+        self._computing = self._module.current_stream(device)
+
+    def follow(self) -> None:
+        self._computing = self._module.current_stream(self._device)
+
+    def computed(self) -> Event:
+        event = self._module.Event()
+        event.record(self._computing)
+        return event
+
+    def after(self, event: Event) -> None:
+        self._stream.wait_event(event)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with self._module.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def copied(self) -> Event:
+        event = self._module.Event()
+        event.record(self._stream)
+        return event
+
+    def compute_after(self, event: Event) -> None:
+        self._computing.wait_event(event)
+
+    def is_done(self, event: Event) -> bool:
+        return bool(event.query())
+
+    def wait(self, event: Event) -> None:
+        event.synchronize()
+
+    def reads(self, host: torch.Tensor) -> bool:
+        return host.is_pinned()
+
+    def host_bytes(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def device_bytes(self, nbytes: int) -> torch.Tensor:
+        with self._module.stream(self._computing):  # whose memory the allocator reuses in its order
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+
+class AtOnce:
+    """Copies that are done when given: to a device without streams, and on the CPU itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def follow(self) -> None:
+        pass
+
+    def computed(self) -> Event:
+        return None
+
+    def after(self, event: Event) -> None:
+        pass
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def copied(self) -> Event:
+        return None
+
+    def compute_after(self, event: Event) -> None:
+        pass
+
+    def is_done(self, event: Event) -> bool:
+        return True
+
+    def wait(self, event: Event) -> None:
+        pass
+
+    def reads(self, host: torch.Tensor) -> bool:
+        return True
+
+    def host_bytes(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def device_bytes(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+
+class HostPool:
+    """Host buffers by size, used again by copies of one stream, whose order keeps these apart."""
+
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+        self._spare: dict[int, list[torch.Tensor]] = defaultdict(list)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        spare = self._spare[nbytes]
+        return spare.pop() if spare else self._copies.host_bytes(nbytes)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        self._spare[buffer.numel()].append(buffer)
+
+
+# -- layout ----------------------------------------------------------------------------------------------
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides of a copy of ``tensor``: in its own order of dimensions, without gaps."""
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def view_of(
+    buffer: torch.Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int = 0
+) -> torch.Tensor:
+    """A tensor in the memory of ``buffer`` (uint8), ``offset`` bytes after its first."""
+    first = (buffer.storage_offset() + offset) // dtype.itemsize
+    view = torch.empty(0, dtype=dtype, device=buffer.device)
+    return view.set_(buffer.untyped_storage(), first, tuple(size), tuple(stride))

@@ -1,0 +1,237 @@
+"""A file that holds weights, gradients or optimizer state, read and written past the page cache."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.errors import OffloadError
+
+ALIGNMENT = 4096
+"""Regions start at multiples of this many bytes, and direct reads and writes move multiples of it."""
+
+_MOST_AT_ONCE = 1 << 30  # the kernel moves less than 2 GiB a call
+
+
+def aligned(nbytes: int) -> int:
+    """The least multiple of ``ALIGNMENT`` that is not below ``nbytes``."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def aligned_buffer(nbytes: int) -> torch.Tensor:
+    """``nbytes`` uninitialised bytes of host memory at an address that direct reads and writes take.
+
+    Pinned where there is CUDA.
+    """
+    room = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    start = -room.data_ptr() % ALIGNMENT
+    return room[start : start + nbytes]
+
+
+def region_of(tensor: torch.Tensor) -> tuple[OffloadFile, int] | None:
+    """The file in which a tensor's memory lies, and the offset of its first element in bytes; None for others."""
+    mark = getattr(tensor.untyped_storage(), "_offload_region", None)
+    if mark is None:
+        return None
+    return mark[0], mark[1] + tensor.storage_offset() * tensor.element_size()
+
+
+class OffloadFile:
+    """A file of aligned regions in a folder, which is gone when the process ends, however it ends.
+
+    Its space is reserved at once, so that a disk that is too small is found here. Tensors in it are memory-mapped:
+    they always hold what was last written, through them or by ``write``. While some are written to through the
+    mapping, don't ``write`` next to them at the same time.
+
+    Args:
+        folder: Where; made if missing.
+        nbytes: How many bytes are reserved.
+
+    Raises:
+        OffloadError: The folder cannot be made or written to, or has too little space.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], nbytes: int) -> None:
+        self.folder = Path(folder)
+        self.nbytes = max(aligned(nbytes), ALIGNMENT)
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self._placed = 0
+        self._lock = threading.Lock()
+        self._fd, self._direct_fd = _reserved(self.folder, self.nbytes)
+        # When nobody has this object any more, tensors included.
+        weakref.finalize(self, _close, self._fd, self._direct_fd)
+        self._map = mmap.mmap(self._fd, self.nbytes)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether reads and writes go past the page cache; some file systems cannot."""
+        return self._direct_fd != self._fd
+
+    @property
+    def free_bytes(self) -> int:
+        """How many bytes are not yet placed."""
+        return self.nbytes - self._placed
+
+    def place(self, nbytes: int) -> int:
+        """The offset of a region of ``nbytes`` that nobody else has.
+
+        Raises:
+            OffloadError: Less than that is left.
+        """
+        with self._lock:
+            offset = self._placed
+            if offset + aligned(nbytes) > self.nbytes:
+                raise OffloadError(
+                    f"An offload file of {self.nbytes} bytes in {self.folder} has {self.nbytes - offset} left, but "
+                    f"{nbytes} are to be placed in it. Make it larger: each region takes a multiple of {ALIGNMENT}."
+                )
+            self._placed = offset + aligned(nbytes)
+            return offset
+
+    def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """The region at ``offset`` as a contiguous tensor with a storage of its own, mapped from the file."""
+        count = 1
+        for size in shape:
+            count *= size
+        if not count:
+            return torch.empty(tuple(shape), dtype=dtype)
+        nbytes = count * dtype.itemsize
+        data = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=offset)
+        mark: Any = data.untyped_storage()
+        mark._offload_region = (self, offset)  # the file is there as long as its tensors are
+        return data.view(dtype).view(tuple(shape))
+
+    def read(self, offset: int, buffer: torch.Tensor) -> None:
+        """Fill ``buffer`` (bytes; length, address and ``offset`` multiples of ``ALIGNMENT``) from the file.
+
+        Raises:
+            OffloadError: The file cannot be read.
+        """
+        self._move(os.preadv, "read", offset, buffer)
+        with self._lock:
+            self.bytes_read += buffer.numel()
+
+    def write(self, offset: int, buffer: torch.Tensor) -> None:
+        """Write ``buffer`` (bytes; length, address and ``offset`` multiples of ``ALIGNMENT``) to the file.
+
+        Raises:
+            OffloadError: The file cannot be written.
+        """
+        self._move(os.pwritev, "write", offset, buffer)
+        with self._lock:
+            self.bytes_written += buffer.numel()
+
+    def _move(self, move: Callable[..., int], verb: str, offset: int, buffer: torch.Tensor) -> None:
+        _check_aligned(offset, buffer)
+        if offset + buffer.numel() > self.nbytes:
+            raise ValueError(f"{buffer.numel()} bytes at {offset} of an offload file of {self.nbytes}")
+        data = _memory(buffer)
+        done = 0
+        while done < len(data):
+            try:
+                moved = move(self._direct_fd, [data[done : done + _MOST_AT_ONCE]], offset + done)
+            except OSError as error:
+                raise self._failed(
+                    verb, offset + done, len(data) - done, error.strerror or str(error)
+                ) from error
+            if moved % ALIGNMENT or not moved:
+                raise self._failed(verb, offset + done, len(data) - done, f"only {moved} bytes were moved")
+            done += moved
+
+    def _failed(self, verb: str, offset: int, nbytes: int, why: str) -> OffloadError:
+        return OffloadError(
+            f"Could not {verb} {nbytes} bytes at {offset} of an offload file in {self.folder}: {why}. "
+            "Check that disk, or offload to another folder."
+        )
+
+
+def _memory(buffer: torch.Tensor) -> memoryview:
+    array: Any = buffer.numpy()
+    return memoryview(array)
+
+
+def _check_aligned(offset: int, buffer: torch.Tensor) -> None:
+    odd = (
+        offset % ALIGNMENT or buffer.numel() % ALIGNMENT or (buffer.numel() and buffer.data_ptr() % ALIGNMENT)
+    )
+    if odd or buffer.dtype != torch.uint8 or not buffer.is_contiguous():
+        raise ValueError(
+            f"offset {offset} and {buffer.numel()} elements of {buffer.dtype}: must be aligned bytes, as those of "
+            "aligned_buffer"
+        )
+
+
+def _reserved(folder: Path, nbytes: int) -> tuple[int, int]:
+    """Two descriptors of a new nameless file of ``nbytes``: for mapping, and for reading and writing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fd, path = tempfile.mkstemp(prefix="offload-", dir=folder)
+    except OSError as error:
+        raise OffloadError(
+            f"Cannot make an offload file in {folder}: {error.strerror or error}. "
+            "Name a folder on a local disk that this user may write to."
+        ) from error
+    direct = fd
+    try:
+        _reserve(fd, folder, nbytes)
+        direct = _opened_directly(path, fd)
+    except BaseException:
+        _close(fd, direct)
+        raise
+    finally:
+        os.unlink(path)
+    return fd, direct
+
+
+def _reserve(fd: int, folder: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, nbytes)
+        elif free < nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        else:
+            os.ftruncate(fd, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            why = error.strerror or str(error)
+            raise OffloadError(
+                f"Cannot reserve {nbytes} bytes in {folder}: {why}. Name a folder on another local disk."
+            ) from error
+        raise OffloadError(
+            f"Offloading needs {nbytes} bytes in {folder}, where {free} are free. "
+            "Free some, or name a folder on a larger disk."
+        ) from error
+
+
+def _opened_directly(path: str, fd: int) -> int:
+    """Another descriptor of the file that bypasses the page cache; the same one where that is not possible."""
+    if not hasattr(os, "O_DIRECT"):
+        return fd
+    try:
+        direct = os.open(path, os.O_RDWR | os.O_DIRECT)
+    except OSError:
+        return fd
+    try:
+        # Some file systems open it so, and then refuse to move anything or want a coarser alignment.
+        os.preadv(direct, [_memory(aligned_buffer(ALIGNMENT))], 0)
+    except OSError:
+        os.close(direct)
+        return fd
+    return direct
+
+
+def _close(fd: int, direct: int) -> None:
+    for descriptor in {fd, direct}:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Gradients that rest in a file."""

@@ -1,0 +1,1 @@
+"""The step of an optimizer, unit by unit, beside what follows it."""

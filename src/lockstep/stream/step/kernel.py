@@ -1,0 +1,119 @@
+"""The user's optimizer, run on some of its parameters with the settings of the moment of ``step``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.errors import OffloadError
+
+_OWN = ("state", "param_groups", "step", "_offloaded_step")
+"""Attributes of an optimizer that are its own, not those of a copy that steps a part of it."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """What a step needs of one parameter.
+
+    ``value``, ``gradient``: plain tensors on the host: the whole, or this rank's shard. ``watched``: the gradient that
+    the user sees, and its version at ``step``.
+    """
+
+    parameter: torch.Tensor
+    group: int
+    value: torch.Tensor
+    gradient: torch.Tensor
+    watched: torch.Tensor
+    version: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that one step of an optimizer depends on besides parameters, gradients and state, copied."""
+
+    optimizer_class: type[Optimizer]
+    attributes: dict[str, Any]
+    groups: list[dict[str, Any]]
+    threads: int
+
+
+def settings_of(optimizer: Optimizer, optimizer_class: type[Optimizer]) -> Settings:
+    """The settings of now: a scheduler or loss scaler may change them, also in place, before the step is made.
+
+    They are those of a step on the host.
+    """
+    attributes = {name: _copied(value) for name, value in vars(optimizer).items() if name not in _OWN}
+    groups = [
+        {name: _copied(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    if any(p.device.type != "cpu" for group in optimizer.param_groups for p in group["params"]):
+        # To be captured in a graph of the device, which the host's part of the work cannot be.
+        groups = [{**group, "capturable": False} if "capturable" in group else group for group in groups]
+    # How kernels are cut into vectors, and so the last bit, may depend on the number of threads.
+    return Settings(optimizer_class, attributes, groups, torch.get_num_threads())
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item) for item in value)
+    return value
+
+
+def step_some(
+    settings: Settings,
+    entries: list[Entry],
+    values: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    states: list[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Change ``values`` and ``states`` in place as the optimizer's step does; returns the states afterwards.
+
+    Raises:
+        OffloadError: A gradient was written to since ``step``.
+    """
+    if torch.get_num_threads() != settings.threads:
+        torch.set_num_threads(settings.threads)
+    parameters = [nn.Parameter(value, requires_grad=False) for value in values]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient.dtype != parameter.dtype and hasattr(parameter, "grad_dtype"):
+            parameter.grad_dtype = gradient.dtype
+        parameter.grad = gradient
+    afterwards: dict[Any, dict[str, Any]] = defaultdict(dict)
+    _part_of(settings, entries, parameters, states, afterwards)
+    for entry in entries:
+        if entry.watched._version != entry.version:
+            raise OffloadError(
+                f"A gradient of shape {tuple(entry.parameter.shape)} was written to while the step that reads it was "
+                "still under way. Zero gradients with optimizer.zero_grad(), which waits, or set them to None."
+            )
+    return [afterwards.get(parameter, {}) for parameter in parameters]
+
+
+def _part_of(
+    settings: Settings,
+    entries: list[Entry],
+    parameters: list[nn.Parameter],
+    states: list[dict[str, Any]],
+    state: dict[Any, dict[str, Any]],
+) -> None:
+    """A step of a copy of the optimizer that has these parameters alone, and no hooks."""
+    by_group: dict[int, list[nn.Parameter]] = {}
+    for entry, parameter, own in zip(entries, parameters, states, strict=True):
+        by_group.setdefault(entry.group, []).append(parameter)
+        if own:
+            state[parameter] = own
+    copy = object.__new__(settings.optimizer_class)
+    vars(copy).update(settings.attributes)
+    copy.state = state  # type: ignore[assignment]
+    copy.param_groups = [{**settings.groups[group], "params": own} for group, own in by_group.items()]
+    step: Any = settings.optimizer_class.step
+    # torch puts its hooks around the step of a class when it is first made use of.
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(copy)

@@ -1,0 +1,24 @@
+"""Which bytes of mapped tensors are in this process's memory, as the kernel counts them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+
+import torch
+
+
+def resident_bytes(tensor: torch.Tensor) -> int:
+    """Of the pages in which ``tensor`` lies, those that this process has in memory."""
+    first = tensor.data_ptr() // mmap.PAGESIZE
+    last = -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE)
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        entries = os.pread(pagemap.fileno(), 8 * (last - first), 8 * first)
+    return mmap.PAGESIZE * sum(entry >> 63 for (entry,) in struct.iter_unpack("<Q", entries))
+
+
+def file_resident_bytes() -> int:
+    """Of all mapped files, what this process has in memory."""
+    with open("/proc/self/status") as status:
+        return next(1024 * int(line.split()[1]) for line in status if line.startswith("RssFile"))
