@@ -36,8 +36,8 @@ SETTINGS = (
     "offload=all offload_to={}",
 )
 # Bytes of a step that have to be read and written for each fp32 parameter: weights in forward and in backward;
-# gradients once each way; weights and two moments in the step.
-READ = {"optimizer": 8, "params": 4 + 4 + 4 + 4, "all": 4 + 4 + 4 + 12}
+# gradients in the step, and before it for their norm; weights and two moments in the step.
+READ = {"optimizer": 8, "params": 4 + 4 + 8 + 4, "all": 4 + 4 + 8 + 12}
 WRITTEN = {"optimizer": 8, "params": 4 + 4, "all": 4 + 12}
 
 

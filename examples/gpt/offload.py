@@ -63,8 +63,8 @@ def main() -> None:
             accelerator.print(f"step {step:3d}: loss {mean:.6f}")
     held = accelerator.state_bytes()
     accelerator.print(
-        f"{parallel}: weights {held.weights / 1e6:.1f} MB, optimizer {held.optimizer / 1e6:.1f} MB, of them in "
-        f"files {held.on_disk / 1e6:.1f} MB"
+        f"{parallel}: weights {held.weights / 1e6:.1f} MB, gradients {held.gradients / 1e6:.1f} MB, optimizer "
+        f"{held.optimizer / 1e6:.1f} MB, of them in files {held.on_disk / 1e6:.1f} MB"
     )
 
 

@@ -26,6 +26,8 @@ from typing import Any
 from tests.distributed.worker import Report, Task, serve
 
 MAX_WORKERS = 4
+MOST_THREADS = 100
+"""torch lets go of some process groups only with the process: their threads, three a group, wake up all the time."""
 # What the server, and so each worker, starts with: one thread each, no GPU that they would share, and
 # little patience with name servers: torch's store looks up the name of ::ffff:127.0.0.1 for its log,
 # and an unanswered question costs 5 s.
@@ -96,6 +98,9 @@ class Worker:
             if size and size == previous:
                 break
         return self.stacks_path.read_text() or "(no answer)\n"
+
+    def threads(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/task")) if os.path.isdir("/proc/self") else 0
 
     def output(self, limit: int = 4000) -> str:
         text = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
@@ -182,6 +187,8 @@ class WorkerPool:
         for worker in [worker for worker in self.workers if not worker.process.is_alive()]:
             worker.kill()
             self.workers.remove(worker)
+        if any(worker.threads() > MOST_THREADS for worker in self.workers):
+            self.end_workers()
         with server_environment():
             while len(self.workers) < count:
                 self.workers.append(Worker(self.directory / str(self.started)))

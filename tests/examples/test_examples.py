@@ -292,8 +292,8 @@ def test_the_gpt_with_its_state_on_disk_has_the_losses_of_training_in_memory(
     on_disk = run(1, "gpt/offload.py", "--steps", 5, "--parallel", f"offload=all offload_to={tmp_path}")
     assert numbers("loss NUMBER", on_disk) == numbers("loss NUMBER", in_memory)
     assert numbers("in files NUMBER", in_memory) == [0.0]
-    weights, optimizer = (numbers(f"{what} NUMBER MB", on_disk)[0] for what in ("weights", "optimizer"))
-    assert numbers("in files NUMBER", on_disk)[0] == pytest.approx(weights + optimizer, rel=0.01)
+    held = [numbers(f"{what} NUMBER MB", on_disk)[0] for what in ("weights", "gradients", "optimizer")]
+    assert numbers("in files NUMBER", on_disk)[0] == pytest.approx(sum(held), rel=0.01)
 
 
 def test_a_model_larger_than_its_memory_generates_what_it_would_in_memory(run: Run, tmp_path: Path) -> None:
@@ -302,6 +302,8 @@ def test_a_model_larger_than_its_memory_generates_what_it_would_in_memory(run: R
     large = run(1, "larger_than_memory.py", *arguments, "--budget", "1GB")
     tokens = re.findall(r"rank 0: (\[.*?\])", small)
     assert len(tokens) == 2 and tokens == re.findall(r"rank 0: (\[.*?\])", large)
+    shared = run(2, "larger_than_memory.py", *arguments, "--budget", "30MB")  # one batch of prompts each
+    assert sorted(tokens) == sorted(re.findall(r"rank \d: (\[.*?\])", shared))
 
 
 def test_the_readme_lists_every_script() -> None:

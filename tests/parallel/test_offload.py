@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -164,6 +167,88 @@ def test_two_ranks_train_to_the_bits_of_the_same_strategy_without_offload(
     run_distributed: Any, tmp_path: Path
 ) -> None:
     assert run_distributed(compare_with_unoffloaded, 2, str(tmp_path), timeout_s=120) == [[], []]
+
+
+def test_a_delayed_update_shows_one_step_later() -> None:
+    """The oracle is the plain loop with the delay written out: gradients of the parameters of the step before."""
+    torch.manual_seed(0)
+    plain, shown = Model(), Model()
+    shown.load_state_dict(plain.state_dict())
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for tokens, _ in zip(batches(), range(4), strict=False):
+        shown.zero_grad()
+        loss_of(shown, tokens).backward()
+        late = [parameter.detach().clone() for parameter in plain.parameters()]
+        for parameter, other in zip(plain.parameters(), shown.parameters(), strict=True):
+            parameter.grad = None if other.grad is None else other.grad.clone()
+        reference.step()
+        with torch.no_grad():
+            for parameter, other in zip(shown.parameters(), late, strict=True):
+                parameter.copy_(other)
+
+    accelerator = Accelerator(cpu=True, parallel="offload=optimizer delayed_update")
+    torch.manual_seed(0)
+    model: Any = Model()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    for tokens, _ in zip(batches(), range(4), strict=False):
+        optimizer.zero_grad()
+        loss = loss_of(model, tokens)
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    state = accelerator.get_state_dict(model)  # shows the last step too
+    for ours, expected in zip(state.values(), plain.state_dict().values(), strict=True):
+        assert torch.equal(ours, expected)
+    accelerator.free_memory()
+
+
+def peak_of_training(blocks: int, parallel: str) -> int:
+    """Bytes of memory that training takes above what the process had before, in a process of its own."""
+    code = f"""
+import torch
+from torch import nn
+from lockstep import Accelerator
+import lockstep.stream.step.attach, lockstep.stream.gradients.file
+
+def status(name):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+accelerator = Accelerator(cpu=True, parallel={parallel!r})
+nn.Linear(1024, 1024)(torch.randn(2, 1024)).sum().backward()
+open("/proc/self/clear_refs", "w").write("5")
+before = status("VmRSS")
+with torch.device("meta"):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range({blocks})])
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+model, optimizer = accelerator.prepare(model, optimizer)
+for _ in range(2):
+    accelerator.backward(model(torch.randn(2, 1024)).square().mean())
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+accelerator.unwrap_model(model)
+print(status("VmHWM") - before)
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resident memory is read from /proc")
+def test_memory_is_that_of_a_few_blocks_however_many_there_are(tmp_path: Path) -> None:
+    block = 4 * 1024 * 1025 * 4  # weight, gradient and two moments
+    few, many = (
+        peak_of_training(blocks, f"offload=all offload_to={tmp_path} offload_budget=20MB")
+        for blocks in (20, 80)
+    )
+    assert many - few < 2 * block
+    assert 80 * block > 7 * many  # in memory it would be so much
 
 
 def continue_from_checkpoint(folder: str, parallel: str) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ Nothing here imports ``torch.distributed.tensor`` before there is such a tensor:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import Any
 
@@ -157,8 +157,14 @@ def with_part(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+def total_norm(
+    tensors: Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    norm_of: Callable[[Sequence[torch.Tensor], float], torch.Tensor] = torch.nn.utils.get_total_norm,
+) -> torch.Tensor:
     """The norm of all elements of all tensors as if they were one vector, 0-d and the same on all ranks.
+
+    ``norm_of`` computes it of plain tensors.
 
     Collective where there are DTensors: one all-reduce for each mesh dimension over which they are sharded. They may
     be on several meshes, but every rank must pass them in the same order. Copies on other ranks count once.
@@ -175,7 +181,7 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
     for layout, parts in groups.items():
         # A rank may have no rows of any of them, and no elements have no largest one.
         elements = [part for part in parts if part.numel()] or [parts[0].new_zeros(())]
-        norm = torch.nn.utils.get_total_norm(elements, norm_type)
+        norm = norm_of(elements, norm_type)
         norms.append(norm if layout is None else _norm_over_shards(norm, norm_type, *layout))
     if not norms:
         return torch.tensor(0.0)

@@ -57,11 +57,5 @@ def for_streaming(
     return budget - staying
 
 
-def _positive(size: int, origin: str) -> int:
-    if not size:
-        raise ConfigError(f"{origin}=0 leaves no memory for weights. Pass at least the size of one block.")
-    return size
-
-
 def _key(device: torch.device) -> DeviceName:
     return device.type if device.type in ("cpu", "mps") else device.index or 0

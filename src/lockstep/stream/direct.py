@@ -132,6 +132,11 @@ class OffloadFile:
         with self._lock:
             self.bytes_written += buffer.numel()
 
+    def drop(self, offset: int, nbytes: int) -> None:
+        """Let go the memory of a region that was read or written through its tensor; nothing is lost."""
+        if hasattr(self._map, "madvise"):
+            self._map.madvise(mmap.MADV_DONTNEED, offset, nbytes)
+
     def _move(self, move: Callable[..., int], verb: str, offset: int, buffer: torch.Tensor) -> None:
         _check_aligned(offset, buffer)
         if offset + buffer.numel() > self.nbytes:

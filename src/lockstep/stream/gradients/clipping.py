@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,25 +10,23 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lockstep.comm.dtensor import local
-from lockstep.stream.direct import aligned_buffer
+from lockstep.stream.direct import aligned, aligned_buffer, region_of
 from lockstep.stream.step.regions import Region, read_all, region_to_move, write_all
 
 
 @torch.no_grad()
-def clip_offloaded(
-    parameters: Iterable[torch.Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-) -> torch.Tensor:
-    """``torch.nn.utils.clip_grad_norm_``, with the same result to the last bit; returns the norm before (0-d).
-
-    Of plain gradients: where ranks hold shards, take the norm over all ranks and call ``scale_offloaded``.
-    """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = get_total_norm(gradients, float(norm_type), error_if_nonfinite)
-    scale_offloaded(gradients, max_norm, norm)
-    return norm
+def norm_of(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """``torch.nn.utils.get_total_norm`` of plain tensors, to the last bit; those in files are let go one by one."""
+    regions = [region_of(gradient) for gradient in gradients]
+    if not any(regions):
+        return get_total_norm(gradients, norm_type)
+    norms = []
+    for gradient, region in zip(gradients, regions, strict=True):
+        norms.append(torch.linalg.vector_norm(gradient, norm_type))
+        if region is not None:
+            file, offset = region
+            file.drop(offset, aligned(gradient.nbytes))
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
 @torch.no_grad()
