@@ -151,10 +151,11 @@ os._exit(75)
     def stop_when_ready() -> None:
         while len(list(tmp_path.glob("ready-*"))) < 2:
             time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGTERM)
+        if signal.getsignal(signal.SIGTERM) is not before:  # else the launcher is gone, and it would end the tests
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=stop_when_ready, daemon=True).start()
     before = signal.getsignal(signal.SIGTERM)
+    threading.Thread(target=stop_when_ready, daemon=True).start()
     assert launch(plan(tmp_path, body, max_restarts=3)) == 75
     assert signal.getsignal(signal.SIGTERM) is before
 

@@ -245,10 +245,10 @@ def test_memory_is_that_of_a_few_blocks_however_many_there_are(tmp_path: Path) -
     block = 4 * 1024 * 1025 * 4  # weight, gradient and two moments
     few, many = (
         peak_of_training(blocks, f"offload=all offload_to={tmp_path} offload_budget=20MB")
-        for blocks in (20, 80)
+        for blocks in (10, 40)
     )
     assert many - few < 2 * block
-    assert 80 * block > 7 * many  # in memory it would be so much
+    assert 40 * block > 4 * many  # in memory it would be so much
 
 
 def continue_from_checkpoint(folder: str, parallel: str) -> list[torch.Tensor]:

@@ -92,6 +92,7 @@ def rest(
             model(rows)
     accelerator.backward(model(rows).float().sum())
     optimizer.step()
+    accelerator.unwrap_model(model)  # an offloaded step is over then
     reachable = settled(lambda: reachable_bytes() - before, at_most)
     held = parts(model, optimizer)
     reported = accelerator.state_bytes()

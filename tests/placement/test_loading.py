@@ -213,7 +213,7 @@ for case in sys.argv[2:]:
 
 
 def test_loading_takes_no_more_memory_than_the_model_and_one_layer(tmp_path: Path) -> None:
-    layer, slack = 4096 * 2048 * 4, 8 * 2**20
+    layer, slack = 4096 * 2048 * 4, 12 * 2**20  # buffers, and what the allocator keeps
     tensors = {f"{index}.weight": torch.zeros(2048, 4096) for index in range(6)}
     save(tensors, tmp_path / "safetensors", "sharded")
     save(tensors, tmp_path / "bin", "bin")

@@ -18,6 +18,8 @@ from lockstep.placement.seats import assign_seats, check_device_map, main_device
 from lockstep.placement.sizes import class_names
 from lockstep.placement.strategies import resolve_device_map
 from lockstep.placement.ties import undone_on_error
+from lockstep.stream.attach import streamer_of
+from lockstep.stream.mapped import read_ahead
 
 
 def dispatch_model(
@@ -133,10 +135,11 @@ def load_checkpoint_and_dispatch(
             broadcast_from_rank0=broadcast_from_rank0,
         )
         if device_map is None and memory_budget is None:
+            _read_what_stays(model)
             return model
         device_map = {"": "cpu"} if device_map is None else device_map
         budget = budget_of(memory_budget, max_memory, main_device_of(device_map), chosen_here)
-        return dispatch_model(
+        dispatch_model(
             model,
             device_map,
             offload_dir=offload_folder,
@@ -147,6 +150,8 @@ def load_checkpoint_and_dispatch(
             no_split_module_classes=no_split_module_classes,
             memory_budget=budget,
         )
+    _read_what_stays(model)
+    return model
 
 
 def cpu_offload(
@@ -234,6 +239,12 @@ def _offload(
     else:
         model.hf_device_map = had_map
     return model
+
+
+def _read_what_stays(model: nn.Module) -> None:
+    """Read weights that are mapped for the CPU's memory, so that the first forward need not."""
+    if streamer_of(model) is None:
+        read_ahead(*(parameter for parameter in model.parameters() if parameter.device.type == "cpu"))
 
 
 def _refuse_dispatched(model: nn.Module) -> None:

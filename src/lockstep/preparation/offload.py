@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,11 +108,13 @@ class Offload:
         from lockstep.stream.step.attach import offload_step
 
         devices = {p.device for group in optimizer.param_groups for p in group["params"]}
-        with together(self._communicator):
+        folder = self._parallel.state_folder
+        # A disk may be full on one rank alone; everything else is the same on all.
+        with nullcontext() if folder is None else together(self._communicator):
             self._steps[optimizer] = offload_step(
                 optimizer,
                 self._units,
-                folder=self._parallel.state_folder,
+                folder=folder,
                 delayed=self._parallel.delayed_update,
                 device=self._device if self._device in devices else torch.device("cpu"),
             )

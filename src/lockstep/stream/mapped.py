@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from os import PathLike
 
 import torch
@@ -51,6 +53,16 @@ def drop(*tensors: torch.Tensor) -> None:
     them. Nothing happens to tensors that are not mapped.
     """
     Pages(tensors).drop()
+
+
+def read_ahead(*tensors: torch.Tensor) -> None:
+    """Begin to read mapped tensors into memory in a thread, while others go on. Errors are left to who uses them."""
+
+    def read() -> None:
+        with suppress(OffloadError):
+            populate(*tensors)
+
+    threading.Thread(target=read, name="reading-weights", daemon=True).start()
 
 
 class MappedMover:
