@@ -151,7 +151,9 @@ os._exit(75)
     def stop_when_ready() -> None:
         while len(list(tmp_path.glob("ready-*"))) < 2:
             time.sleep(0.05)
-        if signal.getsignal(signal.SIGTERM) is not before:  # else the launcher is gone, and it would end the tests
+        if (
+            signal.getsignal(signal.SIGTERM) is not before
+        ):  # else the launcher is gone, and it would end the tests
             os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
