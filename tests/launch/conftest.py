@@ -1,0 +1,14 @@
+"""Launchers in this process take its signals: nothing else may listen to them."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.runtime import process
+
+
+@pytest.fixture(autouse=True)
+def _no_run_from_before() -> None:
+    """An ``Accelerator`` that a test left here would end the process at a signal that is meant for a launcher."""
+    if process.current() is not None:
+        process.end()
