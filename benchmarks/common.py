@@ -21,9 +21,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+import lockstep
+from lockstep.distribution import DISTRIBUTION
+
 BENCHMARKS = Path(__file__).resolve().parent
 RESULTS = BENCHMARKS / "results"
-PACKAGES = ("lockstep-train", "torch", "accelerate", "lightning", "deepspeed")
+PACKAGES = ("torch", "accelerate", "lightning", "deepspeed")
 TIMEOUT_S = 1800.0
 
 
@@ -172,7 +175,7 @@ def run_workers(script: str, arguments: Sequence[str], world_size: int) -> None:
 
 def versions() -> dict[str, str]:
     """Of Python and the contenders; those not installed are left out."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), DISTRIBUTION: lockstep.__version__}
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)

@@ -5,6 +5,8 @@ Every message is one sentence on what is wrong, with the numbers, and one on wha
 
 from __future__ import annotations
 
+from lockstep.distribution import install_command
+
 
 class LockstepError(Exception):
     """Base of every exception that Lockstep raises on purpose.
@@ -53,5 +55,5 @@ class MissingExtraError(LockstepError, ImportError):
     def __init__(self, feature: str, package: str, extra: str) -> None:
         super().__init__(
             f"{feature} needs the package '{package}', which is not installed. "
-            f"Install it with: pip install 'lockstep-train[{extra}]'"
+            f"Install it with: {install_command(extra)}"
         )

@@ -200,7 +200,7 @@ def test_a_loader_of_torchdata_stays_one():
 
 def test_without_torchdata_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'lockstep-train\[torchdata\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'lockstep-torch\[torchdata\]'"):
         prepare(DataLoader(Numbers(8)), use_stateful_dataloader=True)
 
 

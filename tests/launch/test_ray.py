@@ -197,7 +197,7 @@ def test_output_goes_to_files_when_asked(
 
 def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingExtraError, match=r"lockstep-train\[ray\]"):
+    with pytest.raises(MissingExtraError, match=r"lockstep-torch\[ray\]"):
         launch(plan(tmp_path))
 
 

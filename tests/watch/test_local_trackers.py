@@ -140,5 +140,5 @@ def test_json_lines_of_a_resumed_run_are_appended(tmp_path: Path) -> None:
 
 def test_tensorboard_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(MissingExtraError, match=r"lockstep-train\[tensorboard\]"):
+    with pytest.raises(MissingExtraError, match=r"lockstep-torch\[tensorboard\]"):
         TensorBoardTracker("run", "folder")

@@ -159,7 +159,7 @@ def test_a_tracker_that_writes_files_asks_for_project_dir() -> None:
 
 def test_a_missing_package_is_answered_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "comet_ml", None)
-    with pytest.raises(MissingExtraError, match=r"'comet_ml'.*lockstep-train\[comet\]"):
+    with pytest.raises(MissingExtraError, match=r"'comet_ml'.*lockstep-torch\[comet\]"):
         resolve_trackers("comet_ml")
 
 

@@ -7,10 +7,12 @@ import platform
 import shutil
 import sys
 
+from lockstep import __version__
 from lockstep.config.sources import inherited_environment, user_config_file
+from lockstep.distribution import DISTRIBUTION
 from lockstep.launch.plan import available_cores
 
-PACKAGES = ("lockstep-train", "torch", "numpy", "safetensors", "torchdata", "transformers", "datasets")
+PACKAGES = ("torch", "numpy", "safetensors", "torchdata", "transformers", "datasets")
 # an allow-list: anything else may hold a secret
 VARIABLE_PREFIXES = ("LOCKSTEP_", "NCCL_", "GLOO_", "OMP_", "TORCH_DISTRIBUTED_", "TORCH_NCCL_")
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -24,6 +26,7 @@ def inventory(with_torch: bool = True) -> dict[str, str]:
         "cores available": str(available_cores()),
         "memory": _memory(),
     }
+    facts[DISTRIBUTION] = __version__
     for package in PACKAGES:
         facts[package] = _version(package)
     for program in ("nvidia-smi", "srun", "mpirun"):

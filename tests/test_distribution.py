@@ -1,0 +1,126 @@
+"""One name of the distribution: pyproject, the constant, messages, documents and the command agree."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+import lockstep
+from lockstep.distribution import DISTRIBUTION, install_command
+from lockstep.errors import MissingExtraError
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+FOLDERS = ("src", "docs", "tests", "examples", "benchmarks", ".ci", ".github")
+TEXTS = (".py", ".pyi", ".md", ".toml", ".yml", ".yaml", ".json", ".txt", ".sh", "")
+TAKEN = "lockstep" + "-train"  # by another project on PyPI
+EXTRA = re.compile(r"['\"]([\w.-]+)\[([a-z][a-z,]*)\]")  # as in: pip install 'name[extra]'
+
+
+def texts() -> dict[str, str]:
+    """Every text of the tree that people or pip read."""
+    paths = [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]
+    for folder in FOLDERS:
+        paths += [path for path in (ROOT / folder).rglob("*") if path.is_file()]
+    return {
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8", errors="ignore")
+        for path in paths
+        if path.suffix in TEXTS and ".egg-info" not in str(path)
+    }
+
+
+def test_pyproject_has_the_name_and_the_version_that_the_code_has() -> None:
+    assert PROJECT["name"] == DISTRIBUTION
+    assert PROJECT["version"] == lockstep.__version__
+
+
+def test_the_extras_that_name_the_distribution_name_this_one() -> None:
+    named = [
+        Requirement(text)
+        for texts in PROJECT["optional-dependencies"].values()
+        for text in texts
+        if "lockstep" in text
+    ]
+    assert named
+    assert {requirement.name for requirement in named} == {DISTRIBUTION}
+    assert set().union(*(requirement.extras for requirement in named)) <= set(
+        PROJECT["optional-dependencies"]
+    )
+
+
+def test_no_text_names_the_distribution_of_somebody_else() -> None:
+    found = [name for name, text in texts().items() if TAKEN in text or TAKEN.replace("-", "_") in text]
+    assert found == []
+
+
+def test_every_line_that_installs_an_extra_names_the_distribution_and_an_extra_that_there_is() -> None:
+    found = [
+        (name, match[1], extra)
+        for name, text in texts().items()
+        if name.endswith(".md") or name.startswith("tests/cluster/")
+        for line in re.findall(r"pip install[^`\n]*", text)
+        for match in EXTRA.finditer(line)
+        for extra in match[2].split(",")
+    ]
+    assert {name for name, _, _ in found} >= {"README.md", "docs/launching-ray.md", "docs/getting-started.md"}
+    known = (".", DISTRIBUTION)
+    wrong = [
+        item for item in found if item[1] not in known or item[2] not in PROJECT["optional-dependencies"]
+    ]
+    assert wrong == []
+
+
+def test_a_missing_extra_is_installed_by_a_line_with_the_name() -> None:
+    text = str(MissingExtraError("a feature", "a_package", "ray"))
+    assert text.endswith(install_command("ray"))
+    assert f"pip install '{PROJECT['name']}[ray]'" in text
+
+
+def test_the_extras_that_messages_name_exist() -> None:
+    from lockstep.watch.trackers.run import TRACKERS
+
+    named = re.findall(r'MissingExtraError\([^)]*"(\w+)"\)', "".join(texts().values()))
+    assert {"torchdata", "ray", "examples"} <= {*named} <= {*PROJECT["optional-dependencies"]}
+    assert {entry.extra for entry in TRACKERS.values() if entry.package} <= {
+        *PROJECT["optional-dependencies"]
+    }
+
+
+def test_only_the_constant_spells_the_name_in_the_code() -> None:
+    spelt = [name for name, text in texts().items() if name.startswith("src/") and DISTRIBUTION in text]
+    assert spelt == ["src/lockstep/distribution.py"]
+
+
+def test_nothing_asks_for_the_metadata_of_the_distribution() -> None:
+    """An editable installation made under another name must go on working."""
+    code = (
+        "import importlib.metadata as metadata\n"
+        "real = metadata.version\n"
+        "def version(name):\n"
+        "    if 'lockstep' in name: raise metadata.PackageNotFoundError(name)\n"
+        "    return real(name)\n"
+        "metadata.version = version\n"
+        "from lockstep.checkpoint.format.versions import versions\n"
+        "from lockstep.launch.inventory import inventory\n"
+        "print(versions()['lockstep'], inventory(with_torch=False))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"'{DISTRIBUTION}': '{lockstep.__version__}'" in done.stdout
+    assert done.stdout.startswith(lockstep.__version__)
+
+
+def test_the_command_shows_the_version() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep.cli.main", "--version"], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == f"lockstep, version {PROJECT['version']}"
