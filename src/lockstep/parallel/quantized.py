@@ -30,7 +30,7 @@ from lockstep.comm.quantization import from_message, to_message
 from lockstep.config.enums import QuantizedType
 from lockstep.errors import ConfigError, UsageError
 from lockstep.parallel.exchange import Collective, factor_of
-from lockstep.parallel.sharding import parameter_groups
+from lockstep.torch_internals import fsdp2
 
 BITS = {QuantizedType.INT8: 8, QuantizedType.INT4: 4}
 
@@ -183,13 +183,13 @@ def _shard_groups(model: nn.Module) -> dict[Any, dist.ProcessGroup]:
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
-        owned = parameter_groups(module)
-        if len(owned) > 1 or not all(hasattr(group.mesh_info, "shard_process_group") for group in owned):
+        owned = fsdp2.param_groups(module)
+        if len(owned) > 1 or any(fsdp2.all_gather_group(group) is None for group in owned):
             raise UsageError(
                 f"The module '{name or type(module).__name__}' has {len(owned)} group(s) of parameters, which must be "
                 "one and sharded. Shard it over one mesh, or drop quantized_weights and quantized_gradients."
             )
-        groups.update((module, group.mesh_info.shard_process_group) for group in owned)
+        groups.update((module, fsdp2.all_gather_group(group)) for group in owned)
     if not groups:
         raise UsageError(
             "Quantised collectives need sharded parameters, but the model has no module under fully_shard. "

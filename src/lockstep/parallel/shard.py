@@ -40,6 +40,7 @@ from lockstep.parallel.quantized import quantize_collectives
 from lockstep.parallel.sharding import Sharding, send_shards_home, sharding_of, synchronised_buffers
 from lockstep.runtime.process import Runtime
 from lockstep.stream.homes import FileHomes
+from lockstep.torch_internals import fsdp2, fsdp2_probe
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ def shard(
         UsageError: the ranks' models differ, trainable parameters of one group have several types, or nothing
             says how to initialise a model on the meta device.
     """
+    fsdp2_probe.probe()
     sources = 1 if options.is_filled else runtime.world_size
     if sources > 1:
         check_same_model(model, sources)
@@ -106,7 +108,7 @@ def shard(
         send_shards_home(model, homes)
         homes.close()
     whole = [parameter for parameter in model.parameters() if parameter.ndim == 0 and parameter.requires_grad]
-    sharded = [module for module in model.modules() if hasattr(module, "set_requires_gradient_sync")]
+    sharded = [module for module in model.modules() if fsdp2.is_sharded(module)]
     if options.mesh.device_type == "cpu":
         exchange_on_cpu(sharded)
     if options.parallel.quantized_weights or options.parallel.quantized_gradients:
@@ -116,6 +118,8 @@ def shard(
             this.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
     if options.find_unused_parameters:
         _reduce_unused(model)
+    for group in itertools.chain.from_iterable(map(fsdp2.param_groups, sharded)):
+        fsdp2_probe.check_group(group)
     sharding = Sharding(
         stage=options.parallel.zero,
         groups=sharded,
@@ -128,8 +132,7 @@ def shard(
     model.register_forward_pre_hook(sharding.before_forward, prepend=True)
     model.register_forward_hook(sharding.after_forward, always_call=True)
     model.register_load_state_dict_pre_hook(_shard_whole_tensors)
-    # torch does it in the first forward, and takes the module of that one for the root.
-    model._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+    fsdp2.lazy_init(model)
     return model
 
 

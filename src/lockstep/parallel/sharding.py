@@ -13,6 +13,7 @@ from torch import nn
 from lockstep.comm.dtensor import local
 from lockstep.errors import UsageError
 from lockstep.stream.homes import FileHomes
+from lockstep.torch_internals import fsdp2
 
 BROADCAST_BYTES = 250 * 2**20  # of one message, as in DDP
 
@@ -62,15 +63,15 @@ class Sharding:
     def layout(self) -> str:
         """Equal for models that are sharded alike: in stage, mesh, and sizes of the groups of parameters."""
         groups = self.parameter_groups()
-        meshes = {tuple(group.mesh_info.mesh.shape) for group in groups}
-        sizes = [sum(parameter._orig_size.numel() for parameter in group.fsdp_params) for group in groups]
+        meshes = {fsdp2.mesh_of(group).shape for group in groups}
+        sizes = [sum(map(fsdp2.whole_numel, fsdp2.params(group))) for group in groups]
         return f"zero={self.stage} mesh={sorted(meshes)} groups={sizes}"
 
     def shards(self, names: Mapping[int, str]) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, shard) of each sharded parameter; ``names`` by ``id`` of what stands in the model now."""
         for group in self.parameter_groups():
-            for parameter in group.fsdp_params:
-                yield name_of(parameter, names), parameter.sharded_param
+            for parameter in fsdp2.params(group):
+                yield name_of(parameter, names), fsdp2.sharded_param(parameter)
 
     @contextmanager
     def inside_window(self) -> Iterator[None]:
@@ -133,7 +134,7 @@ class Sharding:
 
         Called after a forward that raised, too.
         """
-        if self._root._get_fsdp_state()._training_state.name == "FORWARD":  # torch did not see its end
+        if fsdp2.is_in_forward(self._root):  # torch did not see its end
             self.recover()
         elif not torch.is_grad_enabled():
             self.reshard()
@@ -148,27 +149,35 @@ class Sharding:
     def gathered(self) -> Iterator[tuple[torch.Tensor, nn.Parameter]]:
         """(whole parameter, its shard) of each that is gathered now."""
         for group in self.parameter_groups():
-            if group.is_unsharded:
-                for parameter in group.fsdp_params:
-                    yield parameter.unsharded_param, parameter.sharded_param
+            if fsdp2.is_unsharded(group):
+                for parameter in fsdp2.params(group):
+                    yield fsdp2.unsharded_param(parameter), fsdp2.sharded_param(parameter)
 
     @torch.no_grad()
     def gradients(self) -> Iterator[torch.Tensor]:
         """The tensors in which this rank accumulates gradients now: shards, and what is not yet reduced."""
         for group in self.parameter_groups():
-            for parameter in group.fsdp_params:
-                if parameter.sharded_param.grad is not None:
-                    yield local(parameter.sharded_param.grad)
-        for owner, name in self._unreduced():
-            yield local(getattr(owner, name))
+            for parameter in fsdp2.params(group):
+                gradient = fsdp2.sharded_param(parameter).grad
+                if gradient is not None:
+                    yield local(gradient)
+                yield from map(local, fsdp2.unreduced_grads(parameter))
+            partial = fsdp2.partial_reduce_output(group)
+            if partial is not None:
+                yield partial
         for parameter in self._whole:
             if parameter.grad is not None:
                 yield parameter.grad
 
     def discard_unreduced(self, of: Iterable[torch.Tensor]) -> None:
         """Forget gradients of these shards that were not reduced yet: ``zero_grad`` does not see them."""
-        for owner, name in list(self._unreduced({id(shard) for shard in of})):
-            setattr(owner, name, None)
+        ids = {id(shard) for shard in of}
+        for group in self.parameter_groups():
+            found = [p for p in fsdp2.params(group) if id(fsdp2.sharded_param(p)) in ids]
+            for parameter in found:
+                fsdp2.discard_unreduced_grad(parameter)
+            if found:  # a sum over some ranks is of all parameters of its group together
+                fsdp2.discard_partial_reduce_output(group)
 
     def _broadcast_buffers(self) -> None:
         broadcast_buffers(self._buffers, self._group)
@@ -176,49 +185,20 @@ class Sharding:
     def parameter_groups(self) -> list[Any]:
         """torch's own records of the parameters that are gathered together."""
         # Modules that were sharded together have one between them.
-        return list(dict.fromkeys(group for module in self._groups for group in parameter_groups(module)))
-
-    def _unreduced(self, ids: set[int] | None = None) -> Iterator[tuple[Any, str]]:
-        """(owner, attribute) of each tensor with gradients that were not reduced to shards of all ranks.
-
-        ``ids``: of the shards to look at. A sum over some ranks is of all shards of its group together.
-        """
-        for group in self.parameter_groups():
-            wanted = [p for p in group.fsdp_params if ids is None or id(p.sharded_param) in ids]
-            candidates = [(group, "_partial_reduce_output")] if wanted else []
-            for parameter in wanted:
-                candidates.append((parameter, "unsharded_accumulated_grad"))
-                candidates.append((getattr(parameter, "_unsharded_param", None), "grad"))
-            for owner, name in candidates:
-                if getattr(owner, name, None) is not None:
-                    yield owner, name
-
-
-def parameter_groups(module: Any) -> list[Any]:
-    """torch's own record of the parameters of a sharded module (private; its name changed after 2.11)."""
-    state = module._get_fsdp_state()
-    many = getattr(state, "_fsdp_param_groups", None)
-    return [group for group in ([state._fsdp_param_group] if many is None else many) if group is not None]
+        return list(dict.fromkeys(group for module in self._groups for group in fsdp2.param_groups(module)))
 
 
 @torch.no_grad()
 def send_shards_home(module: Any, homes: FileHomes) -> None:
-    """Keep this rank's shards of a sharded module's own parameters in ``homes``.
-
-    torch looks for a shard at three places (private), which must go on to share their memory.
-    """
-    for group in parameter_groups(module):
-        for parameter in group.fsdp_params:
-            kept = homes.keep(parameter._sharded_param_data)
-            whole = parameter.sharded_param._local_tensor
-            parameter._sharded_param_data = kept
-            parameter.sharded_param._local_tensor = kept[: whole.numel()].view(whole.shape)
+    """Keep this rank's shards of a sharded module's own parameters in ``homes``."""
+    for group in fsdp2.param_groups(module):
+        for parameter in fsdp2.params(group):
+            fsdp2.move_shard(parameter, homes.keep)
 
 
 def name_of(parameter: Any, names: Mapping[int, str]) -> str:
     """The name of torch's record of one sharded parameter, whichever of its forms stands in the model now."""
-    forms = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
-    found = (names.get(id(getattr(parameter, form, None))) for form in forms)
+    found = (names.get(id(form)) for form in fsdp2.forms(parameter))
     return next(name for name in found if name is not None)
 
 

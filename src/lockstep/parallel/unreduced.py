@@ -8,7 +8,8 @@ from typing import Any, TypedDict
 import torch
 
 from lockstep.errors import CheckpointError
-from lockstep.parallel.sharding import Sharding, name_of, parameter_groups
+from lockstep.parallel.sharding import Sharding, name_of
+from lockstep.torch_internals import fsdp2
 
 
 class Rows(TypedDict):
@@ -41,21 +42,18 @@ def take_unreduced(
 ) -> None:
     """Put what was not reduced to shards of all ranks into ``local`` (by name) and ``partial`` (by a group's first)."""
     for group in sharding.parameter_groups():
-        for parameter in group.fsdp_params:
-            gradients = [parameter.unsharded_accumulated_grad]
-            gradients.append(getattr(getattr(parameter, "_unsharded_param", None), "grad", None))
-            found = [gradient.detach() for gradient in gradients if gradient is not None]
+        for parameter in fsdp2.params(group):
+            found = [gradient.detach() for gradient in fsdp2.unreduced_grads(parameter)]
             if found:
                 local[name_of(parameter, names)] = found[0] if len(found) == 1 else found[0] + found[1]
-        output = getattr(group, "_partial_reduce_output", None)
+        output = fsdp2.partial_reduce_output(group)
         if output is not None:
-            mesh = group.mesh_info
-            shards, replicas = mesh.shard_mesh_size, mesh.replicate_mesh_size
-            partial[name_of(group.fsdp_params[0], names)] = {
+            mesh = fsdp2.mesh_of(group)
+            partial[name_of(fsdp2.params(group)[0], names)] = {
                 "sum": output.detach(),
-                "rows": _rows(group, names, output.numel()),
-                "factor": mean_factor(output.dtype, shards, replicas),
-                "replicas": replicas,
+                "rows": _rows(group, names),
+                "factor": mean_factor(output.dtype, mesh.shards, mesh.replicas),
+                "replicas": mesh.replicas,
             }
 
 
@@ -73,16 +71,16 @@ def put_unreduced(
         anywhere: Names of the parameters that have local gradients on any rank.
     """
     for module in sharding.modules:
-        for group in parameter_groups(module):
-            given = partial.get(name_of(group.fsdp_params[0], names))
+        for group in fsdp2.param_groups(module):
+            named = {name_of(parameter, names): parameter for parameter in fsdp2.params(group)}
+            given = partial.get(next(iter(named)))
             if given is not None:
-                group._partial_reduce_output = given["sum"].to(group.device, copy=True)
-            named = {name_of(parameter, names): parameter for parameter in group.fsdp_params}
+                _put_partial(group, named, given)
             if named.keys() & set(anywhere):
                 module.unshard()  # torch makes the tensors that have these gradients when it gathers
                 for name, parameter in named.items():
                     if name in local:
-                        _put_local(parameter, local[name])
+                        fsdp2.set_unreduced_grad(parameter, local[name])
                 module.reshard()
 
 
@@ -97,30 +95,33 @@ def check_partial(partial: Mapping[str, PartialSum]) -> None:
             )
 
 
-def _put_local(parameter: Any, gradient: torch.Tensor) -> None:
-    whole = parameter._unsharded_param
-    gradient = gradient.to(whole.device, copy=True).view(whole.shape)
-    if gradient.dtype == whole.dtype:
-        whole.grad = gradient
-    else:  # accumulated in the type of the reduction
-        parameter.unsharded_accumulated_grad = gradient
+def _put_partial(group: Any, named: Mapping[str, Any], given: PartialSum) -> None:
+    of = [named[row["name"]] for row in given["rows"]] or [
+        parameter for parameter in named.values() if fsdp2.sharded_param(parameter).requires_grad
+    ]
+    rows = fsdp2.packed(of)
+    if fsdp2.numel_of(rows) != given["sum"].numel() and fsdp2.needs_layout(group):
+        raise CheckpointError(
+            f"In the group of parameters that begins with '{next(iter(named))}' some had no gradient when the "
+            "checkpoint was saved inside an accumulation window, with a torch before 2.15, which does not say which. "
+            "Load it with that torch, or load a checkpoint from the end of a window."
+        )
+    fsdp2.set_partial_reduce_output(group, given["sum"], rows)
 
 
-def _rows(group: Any, names: Mapping[int, str], numel: int) -> list[Rows]:
-    """torch's order: every parameter with a gradient, its rows dealt out evenly, padded to the same number."""
-    shards, index = group.mesh_info.shard_mesh_size, group.mesh_info.shard_mesh_rank
+def _rows(group: Any, names: Mapping[int, str]) -> list[Rows]:
+    """Of every parameter in the sum, its rows dealt out evenly over the shards, padded to the same number."""
+    mesh = fsdp2.mesh_of(group)
     rows: list[Rows] = []
-    offset = 0
-    for parameter in group.fsdp_params:
-        if not parameter.sharded_param.requires_grad:
-            continue
-        shape = parameter.sharded_param.shape
-        most = -(-shape[0] // shards)
-        start = min(index * most, shape[0])
+    for parameter, offset, numel in fsdp2.partial_reduce_rows(group):
+        shape = fsdp2.sharded_param(parameter).shape
+        most = -(-shape[0] // mesh.shards)
+        if most * shape[1:].numel() != numel:
+            return []  # cut in another way as well, as by tensor parallelism
+        start = min(mesh.own_shard * most, shape[0])
         count = min(most, shape[0] - start)
         rows.append({"name": name_of(parameter, names), "offset": offset, "start": start, "count": count})
-        offset += most * shape[1:].numel()
-    return rows if offset == numel else []
+    return rows
 
 
 def mean_factor(dtype: torch.dtype, shards: int, replicas: int) -> float:

@@ -17,10 +17,11 @@ from lockstep.config.parallel import Parallel
 from lockstep.errors import OffloadError
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.prepared import unwrap
-from lockstep.parallel.sharding import Sharding, name_of, parameter_groups, sharding_of
+from lockstep.parallel.sharding import Sharding, name_of, sharding_of
 from lockstep.stream.attach import stop_streaming, stream_weights
 from lockstep.stream.events import listen
 from lockstep.stream.units import Unit, find_units
+from lockstep.torch_internals import fsdp2
 
 if TYPE_CHECKING:
     from lockstep.stream.gradients.file import GradientFile
@@ -175,9 +176,9 @@ def _sharded_units(model: nn.Module, sharding: Sharding) -> list[Unit]:
     units = []
     for module in sharding.modules:
         shards = {
-            name_of(record, names): record.sharded_param
-            for group in parameter_groups(module)
-            for record in group.fsdp_params
+            name_of(record, names): fsdp2.sharded_param(record)
+            for group in fsdp2.param_groups(module)
+            for record in fsdp2.params(group)
         }
         nbytes = sum(shard.to_local().nbytes for shard in shards.values())
         units.append(Unit(labels[id(module)], [module], dict(shards), nbytes))

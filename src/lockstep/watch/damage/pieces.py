@@ -11,6 +11,7 @@ from torch import nn
 from lockstep.comm.dtensor import boxes_of, local
 from lockstep.parallel.prepared import is_pipeline, parts, unwrap
 from lockstep.parallel.sharding import sharding_of
+from lockstep.torch_internals import fsdp2
 
 
 class Piece(NamedTuple):
@@ -53,11 +54,9 @@ def leaves(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for part in parts(model):
         sharding = sharding_of(part)
         for group in sharding.parameter_groups() if sharding is not None else ():
-            for record in group.fsdp_params:
-                gathered = getattr(record, "_unsharded_param", None)
-                name = next(
-                    (names[id(form)] for form in (record.sharded_param, gathered) if id(form) in names), None
-                )
+            for record in fsdp2.params(group):
+                gathered = fsdp2.unsharded_param(record)
+                name = next((names[id(form)] for form in fsdp2.forms(record) if id(form) in names), None)
                 if name is not None:
                     sharded.add(name)
                     if gathered is not None and gathered.requires_grad:

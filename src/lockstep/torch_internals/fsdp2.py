@@ -1,0 +1,249 @@
+"""``fully_shard``: the records behind a sharded module, and the gradients that it has not reduced yet.
+
+A ``param`` is torch's ``FSDPParam``, the record of one parameter; a ``group`` its ``FSDPParamGroup``, the record of
+those that are gathered together; the state is the ``FSDPState`` of one module.
+
+Gradients that were not reduced to the shards of all ranks are kept in one of these places:
+
+    whose                                    up to torch 2.14                    from 2.15 on
+    this rank's own, type of the parameter   ``_unsharded_param.grad``           ``_unsharded_param.grad``
+    this rank's own, type of the reduction   ``unsharded_accumulated_grad``      the same, which says ``grad_dtype``
+    summed over one replica's shards         ``_partial_reduce_output``          the same, with a layout beside it
+
+From 2.15 on ``unsharded_accumulated_grad`` is a property that shows ``_unsharded_param.grad`` once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param as param_file
+
+
+class Rows(NamedTuple):
+    """Where the shard of one parameter lies in ``partial_reduce_output``: from ``offset``, padded to ``numel``."""
+
+    param: Any
+    offset: int
+    numel: int
+
+
+# Records --------------------------------------------------------------------------------------------
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to this module."""
+    return isinstance(module, FSDPModule)
+
+
+def param_groups(module: Any) -> list[Any]:
+    """Relies on: ``_get_fsdp_state()`` has ``_fsdp_param_groups``, up to 2.12 one ``_fsdp_param_group`` or None."""
+    state = module._get_fsdp_state()
+    many = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in ([state._fsdp_param_group] if many is None else many) if group is not None]
+
+
+def params(group: Any) -> list[Any]:
+    """Relies on: ``fsdp_params`` are the group's records, in the order in which they are packed for collectives."""
+    return list(group.fsdp_params)
+
+
+def lazy_init(root: Any) -> None:
+    """Relies on: ``_lazy_init`` makes this module the root of the sharded ones inside, and does nothing the next time.
+
+    torch itself calls it in the first forward, and takes the module of that one for the root.
+    """
+    root._get_fsdp_state()._lazy_init()
+
+
+def is_in_forward(root: Any) -> bool:
+    """Relies on: ``_training_state`` is FORWARD from before a forward until its end, and stays so if it raised."""
+    return bool(root._get_fsdp_state()._training_state.name == "FORWARD")
+
+
+def all_gather_group(group: Any) -> Any:
+    """The process group over which weights are gathered; None if they are not sharded.
+
+    Relies on: ``mesh_info.shard_process_group``.
+    """
+    return getattr(group.mesh_info, "shard_process_group", None)
+
+
+class Mesh(NamedTuple):
+    """How many ranks a group's parameters are sharded over, this rank's index there, and how many replicas of that."""
+
+    shape: tuple[int, ...]
+    shards: int
+    own_shard: int
+    replicas: int
+
+
+def mesh_of(group: Any) -> Mesh:
+    """Relies on: ``mesh_info`` with ``mesh``, ``shard_mesh_size``, ``shard_mesh_rank``, ``replicate_mesh_size``."""
+    info = group.mesh_info
+    shape = tuple(info.mesh.shape)
+    return Mesh(
+        shape, info.shard_mesh_size, info.shard_mesh_rank, int(getattr(info, "replicate_mesh_size", 1))
+    )
+
+
+def is_unsharded(group: Any) -> bool:
+    """Relies on: ``is_unsharded``: whole parameters stand in the module now."""
+    return bool(group.is_unsharded)
+
+
+def device_of(group: Any) -> torch.device:
+    """Relies on: ``device`` is where the group's collectives run."""
+    device: torch.device = group.device
+    return device
+
+
+# Parameters ------------------------------------------------------------------------------------------
+
+
+def sharded_param(param: Any) -> Any:
+    """The DTensor that optimizers hold. Relies on: ``sharded_param`` is one object for the life of the record."""
+    return param.sharded_param
+
+
+def unsharded_param(param: Any) -> Any:
+    """The whole parameter, None before it was gathered once. Relies on: ``_unsharded_param``, made once."""
+    return getattr(param, "_unsharded_param", None)
+
+
+def forms(param: Any) -> Iterator[Any]:
+    """What stands in the module, at one time or other. Relies on: ``_sharded_post_forward_param`` is the third."""
+    for name in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param"):
+        found = getattr(param, name, None)
+        if found is not None:
+            yield found
+
+
+def whole_numel(param: Any) -> int:
+    """Relies on: ``_orig_size`` is the shape of the whole parameter."""
+    return int(param._orig_size.numel())
+
+
+def move_shard(param: Any, keep: Any) -> None:
+    """Let ``keep`` (flat tensor -> the same in other memory) say where the shard lies from now on.
+
+    Relies on: torch finds it in ``_sharded_param_data`` (flat, padded) and ``sharded_param._local_tensor``, which share
+    their memory, and nowhere else.
+    """
+    kept = keep(param._sharded_param_data)
+    local = param.sharded_param._local_tensor
+    param._sharded_param_data = kept
+    param.sharded_param._local_tensor = kept[: local.numel()].view(local.shape)
+
+
+# Gradients that are not reduced yet -------------------------------------------------------------------
+
+
+def accumulates_in_leaf() -> bool:
+    """Whether ``unsharded_accumulated_grad`` is only another name of ``_unsharded_param.grad``, as from 2.15 on."""
+    return isinstance(vars(param_file.FSDPParam).get("unsharded_accumulated_grad"), property)
+
+
+def unreduced_grads(param: Any) -> list[torch.Tensor]:
+    """This rank's own gradients of the whole parameter: their sum is what is still to be reduced; mostly one tensor.
+
+    Relies on: up to 2.14 ``unsharded_accumulated_grad`` (type of the reduction) and ``_unsharded_param.grad`` are two
+    tensors, of which both count; from 2.15 on there is only ``_unsharded_param.grad``.
+    """
+    found = [] if accumulates_in_leaf() else [param.unsharded_accumulated_grad]
+    found.append(getattr(unsharded_param(param), "grad", None))
+    return [gradient for gradient in found if gradient is not None]
+
+
+def discard_unreduced_grad(param: Any) -> None:
+    """Forget them."""
+    whole = unsharded_param(param)
+    if whole is not None:
+        whole.grad = None
+    if not accumulates_in_leaf():
+        param.unsharded_accumulated_grad = None
+
+
+def set_unreduced_grad(param: Any, gradient: torch.Tensor) -> None:
+    """Go on from ``gradient``, which is copied. The parameter must have been gathered once.
+
+    Relies on: up to 2.14 a gradient of another type than the whole parameter's is ``unsharded_accumulated_grad``; from
+    2.15 on ``_unsharded_param.grad`` has the type ``grad_dtype`` (None: any).
+    """
+    whole = param._unsharded_param
+    gradient = gradient.to(whole.device, copy=True).view(whole.shape)
+    if accumulates_in_leaf():
+        whole.grad = gradient if whole.grad_dtype is None else gradient.to(whole.grad_dtype)
+    elif gradient.dtype == whole.dtype:
+        whole.grad = gradient
+    else:
+        param.unsharded_accumulated_grad = gradient
+
+
+def partial_reduce_output(group: Any) -> torch.Tensor | None:
+    """The flat sum over one replica's shards, not reduced over the replicas yet.
+
+    Relies on: ``_partial_reduce_output``; there is none but in groups with replicas.
+    """
+    output: torch.Tensor | None = group._partial_reduce_output
+    return output
+
+
+def discard_partial_reduce_output(group: Any) -> None:
+    """Forget it. Relies on: with None there the next reduction begins anew."""
+    group._partial_reduce_output = None
+
+
+def partial_reduce_rows(group: Any) -> list[Rows]:
+    """What lies where in ``partial_reduce_output``; empty if that cannot be told.
+
+    Relies on: from 2.15 on ``_partial_reduce_output_layout`` says it, up to 2.14 nothing does, but the parameters that
+    have gradients follow one another, each padded to equal parts of its rows.
+    """
+    output = group._partial_reduce_output
+    if output is None:
+        return []
+    layout = getattr(group, "_partial_reduce_output_layout", None)
+    if layout is not None:
+        return [Rows(param, offset, numel) for param, (offset, numel) in layout.items()]
+    trained = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
+    rows = packed(trained)
+    return rows if numel_of(rows) == output.numel() else []
+
+
+def needs_layout(group: Any) -> bool:
+    """Whether torch goes on from a sum only if it knows what lies where in it, as from 2.15 on."""
+    return hasattr(group, "_partial_reduce_output_layout")
+
+
+def set_partial_reduce_output(group: Any, output: torch.Tensor, rows: list[Rows]) -> None:
+    """Go on from ``output``, which is copied, and in which ``rows`` lie.
+
+    Relies on: as ``partial_reduce_rows``. From 2.15 on torch would drop a sum without a layout.
+    """
+    if needs_layout(group):
+        group._partial_reduce_output_layout = {row.param: (row.offset, row.numel) for row in rows}
+    group._partial_reduce_output = output.to(group.device, copy=True)
+
+
+def packed(params: list[Any]) -> list[Rows]:
+    """Where the shards of these lie when torch packs them for a collective.
+
+    Relies on: ``padded_sharded_param_size`` is the shape that a shard has in collectives, equal on all ranks.
+    """
+    rows: list[Rows] = []
+    offset = 0
+    for param in params:
+        numel = param.padded_sharded_param_size.numel()
+        rows.append(Rows(param, offset, numel))
+        offset += numel
+    return rows
+
+
+def numel_of(rows: list[Rows]) -> int:
+    """Of the flat tensor in which these lie."""
+    return sum(row.numel for row in rows)
