@@ -22,8 +22,8 @@ ENGINE, KEEPS = "fully_shard", "keeps gradients"
 def probe() -> None:
     """Let torch's own code accumulate gradients in records that belong to no model and no process group.
 
-    Two backward passes that reduce nothing, and two that reduce over one shard and leave out the replicas: what the
-    functions above read must be the sum of both, once, and torch must go on from what it puts back.
+    Two backward passes that reduce nothing, and two that reduce over one shard and leave out the replicas:
+    what ``fsdp2`` reads must be the sum of both, once, and torch must go on from what it puts back.
     """
     for reduced in (torch.float32, torch.float64):  # the type of the parameter, and another one
         _probe_unreduced(reduced)
