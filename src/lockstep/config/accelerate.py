@@ -31,10 +31,13 @@ class Ignored(NamedTuple):
 
 
 class Later(NamedTuple):
-    """A key that is refused when it is switched on."""
+    """A key that is refused when it is switched on; ``instead`` is a sentence: what to do."""
 
     what: str
+    instead: str = "Remove it, or leave it empty."
 
+
+COMPILED = "Remove it, and set LOCKSTEP_DYNAMO_BACKEND, or pass Accelerator(dynamo_backend=...)."
 
 OTHER_KEYS: dict[str, Ignored | Later] = {
     "downcast_bf16": Ignored("it concerns TPUs only"),
@@ -51,8 +54,8 @@ OTHER_KEYS: dict[str, Ignored | Later] = {
     "ipex_config": Ignored("torch itself now has these optimisations"),
     "megatron_lm_config": Later("Megatron-LM settings"),
     "fp8_config": Later("fp8 training"),
-    "dynamo_config": Later("compilation by configuration"),
-    "dynamo_backend": Later("compilation by configuration"),
+    "dynamo_config": Later("compilation by a file", COMPILED),
+    "dynamo_backend": Later("compilation by a file", COMPILED),
     "tpu_use_cluster": Later("training on TPU pods"),
     "tpu_use_sudo": Later("training on TPU pods"),
 }
@@ -124,7 +127,7 @@ def from_yaml(file: YamlFile) -> LoadedConfig:
         elif isinstance(rule, Later):
             if not is_off(value):
                 raise ConfigError(
-                    f"{file.at(key)} asks for {rule.what}, which is not available yet. Remove it, or leave it empty."
+                    f"{file.at(key)} asks for {rule.what}, which is not available. {rule.instead}"
                 )
         else:
             name = key if len(key) <= 60 else key[:57] + "..."

@@ -92,7 +92,11 @@ def _accelerate_rows(file: YamlFile) -> Iterator[Row]:
         elif isinstance(rule, Ignored):
             yield Row(key, value, Outcome.NO_EFFECT, rule.why)
         else:
-            text = f"asks for {rule.what}, which is not available" if rule else "this key is not known"
+            text = (
+                f"asks for {rule.what}, which is not available. {rule.instead}"
+                if rule
+                else "this key is not known"
+            )
             yield Row(key, value, Outcome.REFUSED, text)
 
 

@@ -183,10 +183,32 @@ COMET_KEYS = (
     "samples_log_interval", "project", "workspace", "api_key", "experiment_name", "experiment_key", "online", "mode",
 )  # fmt: skip
 
-TENSOR_KEYS = (
-    "dtype", "tp_overlap_comm", "vocab_parallel_lm_head", "vocab_parallel_ce_backend", "injection_policy_tuple",
-    "partition_config", "preset_model", "keep_module_on_host", "replace_with_kernel_inject", "kernel_inject",
-)  # fmt: skip
+LAYERS = "the layers to split come from the model's own plan or its structure; tp_plan= says others"
+GROUPS = "a group of ranks made elsewhere"
+
+# the older way to say the same, one level deeper
+TENSOR_GROUP: Table = {
+    "tp_size": Used("tp", read.several),
+    "tp_grain_size": NoEffect("every rank has an equal part of each layer", (1,)),
+    "mpu": Refused(GROUPS),
+    "tp_group": Refused(GROUPS),
+}
+
+TENSOR: Table = {
+    "autotp_size": Used("tp", read.several),
+    "tensor_parallel": TENSOR_GROUP,
+    "tp": TENSOR_GROUP,
+    "dtype": NoEffect("parameters keep the type that they were made with"),
+    "tp_overlap_comm": NoEffect("layers are split and joined by torch's DTensor"),
+    "injection_policy_tuple": NoEffect(LAYERS),
+    "partition_config": NoEffect(LAYERS),
+    "preset_model": NoEffect(LAYERS),
+    "vocab_parallel_lm_head": NoEffect("loss_parallel keeps logits split over the vocabulary"),
+    "vocab_parallel_ce_backend": Detail("vocab_parallel_lm_head"),
+    "keep_module_on_host": NoEffect("a model is made as the script makes it"),
+    "replace_with_kernel_inject": Refused("kernels for inference"),
+    "kernel_inject": Refused("kernels for inference"),
+}
 
 KEYS: Table = {
     "train_batch_size": Used("train_batch_size", read.integer(1)),
@@ -215,7 +237,9 @@ KEYS: Table = {
     ),
     "activation_checkpointing": ACTIVATION,
     "communication_data_type": Used("reduce", read.dtype),
-    "seq_parallel_communication_data_type": NoEffect("there is no sequence parallelism", ("fp32",)),
+    "seq_parallel_communication_data_type": NoEffect(
+        "the parts of a sequence are exchanged in the type of the computation", ("fp32",)
+    ),
     "prescale_gradients": NoEffect(NUMERICS),
     "gradient_predivide_factor": NoEffect(NUMERICS, (1, 1.0)),
     "gradient_allreduce_op": Refused("summed gradients; multiply the loss instead", ("mean",)),
@@ -232,11 +256,11 @@ KEYS: Table = {
     "log_level": NoEffect("Python's logging says the level"),
     "disable_python_gc": NoEffect("the script may call gc.disable()"),
     "vocabulary_size": NoEffect("it only checks for sizes that suit tensor cores"),
-    "use_data_before_expert_parallelism": NoEffect("there is no expert parallelism"),
+    "use_data_before_expert_parallelism": NoEffect("ep= places the ranks that share experts side by side"),
     "timers": {"throughput": {key: NoEffect(TIMES, (True, False)) for key in ("enabled", "synchronized")}},
     "flops_profiler": section(NoEffect(TIMES), *PROFILER_KEYS),
     "comms_logger": section(
-        NoEffect("lockstep.CommunicationLedger counts collectives"),
+        NoEffect("accelerator.communication() counts collectives"),
         "verbose",
         "prof_all",
         "debug",
@@ -255,20 +279,24 @@ KEYS: Table = {
         "passes": Refused("compiler passes of DeepSpeed"),
         **{key: Detail("deepcompile") for key in COMPILE_KEYS},
     },
-    "sequence_parallel_size": Refused("sequence parallelism", (1, 0)),
+    "sequence_parallel_size": Used("", read.ulysses),
     "data_parallel_size": NoEffect("lockstep launch says the number of processes"),
-    "tensor_parallel": {
-        "autotp_size": Refused("tensor parallelism", (0, 1)),
-        "tensor_parallel": Refused("tensor parallelism"),
-        "tp": Refused("tensor parallelism"),
-        **{key: Detail("autotp_size") for key in TENSOR_KEYS},
-    },
-    "expert_parallel": Refused("expert parallelism"),
-    "pipeline": Refused("pipeline parallelism"),
+    "tensor_parallel": TENSOR,
+    "expert_parallel": Refused(
+        "expert parallelism of any model",
+        instead="Remove it, and use parallel='ep=N' with layers of lockstep.nn.MixtureOfExperts.",
+    ),
+    "pipeline": Refused(
+        "a pipeline whose micro-batches are those of gradient accumulation",
+        instead="Remove it, and use parallel='pp=N micro_batches=M', which cuts each batch into micro-batches.",
+    ),
     "amp": Refused("NVIDIA Apex; use bf16 or fp16"),
     "msamp": Refused("fp8 training"),
     "autotuning": Refused("autotuning"),
-    "elasticity": Refused("elastic training"),
+    "elasticity": Refused(
+        "batch sizes that follow the number of machines",
+        instead="Remove it. With lockstep launch --nnodes MIN:MAX machines may leave and join.",
+    ),
     "data_efficiency": Refused("data efficiency"),
     "curriculum_learning": Refused("curriculum learning"),
     "progressive_layer_drop": Refused("progressive layer dropping"),

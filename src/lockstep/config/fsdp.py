@@ -77,7 +77,10 @@ KEYS: Table = {
     "activation_checkpointing": Used("checkpointing", read.truth),
     "activation_checkpointing_offload": Used("checkpointing_offload", read.switch),
     "ignored_modules": Refused("modules that are not sharded"),
-    "param_init_fn": Refused("a function that fills parameters made on the meta device"),
+    "param_init_fn": Refused(
+        "a function that fills parameters made on the meta device",
+        instead="Remove it, and call accelerator.prepare_model(model, init_weights=...).",
+    ),
     "xla": Refused("XLA"),
     "xla_fsdp_v2": Refused("XLA"),
     "xla_fsdp_grad_ckpt": Refused("XLA"),

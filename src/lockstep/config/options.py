@@ -39,13 +39,22 @@ HANDLERS = (
     DamageChecks,
 )
 
-# Of Accelerate's Accelerator, for strategies that this version does not have.
-LATER_OPTIONS = (
-    "fp8_recipe_handler",
-    "megatron_lm_plugin",
-    "parallelism_config",
-    "torch_tp_plugin",
-)
+# Of Accelerate's Accelerator: what it asks for, and what to do.
+NOT_OPTIONS = {
+    "fp8_recipe_handler": ("fp8 training", "is not available. Remove it, and use mixed_precision='bf16'"),
+    "megatron_lm_plugin": (
+        "Megatron-LM",
+        "is not used here. Remove it, and write parallel='tp=2 pp=2', for instance",
+    ),
+    "parallelism_config": (
+        "a layout of ranks",
+        "is one line here. Remove it, and write parallel='zero=3 replicate=2 tp=2 cp=2', for instance",
+    ),
+    "torch_tp_plugin": (
+        "tensor parallelism",
+        "is a word here. Remove it, and write parallel='tp=2', for instance",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -269,12 +278,10 @@ def parallel_fields(options: Mapping[str, Any], known: Iterable[str] = ()) -> di
     for name, value in options.items():
         if name in PARALLEL_FIELDS:
             found[name] = value
-        elif name not in LATER_OPTIONS:
+        elif name not in NOT_OPTIONS:
             near = suggestion(name, [*known, *PARALLEL_FIELDS])
             raise ConfigError(f"Accelerator has no option {name!r}.{near or ' Remove it.'}")
         elif value is not None:
-            raise ConfigError(
-                f"{name} was given, which this version does not have. "
-                f"Remove {name}; the README's table says what works so far."
-            )
+            what, instead = NOT_OPTIONS[name]
+            raise ConfigError(f"{name} was given, which asks for {what}. That {instead}.")
     return found

@@ -48,6 +48,12 @@ def several(value: Any, key: str) -> int | None:
     return ranks if ranks > 1 else None
 
 
+def ulysses(value: Any, key: str) -> dict[str, Any]:
+    """A number of ranks that share each sequence by all-to-all; 0 and 1 are nothing said."""
+    ranks = several(value, key)
+    return {} if ranks is None else {"cp": ranks, "cp_method": "ulysses"}
+
+
 def int8(value: Any, key: str) -> str | None:
     """Quantised, or nothing said."""
     return "int8" if truth(value, key) else None

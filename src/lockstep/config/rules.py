@@ -41,10 +41,11 @@ class NoEffect:
 
 @dataclass(frozen=True)
 class Refused:
-    """An error when the value asks for something other than ``default``."""
+    """An error when the value asks for something other than ``default``; ``instead`` is a sentence: what to do."""
 
     what: str
     default: tuple[Any, ...] = ()
+    instead: str = "Remove it."
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def _apply(rule: Rule, path: str, value: Any) -> Row:
         why = rule.why if asks or rule.default else NOTHING
         return Row(path, value, Outcome.NO_EFFECT if asks else Outcome.OFF, why)
     if asks:
-        text = f"={shown(value)} asks for {rule.what}, which is not available. Remove it."
+        text = f"={shown(value)} asks for {rule.what}, which is not available. {rule.instead}"
         return Row(path, value, Outcome.REFUSED, text)
     return Row(path, value, Outcome.OFF, NOTHING)
 
