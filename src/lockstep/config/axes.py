@@ -65,4 +65,5 @@ def axes_of(parallel: Parallel, world_size: int) -> Axes:
     shard = parallel.shard_size(world_size)  # with cp, parameters are sharded over the sequence's ranks too
     if not parallel.shards:
         return Axes(parallel.pp, data, 1, parallel.cp, parallel.tp, parallel.ep)
-    return Axes(parallel.pp, parallel.replicate, shard // parallel.cp, parallel.cp, parallel.tp, parallel.ep)
+    replicate = parallel.replicate if world_size > 1 else 1
+    return Axes(parallel.pp, replicate, shard // parallel.cp, parallel.cp, parallel.tp, parallel.ep)

@@ -30,8 +30,8 @@ class BatchSizes:
         train, micro, accumulation = (says[name].value if name in says else None for name in NAMES)
         return cls(train, micro, accumulation, tuple(item.source for item in said))
 
-    def solved(self, world_size: int) -> BatchSizes:
-        """With what follows for so many processes; what does not follow stays None.
+    def solved(self, world_size: int, ranks: str = "processes") -> BatchSizes:
+        """With what follows for so many processes, which messages call ``ranks``; what does not follow stays None.
 
         Raises:
             ConfigError: the numbers do not fit; the message has the arithmetic.
@@ -46,16 +46,16 @@ class BatchSizes:
             accumulation = train // (micro * world_size)
         product = micro * accumulation * world_size
         if product != train:
-            raise ConfigError(self._message(world_size))
+            raise ConfigError(self._message(world_size, ranks))
         return BatchSizes(train, micro, accumulation, self.sources)
 
-    def _message(self, world_size: int) -> str:
+    def _message(self, world_size: int, ranks: str) -> str:
         known = [
             f"{value} {what}"
             for value, what in (
                 (self.micro, "rows a process"),
                 (self.accumulation or (None if self.micro else 1), "accumulation steps"),
-                (world_size, "processes"),
+                (world_size, ranks),
             )
             if value is not None
         ]

@@ -16,6 +16,7 @@ from lockstep.config.readers import SCALER_FIELDS
 from lockstep.config.rules import Outcome, Row, Said, Table, combine, is_off, walk
 from lockstep.config.run import RunConfig
 from lockstep.config.said import PARALLEL_FIELDS, REACH_SETTINGS, precision_of, said_by_settings, spread_of
+from lockstep.config.world import fitted
 from lockstep.config.yaml_file import YamlFile, read_yaml
 from lockstep.errors import ConfigError
 
@@ -117,9 +118,7 @@ def _settings(says: Mapping[str, Said], given: Mapping[str, Any], ranks: int | N
             f"train_batch_size={batch.train} is over all processes, and their number is not known. Give --ranks N."
         )
     if processes is not None:
-        batch = batch.solved(processes)
-        spread_of(says).shard_size(processes)
-        spread_of(says).check_offload(processes)
+        batch = fitted(spread_of(says), batch, processes)
         settings["num_processes"] = processes
     precision = precision_of(says)
     if precision != "no":

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from lockstep.config.axes import axes_of
 from lockstep.config.batch import BatchSizes
 from lockstep.config.elsewhere import asked_elsewhere
 from lockstep.config.handlers import (
@@ -28,6 +27,7 @@ from lockstep.config.rules import Said, combine
 from lockstep.config.said import PARALLEL_FIELDS, precision_of, said_by_settings, said_in, spread_of
 from lockstep.config.sources import WorkerSettings, suggestion, worker_settings
 from lockstep.config.training_objects import OptimizerConfig, SchedulerConfig
+from lockstep.config.world import fitted
 from lockstep.errors import ConfigError
 
 HANDLERS = (
@@ -200,8 +200,7 @@ def fit_to_world(options: Options, world_size: int) -> Options:
     Raises:
         ConfigError: batch sizes, or the groups of ``parallel``, do not fit this number.
     """
-    options.parallel.check_offload(world_size)
-    batch = options.batch.solved(axes_of(options.parallel, world_size).data)
+    batch = fitted(options.parallel, options.batch, world_size)
     steps = batch.accumulation or options.accumulation.num_steps
     return replace(
         options,

@@ -11,6 +11,7 @@ from typing import Any
 from lockstep.config.enums import Activation, CPMethod, Offload, QuantizedType, ReduceType, Schedule, Strategy
 from lockstep.config.parallel_words import HOST, PARSERS, SWITCHED_ON, known_word, text_of
 from lockstep.config.parallel_words import BlockRule as BlockRule
+from lockstep.config.pipeline_stages import stages_per_rank
 from lockstep.config.values import shown
 from lockstep.errors import ConfigError
 
@@ -197,9 +198,9 @@ class Parallel:
         Raises:
             ConfigError: the world cannot be divided this way; the message has the arithmetic.
         """
-        ranks = world_size // (self.tp * self.pp)
-        if ranks <= 1:
+        if world_size <= 1:  # one process runs any script that only shards
             return 1
+        ranks = max(1, world_size // (self.tp * self.pp))
         if ranks % self.replicate:
             raise ConfigError(
                 f"parallel='{self}' wants {self.replicate} groups of equal size, but there are {ranks} processes "
@@ -300,6 +301,19 @@ class Parallel:
                     f"parallel='{self}': {word} keeps tensors split in tp, but {axis} needs them whole. Drop {word}."
                 )
 
+    def _check_stages(self) -> None:
+        if self.pp == 1:
+            return
+        try:
+            stages = self.pp * stages_per_rank(self.schedule, self.stages_per_rank)
+        except ConfigError as error:
+            raise ConfigError(f"parallel='{self}': {error}") from None
+        if self.split and len(self.split) != stages - 1:
+            raise ConfigError(
+                f"parallel='{self}': split names {len(self.split)} blocks, but {stages} stages begin at "
+                f"{stages - 1} blocks after the first. Name {stages - 1}, or drop split."
+            )
+
     def _check_split(self) -> None:
         if self.strategy is Strategy.DATA_PARALLEL and self.splits_model:
             raise ConfigError(
@@ -309,6 +323,7 @@ class Parallel:
             for name in names:
                 if getattr(self, axis) == 1 and getattr(self, name) != getattr(Parallel, name):
                     raise ConfigError(f"parallel: {name} needs {axis}. Add {axis}=2 or more, or drop {name}.")
+        self._check_stages()
         self._check_whole_between_stages()
         if self.ep > 1 and (self.splits_model or self.shards):
             raise ConfigError(

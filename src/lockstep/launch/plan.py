@@ -15,6 +15,7 @@ from lockstep.config.checks import LOCAL, check_topology
 from lockstep.config.rules import Said, combine
 from lockstep.config.said import said_by_settings, spread_of
 from lockstep.config.sources import SETTINGS
+from lockstep.config.world import fitted
 from lockstep.errors import ConfigError
 from lockstep.launch.machines import (
     Reach,
@@ -329,9 +330,7 @@ def check_spread(
     says = combine(described, said_by_settings(own))
     spread, batch = spread_of(says), BatchSizes.of(says)
     for processes in sizes:
-        spread.shard_size(processes)
-        spread.check_offload(processes)
-        batch.solved(processes)
+        fitted(spread, batch, processes)
 
 
 def available_cores() -> int:

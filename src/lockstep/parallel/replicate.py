@@ -103,13 +103,8 @@ def data_parallel(model: nn.Module, runtime: Runtime) -> nn.Module:
     """``torch.nn.DataParallel``: one process drives all GPUs of the machine.
 
     Raises:
-        UsageError: several processes, or fewer than two GPUs.
+        UsageError: fewer than two GPUs.
     """
-    if runtime.world_size > 1:
-        raise UsageError(
-            f"parallel='dataparallel' is for one process, but {runtime.world_size} were started. "
-            "Start one process, or drop the option: several processes use DistributedDataParallel."
-        )
     count = torch.cuda.device_count() if runtime.device.type == "cuda" else 0
     if count < 2:
         raise UsageError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep.config.enums import Schedule
-from lockstep.errors import UsageError
+from lockstep.errors import ConfigError, UsageError
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.pipeline import PipelineModel, PipelineOptions, split_model
 from lockstep.runtime import process
@@ -315,7 +315,7 @@ def refusals() -> dict[str, str]:
     batch = next(problem.tokens(1))
 
     def refused(call: Callable[[], Any]) -> str:
-        with pytest.raises(UsageError) as error:
+        with pytest.raises((ConfigError, UsageError)) as error:
             call()
         return str(error.value)
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from lockstep.config.pipeline_stages import stages_per_rank
 from lockstep.errors import UsageError
-from lockstep.parallel.pipeline.assign import balanced, begin_at, rank_of_stage, stages_per_rank
+from lockstep.parallel.pipeline.assign import balanced, begin_at, rank_of_stage
 from lockstep.parallel.pipeline.layout import Layout
 from lockstep.parallel.pipeline.model import PipelineModel
 from lockstep.parallel.pipeline.options import PipelineOptions

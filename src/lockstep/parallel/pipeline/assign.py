@@ -6,47 +6,18 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from lockstep.config.enums import Schedule
+from lockstep.config.pipeline_stages import LOOPED, V_SHAPED
 from lockstep.config.values import suggestion
 from lockstep.errors import UsageError
 
-_V_SHAPED = (Schedule.ZBV, Schedule.DUALPIPEV)
-_LOOPED = (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE)
 SPLIT_BACKWARD = (Schedule.ZERO_BUBBLE, Schedule.ZBV, Schedule.DUALPIPEV)
 """Backward of the weights comes later than that of the input."""
-
-
-def stages_per_rank(schedule: Schedule, asked: int) -> int:
-    """Stages that each rank holds under ``schedule``; ``asked``: 0 lets it choose.
-
-    Raises:
-        UsageError: the schedule does not work with that many.
-    """
-    if schedule in _V_SHAPED:
-        if asked not in (0, 2):
-            raise UsageError(
-                f"schedule={schedule} folds the stages into a V, two on each rank, but stages_per_rank={asked}. "
-                "Leave stages_per_rank out."
-            )
-        return 2
-    if schedule in _LOOPED:
-        if asked == 1 and schedule is Schedule.INTERLEAVED:
-            raise UsageError(
-                "schedule=interleaved needs several stages on each rank, but stages_per_rank=1. "
-                "Take stages_per_rank=2 or schedule=1f1b."
-            )
-        return asked or (2 if schedule is Schedule.INTERLEAVED else 1)
-    if asked > 1:
-        raise UsageError(
-            f"schedule={schedule} has one stage on each rank, but stages_per_rank={asked}. "
-            "Take schedule=interleaved for several."
-        )
-    return 1
 
 
 def rank_of_stage(schedule: Schedule, stage: int, ranks: int) -> int:
     """The rank that holds ``stage``: round after round, or there and back for V-shaped schedules."""
     turn, position = divmod(stage, ranks)
-    return ranks - 1 - position if schedule in _V_SHAPED and turn % 2 else position
+    return ranks - 1 - position if schedule in V_SHAPED and turn % 2 else position
 
 
 def least_micro_batches(schedule: Schedule, ranks: int) -> int:
@@ -58,7 +29,7 @@ def fits(schedule: Schedule, micro_batches: int, ranks: int) -> bool:
     """Whether ``schedule`` can work with that many micro-batches. Looped ones go in rounds of equal size."""
     if micro_batches < least_micro_batches(schedule, ranks):
         return False
-    return schedule not in _LOOPED or micro_batches % (micro_batches // ranks) == 0
+    return schedule not in LOOPED or micro_batches % (micro_batches // ranks) == 0
 
 
 def balanced(costs: Sequence[float], before: float, after: float, stages: int) -> list[int]:
