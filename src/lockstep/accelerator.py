@@ -440,12 +440,17 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         )
 
     def end_training(self) -> None:
-        """Finish the trackers, and steps and a save in the background, and wait for all ranks."""
+        """Finish the trackers, and steps and a save in the background, and wait for all ranks.
+
+        What a rank does after it (an export, an evaluation, an upload) may take as long as it needs.
+        """
+        self._watch.ending()
         self._preparation.offload.finish()
         self._trackers.finish()
         if "_checkpointer" in vars(self):  # it was used
             self._checkpointer.close()
         self.wait_for_everyone()
+        self._watch.done()
 
     def _save_before_stop(self) -> str | None:
         """Save where the next ``load_state`` will look; None where there is no such place."""

@@ -44,9 +44,10 @@ class FakePeer:
 class FakeWatch:
     def __init__(self) -> None:
         self.commits = self.steps = self.ended = 0
+        self.nothing_begun = False
+        self.gone: list[int] = []
         self.stopped: str | None = None
         self.verdict: Any = None
-        self.can_stop = True
         self.asked: list[str] = []
         self.worlds: list[int] = []
 
@@ -54,9 +55,11 @@ class FakeWatch:
         self.worlds.append(world_size)
         self.verdict = None
 
-    def request_stop(self, cause: str) -> bool:
+    def request_stop(self, cause: str) -> None:
         self.asked.append(cause)
-        return self.can_stop
+
+    def left(self, rank: int) -> None:
+        self.gone.append(rank)
 
     def end_all(self) -> None:
         self.ended += 1
@@ -158,6 +161,7 @@ def test_a_rank_that_lost_contact_is_blamed_only_if_nobody_else_can_be(cause_com
 
 def test_a_newcomer_is_let_in_at_a_step_boundary_and_costs_no_restart() -> None:
     launch = Launch(1, 2)
+    launch.watch.steps = 5
     launch.join("a")
     launch.wait(4.0)
     assert launch.peers["a"].kinds() == ["admitted", "round"]
@@ -172,9 +176,9 @@ def test_a_newcomer_is_let_in_at_a_step_boundary_and_costs_no_restart() -> None:
 
 
 def test_a_newcomer_does_not_wait_for_workers_that_cannot_stop_or_take_too_long() -> None:
-    for can_stop, seconds in ((False, 0.0), (True, GRACE_S + 0.5)):
+    for steps, seconds in ((0, 0.0), (5, GRACE_S + 0.5)):
         launch = Launch(1, 2)
-        launch.watch.can_stop = can_stop
+        launch.watch.steps = steps
         launch.join("a")
         launch.wait(4.0)
         launch.join("b")
@@ -185,6 +189,7 @@ def test_a_newcomer_does_not_wait_for_workers_that_cannot_stop_or_take_too_long(
 
 def test_a_stop_signal_lets_workers_save_and_ends_what_does_not_stop_in_time() -> None:
     launch = two_machines()
+    launch.watch.steps = 5
     launch.tell("b", "stop", signal="SIGTERM")
     launch.tell("b", "stop", signal="SIGTERM")
     assert launch.watch.asked == ["SIGTERM"]
@@ -197,10 +202,31 @@ def test_a_stop_signal_lets_workers_save_and_ends_what_does_not_stop_in_time() -
     launch.tell("a", "finished", round=0, code=75)
     launch.tell("b", "finished", round=0, code=75)
     assert (launch.over()["code"], launch.over()["cause"]) == (75, "all ranks stopped after 5 steps.")
+
+
+def test_a_stop_signal_before_the_first_step_ends_with_75_since_there_is_nothing_to_save() -> None:
     launch = two_machines()
-    launch.watch.can_stop = False
+    launch.watch.steps, launch.watch.nothing_begun = 0, True
     launch.tell("b", "stop", signal="SIGUSR2")
-    assert (launch.over()["code"], launch.over()["cause"]) == (140, "ended by SIGUSR2")
+    launch.wait(0.2)
+    assert launch.over()["code"] == 75
+    assert "before its first step; there was nothing to save" in launch.over()["cause"]
+    launch = two_machines()  # in its first step, which takes longer than the grace period
+    launch.watch.steps = 0
+    launch.tell("a", "stop", signal="SIGTERM")
+    launch.wait(GRACE_S + 0.4)
+    assert launch.over()["code"] == 75
+    launch = Launch(2, 2)  # which waits for its second machine
+    launch.join("a")
+    launch.tell("a", "stop", signal="SIGTERM")
+    assert launch.over()["code"] == 75
+
+
+def test_the_watch_hears_which_ranks_ended_well() -> None:
+    launch = two_machines()
+    launch.tell("b", "left", round=0, rank=3)
+    launch.tell("b", "left", round=7, rank=2)
+    assert launch.watch.gone == [3]
 
 
 def test_a_hang_that_lasted_too_long_is_a_failure_with_a_code_of_its_own() -> None:

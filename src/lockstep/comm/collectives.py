@@ -7,6 +7,9 @@ two integers. Ranks that differ all raise; none of them enters a collective that
 from __future__ import annotations
 
 import pickle
+import sys
+import time
+import traceback
 from typing import Any, Literal
 
 import torch
@@ -14,7 +17,15 @@ import torch.distributed as dist
 
 from lockstep.comm.agreement import Call, check_same, describe, line_of_user, tensors_only
 from lockstep.comm.tree import leaves, map_leaves
-from lockstep.errors import CheckpointError, ConfigError, LockstepError, NoCheckpointError, UsageError
+from lockstep.errors import (
+    CheckpointError,
+    CollectiveMismatchError,
+    ConfigError,
+    LockstepError,
+    NoCheckpointError,
+    UsageError,
+)
+from lockstep.runtime import failure, process
 from lockstep.runtime.process import Runtime
 
 Reduction = Literal["mean", "sum", "max", "none"]
@@ -31,6 +42,8 @@ SUM_TYPES = {
 all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# a rank that was heard to end may have begun anew in the same process
+CONFIRMED_AFTER_S = 0.3
 
 CAUGHT = (CheckpointError, NoCheckpointError, ConfigError, UsageError)
 
@@ -209,7 +222,15 @@ class Communicator:
             return [call]
         mine = torch.tensor([call.digest(), int(error is not None)], device=self.runtime.control_device)
         all_ranks = mine.new_empty(2 * self.world_size)
-        all_gather_into_tensor(all_ranks, mine, group=self._group)
+        if process.departures():
+            self._check_departures(CONFIRMED_AFTER_S)
+        try:
+            all_gather_into_tensor(all_ranks, mine, group=self._group)
+        except RuntimeError as lost:
+            if failure.is_consequence(lost):
+                process.departures().ranks(failure.DEPARTURE_WAIT_S)  # its end is seen sooner than heard of
+                self._check_departures()
+            raise
         numbers = all_ranks.tolist()
         digests, failed = numbers[0::2], numbers[1::2]
         calls = [call] * self.world_size
@@ -228,6 +249,15 @@ class Communicator:
             consequence.caused_by_rank = rank
             raise consequence
         return calls
+
+    def _check_departures(self, confirmed_after_s: float = 0.0) -> None:
+        """Raise where a rank of the group has ended: it will never come to this collective."""
+        time.sleep(confirmed_after_s)
+        members = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+        gone = [rank for rank in process.departures().ranks() if rank in members]
+        if gone:
+            call, line = failure.call_of_user(reversed(list(traceback.walk_stack(sys._getframe(1)))))
+            raise CollectiveMismatchError(failure.ended_without(gone, call, line)) from None
 
     def _exchange(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world_size

@@ -6,11 +6,11 @@ import platform
 import signal
 import time
 from collections.abc import Callable
-from types import FrameType
 
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.rendezvous import HubLost, Over, Rendezvous, Round, over_of, verb_of
 from lockstep.launch.report import Failure, describe, exit_code, first_failure
+from lockstep.launch.signals import Interrupted, Signals
 from lockstep.launch.workers import Starter, Workers
 from lockstep.runtime.exit_codes import PREEMPTED, of_signal
 
@@ -21,51 +21,6 @@ STATES_EVERY_S = 1.0
 # how long a rank that is not the cause waits for the one that is
 CAUSE_WAIT_S = 3.0
 
-# these ask the run to stop at a step boundary, the second one at once; the others at once
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-END_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-
-
-class Interrupted(Exception):
-    """A signal that ends the launch at once."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.signal = signal.Signals(number)
-
-
-class Signals:
-    """The launcher's signals: the first that asks for a stop is kept, whatever ends at once is raised."""
-
-    def __init__(self) -> None:
-        self._asked: signal.Signals | None = None
-        self._told = False
-        self.boundary = False
-        """Whether there are workers that could stop at a boundary."""
-
-    def install(self) -> None:
-        """Take over; called again after anything that may have taken over itself."""
-        for number in (*STOP_SIGNALS, *END_SIGNALS):
-            signal.signal(number, self._handle)
-
-    def ignore(self) -> None:
-        """From here on the launch is ending already."""
-        for number in (*STOP_SIGNALS, *END_SIGNALS):
-            signal.signal(number, signal.SIG_IGN)
-
-    def asked(self) -> signal.Signals | None:
-        """The signal that asked for a stop, said once."""
-        if self._asked is None or self._told:
-            return None
-        self._told = True
-        return self._asked
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number in STOP_SIGNALS and self._asked is None and self.boundary:
-            self._asked = signal.Signals(number)
-        else:
-            raise Interrupted(number)
-
 
 class Agent:
     """Runs a plan's workers on this machine, in the rounds that the hub forms.
@@ -74,7 +29,8 @@ class Agent:
         hosting: the hub is part of this launcher.
         starter: makes the workers of a round, and sweeps up after it.
         upkeep: called a few times a second.
-        interrupted: called with a signal's name when one ends the launch at once, before anything else.
+        signals: the launcher's, taken over already.
+        interrupted: called with a signal's name and an exit code when one ends the launch, before anything else.
     """
 
     def __init__(
@@ -84,7 +40,8 @@ class Agent:
         hosting: bool,
         starter: Starter,
         upkeep: Callable[[], None],
-        interrupted: Callable[[str], None],
+        signals: Signals,
+        interrupted: Callable[[str, int], None],
         say: Callable[[str], None],
     ) -> None:
         self._plan = plan
@@ -94,7 +51,7 @@ class Agent:
         self._upkeep = upkeep
         self._interrupted = interrupted
         self._say = say
-        self._signals = Signals()
+        self._signals = signals
         self._workers: Workers | None = None
         self._own: Failure | None = None
         self._world_size = plan.nproc
@@ -105,18 +62,19 @@ class Agent:
         Raises:
             ConfigError: the hub does not let this machine in.
         """
-        self._signals.install()
         try:
+            self._signals.install()
+            self._signals.release()
             while True:
                 over = self._round()
                 if over is not None:
                     return self._report(over)
         except Interrupted as error:
             self._signals.ignore()
-            self._interrupted(error.signal.name)
+            self._interrupted(error.signal.name, error.code)
             self._end_workers(error.signal)
             self._say(f"lockstep launch: ended by {error.signal.name}; all processes were ended.")
-            return of_signal(error.signal)
+            return error.code
         except HubLost as error:
             self._end_workers(signal.SIGTERM)
             self._say(f"lockstep launch: {error} All processes here were ended.")
@@ -133,7 +91,6 @@ class Agent:
         self._world_size = place.world_size
         self._signals.boundary = True
         self._workers = self._starter.start(place)
-        self._signals.install()  # starting processes took some signals over
         try:
             return self._watch(place, self._workers)
         except HubLost as error:
@@ -152,6 +109,7 @@ class Agent:
 
     def _watch(self, place: Round, workers: Workers) -> Over | None:
         told = stopping = False
+        left: set[int] = set()
         next_states = 0.0
         give_up: float | None = None
         cause_limit: float | None = None
@@ -178,6 +136,10 @@ class Agent:
             if told:
                 continue
             codes = workers.exit_codes()
+            for local in sorted(codes.keys() - left):
+                left.add(local)
+                if codes[local] == 0 and len(codes) < self._plan.nproc * place.machines:
+                    self._rendezvous.tell("left", round=place.number, rank=place.base_rank + local)
             polite = {0, PREEMPTED} | ({stop_code} if stopping and stop_code is not None else set())
             if any(code not in polite for code in codes.values()):
                 cause_limit = cause_limit or now + CAUSE_WAIT_S

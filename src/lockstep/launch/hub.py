@@ -40,8 +40,11 @@ class Watch(Protocol):
     def verdict(self) -> Any: ...
     @property
     def steps(self) -> int: ...
+    @property
+    def nothing_begun(self) -> bool: ...
     def start_round(self, world_size: int) -> None: ...
-    def request_stop(self, cause: str) -> bool: ...
+    def request_stop(self, cause: str) -> None: ...
+    def left(self, rank: int) -> None: ...
     def end_all(self) -> None: ...
     def process_states(self, states: Mapping[int, str]) -> None: ...
 
@@ -110,10 +113,14 @@ class Hub:
             self._step(m.Finished(machine, _whole(message, "round")))
         elif verb == "failed":
             self._failed(message)
+        elif verb == "left" and self._watch is not None:
+            current = self._members.round
+            if current is not None and _whole(message, "round") == current.number:
+                self._watch.left(_whole(message, "rank"))
         elif verb == "stop":
             self._stop_wanted(str(message.get("signal", "")))
         elif verb == "leave":
-            self._leave(machine, str(message.get("signal", "")))
+            self._leave(machine, str(message.get("signal", "")), _whole(message, "code"))
 
     def lost(self, peer: Peer) -> None:
         """A launcher's connection is gone."""
@@ -129,9 +136,13 @@ class Hub:
             return
         if self._suspect is not None and now >= self._suspect[0]:
             self._fail(self._suspect[1])
+        if self._stop is not None and self._watch is not None and self._watch.nothing_begun:
+            self._end(PREEMPTED, nothing_to_save(self._stop[1]))
         if self._stop is not None and now >= self._stop[0]:
             name = self._stop[1]
-            self._end(signal_code(name), f"{name}, but not all ranks stopped within {self._grace_s:g} s")
+            # before any rank has completed a step there is nothing to save
+            code = signal_code(name) if self._watch is None or self._watch.steps else PREEMPTED
+            self._end(code, f"{name}, but not all ranks stopped within {self._grace_s:g} s")
         if self._reform is not None and now >= self._reform:
             self._end_round()
         verdict = self._watch.verdict if self._watch is not None else None
@@ -140,9 +151,9 @@ class Hub:
 
     # -- from the launcher that hosts ------------------------------------------------------------------
 
-    def interrupt(self, name: str) -> None:
-        """End the launch everywhere, because the machine that hosts got this signal."""
-        self._end(signal_code(name), f"ended by {name}")
+    def interrupt(self, name: str, code: int) -> None:
+        """End the launch everywhere with this code, because the machine that hosts got this signal."""
+        self._end(code, f"ended by {name}")
 
     def alone(self) -> bool:
         """Whether no launcher is connected any more."""
@@ -174,12 +185,12 @@ class Hub:
                 {pid: word for part in self._states.values() for pid, word in part.items()}
             )
 
-    def _leave(self, machine: str, name: str) -> None:
+    def _leave(self, machine: str, name: str, code: int) -> None:
         member = self._members.members.get(machine)
         if self._elastic:
             self._step(m.Lost(machine, f"ended there by {name}"))
         elif member is not None:
-            self._end(signal_code(name), f"ended by {name} on {member.offer.name}")
+            self._end(code or signal_code(name), f"ended by {name} on {member.offer.name}")
 
     def _step(self, event: m.Event) -> None:
         for action in self._members.step(event, self._clock()):
@@ -232,6 +243,8 @@ class Hub:
             self._tell(tuple(self._peers), {"kind": "rendezvous.end", "round": self._members.rounds - 1})
             return
         stopped = self._watch.stopped if self._watch is not None else None
+        if self._stop is not None and self._watch is not None and self._watch.nothing_begun:
+            stopped = nothing_to_save(self._stop[1])
         self._end(code, (stopped or "all ranks stopped and saved their state") if code else "")
 
     def _admit(self, offer: m.Offer) -> None:
@@ -239,7 +252,8 @@ class Hub:
         self._say(f"lockstep launch: machine {offer.name} joins; the round is formed anew.")
         if self._stop is not None or self._reform is not None:
             return
-        if self._watch is not None and self._watch.request_stop(JOINING):
+        if self._watch is not None and self._watch.steps:
+            self._watch.request_stop(JOINING)
             self._reform = self._clock() + self._grace_s
             self._tell(tuple(self._peers), {"kind": "rendezvous.stopping", "signal": ""})
         else:
@@ -297,12 +311,15 @@ class Hub:
     def _stop_wanted(self, name: str) -> None:
         if self._stop is not None or self._over is not None:
             return
-        if self._members.round is not None and self._watch is not None and self._watch.request_stop(name):
+        if self._watch is None:
+            self._end(signal_code(name), f"ended by {name}")
+        elif self._members.round is None:
+            self._end(PREEMPTED, nothing_to_save(name))
+        else:
             self._stop = self._clock() + self._grace_s, name
             self._reform = None
             self._tell(tuple(self._peers), {"kind": "rendezvous.stopping", "signal": name})
-        else:
-            self._end(signal_code(name), f"ended by {name}")
+            self._watch.request_stop(name)
 
     def _end(self, code: int, cause: str, note: str = "", rank: int | None = None) -> None:
         if self._over is not None:
@@ -337,6 +354,11 @@ def offer_of(message: Mapping[str, Any]) -> m.Offer:
     if not offer.machine or offer.nproc < 1:
         raise LinkError("A launcher's offer is not complete. Use one version of Lockstep on all machines.")
     return offer
+
+
+def nothing_to_save(name: str) -> str:
+    """Why a launch ended that was stopped before its first step."""
+    return f"ended by {name} before its first step; there was nothing to save"
 
 
 def signal_code(name: str) -> int:

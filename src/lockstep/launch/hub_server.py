@@ -76,10 +76,10 @@ class HubServer:
         self.address = self._server.address
         self._server.start()
 
-    def interrupt(self, name: str) -> None:
-        """End the launch on all machines, because this one got a signal."""
+    def interrupt(self, name: str, code: int) -> None:
+        """End the launch on all machines with this code, because this one got a signal."""
         with suppress(LinkError):
-            self._server.call(lambda: self._hub.interrupt(name))
+            self._server.call(lambda: self._hub.interrupt(name, code))
 
     def close(self) -> None:
         """Stop, once the others have heard how the launch ended."""

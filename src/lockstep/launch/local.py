@@ -28,10 +28,9 @@ from lockstep.launch.hub_server import HubServer
 from lockstep.launch.network import LOOPBACK, Meeting, find_meeting, loopback_interface
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.rendezvous import Joining, Rendezvous
+from lockstep.launch.signals import Interrupted, Signals
 from lockstep.link import Secret, derived, new_secret, read_secret, user_secret
 
-# torch's multiprocessing takes these over whenever it starts processes; the agent takes them back
-SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 ALONE = Meeting(LOOPBACK, LOOPBACK, None, True)
 
 
@@ -49,6 +48,8 @@ def launch(plan: LaunchPlan) -> int:
         ConfigError: the log directory cannot be written, a port is taken, an address is not of this
             machine or cannot be reached, or the other machines do not let this one in.
     """
+    signals = Signals(plan.survival.watch)
+    signals.install()
     launch_id = uuid.uuid4().hex
     work_dir = tempfile.mkdtemp(prefix="lockstep-")
     try:
@@ -58,10 +59,13 @@ def launch(plan: LaunchPlan) -> int:
         secret = _secret(plan)
         with GuardProcess(launch_id) as guarded:
             _export(plan, launch_id, meeting)
-            code = _run(plan, meeting, secret, work_dir, launch_id, guarded)
+            code = _run(plan, meeting, secret, work_dir, launch_id, guarded, signals)
             if code == 0:
                 guarded.finished()
             return code
+    except Interrupted as error:  # before there was anything to end
+        _say(f"lockstep launch: ended by {error.signal.name}; nothing was started.")
+        return error.code
     finally:
         shutil.rmtree(work_dir, ignore_errors=True)
 
@@ -74,7 +78,13 @@ def end_process(code: int) -> None:
 
 
 def _run(
-    plan: LaunchPlan, meeting: Meeting, secret: Secret, work_dir: str, launch_id: str, guarded: GuardProcess
+    plan: LaunchPlan,
+    meeting: Meeting,
+    secret: Secret,
+    work_dir: str,
+    launch_id: str,
+    guarded: GuardProcess,
+    signals: Signals,
 ) -> int:
     machine = uuid.uuid4().hex
     run = f"{Path(_script(plan.command)).name} on {_range(plan)}"
@@ -93,12 +103,13 @@ def _run(
         rendezvous = Rendezvous(address, secret, joining, _say, machine)
         stack.callback(rendezvous.close)
 
-        def interrupted(name: str) -> None:
+        def interrupted(name: str, code: int) -> None:
             if server is not None:
-                server.interrupt(name)
+                server.interrupt(name, code)
             else:
-                rendezvous.tell("leave", signal=name)
+                rendezvous.tell("leave", signal=name, code=code)
 
+        signals.hold()
         gc.disable()  # collections are a tenth of the time of importing torch
         from lockstep.launch.agent import Agent
         from lockstep.launch.workers import Starter
@@ -107,7 +118,9 @@ def _run(
         gc.enable()
         _silence_torch()
         starter = Starter(plan, work_dir, launch_id, _control(plan, address, secret))
-        agent = Agent(plan, rendezvous, server is not None, starter, guarded.renew, interrupted, _say)
+        agent = Agent(
+            plan, rendezvous, server is not None, starter, guarded.renew, signals, interrupted, _say
+        )
         return agent.run()
 
 
@@ -161,8 +174,11 @@ def _control(plan: LaunchPlan, address: tuple[str, int], secret: Secret) -> dict
 
 
 def _export(plan: LaunchPlan, launch_id: str, meeting: Meeting) -> None:
-    """What the workers inherit: the plan's settings, the launch's identity, and the interface to use."""
-    values = {**plan.environment, guard.ID_VARIABLE: launch_id, "TORCHELASTIC_SIGNALS_TO_HANDLE": SIGNALS}
+    """What the workers inherit: the plan's settings, the launch's identity, and the interface to use.
+
+    torch's multiprocessing takes no signals over: one that arrived meanwhile would end this process.
+    """
+    values = {**plan.environment, guard.ID_VARIABLE: launch_id, "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
     interface = loopback_interface() if plan.num_machines == 1 else meeting.interface
     for name in (
         ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if plan.num_machines > 1 else ("GLOO_SOCKET_IFNAME",)

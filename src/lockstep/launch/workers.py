@@ -22,6 +22,8 @@ from lockstep.launch.report import Failure
 from lockstep.runtime.exit_codes import PREEMPTED
 
 ROLE = "default"
+# what torch's multiprocessing takes over, in a script that is a launcher itself
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 
 
 class Workers:
@@ -176,6 +178,7 @@ def _place(local: int, nproc: int, place: Round, run_id: str, max_restarts: int)
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": SIGNALS,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited_environment().get(
             "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"
         ),

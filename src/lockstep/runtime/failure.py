@@ -6,15 +6,21 @@ import faulthandler
 import json
 import os
 import sys
+import sysconfig
 import time
 import traceback
-from types import TracebackType
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 from lockstep.config.sources import error_file
+from lockstep.runtime.departures import Departures
 
 # how long a rank that failed because another one did leaves the agent to end it quietly
 CONSEQUENCE_WAIT_S = 2.0
+# a connection to a rank that ended is lost sooner than its end is heard of
+DEPARTURE_WAIT_S = 1.0
 # a failed rank whose teardown hangs (threads, communicators) is ended after this
 TEARDOWN_LIMIT_S = 3.0
 
@@ -32,6 +38,19 @@ CONSEQUENCE_SIGNS = (
     "ncclsystemerror",
     "is likely due to a remote peer",
 )
+# files in which the user's own code is not: installed packages (torch among them), Python, this package
+ENGINES = (
+    *{sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    str(Path(__file__).parents[1]) + os.sep,
+    "<frozen",
+)
+WRAPPERS = ("wrapper", "decorate_context", "inner", "__call__", "_fn")
+EVERY_PROCESS = {
+    "save_state": "each one has a part of the state: its shards, its random numbers, its place in the data",
+    "load_state": "each one reads its part of the state",
+    "save_model": "each one may hold a part of the weights",
+    "get_state_dict": "each one may hold a part of the weights",
+}
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -48,10 +67,16 @@ def is_consequence(error: BaseException) -> bool:
     return any(sign in text for sign in CONSEQUENCE_SIGNS)
 
 
-def install_excepthook() -> None:
-    """Under an elastic agent, report an uncaught exception to it in torch's format; otherwise do nothing."""
+def has_failed() -> bool:
+    """Whether this process ends because of an exception that nobody caught."""
+    return getattr(sys, "last_value", None) is not None
+
+
+def install_excepthook(departures: Callable[[], Departures]) -> None:
+    """Say so where an uncaught exception is the loss of a rank that has ended; under an elastic agent, report any to
+    it in torch's format."""
     path = error_file()
-    if path is None or getattr(sys.excepthook, "reports_to_agent", False):
+    if getattr(sys.excepthook, "reports_to_agent", False):
         return
     previous = sys.excepthook
 
@@ -59,6 +84,19 @@ def install_excepthook() -> None:
         if issubclass(kind, KeyboardInterrupt):
             return  # the launcher was interrupted, passed it on to all ranks, and says so once
         consequence = is_consequence(error)
+        gone = departures().ranks(DEPARTURE_WAIT_S) if consequence else []
+        if gone:
+            sentence = ended_without(gone, *call_of_user(traceback.walk_tb(trace)))
+            if path is not None:
+                _write_report(path, error, False, sentence)
+            previous(kind, error, trace)
+            sys.stderr.write(f"lockstep: {sentence}\n")
+            _flush()
+            _limit_teardown()
+            return
+        if path is None:
+            previous(kind, error, trace)
+            return
         _write_report(path, error, consequence)
         if consequence:
             _flush()
@@ -71,11 +109,41 @@ def install_excepthook() -> None:
     sys.excepthook = hook
 
 
-def describe(error: BaseException, consequence: bool, time_ns: int) -> dict[str, Any]:
+def ended_without(ranks: Sequence[int], call: str, line: str) -> str:
+    """The sentence for a call in which this rank alone is, since others have ended."""
+    who = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
+    verb = "has" if len(ranks) == 1 else "have"
+    reason = f" ({EVERY_PROCESS[call]})" if call in EVERY_PROCESS else ""
+    return (
+        f"{call} must be called by every process{reason}, but {who} {verb} ended without entering the call{line}. "
+        f"Call it on every rank, not on some of them, before any of them ends."
+    )
+
+
+def call_of_user(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
+    """What the innermost line outside of installed packages called, and " at train.py:20".
+
+    Args:
+        frames: Outermost first, with the line in each.
+    """
+    call, line = "a collective", ""
+    is_users = False
+    for frame, number in frames:
+        code = frame.f_code
+        if not code.co_filename.startswith(ENGINES):
+            is_users, line = True, f" at {os.path.basename(code.co_filename)}:{number}"
+        elif is_users and code.co_name not in WRAPPERS:
+            is_users, call = False, code.co_name
+    return call, line
+
+
+def describe(
+    error: BaseException, consequence: bool, time_ns: int, sentence: str | None = None
+) -> dict[str, Any]:
     """The report: torch's fields, and ours under ``lockstep``."""
     return {
         "message": {
-            "message": f"{type(error).__name__}: {error}",
+            "message": sentence or f"{type(error).__name__}: {error}",
             "extraInfo": {
                 "py_callstack": "".join(traceback.format_exception(error)),
                 "timestamp": str(time_ns // 1_000_000_000),
@@ -85,11 +153,11 @@ def describe(error: BaseException, consequence: bool, time_ns: int) -> dict[str,
     }
 
 
-def _write_report(path: str, error: BaseException, consequence: bool) -> None:
+def _write_report(path: str, error: BaseException, consequence: bool, sentence: str | None = None) -> None:
     try:
         # written aside and renamed: the agent never reads half a report
         with open(path + ".part", "w") as file:
-            json.dump(describe(error, consequence, time.time_ns()), file)
+            json.dump(describe(error, consequence, time.time_ns(), sentence), file)
         os.replace(path + ".part", path)
     except OSError as problem:  # the traceback itself is still printed
         sys.stderr.write(f"lockstep: cannot write the error report {path}: {problem}\n")

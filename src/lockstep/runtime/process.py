@@ -17,6 +17,7 @@ from lockstep.config.handlers import InitProcessGroupKwargs
 from lockstep.config.place import ProcessEnvironment
 from lockstep.config.sources import process_environment
 from lockstep.errors import UsageError
+from lockstep.runtime.departures import Departures
 from lockstep.runtime.device import choose_backend, choose_device
 from lockstep.runtime.failure import install_excepthook
 
@@ -64,11 +65,17 @@ class _Process:
     runtime: Runtime | None = None
     made_process_group: bool = False
     at_end: list[Callable[[], None]] = []
+    departures = Departures()
 
 
 def at_end(function: Callable[[], None]) -> None:
     """Call ``function`` once when this process leaves the run, while the process group is still there."""
     _Process.at_end.append(function)
+
+
+def departures() -> Departures:
+    """Which other ranks have ended their part of the run."""
+    return _Process.departures
 
 
 def current() -> Runtime | None:
@@ -95,7 +102,7 @@ def start(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Runt
                 "Pass cpu=True to the first Accelerator or PartialState of the process."
             )
         return _Process.runtime
-    install_excepthook()
+    install_excepthook(departures)
     init = init or InitProcessGroupKwargs()
     environment = process_environment(need_rendezvous=init.init_method is None)
     device = choose_device(environment.local_rank, cpu)
@@ -125,6 +132,7 @@ def end() -> None:
         leave_process_group()
     _Process.runtime = None
     _Process.made_process_group = False
+    _Process.departures = Departures()
 
 
 def leave_process_group() -> None:

@@ -24,6 +24,7 @@ class StepClock:
 
     def __init__(self) -> None:
         self.ticks = 0
+        self.steps = 0
         self.boundaries = 0
         self.durations_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self.local_s: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -68,6 +69,7 @@ class StepClock:
     def stepped(self) -> None:
         """An optimizer made a step."""
         self.ticks += 1
+        self.steps += 1
         self._stepped = True
 
     @property

@@ -157,7 +157,7 @@ def test_when_nobody_waits_for_another_nothing_is_said_for_long() -> None:
 def test_the_target_of_a_stop_is_the_first_boundary_that_no_rank_passed() -> None:
     run = Run()
     run.beats(5, boundaries=7)
-    assert run.coordinator.request_stop("SIGTERM")
+    run.coordinator.request_stop("SIGTERM")
     for peer in run.peers:
         assert peer.sent[-1] == {"kind": "watch.stop", "cause": "SIGTERM"}
     run.tell(run.peers[0], "passed", boundary=7)
@@ -173,7 +173,7 @@ def test_any_rank_may_want_the_stop_and_twice_is_once() -> None:
     run.beats(5, boundaries=7)
     run.tell(run.peers[1], "stop_wanted", cause="SIGUSR1", boundaries=7)
     run.tell(run.peers[2], "stop_wanted", cause="SIGUSR2", boundaries=7)
-    assert run.coordinator.request_stop("SIGTERM")
+    run.coordinator.request_stop("SIGTERM")
     assert [peer.verbs().count("stop") for peer in run.peers] == [1, 1, 1]
     assert run.peers[0].sent[-1]["cause"] == "SIGUSR1"
 
@@ -189,12 +189,197 @@ def test_ranks_that_leave_are_not_waited_for(leave: str) -> None:
     assert run.peers[0].sent[-1] == {"kind": "watch.target", "boundary": 8}
 
 
-def test_before_the_first_step_there_is_nothing_to_stop_at() -> None:
+@pytest.mark.parametrize("asked_by", ["launcher", "rank"])
+def test_before_anything_has_begun_all_end_at_once_with_nothing_to_save(asked_by: str) -> None:
     run = Run()
-    run.beats(5, boundaries=0)
-    assert not run.coordinator.request_stop("SIGTERM")
-    run.tell(run.peers[1], "stop_wanted", cause="SIGUSR1")
-    assert run.peers[1].verbs() == ["stop_now"]
+    run.beats(0, boundaries=0)
+    if asked_by == "launcher":
+        run.coordinator.request_stop("SIGTERM")
+    else:
+        run.tell(run.peers[1], "stop_wanted", cause="SIGUSR1", boundaries=0, ticks=0)
+    for peer in run.peers:
+        assert not run.coordinator.nothing_begun
+        run.tell(peer, "passed", boundary=0, ticks=0)
+    assert run.coordinator.nothing_begun
+    assert [peer.verbs() for peer in run.peers] == [["stop", "stop_now"]] * 3
+
+
+def test_a_stop_within_the_first_step_is_made_at_its_end() -> None:
+    """The heartbeat that told of no progress is older than the answer."""
+    run = Run()
+    run.beats(0, boundaries=0)
+    run.coordinator.request_stop("SIGTERM")
+    for rank, peer in enumerate(run.peers):
+        run.tell(peer, "passed", boundary=0, ticks=3 if rank == 2 else 0)
+    assert not run.coordinator.nothing_begun
+    assert run.peers[0].sent[-1] == {"kind": "watch.target", "boundary": 1}
+
+
+def test_a_stop_before_any_rank_is_there_has_nothing_to_save_either() -> None:
+    coordinator = Coordinator(WatchSettings(), lambda sentence: None)
+    coordinator.start_round(2)
+    coordinator.request_stop("SIGTERM")
+    assert coordinator.nothing_begun
+
+
+def collective_of(rank: int, done: int = 411, waits: bool = True, **more: Any) -> Evidence:
+    """A rank in all_reduce #412, or, if it does not wait, in its own work."""
+    here = Place("train.py", 57, "main")
+    pending = (Collective("all_reduce", 412, "default", "[4]", "float32", here),) if waits else ()
+    return Evidence(
+        rank, platform.node(), 1, 3, 5.0, here, pending, {"default": done}, "", waits=waits, **more
+    )
+
+
+def answers_with(run: Run, answer: Any) -> None:
+    run.answer = lambda rank: answer(rank).to_message()  # type: ignore[method-assign]
+
+
+# What rank 1, and then rank 0, tell the coordinator after training, before rank 0 exports alone for an hour.
+ENDINGS = {
+    "end_training, rank 1 exits": [
+        (1, "ending"),
+        (0, "ending"),
+        (1, "done"),
+        (0, "done"),
+        (1, "bye"),
+        (1, "lost"),
+    ],
+    "end_training, rank 1 lives on": [(1, "ending"), (0, "ending"), (0, "done"), (1, "done")],
+    "rank 1 waits in end_training": [(1, "ending")],
+    "no end_training, rank 1 exits": [(1, "bye"), (1, "lost")],
+    "rank 1 exits without a word": [(1, "lost")],
+    "rank 1 exits without a word, seen by its launcher": [(1, "lost"), (1, "left")],
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_rank_that_works_alone_after_training_is_left_alone(ending: str, is_silent: bool) -> None:
+    run = Run(2, hang_timeout_s=20.0)
+    run.wait(1.0)
+    for rank, verb in ENDINGS[ending]:
+        if verb == "lost":
+            run.coordinator.lost(run.peers[rank])
+        elif verb == "left":
+            run.coordinator.left(rank)
+        else:
+            run.tell(run.peers[rank], verb, ticks=1, evidence=collective_of(rank, waits=False).to_message())
+    # rank 1, where it is still there, waits in the barrier of end_training
+    answers_with(run, lambda rank: collective_of(rank, waits=rank == 1, call="Accelerator.end_training"))
+    out = {rank for rank, verb in ENDINGS[ending] if verb == "lost"}
+    run.wait(600.0, but=tuple({0} if is_silent else set()) + tuple(out))
+    assert run.said == []
+    assert run.coordinator.verdict is None
+
+
+def test_a_rank_that_hangs_at_its_exit_does_not_lead_to_blame_of_those_that_have_ended() -> None:
+    run = Run(2, hang_timeout_s=20.0)
+    run.wait(1.0)
+    run.tell(run.peers[0], "bye", evidence=collective_of(0, waits=False).to_message())
+    run.coordinator.lost(run.peers[0])
+    answers_with(run, lambda rank: collective_of(rank, waits=False))
+    run.wait(600.0, but=(0,))
+    assert run.said == []
+    assert run.coordinator.verdict is None
+
+
+@pytest.mark.parametrize("how", ["bye", "left", "done"])
+def test_a_rank_that_ended_while_others_wait_is_named_with_what_they_wait_for(how: str) -> None:
+    run = Run(2, hang_timeout_s=20.0)
+    run.wait(1.0)
+    if how == "left":
+        run.coordinator.lost(run.peers[1])
+        run.coordinator.left(1)
+    else:
+        run.tell(run.peers[1], how, ticks=1, evidence=collective_of(1, waits=False).to_message())
+    answers_with(
+        run,
+        lambda rank: collective_of(rank, waits=rank == 0, call="Accelerator.save_state" if rank == 0 else ""),
+    )
+    run.wait(5.0, but=() if how == "done" else (1,))
+    words = {"bye": "has ended", "left": "has ended with exit code 0", "done": "has called end_training"}[how]
+    assert run.said[0].startswith(
+        f"rank 1 {words}, and rank 0 waits for it in all_reduce #412 (Accelerator.save_state) at train.py:57. "
+        "Call Accelerator.save_state on every rank, before any of them ends. "
+    )
+    run.wait(20.0, but=() if how == "done" else (1,))
+    assert run.coordinator.verdict is not None
+    assert run.coordinator.verdict.cause == "ended"
+
+
+def test_a_rank_that_entered_a_collective_before_it_ended_is_not_waited_for() -> None:
+    run = Run(2)
+    run.wait(1.0)
+    run.tell(run.peers[1], "bye", evidence=collective_of(1, done=412, waits=False).to_message())
+    answers_with(run, lambda rank: collective_of(rank))
+    run.wait(30.0, but=(1,))
+    assert run.said == []
+
+
+def test_a_rank_that_trains_on_after_end_training_is_watched_again() -> None:
+    run = Run(2)
+    run.wait(1.0)
+    for peer in run.peers:
+        run.tell(peer, "done", ticks=1)
+    run.wait(30.0)
+    assert run.said == []
+    run.wait(5.0, ticks=2)
+    assert len(run.said) == 1
+
+
+def test_ranks_that_all_wait_for_data_are_named_but_never_ended() -> None:
+    run = Run(2, hang_timeout_s=20.0)
+    place = Place("train.py", 50, "main", "waiting for its data-loader workers (pid 13)")
+    answers_with(run, lambda rank: Evidence(rank, platform.node(), 1, 3, 5.0, place, (), {}, ""))
+    run.wait(300.0)
+    assert len(run.said) == 1
+    assert run.coordinator.verdict is None
+
+
+def test_a_rank_that_starts_slowly_is_not_named_before_the_limit_of_a_start() -> None:
+    run = Run()
+    run.wait(59.0, ticks=1, boundaries=0)
+    assert run.said == []
+    run.wait(3.0, ticks=1, boundaries=0)
+    assert len(run.said) == 1
+    assert "Nothing has got done for 6" in run.said[0]
+
+
+def test_a_rank_that_comes_while_the_others_are_asked_is_progress() -> None:
+    run = Run(2)
+    for _ in range(100):  # whenever it comes
+        coordinator = Coordinator(WatchSettings(startup_s=0.0), run.said.append)
+        coordinator.start_round(2)
+        first, second = FakePeer(), FakePeer()
+        now = 100.0
+        coordinator.tick(now)
+        hello = {"kind": "watch.hello", "world_size": 2, "host": platform.node(), "pid": os.getpid()}
+        coordinator.received(first, {**hello, "rank": 0})
+        while "explain" not in first.verbs():
+            now += 0.2
+            coordinator.tick(now)
+        coordinator.received(second, {**hello, "rank": 1})
+        number = first.sent[-1]["question"]
+        for peer, rank in ((first, 0), (second, 1)):
+            evidence = collective_of(rank, waits=rank == 0).to_message()
+            coordinator.received(peer, {"kind": "watch.evidence", "question": number, "evidence": evidence})
+        coordinator.tick(now + 0.2)
+    assert run.said == []
+
+
+def test_ranks_that_never_come_together_are_named_before_the_first_step() -> None:
+    """They do not start slowly: they are in collectives of which neither can end."""
+    run = Run(2)
+    here = [Place("train.py", 20, "main"), Place("train.py", 30, "main")]
+    pending = [
+        Collective("all_reduce", 4, "0", "[4]", "float32", here[0]),
+        Collective("broadcast", 4, "0", "[4]", "float32", here[1]),
+    ]
+    answers_with(run, lambda rank: Evidence(rank, "n", 1, 0, 5.0, here[rank], (pending[rank],), {"0": 3}, ""))
+    run.wait(5.0, ticks=1, boundaries=0)
+    assert len(run.said) == 1
+    assert "do not belong together" in run.said[0]
 
 
 def test_commits_are_counted_over_all_rounds_and_old_workers_are_not_heard() -> None:

@@ -223,7 +223,7 @@ CASES: dict[str, tuple[list[Evidence | Silent], int, str, tuple[int, ...], str]]
         (1, 2),
         "ranks 1, 2 do not answer (its machine or its network may be down; silent for 6 s), and rank 0 waits for "
         "them in all_reduce #412",
-    ), "nothing known of a rank": ([rank(0, collective())], 2, "silent", (1,), "rank 1 does not answer"),
+    ), "nothing known of a rank": ([rank(0, collective())], 2, "silent", (1,), "rank 1 has made no Accelerator yet"),
     "stopped loader worker": (
         [rank(0, collective()), rank(1, place=WORKERS)],
         2,

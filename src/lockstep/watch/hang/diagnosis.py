@@ -7,14 +7,15 @@ the run. Where there is no end, ranks entered collectives that do not belong tog
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from lockstep.watch.hang.evidence import Collective, Evidence, Place
 from lockstep.watch.hang.waits import Wait, Waits
 
 LONGEST_FACT = 300
 MOST_PLACES = 3
+SILENT_CAUSES = ("silent", "spinning", "stopped")
 # Methods in which every rank has to take part, so that one rank alone in them holds up all.
 EVERY_RANK = {
     f"Accelerator.{name}"
@@ -39,7 +40,7 @@ EVERY_RANK = {
 @dataclass(frozen=True)
 class Silent:
     """A rank that does not answer. ``state`` is its process's: "stopped", "running", "sleeping", "uninterruptible",
-    "zombie", "gone" or "unknown". ``silent_s``: seconds since it was last heard of."""
+    "zombie", "gone" or "unknown"; "absent": it has never been heard of. ``silent_s``: seconds since it last was."""
 
     rank: int
     host: str
@@ -49,18 +50,32 @@ class Silent:
 
 
 @dataclass(frozen=True)
+class Ended:
+    """A rank that has come to its end, so that nobody may blame it for being still.
+
+    ``how`` says that in words ("has ended with exit code 0"); ``last`` is what it had entered by then, if it said so.
+    """
+
+    rank: int
+    how: str
+    last: Evidence | None = None
+
+
+@dataclass(frozen=True)
 class Finding:
     """Why a run stands still.
 
     Attributes:
-        cause: "missing", "mismatch", "stopped", "spinning", "data", "slow", "silent".
+        cause: "missing", "mismatch", "stopped", "spinning", "data", "slow", "silent", "ended".
         ranks: Those that hold up the others.
         sentence: What happened, with names, numbers and lines, and then what to do.
+        waiting: The ranks that wait for another one. Where there are none, the ranks may only be busy.
     """
 
     cause: str
     ranks: tuple[int, ...]
     sentence: str
+    waiting: tuple[int, ...] = ()
 
 
 SILENCE = {  # state -> cause, what it means, what to do; where ranks differ, the first counts
@@ -91,29 +106,68 @@ SILENCE = {  # state -> cause, what it means, what to do; where ranks differ, th
         "does not answer (its machine or its network may be down",
         "See whether its machine can be reached.",
     ),
+    "absent": (
+        "silent",
+        "has made no Accelerator yet (a process may still import or load something",
+        "See what its script does before that line.",
+    ),
 }
 
 
-def diagnose(facts: Sequence[Evidence | Silent], world_size: int) -> Finding:
+def diagnose(
+    facts: Sequence[Evidence | Silent], world_size: int, ended: Mapping[int, Ended] | None = None
+) -> Finding:
     """The reason for which the run stands still, in one sentence and one of advice.
 
-    A rank of which ``facts`` holds nothing counts as silent in the state "unknown".
+    A rank of which ``facts`` holds nothing counts as silent in the state "absent", unless it has ``ended``: such a
+    rank is blamed only for a collective that others have entered and that it has not.
     """
-    seen = {one.rank: one for one in facts if isinstance(one, Evidence)}
-    silent = {one.rank: one for one in facts if isinstance(one, Silent) and one.rank not in seen}
+    ended = ended or {}
+    seen = {one.rank: one for one in facts if isinstance(one, Evidence) and one.rank not in ended}
+    silent = {one.rank: one for one in facts if isinstance(one, Silent) and one.rank not in {*seen, *ended}}
     for rank in range(world_size):
-        if rank not in seen and rank not in silent:
-            silent[rank] = Silent(rank, "", 0, 0.0, "unknown")
-    waits = Waits(seen, world_size)
-    if silent:
-        return of_silence(silent, waits)
-    return (
-        of_mismatch(waits, seen)
+        if rank not in seen and rank not in silent and rank not in ended:
+            silent[rank] = Silent(rank, "", 0, 0.0, "absent")
+    waits = Waits(seen, world_size, {rank: one.last for rank, one in ended.items()})
+    found = (
+        of_ended(ended, waits, seen)
+        or (of_silence(silent, waits) if silent else None)
+        or of_mismatch(waits, seen)
         or of_absence(waits, seen)
         or of_circle(waits, seen)
         or of_transfer(waits, seen)
         or of_slowness(seen)
     )
+    return replace(found, waiting=waiting_for(found, waits))
+
+
+def waiting_for(found: Finding, waits: Waits) -> tuple[int, ...]:
+    """The ranks that are held up by what was found."""
+    if found.cause == "mismatch":  # each has entered what the other takes for its own
+        return tuple(one.rank for one in waits.all())
+    if found.cause in SILENT_CAUSES:
+        return tuple(one.rank for one in waits.all() if one.awaited & set(found.ranks))
+    return tuple(one.rank for one in waits.all() if one.awaited)
+
+
+def of_ended(ended: Mapping[int, Ended], waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
+    """Ranks wait for one that has ended without entering their collective: it never will."""
+    direct = [wait for wait in waits.all() if wait.awaited & set(ended)]
+    if not direct:
+        return None
+    same = [wait for wait in direct if wait.key == direct[0].key]
+    ranks = sorted(frozenset().union(*(wait.awaited for wait in same)) & set(ended))
+    how: dict[str, list[int]] = {}
+    for rank in ranks:
+        how.setdefault(ended[rank].how, []).append(rank)
+    gone = " and ".join(f"{named(those)} {verb(words, those)}" for words, those in how.items())
+    waiting = [wait.rank for wait in same]
+    fact = (
+        f"{gone}, and {named(waiting)} {verb('waits', waiting)} for {'it' if len(ranks) == 1 else 'them'} in "
+    )
+    call = next((seen[rank].call for rank in waiting if seen[rank].call in EVERY_RANK), "")
+    advice = f"Call {call or 'it'} on every rank, before any of them ends."
+    return finding("ended", ranks, fact + entered(same, seen), advice)
 
 
 def of_silence(silent: dict[int, Silent], waits: Waits) -> Finding:
@@ -124,7 +178,8 @@ def of_silence(silent: dict[int, Silent], waits: Waits) -> Finding:
     cause, words, advice = SILENCE[worst]
     one = silent[ranks[0]]
     who = f"pid {one.pid} on {one.host}; " if one.pid and len(ranks) == 1 else ""
-    fact = f"{named(ranks)} {verb(words, ranks)}; {who}silent for {one.silent_s:.0f} s)"
+    silence = f"; {who}silent for {one.silent_s:.0f} s" if worst != "absent" else ""
+    fact = f"{named(ranks)} {verb(words, ranks)}{silence})"
     waiting = [wait for wait in waits.all() if wait.awaited & set(ranks)]
     if waiting:
         fact += f", and {named(wait.rank for wait in waiting)} {verb('waits', waiting)} for " + (

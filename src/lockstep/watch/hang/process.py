@@ -7,6 +7,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 import torch
@@ -18,13 +19,13 @@ from lockstep.errors import LinkError
 from lockstep.link.client import Client
 from lockstep.link.secret import Secret, new_secret
 from lockstep.link.server import Server
-from lockstep.runtime import process
+from lockstep.runtime import failure, process
 from lockstep.runtime.exit_codes import PREEMPTED, of_signal
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step_clock import StepClock
 from lockstep.watch.hang.coordinator import Coordinator, WatchSettings
 from lockstep.watch.hang.signals import StopSignals
-from lockstep.watch.hang.worker import WorkerWatch
+from lockstep.watch.hang.worker import WorkerWatch, nothing_to_save
 
 LOOPBACK = "127.0.0.1"
 CONNECT_LIMIT_S = 10.0
@@ -44,6 +45,7 @@ class ProcessWatch:
         self.clock = clock
         self._worker: WorkerWatch | None = None
         self._server: Server | None = None
+        self._coordinator: Coordinator | None = None
         self._speaks = False
         self._calls = CallCheck()
         self._savers: list[weakref.WeakMethod[Saver]] = []
@@ -57,12 +59,24 @@ class ProcessWatch:
         if self._worker is not None:
             self._worker.committed(path)
 
+    def ending(self) -> None:
+        """``end_training`` begins: this rank has nothing more to do than to wait for the others."""
+        if self._worker is not None:
+            self._worker.ending()
+
+    def done(self) -> None:
+        """``end_training`` is over: whatever this rank does now, nobody waits for it."""
+        if self._worker is not None:
+            self._worker.done()
+
     def end(self) -> None:
         """Leave the hub, and give signals and functions of torch back."""
         self._calls.uninstall()
         if self._worker is not None:
             self._worker.end()
         if self._server is not None:
+            with suppress(LinkError):
+                self._server.call(self._leave_as_host)
             self._server.close()
         self._worker = self._server = None
         atexit.unregister(self.end)
@@ -75,8 +89,16 @@ class ProcessWatch:
         client = self._connect(runtime)
         self._speaks = runtime.is_main and control_link() is None
         self._worker = WorkerWatch(
-            runtime.rank, runtime.world_size, self.clock, self._stop, client, StopSignals(), grace_s
+            runtime.rank,
+            runtime.world_size,
+            self.clock,
+            self._stop,
+            client,
+            process.departures(),
+            StopSignals(),
+            grace_s,
         )
+        process.departures().is_told = client is not None
         self._worker.start()
         if 1 < runtime.world_size <= MOST_CHECKED_RANKS and runtime.control_device.type == "cpu":
             self._calls.install()
@@ -100,7 +122,7 @@ class ProcessWatch:
         if runtime.is_main:
             address = process_environment(need_rendezvous=False).master_addr or LOOPBACK
             secret = new_secret()
-            coordinator = Coordinator(WatchSettings(), _say)
+            coordinator = self._coordinator = Coordinator(WatchSettings(), _say)
             try:
                 self._server = Server(secret, address, handlers={"watch": _Ending(coordinator)})
                 self._server.start()
@@ -115,6 +137,11 @@ class ProcessWatch:
         if len(words) != 3:
             return None
         return Client((words[0], int(words[1])), Secret.from_hex(words[2]), CONNECT_LIMIT_S)
+
+    def _leave_as_host(self) -> None:
+        """The other ranks hear of this one's end before the hub ends with it."""
+        if self._coordinator is not None and not failure.has_failed():
+            self._coordinator.left(0)
 
     # Stopping ----------------------------------------------------------------------------------------
 
@@ -137,7 +164,9 @@ class ProcessWatch:
         self._worker.stopped(sentence)
         if self._speaks:
             _say(sentence)
-        raise SystemExit(PREEMPTED if places else of_signal(_number(cause)))
+        # asked for before the first step was complete: there was nothing to save
+        had_nothing = self.clock.boundaries <= 1
+        raise SystemExit(PREEMPTED if places or had_nothing else of_signal(_number(cause)))
 
 
 class _Ending:
@@ -145,12 +174,16 @@ class _Ending:
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
+        self._has_said = False
         self.received, self.lost = coordinator.received, coordinator.lost
 
     def tick(self, now: float) -> None:
         self._coordinator.tick(now)
         if self._coordinator.verdict is not None:
             self._coordinator.end_all()
+        if self._coordinator.nothing_begun and not self._has_said:
+            self._has_said = True
+            _say(f"{nothing_to_save(self._coordinator.stop_cause)}.")
 
 
 def watch_process(runtime: Runtime, enabled: bool, grace_s: float) -> ProcessWatch:

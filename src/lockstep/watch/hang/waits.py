@@ -27,10 +27,21 @@ class Wait:
 
 
 class Waits:
-    """The waits among the ranks that answered."""
+    """The waits among the ranks that answered.
 
-    def __init__(self, seen: Mapping[int, Evidence], world_size: int) -> None:
+    ``ended``: the ranks that have ended, and what they had entered by then, as far as they said it.
+    """
+
+    def __init__(
+        self,
+        seen: Mapping[int, Evidence],
+        world_size: int,
+        ended: Mapping[int, Evidence | None] | None = None,
+    ) -> None:
         self._seen = seen
+        self._ended = frozenset(ended or {})
+        last = {rank: one for rank, one in (ended or {}).items() if one is not None}
+        self._entered = {**last, **seen}
         self._everyone = frozenset(range(world_size))
         self._waits = {
             rank: self._wait(one) for rank, one in sorted(seen.items()) if one.waits and one.pending
@@ -68,10 +79,12 @@ class Waits:
         else:
             members = frozenset(one.groups.get(pending.group, ())) & self._everyone
             others = (members or self._everyone) - {one.rank}
+            if pending.number is None and pending.operation == "send/recv":
+                others -= self._ended  # some handle's wait, perhaps of no collective
         return frozenset(rank for rank in others if not self._has_entered(rank, one.rank, pending))
 
     def _has_entered(self, rank: int, by: int, pending: Collective) -> bool:
-        other = self._seen.get(rank)
+        other = self._entered.get(rank)
         if other is None:
             return False
         if pending.number is not None and pending.peer is None:

@@ -8,6 +8,7 @@ import select
 import signal
 import socket
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,8 +16,11 @@ from typing import Any
 
 from lockstep.errors import LinkError
 from lockstep.link.client import Client
-from lockstep.runtime.exit_codes import HANG, of_signal
+from lockstep.runtime import failure
+from lockstep.runtime.departures import Departures
+from lockstep.runtime.exit_codes import HANG, PREEMPTED, of_signal
 from lockstep.runtime.step_clock import StepClock
+from lockstep.watch.hang.evidence import Evidence, gather_evidence
 from lockstep.watch.hang.gate import StopGate
 from lockstep.watch.hang.signals import StopSignals
 
@@ -32,6 +36,7 @@ class WorkerWatch:
         clock: What the main thread gets done.
         stop: See ``StopGate``.
         client: To the hub; None for a process alone, which only looks for signals.
+        departures: Learns which of the other ranks have ended.
         signals: Stop signals; None where they are somebody else's.
         grace_s: From a stop signal until the process ends itself, where nobody else would.
     """
@@ -43,6 +48,7 @@ class WorkerWatch:
         clock: StepClock,
         stop: Callable[[str], None],
         client: Client | None,
+        departures: Departures,
         signals: StopSignals,
         grace_s: float = 30.0,
     ) -> None:
@@ -51,6 +57,7 @@ class WorkerWatch:
         self._world_size = world_size
         self._clock = clock
         self._client = client
+        self._departures = departures
         self._signals = signals
         self._grace_s = grace_s
         self._asked_by: int | None = None
@@ -77,7 +84,8 @@ class WorkerWatch:
             return
         self._ended = True
         self._clock.at_boundary = None
-        self._tell("bye")
+        if self._client is not None:
+            self._tell("bye", failed=failure.has_failed(), evidence=self._evidence().to_message())
         self._waker.send(b"\0")
         if self._client is not None:
             self._client.close()
@@ -86,6 +94,14 @@ class WorkerWatch:
         self._signals.give_back()
         self._wake.close()
         self._waker.close()
+
+    def ending(self) -> None:
+        """This rank is in ``end_training``: it waits for the others as long as they need."""
+        self._tell("ending")
+
+    def done(self) -> None:
+        """This rank has come out of ``end_training``: nobody is to wait for it, nor to judge it."""
+        self._tell("done", ticks=self._clock.ticks)
 
     def committed(self, path: str) -> None:
         """A checkpoint of the run is complete."""
@@ -115,6 +131,7 @@ class WorkerWatch:
             self._tell(
                 "beat",
                 ticks=clock.ticks,
+                steps=clock.steps,
                 boundaries=clock.boundaries,
                 slowest_s=clock.slowest_s,
                 step_s=sum(durations) / len(durations) if durations else 0.0,
@@ -130,6 +147,8 @@ class WorkerWatch:
                 end_at_once(number)
             self._ask_for_stop(number)
         if self._deadline is not None and time.monotonic() > self._deadline:
+            if self._clock.boundaries == 0:
+                os._exit(PREEMPTED)  # no step was complete: there was nothing to save
             end_at_once(self._asked_by or signal.SIGTERM)
 
     def _ask_for_stop(self, number: int) -> None:
@@ -137,11 +156,14 @@ class WorkerWatch:
         self._deadline = time.monotonic() + self._grace_s
         if self._client is not None:
             name = signal.Signals(number).name
-            self._tell("stop_wanted", cause=name, boundaries=self._clock.boundaries)
-        elif self._world_size == 1 and self._clock.boundaries > 0:
+            self._tell("stop_wanted", cause=name, boundaries=self._clock.boundaries, ticks=self._clock.ticks)
+        elif self._world_size > 1:
+            end_at_once(number)
+        elif self._clock.ticks > 0 or self._clock.boundaries > 0:
             self.gate.aim(self.gate.close(signal.Signals(number).name) + 1)
         else:
-            end_at_once(number)
+            sys.stderr.write(f"lockstep: {nothing_to_save(signal.Signals(number).name)}.\n")
+            os._exit(PREEMPTED)
 
     # Listening ---------------------------------------------------------------------------------------
 
@@ -159,26 +181,35 @@ class WorkerWatch:
         if verb == "explain":
             self._explain(message.get("question"))
         elif verb == "stop":
-            self._tell("passed", boundary=self.gate.close(str(message.get("cause", "a signal"))))
+            boundary = self.gate.close(str(message.get("cause", "a signal")))
+            self._tell("passed", boundary=boundary, ticks=self._clock.ticks)
         elif verb == "target" and isinstance(message.get("boundary"), int):
             self.gate.aim(message["boundary"])
+        elif verb == "left" and isinstance(message.get("rank"), int):
+            self._departures.add(message["rank"])
+        elif verb == "back" and isinstance(message.get("rank"), int):
+            self._departures.discard(message["rank"])
         elif verb == "stop_now":
-            end_at_once(self._asked_by or signal.SIGTERM)
+            os._exit(PREEMPTED)
         elif verb == "end":
             os._exit(HANG)
 
     def _explain(self, question: Any) -> None:
-        from lockstep.watch.hang.evidence import gather_evidence
+        self._tell("evidence", question=question, evidence=self._evidence().to_message())
 
-        clock = self._clock
-        evidence = gather_evidence(
+    def _evidence(self) -> Evidence:
+        return gather_evidence(
             rank=self._rank,
             host=platform.node(),
-            step=clock.boundaries,
+            step=self._clock.boundaries,
             idle_s=0.0,
             main_thread=self._main_thread,
         )
-        self._tell("evidence", question=question, evidence=evidence.to_message())
+
+
+def nothing_to_save(cause: str) -> str:
+    """What there is to say of a stop before anything was done."""
+    return f"the run ended because of {cause} before its first step; there was nothing to save"
 
 
 def end_at_once(number: int) -> None:

@@ -1,0 +1,77 @@
+"""The signals of a launcher: which ask the run to stop at a step boundary, and which end it at once."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+from lockstep.runtime.exit_codes import PREEMPTED, of_signal
+
+# these ask the run to stop at a step boundary, the second one at once; the others at once
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+END_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Interrupted(Exception):
+    """A signal that ends the launch at once.
+
+    ``code``: the launch's exit code. A first stop signal before there are workers stops a run that has nothing to save.
+    """
+
+    def __init__(self, number: int, code: int) -> None:
+        super().__init__(number)
+        self.signal = signal.Signals(number)
+        self.code = code
+
+
+class Signals:
+    """The launcher's signals: the first that asks for a stop is kept, whatever ends at once is raised.
+
+    ``is_watched``: somebody knows how far the workers are, so that they can stop at a boundary.
+    """
+
+    def __init__(self, is_watched: bool) -> None:
+        self._is_watched = is_watched
+        self._asked: signal.Signals | None = None
+        self._told = False
+        self._held = False
+        self.boundary = False
+        """Whether there are workers that could stop at a boundary."""
+
+    def install(self) -> None:
+        """Take over; called again after anything that may have taken over itself."""
+        for number in (*STOP_SIGNALS, *END_SIGNALS):
+            signal.signal(number, self._handle)
+
+    def hold(self) -> None:
+        """Keep a first stop signal until ``release``: importing is no place for an exception."""
+        self._held = True
+
+    def release(self) -> None:
+        """Raise what was held."""
+        self._held = False
+        if self._asked is not None and not self.boundary:
+            raise Interrupted(self._asked, self._code(self._asked))
+
+    def ignore(self) -> None:
+        """From here on the launch is ending already."""
+        for number in (*STOP_SIGNALS, *END_SIGNALS):
+            signal.signal(number, signal.SIG_IGN)
+
+    def asked(self) -> signal.Signals | None:
+        """The signal that asked for a stop, said once."""
+        if self._asked is None or self._told:
+            return None
+        self._told = True
+        return self._asked
+
+    def _code(self, number: int) -> int:
+        return PREEMPTED if self._is_watched and number in STOP_SIGNALS else of_signal(number)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number in STOP_SIGNALS and self._asked is None:
+            self._asked = signal.Signals(number)
+            if not (self.boundary or self._held):
+                raise Interrupted(number, self._code(number))
+            return
+        raise Interrupted(number, of_signal(number))

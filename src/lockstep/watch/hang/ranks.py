@@ -1,0 +1,68 @@
+"""What the coordinator knows of each worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class Peer(Protocol):
+    """One worker's connection."""
+
+    def send(self, message: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class WatchedRank:
+    """What is known of one worker. Times are the coordinator's own monotonic seconds.
+
+    Attributes:
+        passed: The step boundary that it passed last when it heard that all are to stop; None: it has not said.
+        is_ending: It is in ``end_training``, where waiting for the others is no hang.
+        done_at: Its ticks when it came out of ``end_training``; None: it has not, or trains again.
+    """
+
+    peer: Peer
+    host: str
+    pid: int
+    heard: float
+    progressed: float
+    ticks: int = 0
+    steps: int = 0
+    boundaries: int = 0
+    slowest_s: float = 0.0
+    local_s: float = 0.0
+    step_s: float = 0.0
+    passed: int | None = None
+    is_ending: bool = False
+    done_at: int | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """It has called ``end_training``: what it does now concerns nobody."""
+        return self.done_at is not None
+
+    def beat(self, message: Mapping[str, Any], now: float) -> None:
+        """Take in a heartbeat."""
+        ticks = whole(message, "ticks")
+        if ticks != self.ticks:
+            self.ticks, self.progressed = ticks, now
+        if self.done_at is not None and ticks > self.done_at:
+            self.done_at = None
+        self.steps = whole(message, "steps")
+        self.boundaries = whole(message, "boundaries")
+        self.slowest_s = seconds(message, "slowest_s")
+        self.local_s, self.step_s = seconds(message, "local_s"), seconds(message, "step_s")
+
+
+def whole(message: Mapping[str, Any], name: str) -> int:
+    """An integer of 0 or more in a message; 0 where there is none."""
+    value = message.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
+
+
+def seconds(message: Mapping[str, Any], name: str) -> float:
+    """A duration in a message; 0 where there is none."""
+    value = message.get(name)
+    return float(value) if isinstance(value, (int, float)) and 0 <= value < 1e9 else 0.0
