@@ -63,7 +63,7 @@ def test_stopped_workers_of_a_second_round_end_with_a_launcher_whose_guard_was_k
     launcher.send_signal(number)
     wait_until(lambda: not any(alive(pid) for pid in processes), GONE_WITHIN_S)
     launcher.communicate(timeout=10.0)
-    assert launcher.returncode == (-9 if name == "SIGKILL" else 128 + number)
+    assert launcher.returncode == (-9 if name == "SIGKILL" else 75)  # no step was made: nothing is lost
 
 
 def test_a_launcher_killed_together_with_its_guard_leaves_no_worker(tmp_path: Path) -> None:

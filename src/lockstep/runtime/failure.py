@@ -72,7 +72,7 @@ def has_failed() -> bool:
     return getattr(sys, "last_value", None) is not None
 
 
-def install_excepthook(departures: Callable[[], Departures]) -> None:
+def install_excepthook(departures: Callable[[], Departures] = Departures) -> None:
     """Say so where an uncaught exception is the loss of a rank that has ended; under an elastic agent, report any to
     it in torch's format."""
     path = error_file()
