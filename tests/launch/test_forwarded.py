@@ -27,6 +27,7 @@ def test_settings_of_the_libraries_travel_and_nothing_else_does() -> None:
         "MY_NCCL_DEBUG",
         "EDITOR",
         "LOCKSTEP_CONTROL",
+        "LOCKSTEP_CONTROL_FILE",
         "LOCKSTEP_LAUNCH_ID",
         "RANK",
     }

@@ -45,6 +45,21 @@ def show(tmp_path: Path) -> Path:
     return path
 
 
+def test_children_of_the_script_get_no_secret_in_their_environment(tmp_path: Path) -> None:
+    script = tmp_path / "show.py"
+    script.write_text(
+        "import os, pathlib, subprocess\n"
+        "from lockstep.config.sources import control_link\n"
+        "seen = subprocess.run(['env'], capture_output=True, text=True).stdout\n"
+        "own = pathlib.Path('/proc/self/environ').read_text()\n"
+        "secret = control_link().secret_hex\n"
+        "print(len(secret), secret in seen, secret in own, 'SECRET' in seen, flush=True)\n"
+        "print(oct(os.stat(os.environ['LOCKSTEP_CONTROL_FILE']).st_mode))\n"
+    )
+    done = run("--nproc", 1, script)
+    assert (done.stdout, done.stderr) == ("64 False False False\n0o100600\n", "")
+
+
 def facts_of(output: str) -> list[dict[str, object]]:
     return sorted((json.loads(line) for line in output.splitlines()), key=lambda facts: str(facts["RANK"]))
 

@@ -66,22 +66,31 @@ def test_stopped_workers_of_a_second_round_end_with_a_launcher_whose_guard_was_k
     assert launcher.returncode == (-9 if name == "SIGKILL" else 75)  # no step was made: nothing is lost
 
 
-def test_a_launcher_killed_together_with_its_guard_leaves_no_worker(tmp_path: Path) -> None:
+def test_a_launcher_killed_together_with_its_guard_leaves_nothing(tmp_path: Path) -> None:
     script, pids = tmp_path / "wait.py", tmp_path / "pids"
     script.write_text(SCRIPT)
     pids.mkdir()
     launcher = start("--nproc", 2, "--max-restarts", 1, script, pids)
     wait_until(lambda: len(processes_of(pids, 1)) == 4, START_LIMIT_S)
-    workers = [int(path.name.rpartition("-")[2]) for path in pids.glob("1-*-worker-*")]
-    children = [int(path.name.rpartition("-")[2]) for path in pids.glob("1-*-child-*")]
+    (guard,) = guard_of(launcher.pid)
+    guard.suspend()  # a stopped guard is replaced
+    wait_until(lambda: [one.pid for one in guard_of(launcher.pid)] not in ([], [guard.pid]), 30.0)
+    assert all(alive(pid) for pid in processes_of(pids, 1))
     (guard,) = guard_of(launcher.pid)
     launcher.send_signal(signal.SIGSTOP)  # it cannot start another one
+    mark = f"LOCKSTEP_LAUNCH_ID={guard.cmdline()[-1]}".encode()
     guard.kill()
     launcher.kill()
-    try:
-        wait_until(lambda: not any(alive(pid) for pid in workers), GONE_WITHIN_S)
-    finally:
-        for pid in children:  # what the workers' death signal does not reach: see docs/elastic.md
-            if alive(pid):
-                psutil.Process(pid).kill()
+    wait_until(lambda: not any(alive(pid) for pid in processes_of(pids, 1)), GONE_WITHIN_S)
+    wait_until(lambda: not any(mark in environ for environ in environments()), GONE_WITHIN_S)  # nor a watch
     launcher.communicate(timeout=10.0)
+
+
+def environments() -> list[bytes]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            found.append(path.read_bytes())
+        except OSError:
+            continue
+    return found

@@ -49,8 +49,18 @@ def control_link(environ: Environ | None = None) -> ControlLink | None:
     """
     environ = os.environ if environ is None else environ
     address, secret = environ.get("LOCKSTEP_CONTROL"), environ.get("LOCKSTEP_CONTROL_SECRET")
-    if not address or not secret:
+    path = environ.get("LOCKSTEP_CONTROL_FILE")
+    if not address or not (secret or path):
         return None
+    if not secret:
+        try:
+            secret = Path(path or "").read_text(encoding="ascii")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"LOCKSTEP_CONTROL_FILE={path} cannot be read: {reason}. It is set by `lockstep launch` and goes with "
+                f"it: unset it and LOCKSTEP_CONTROL."
+            ) from None
     try:
         host, port = parse_endpoint(address)
     except ConfigError as error:

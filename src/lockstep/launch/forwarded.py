@@ -26,6 +26,7 @@ OWN_MACHINE = frozenset(
     {
         "LOCKSTEP_CONFIG_FILE",
         "LOCKSTEP_CONTROL",
+        "LOCKSTEP_CONTROL_FILE",
         "LOCKSTEP_LAUNCH_ID",
         "LOCKSTEP_RESTART",
     }

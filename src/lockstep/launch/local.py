@@ -117,7 +117,7 @@ def _run(
         gc.freeze()
         gc.enable()
         _silence_torch()
-        starter = Starter(plan, work_dir, launch_id, _control(plan, address, secret))
+        starter = Starter(plan, work_dir, launch_id, _control(plan, address, secret, work_dir))
         agent = Agent(
             plan, rendezvous, server is not None, starter, guarded.renew, signals, interrupted, _say
         )
@@ -164,13 +164,16 @@ def _secret(plan: LaunchPlan) -> Secret:
     return derived(secret, "launch")
 
 
-def _control(plan: LaunchPlan, address: tuple[str, int], secret: Secret) -> dict[str, str]:
-    """Where workers find the hub."""
+def _control(plan: LaunchPlan, address: tuple[str, int], secret: Secret, work_dir: str) -> dict[str, str]:
+    """Where workers find the hub, and its secret in a file: variables are shown, logged and handed on."""
     if not plan.survival.watch:
         return {}
+    path = os.path.join(work_dir, "control")
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        file.write(secret.hex())
     host, port = address
     bracketed = f"[{host}]" if ":" in host else host
-    return {"LOCKSTEP_CONTROL": f"{bracketed}:{port}", "LOCKSTEP_CONTROL_SECRET": secret.hex()}
+    return {"LOCKSTEP_CONTROL": f"{bracketed}:{port}", "LOCKSTEP_CONTROL_FILE": path}
 
 
 def _export(plan: LaunchPlan, launch_id: str, meeting: Meeting) -> None:

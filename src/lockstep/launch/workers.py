@@ -150,7 +150,7 @@ class Starter:
         """After a round: free the store's port, and end what the workers may have left behind."""
         self._store = None
         if os.path.isdir("/proc/self"):
-            guard.end(self._launch_id)
+            guard.end(self._launch_id, with_watches=True)
 
 
 def worker_arguments(command: tuple[str, ...]) -> tuple[str, ...]:
