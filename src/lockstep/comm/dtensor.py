@@ -45,8 +45,8 @@ def whole(tree: Any, keep: bool = True) -> Any:
             return tensor
         place = _place(tensor)
         if place not in gathered:
-            full = _full(tensor)
-            gathered[place] = full.cpu() if keep else None
+            every = full(tensor)
+            gathered[place] = every.cpu() if keep else None
         return gathered[place]
 
     return map_tensors(gather, tree)
@@ -58,15 +58,16 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     return part.untyped_storage()._cdata, part.storage_offset(), tensor.shape, part.dtype
 
 
-def _full(tensor: Any) -> torch.Tensor:
-    """All of a DTensor, on the device of its mesh; collective."""
+@torch.no_grad()
+def full(tensor: Any) -> torch.Tensor:
+    """All of a DTensor, on the device of its mesh; collective. It may share memory with this rank's part."""
     tensor = tensor.to(tensor.device_mesh.device_type)
-    full: torch.Tensor = (
+    gathered: torch.Tensor = (
         tensor.full_tensor()
         if is_plain(tensor.placements)
         else _gathered(local(tensor), tensor.shape, tensor.device_mesh, tensor.placements)
     )
-    return full
+    return gathered
 
 
 def _gathered(part: torch.Tensor, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> torch.Tensor:

@@ -75,6 +75,7 @@ class Preparation:
         self._shards = Shards(
             active=runtime.world_size > 1 and options.parallel.replaces_parameters,
             loss_is_scaled=scaler is not None,
+            parallel=options.parallel,
         )
         self._forward_seen = False
         self.offload = Offload(options.parallel, runtime.device, communicator)
@@ -130,6 +131,7 @@ class Preparation:
         self.offload.check_budget(model, self._meshes.axes.shard)
         whole = _whole(model) if self._meshes.axes.pp > 1 else None
         before = dict(model.named_parameters(remove_duplicate=False))
+        self._shards.note_storages(before.values())
         prepared = spread(
             model,
             self._runtime,

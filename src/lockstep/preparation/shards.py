@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lockstep.comm.dtensor import is_dtensor
+from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
 from lockstep.parallel.prepared import parts
 from lockstep.parallel.sharding import Sharding, sharding_of
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.sharded import check_optimizer, choose_implementation, replace_parameters
+from lockstep.train.whole.kinds import steps_on_shards
+from lockstep.train.whole.step import step_on_whole, whole_step_of
+from lockstep.train.whole.tensors import Storages
+from lockstep.watch.log import get_logger
+
+logger = get_logger(__name__)
 
 
 class Shards:
@@ -22,14 +30,23 @@ class Shards:
     Args:
         active: Models are spread so that parameters may change.
         loss_is_scaled: Optimizers step through a loss scaler.
+        parallel: How models are spread.
     """
 
-    def __init__(self, active: bool, loss_is_scaled: bool) -> None:
+    def __init__(self, active: bool, loss_is_scaled: bool, parallel: Parallel) -> None:
         self._active = active
         self._loss_is_scaled = loss_is_scaled
+        self._parallel = parallel
         self._of_models: list[Sharding] = []
         # Parameter as it was -> the one that took its place, or None; for optimizers that hold the former.
         self._replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._storages = Storages()
+        self._noted: set[int] = set()
+
+    def note_storages(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take note of the memory of a model's parameters before these are replaced."""
+        if self._active:
+            self._storages.note(parameters)
 
     def add_model(
         self,
@@ -70,15 +87,20 @@ class Shards:
         """Give an optimizer the shards of the parameters that it holds, and drop gathered ones before it steps."""
         if not self._active:
             return
+        gathered = self._gathered()
         for group in optimizer.param_groups:
             group["params"] = self.of(group["params"])
-        self._hand_over(optimizer)
-        optimizer.register_step_pre_hook(lambda *_: self.reshard())
+        self._hand_over(optimizer, gathered)
+        if whole_step_of(optimizer) is None:
+            optimizer.register_step_pre_hook(lambda *_: self.reshard())
 
     def of(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """The same, but the shard of each that a sharded model has gathered, as between forward and backward."""
-        gathered = {id(whole): shard for sharding in self._of_models for whole, shard in sharding.gathered()}
+        gathered = self._gathered()
         return [gathered.get(id(parameter), parameter) for parameter in parameters]
+
+    def _gathered(self) -> dict[int, nn.Parameter]:
+        return {id(whole): shard for sharding in self._of_models for whole, shard in sharding.gathered()}
 
     def refuse_shared_parameters(self, model: nn.Module) -> None:
         """Raise UsageError if a parameter of ``model`` belongs to a model that was spread before."""
@@ -110,8 +132,32 @@ class Shards:
     def clear(self) -> None:
         self._of_models.clear()
         self._replaced.clear()
+        self._storages.clear()
+        self._noted.clear()
 
-    def _hand_over(self, optimizer: Optimizer) -> None:
-        replace_parameters(optimizer, self._replaced)
-        check_optimizer(optimizer)
-        choose_implementation(optimizer, self._loss_is_scaled)
+    def _hand_over(self, optimizer: Optimizer, gathered: Mapping[int, nn.Parameter] | None = None) -> None:
+        """Give an optimizer what took the place of its parameters, and let it step as is right for these."""
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        on_shards = steps_on_shards(optimizer)
+        originals = {id(new): old for old in held if (new := self._replaced.get(old)) is not None}
+        replace_parameters(optimizer, self._replaced, lay_out=on_shards)
+        check_optimizer(optimizer, self._parallel)
+        sharded = [p for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)]
+        if on_shards or not sharded:
+            choose_implementation(optimizer, self._loss_is_scaled)
+            return
+        step_on_whole(optimizer, originals, self._storages, self.reshard, gathered)
+        self._tell(optimizer, sharded)
+
+    def _tell(self, optimizer: Optimizer, sharded: list[torch.Tensor]) -> None:
+        if id(optimizer) in self._noted:
+            return
+        self._noted.add(id(optimizer))
+        nbytes = sum(parameter.numel() * parameter.element_size() for parameter in sharded)
+        logger.warning(
+            "%s is not known to step every element by itself, so each of its steps gathers whole parameters, gradients "
+            "and state on every rank: %.1f MiB for each of these. It gives the numbers of one process; an optimizer of "
+            "torch.optim such as AdamW steps on shards and needs no such memory.",
+            type(optimizer).__name__,
+            nbytes / 2**20,
+        )

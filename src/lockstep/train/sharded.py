@@ -9,44 +9,42 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.comm.dtensor import is_dtensor, shard_like
+from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
+from lockstep.train.whole.kinds import is_elementwise, is_separable
+from lockstep.train.whole.lines import place_of
 
 ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 
-# Classes that look at more of a parameter than single elements, in ways that DTensor has no rule for.
-UNSUPPORTED = {
-    "Adafactor": "AdamW, whose state is sharded too",
-    "Rprop": "SGD or AdamW",
-    "LBFGS": "SGD or AdamW",
-    "SparseAdam": "AdamW",
-}
+
+def check_optimizer(optimizer: Optimizer, parallel: Parallel) -> None:
+    """Raise UsageError for an optimizer whose step nothing makes right where models are spread so."""
+    name = type(optimizer).__name__
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if isinstance(optimizer, torch.optim.SparseAdam) and any(map(is_dtensor, parameters)):
+        raise UsageError(
+            f"{name} takes sparse gradients, but those of sharded parameters are dense. Use AdamW, whose state is "
+            "sharded too, or parallel='ddp'."
+        )
+    if parallel.pp > 1 and not is_separable(optimizer):
+        raise UsageError(
+            f"{name} ({place_of(optimizer)}) is not known to step each parameter by itself, but with pp={parallel.pp} "
+            "each rank steps the parameters of its own stages alone: a norm, a line search or any other number taken "
+            "of several parameters would be of a part of the model. Use an optimizer of torch.optim other than LBFGS, "
+            "or zero or tp without pp, where such a step gets whole parameters."
+        )
+    if parallel.ep > 1 and not is_elementwise(optimizer):
+        raise UsageError(
+            f"{name} ({place_of(optimizer)}) is not known to step each element by itself, but with ep={parallel.ep} "
+            "each rank steps the experts that it holds alone: a norm or any other number taken of several elements "
+            "would be of a part of them. Use an optimizer of torch.optim such as AdamW, or zero without ep."
+        )
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Raise UsageError for a class that cannot step on shards."""
-    names = [cls.__name__ for cls in type(optimizer).__mro__]
-    for name, instead in UNSUPPORTED.items():
-        if name in names and any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"]):
-            raise UsageError(
-                f"{name} cannot step on sharded parameters: it works on whole ones. Use {instead}, or parallel='ddp'."
-            )
-    if "Muon" in names:
-        _check_rows(optimizer)
-
-
-def _check_rows(optimizer: Optimizer) -> None:
-    """Muon multiplies whole matrices; what it returns for one with fewer rows than ranks, torch does not shard."""
-    for parameter in (p for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)):
-        ranks = parameter.device_mesh.size(-1)
-        if parameter.shape[0] < ranks:
-            raise UsageError(
-                f"Muon cannot step on a matrix of shape {tuple(parameter.shape)} sharded over {ranks} ranks, which has "
-                "fewer rows than that. Leave it to AdamW, or use replicate=... for smaller groups of ranks."
-            )
-
-
-def replace_parameters(optimizer: Optimizer, replaced: Mapping[Any, torch.Tensor | None]) -> None:
-    """Put new parameters in the places of old ones, in all groups and with their state, sharded alike.
+def replace_parameters(
+    optimizer: Optimizer, replaced: Mapping[Any, torch.Tensor | None], lay_out: bool = True
+) -> None:
+    """Put new parameters in the places of old ones, in all groups and with their state, sharded alike if ``lay_out``.
 
     Those in whose place is None leave the optimizer.
     """
@@ -60,7 +58,9 @@ def replace_parameters(optimizer: Optimizer, replaced: Mapping[Any, torch.Tensor
             stay.append(place)
             group["params"][place] = new
             if state is not None:
-                optimizer.state[new] = {name: _laid_out_as(value, new) for name, value in state.items()}
+                optimizer.state[new] = (
+                    {name: _laid_out_as(value, new) for name, value in state.items()} if lay_out else state
+                )
         if len(stay) < len(group["params"]):
             for key in {"params", "param_names"} & group.keys():
                 group[key] = [group[key][place] for place in stay]

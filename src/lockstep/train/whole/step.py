@@ -1,0 +1,403 @@
+"""An optimizer whose parameters are sharded, and which steps on whole ones.
+
+Of an optimizer that treats every element by itself the step on shards is that on the whole. Any other, such as one
+that divides by the norm of a parameter, gets the whole: before a step every rank gathers parameters, gradients and
+state, makes the same step as one process would, and keeps its shards of what came of it. Nothing of a step that
+raised is kept.
+
+    outside of a step      param_groups, state: sharded (DTensors), as the model's parameters are
+    in a step              the same lists and dicts hold whole tensors
+    in a closure           sharded parameters again, with the values and gradients of the moment
+
+References in attributes of the optimizer hold whole parameters all the time, which are empty outside of a step.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from lockstep.comm.dtensor import is_dtensor, local, max_over_shards
+from lockstep.errors import UsageError
+from lockstep.train.whole.lines import line_of_step, place_of
+from lockstep.train.whole.methods import methods_with_parameters
+from lockstep.train.whole.random import SharedRandom
+from lockstep.train.whole.tensors import (
+    Storages,
+    WholeParameter,
+    WholeState,
+    gathered,
+    storage_key,
+    tensors_of,
+    visit_tensors,
+)
+
+
+def step_on_whole(
+    optimizer: Optimizer,
+    originals: Mapping[int, nn.Parameter],
+    storages: Storages,
+    before_gathering: Callable[[], None],
+    gathered: Mapping[int, nn.Parameter] | None = None,
+) -> None:
+    """Let the methods of ``optimizer`` that touch parameters run on whole ones; a second time, on those of now.
+
+    The optimizer stays the object it is; its class becomes a subclass of the same name.
+
+    Args:
+        originals: By ``id`` of a sharded parameter: the one in whose place it came.
+        storages: The memory that those had.
+        before_gathering: Called before each step.
+        gathered: By ``id`` of a parameter that a model has gathered at the moment: the sharded one.
+    """
+    whole = whole_step_of(optimizer)
+    if whole is None:
+        whole = WholeStep(optimizer, storages, before_gathering)
+        optimizer.__class__ = _whole_class(type(optimizer))
+        vars(optimizer)["_whole_step"] = whole
+    whole.add(originals, gathered or {})
+
+
+def whole_step_of(optimizer: Optimizer) -> WholeStep | None:
+    """The ``WholeStep`` of an optimizer that has one."""
+    found = vars(optimizer).get("_whole_step")
+    return found if isinstance(found, WholeStep) else None
+
+
+class WholeStep:
+    """Runs methods of one optimizer on whole parameters. See ``step_on_whole``."""
+
+    def __init__(
+        self, optimizer: Optimizer, storages: Storages, before_gathering: Callable[[], None]
+    ) -> None:
+        self._optimizer = optimizer
+        self._storages = storages
+        self._before_gathering = before_gathering
+        self._own_step: Any = vars(optimizer).pop("step", None)
+        self._originals: dict[int, nn.Parameter] = {}
+        self._by_shard: dict[int, WholeParameter] = {}
+        self._by_whole: dict[int, WholeParameter] = {}
+        self._state = WholeState()
+        self._before: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._random = SharedRandom()
+        self._guard = _NoShards(self)
+        self._runs = self._is_suspended = False
+
+    @property
+    def name(self) -> str:
+        return type(self._optimizer).__name__
+
+    @property
+    def runs(self) -> bool:
+        """Whether the optimizer is in a step now, and not in its closure."""
+        return self._runs and not self._is_suspended
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self._optimizer
+
+    @torch.no_grad()
+    def add(self, originals: Mapping[int, nn.Parameter], in_use: Mapping[int, nn.Parameter]) -> None:
+        """Parameters were replaced, or are known for the first time."""
+        self._originals.update(originals)
+        by_original = {id(original): shard for shard, original in self._originals.items()}
+        by_original.update({whole: id(shard) for whole, shard in in_use.items()})
+        self._find_wholes()
+
+        def replace(tensor: torch.Tensor) -> torch.Tensor:
+            if is_dtensor(tensor):
+                known = self._by_shard.get(id(tensor))
+                return self._whole_attribute(tensor) if known is None else known.whole
+            shard = by_original.get(id(tensor))
+            if shard is not None and shard in self._by_shard:
+                return self._by_shard[shard].whole
+            if not isinstance(tensor, nn.Parameter):
+                self._keep_alias(tensor, by_original)
+            return tensor
+
+        optimizer = self._optimizer
+        skip = [self, optimizer.param_groups, optimizer.state, *optimizer.param_groups]
+        skip += [group["params"] for group in optimizer.param_groups]
+        visit_tensors(optimizer, replace, skip)
+        for values in optimizer.state.values():
+            visit_tensors(values, lambda tensor: tensor if is_dtensor(tensor) else replace(tensor))
+
+    def _whole_attribute(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole of a DTensor that the optimizer made of a sharded parameter. Collective."""
+        memory = storage_key(local(tensor))
+        owner = next((w for w in self._by_shard.values() if storage_key(local(w.sharded)) == memory), None)
+        if owner is None or not tensor.numel():
+            return gathered(tensor)
+        if tensor.shape != owner.sharded.shape:
+            raise UsageError(
+                f"{self.name} keeps a view of shape {tuple(tensor.shape)} of a sharded parameter of shape "
+                f"{tuple(owner.sharded.shape)} ({place_of(self._optimizer)}), which a step on whole parameters cannot "
+                "follow. Make the optimizer before prepare, or keep the parameter in place of the view."
+            )
+        return owner.new_alias()
+
+    def _keep_alias(self, tensor: torch.Tensor, by_original: Mapping[int, int]) -> None:
+        owner = self._storages.parameter_of(tensor)
+        whole = None if owner is None else self._by_shard.get(by_original.get(id(owner), 0))
+        if whole is not None:
+            whole.add_alias(tensor)
+
+    def _find_wholes(self) -> None:
+        for parameter in tensors_of(self._optimizer.param_groups):
+            if is_dtensor(parameter) and id(parameter) not in self._by_shard:
+                whole = WholeParameter(parameter, self._originals.get(id(parameter)))
+                self._by_shard[id(parameter)] = self._by_whole[id(whole.whole)] = whole
+
+    def step(self, unhooked: bool, cls: type[Optimizer], *args: Any, **kwargs: Any) -> Any:
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # as schedulers look for
+        step: Any = self._own_step
+        if step is None:
+            function: Any = cls.step
+            if unhooked and getattr(function, "hooked", False):
+                function = function.__wrapped__
+            step = function.__get__(self._optimizer)
+        return self.run(step, *args, **kwargs)
+
+    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``method(...)`` with whole parameters. Collective."""
+        if self.runs:
+            return method(*args, **kwargs)
+        if self._runs:
+            raise UsageError(
+                f"The closure that {self.name}.step got calls {self.name}.{getattr(method, '__name__', 'step')}. Let "
+                "the closure compute the loss and its gradients, and nothing else."
+            )
+        args, kwargs = tuple(map(self._suspending, args)), {k: self._suspending(v) for k, v in kwargs.items()}
+        self._begin()
+        try:
+            with self._guard:
+                result = method(*args, **kwargs)
+        except BaseException:
+            self._discard()
+            raise
+        self._end()
+        return result
+
+    def _suspending(self, argument: Any) -> Any:
+        """A closure runs the model, on shards."""
+        if not callable(argument) or isinstance(argument, (torch.Tensor, nn.Module, type)):
+            return argument
+
+        @functools.wraps(argument, updated=())
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            if not self.runs:
+                return argument(*args, **kwargs)
+            self._suspend()
+            result = argument(*args, **kwargs)
+            self._resume()
+            return result
+
+        return closure
+
+    # The parts of a step -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        self._before_gathering()
+        self._find_wholes()
+        wholes = self._used()
+        self._check_alike(wholes)
+        self._random.begin()
+        for whole in wholes:
+            whole.gather()
+        self._before = [(values, dict(values)) for values in self._states()]
+        for whole in wholes:
+            values = self._optimizer.state.get(whole.sharded)
+            if isinstance(values, dict):
+                self._state.gather(whole, values)
+        self._exchange(to_whole=True)
+        self._rename_state(to_whole=True)
+        self._runs = True
+
+    @torch.no_grad()
+    def _suspend(self) -> None:
+        self._guard.__exit__(None, None, None)
+        self._is_suspended = True
+        for whole in self._used():
+            whole.write_back()
+        self._exchange(to_whole=False)
+        self._random.suspend()
+
+    @torch.no_grad()
+    def _resume(self) -> None:
+        self._before_gathering()
+        self._random.resume()
+        for whole in self._used():
+            whole.gather()
+        self._exchange(to_whole=True)
+        self._is_suspended = False
+        self._guard.__enter__()
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        wholes = self._used()
+        for whole in wholes:
+            whole.write_back()
+        for whole in wholes:
+            values = self._optimizer.state.get(whole.whole)
+            if isinstance(values, dict):
+                self._state.cut(whole, values)
+        self._leave()
+
+    @torch.no_grad()
+    def _discard(self) -> None:
+        if self._is_suspended:
+            self._guard.__enter__()  # which leaving the step takes off
+        known = {id(values) for values, _ in self._before}
+        state = self._optimizer.state
+        for key in [
+            key for key, values in state.items() if isinstance(values, dict) and id(values) not in known
+        ]:
+            del state[key]
+        for values, before in self._before:
+            values.clear()
+            values.update(before)
+        self._leave()
+
+    def _leave(self) -> None:
+        self._rename_state(to_whole=False)
+        self._exchange(to_whole=False)
+        self._runs = self._is_suspended = False
+        self._before = []
+        self._random.end()
+        for whole in self._used():
+            whole.release()
+
+    # -----------------------------------------------------------------------------------------------------
+
+    def _used(self) -> list[WholeParameter]:
+        """The parameters of now, in order."""
+        found = []
+        for parameter in tensors_of(self._optimizer.param_groups):
+            whole = self._by_shard.get(id(parameter)) or self._by_whole.get(id(parameter))
+            if whole is not None:
+                found.append(whole)
+        return found
+
+    def _states(self) -> list[dict[Any, Any]]:
+        return [values for values in self._optimizer.state.values() if isinstance(values, dict)]
+
+    def _exchange(self, to_whole: bool) -> None:
+        for group in self._optimizer.param_groups:
+            group["params"][:] = [self._exchanged(parameter, to_whole) for parameter in group["params"]]
+
+    def _exchanged(self, parameter: Any, to_whole: bool) -> Any:
+        if to_whole:
+            whole = self._by_shard.get(id(parameter))
+            return parameter if whole is None else whole.whole
+        whole = self._by_whole.get(id(parameter))
+        return parameter if whole is None else whole.sharded
+
+    def _rename_state(self, to_whole: bool) -> None:
+        state = self._optimizer.state
+        items = [(self._exchanged(key, to_whole), values) for key, values in state.items()]
+        state.clear()
+        state.update(items)
+
+    def _check_alike(self, wholes: list[WholeParameter]) -> None:
+        """Ranks that are about to gather different tensors would mix them up, or wait for ever."""
+        state = self._optimizer.state
+        found = [
+            (
+                tuple(whole.sharded.shape),
+                whole.sharded.grad is not None,
+                sorted(str(name) for name, value in state.get(whole.sharded, {}).items() if is_dtensor(value))
+                if isinstance(state.get(whole.sharded, {}), dict)
+                else None,
+            )
+            for whole in wholes
+        ]
+        digest = int.from_bytes(hashlib.blake2b(repr(found).encode(), digest_size=7).digest(), "big")
+        numbers = max_over_shards(torch.tensor([digest, -digest]), [whole.sharded for whole in wholes])
+        if int(numbers[0]) != -int(numbers[1]):
+            without = sum(whole.sharded.grad is None for whole in wholes)
+            raise UsageError(
+                f"{self.name} steps on whole parameters, but the ranks do not have gradients and state of the same "
+                f"ones: {without} of {len(wholes)} have no gradient on this rank. Let every rank use the same "
+                "parameters in each step, or pass DistributedDataParallelKwargs(find_unused_parameters=True)."
+            )
+
+
+class _NoShards(TorchFunctionMode):
+    """In a step on whole parameters a shard can only be a mistake: what is computed of one is this rank's alone."""
+
+    def __init__(self, whole: WholeStep) -> None:
+        super().__init__()
+        self._whole = whole
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(map(_has_dtensor, args)) or any(map(_has_dtensor, kwargs.values())):
+            optimizer = self._whole.optimizer
+            raise UsageError(
+                f"{type(optimizer).__name__} uses a sharded parameter that is not in its param_groups, or a reference "
+                f"to one that it holds elsewhere ({line_of_step(optimizer)}). Its step would take one rank's part for "
+                "the whole. Read parameters from self.param_groups, or make the optimizer before prepare."
+            )
+        return func(*args, **kwargs)
+
+
+def _has_dtensor(argument: Any) -> bool:
+    if isinstance(argument, (list, tuple)):
+        return any(map(is_dtensor, argument))
+    return isinstance(argument, torch.Tensor) and is_dtensor(argument)
+
+
+def _whole_class(cls: type[Optimizer]) -> type[Optimizer]:
+    names: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "step": _step_of(cls),
+    }
+    for name in methods_with_parameters(cls):
+        names.setdefault(name, _method_of(cls, name))
+    return type(cls.__name__, (cls,), names)
+
+
+def _step_of(cls: type[Optimizer]) -> Any:
+    function: Any = cls.step
+
+    @functools.wraps(function)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return _required(self).step(False, cls, *args, **kwargs)
+
+    def unhooked(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return _required(self).step(True, cls, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look whether they know of each step
+    step.hooked = True  # type: ignore[attr-defined]  # by the class's own, which runs inside
+    step.__wrapped__ = unhooked
+    return step
+
+
+def _method_of(cls: type[Optimizer], name: str) -> Any:
+    function = getattr(cls, name)
+
+    @functools.wraps(function)
+    def method(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return _required(self).run(function.__get__(self), *args, **kwargs)
+
+    return method
+
+
+def _required(optimizer: Optimizer) -> WholeStep:
+    whole = whole_step_of(optimizer)
+    if whole is None:
+        raise UsageError(
+            f"This {type(optimizer).__name__} is a copy of one that steps on whole parameters ({place_of(optimizer)}). "
+            "Build an optimizer of its own from the model's parameters, and pass it to prepare."
+        )
+    return whole

@@ -1,0 +1,243 @@
+"""Optimizers that people write x {ddp, zero=1, zero=2, zero=3, tp}: plain torch's numbers in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import LBFGS, SGD, Adafactor, AdamW, Optimizer, Rprop
+
+from lockstep import Accelerator
+from parallel.optimizers import written as w
+from parallel.plain import difference
+from parallel.test_zero_parity import full
+
+STEPS = 5
+
+
+class Net(nn.Module):
+    """Matrices, vectors, an embedding, odd sizes, and a scalar, which is never sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)))
+        self.head = nn.Linear(6, 5)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.embed(tokens))) * self.scale
+
+
+def make_model() -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Net()
+
+
+def make_batch(step: int, part: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 11, (8,), generator=generator)
+    rank, ranks = part
+    return tokens.chunk(ranks)[rank], (tokens % 5).chunk(ranks)[rank]
+
+
+@dataclass
+class Cell:
+    """How an optimizer is built, and how a loop calls it.
+
+    ``loop``: "plain", "closure", or "two" (first_step and second_step). ``after``: it is built from the prepared model.
+    ``tolerance``: of the parameters, relative, each tensor by its norm.
+    """
+
+    build: Callable[..., Optimizer]
+    options: dict[str, Any] = field(default_factory=dict)
+    loop: str = "plain"
+    tolerance: float = 1e-5
+    only: str = ""
+    after: bool = False
+    scheduler: bool = False
+
+
+def lookahead(params: Any, base: Any = SGD, **options: Any) -> Optimizer:
+    return w.Lookahead(base(params, **options))
+
+
+def hooked(params: Any) -> Optimizer:
+    """Plain SGD, whose gradients a hook of its step divides by their norms."""
+    optimizer = SGD(params, lr=0.1)
+
+    def normalise(optimizer: Optimizer, *_: Any) -> None:
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad.div_(p.grad.norm().item() + 0.1)
+
+    optimizer.register_step_pre_hook(normalise)
+    return optimizer
+
+
+def replaced(params: Any) -> Optimizer:
+    """An object whose own step takes the place of its class's."""
+    optimizer = SGD(params, lr=0.1)
+
+    def step(closure: Any = None) -> None:
+        with torch.no_grad():
+            for p in optimizer.param_groups[0]["params"]:
+                p.sub_(p.grad / p.grad.norm().clamp_min(0.1), alpha=0.1)
+
+    optimizer.step = step  # type: ignore[method-assign]
+    return optimizer
+
+
+CELLS: dict[str, Cell] = {
+    "lars": Cell(w.LARS),
+    "lars built after": Cell(w.LARS, after=True),
+    "lars scheduled": Cell(w.LARS, scheduler=True),
+    "lamb": Cell(w.LAMB),
+    "sam": Cell(w.SAM, {"lr": 0.1, "momentum": 0.9}, "two"),
+    "sam closure": Cell(w.SAM, {"lr": 0.1}, "backward, closure"),
+    "sam adaptive": Cell(w.SAM, {"base": AdamW, "adaptive": True, "lr": 0.01, "eps": 1e-2}, "two"),
+    "sam built after": Cell(w.SAM, {"lr": 0.1, "momentum": 0.9}, "two", after=True),
+    "lion": Cell(w.Lion),
+    "adafactor of transformers": Cell(w.FactoredAdafactor),
+    "adafactor of torch": Cell(Adafactor, {"lr": 0.05}),
+    "rprop": Cell(Rprop, {"lr": 0.01}),
+    "shampoo": Cell(w.Shampoo, tolerance=1e-4),
+    "soap": Cell(w.SOAP, tolerance=1e-3),
+    "centralised": Cell(w.CentralisedSGD, {"lr": 0.1, "momentum": 0.9}),
+    "centralised columns": Cell(w.CentralisedColumns),
+    "ema in step": Cell(w.WithEMA, {"lr": 0.01, "eps": 1e-2}),
+    "prodigy": Cell(w.Prodigy),
+    "adabound": Cell(w.AdaBound),
+    "noise": Cell(w.NoisySGD, {"lr": 0.1}),
+    "noise by shape": Cell(w.NoisyByShape),
+    "lookahead": Cell(lookahead, {"lr": 0.1, "momentum": 0.9}),
+    "lookahead of lars": Cell(lookahead, {"base": w.LARS}),
+    "clipping": Cell(w.ClippingSGD, {"lr": 0.5}),
+    "sign": Cell(w.SignSGD),
+    "adan": Cell(w.Adan),
+    "masters": Cell(w.Masters),
+    "masters built after": Cell(w.Masters, after=True),
+    "holds data": Cell(w.HoldsData),
+    "flat views": Cell(w.FlatViews),
+    "state by shape": Cell(w.StateByShape),
+    "lists": Cell(w.KeepsLists),
+    "lists built after": Cell(w.KeepsLists, after=True),
+    "state in lists": Cell(w.StateInLists),
+    "one vector": Cell(w.OneVector),
+    "muon": Cell(w.WrittenMuon),
+    "line search": Cell(w.LineSearch, loop="closure"),
+    "own gradient": Cell(w.OwnGradient),
+    "schedule free": Cell(w.ScheduleFree, loop="modes"),
+    "normed adam": Cell(w.NormedAdam, {"lr": 0.01, "eps": 1e-2}),
+    "renamed": Cell(w.Renamed),
+    "lbfgs": Cell(LBFGS, {"lr": 0.5, "max_iter": 4, "history_size": 3}, "closure", 1e-4),
+    "lbfgs strong wolfe": Cell(LBFGS, {"max_iter": 2, "line_search_fn": "strong_wolfe"}, "closure", 5e-3),
+    "sgd closure": Cell(SGD, {"lr": 0.1, "momentum": 0.9}, "closure"),
+    "hook of the step": Cell(hooked),
+    "own step": Cell(replaced),
+}
+
+
+def train(
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+    loop: str,
+    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
+    part: tuple[int, int] = (0, 1),
+) -> None:
+    for step in range(STEPS):
+        tokens, labels = make_batch(step, part)
+
+        def compute(tokens: torch.Tensor = tokens, labels: torch.Tensor = labels) -> torch.Tensor:
+            loss = F.cross_entropy(model(tokens), labels)
+            backward(loss)
+            return loss
+
+        def closure(compute: Callable[[], torch.Tensor] = compute) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = compute()
+            if part[1] == 1:
+                return loss
+            mean = loss.detach().clone()  # as a line search needs it
+            torch.distributed.all_reduce(mean)
+            return mean / part[1]
+
+        if loop == "backward, closure":
+            optimizer.zero_grad()
+            compute()
+        if loop.endswith("closure"):
+            optimizer.step(closure)
+        else:
+            optimizer.zero_grad()
+            compute()
+            if loop == "two":
+                optimizer.first_step(zero_grad=True)
+                compute()
+                optimizer.second_step(zero_grad=True)
+            else:
+                optimizer.step()
+        if loop == "modes" and step % 2:
+            optimizer.eval()
+            optimizer.train()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def expected(cell: Cell) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    model = make_model()
+    optimizer = cell.build(model.parameters(), **cell.options)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7) if cell.scheduler else None
+    train(model, optimizer, scheduler, cell.loop)
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def spread(parallel: str, names: list[str]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for name in names:
+        cell = CELLS[name]
+        accelerator = Accelerator(
+            cpu=True, parallel=parallel, step_scheduler_with_optimizer=not cell.scheduler
+        )
+        rank, ranks = accelerator.process_index, accelerator.num_processes
+        torch.manual_seed(3 if rank == 0 or parallel == "ddp" else 33)
+        model: Any = make_model()
+        if cell.after:
+            model = accelerator.prepare(model)
+            optimizer = accelerator.prepare(cell.build(model.parameters(), **cell.options))
+            scheduler = None
+        else:
+            optimizer = cell.build(model.parameters(), **cell.options)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7) if cell.scheduler else None
+            model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        part = (0, 1) if parallel == "tp=2" else (rank, ranks)
+        try:
+            train(model, optimizer, scheduler, cell.loop, accelerator.backward, part)
+            results[name] = {n: full(p) for n, p in model.named_parameters()}
+        except Exception as error:
+            import traceback
+
+            results[name] = f"{type(error).__name__}: {error}" + traceback.format_exc()
+        accelerator.free_memory()
+    return results
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "zero=1", "zero=2", "zero=3"])
+def test_optimizers_that_people_write_give_the_numbers_of_one_process(run_distributed, parallel: str) -> None:
+    results = run_distributed(spread, 2, parallel, list(CELLS), timeout_s=300)
+    wrong = {}
+    for name, cell in CELLS.items():
+        torch.set_num_threads(1)
+        oracle = expected(cell)
+        for rank, result in enumerate(results):
+            found = result[name] if isinstance(result[name], str) else difference(result[name], oracle)
+            if isinstance(found, str) or not found <= cell.tolerance:
+                wrong[name, rank] = found
+    assert not wrong, "\n".join(f"{key}: {value}" for key, value in wrong.items())

@@ -1,0 +1,678 @@
+"""Optimizers as people write them, and as papers print them, for plain torch."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+
+class LARS(Optimizer):
+    """A rate for each layer by ``float`` of norms."""
+
+    def __init__(self, params, lr=0.1, momentum=0.9, trust=0.02):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "trust": trust})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                weight, gradient = float(p.norm()), float(p.grad.norm())
+                rate = group["lr"] * (
+                    group["trust"] * weight / (gradient + 1e-9) if weight > 0 < gradient else 1
+                )
+                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                buffer.mul_(group["momentum"]).add_(p.grad, alpha=rate)
+                p.sub_(buffer)
+
+
+class LAMB(Optimizer):
+    """Trust ratios as tensors, with ``torch.where``."""
+
+    def __init__(self, params, lr=0.01, betas=(0.9, 0.999), eps=1e-3, weight_decay=0.01):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"], state["m"], state["v"] = 0, torch.zeros_like(p), torch.zeros_like(p)
+                state["step"] += 1
+                state["m"].lerp_(p.grad, 1 - group["betas"][0])
+                state["v"].mul_(group["betas"][1]).addcmul_(p.grad, p.grad, value=1 - group["betas"][1])
+                update = state["m"] / (state["v"].sqrt() + group["eps"]) + group["weight_decay"] * p
+                weight, size = p.norm(), update.norm()
+                ratio = torch.where(weight > 0, torch.where(size > 0, weight / size, 1.0), 1.0)
+                p.add_(update * ratio, alpha=-group["lr"])
+
+
+class SAM(Optimizer):
+    """As in davda54/sam: it shares its groups with a base optimizer, and sets ``p.data``."""
+
+    def __init__(self, params, base=SGD, rho=0.05, adaptive=False, **options):
+        super().__init__(params, {"rho": rho, "adaptive": adaptive, **options})
+        self.base_optimizer = base(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+        self.defaults.update(self.base_optimizer.defaults)
+
+    @torch.no_grad()
+    def first_step(self, zero_grad=False):
+        norm = self._grad_norm()
+        for group in self.param_groups:
+            scale = group["rho"] / (norm + 1e-12)
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                self.state[p]["old_p"] = p.data.clone()
+                e_w = (torch.pow(p, 2) if group["adaptive"] else 1.0) * p.grad * scale.to(p)
+                p.add_(e_w)
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad=False):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is not None
+        closure = torch.enable_grad()(closure)
+        self.first_step(zero_grad=True)
+        closure()
+        self.second_step()
+
+    def _grad_norm(self):
+        shared_device = self.param_groups[0]["params"][0].device
+        return torch.norm(
+            torch.stack(
+                [
+                    ((torch.abs(p) if group["adaptive"] else 1.0) * p.grad).norm(p=2).to(shared_device)
+                    for group in self.param_groups
+                    for p in group["params"]
+                    if p.grad is not None
+                ]
+            ),
+            p=2,
+        )
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self.base_optimizer.param_groups = self.param_groups
+
+
+class Lion(Optimizer):
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.data.mul_(1 - group["lr"] * group["weight_decay"])
+                average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                update = average * group["betas"][0] + p.grad * (1 - group["betas"][0])
+                p.add_(update.sign_(), alpha=-group["lr"])
+                average.mul_(group["betas"][1]).add_(p.grad, alpha=1 - group["betas"][1])
+
+
+class FactoredAdafactor(Optimizer):
+    """As in transformers: factored moments, ``mean`` over dims, root mean squares as Python numbers."""
+
+    def __init__(self, params, lr=None, decay=-0.8, clip=1.0):
+        super().__init__(params, {"lr": lr, "decay": decay, "clip": clip})
+
+    @staticmethod
+    def _rms(tensor):
+        return tensor.norm(2) / (tensor.numel() ** 0.5)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                grad, state = p.grad, self.state[p]
+                if not state:
+                    state["step"] = 0
+                    if grad.dim() >= 2:
+                        state["row"] = torch.zeros(grad.shape[:-1])
+                        state["col"] = torch.zeros(grad.shape[:-2] + grad.shape[-1:])
+                    else:
+                        state["sq"] = torch.zeros_like(grad)
+                state["step"] += 1
+                rms = max(1e-3, self._rms(p).item())
+                rate = rms * min(1e-2, 1 / math.sqrt(state["step"]))
+                beta = 1.0 - math.pow(state["step"], group["decay"])
+                square = grad**2 + 1e-10
+                if grad.dim() >= 2:
+                    state["row"].mul_(beta).add_(square.mean(dim=-1), alpha=1 - beta)
+                    state["col"].mul_(beta).add_(square.mean(dim=-2), alpha=1 - beta)
+                    r = (state["row"] / state["row"].mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
+                    update = r * state["col"].unsqueeze(-2).rsqrt() * grad
+                else:
+                    state["sq"].mul_(beta).add_(square, alpha=1 - beta)
+                    update = state["sq"].rsqrt() * grad
+                update.div_((self._rms(update) / group["clip"]).clamp_(min=1.0))
+                p.data.add_(-rate * update)
+
+
+class Shampoo(Optimizer):
+    """Preconditioners for each dim, their roots by ``eigh`` at every second step."""
+
+    def __init__(self, params, lr=0.05, eps=1e-2, every=2):
+        super().__init__(params, {"lr": lr, "eps": eps, "every": every})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state, grad = self.state[p], p.grad
+                if not state:
+                    state["step"] = 0
+                    for dim, size in enumerate(p.shape):
+                        state[f"precond_{dim}"] = group["eps"] * torch.eye(size)
+                        state[f"inverse_{dim}"] = torch.eye(size)
+                state["step"] += 1
+                for dim, size in enumerate(p.shape):
+                    matrix = grad.transpose(0, dim).reshape(size, -1)
+                    state[f"precond_{dim}"].add_(matrix @ matrix.t())
+                    if state["step"] % group["every"] == 0:
+                        values, vectors = torch.linalg.eigh(state[f"precond_{dim}"])
+                        state[f"inverse_{dim}"] = (
+                            vectors @ torch.diag(values.clamp(1e-6) ** (-1 / (2 * p.ndim))) @ vectors.t()
+                        )
+                    matrix = state[f"inverse_{dim}"] @ matrix
+                    grad = matrix.reshape(grad.transpose(0, dim).shape).transpose(0, dim)
+                p.add_(grad, alpha=-group["lr"])
+
+
+class SOAP(Optimizer):
+    """Adam in the eigenbasis of Shampoo's preconditioners: ``qr``, projections, skipped first update."""
+
+    def __init__(self, params, lr=0.01, eps=1e-2, every=2):
+        super().__init__(params, {"lr": lr, "eps": eps, "every": every})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+                    state["GG"] = [torch.diag(torch.arange(1.0, n + 1)) for n in p.shape]
+                    state["Q"] = None
+                state["step"] += 1
+                for dim, GG in enumerate(state["GG"]):
+                    other = [d for d in range(p.ndim) if d != dim]
+                    GG.lerp_(torch.tensordot(p.grad, p.grad, dims=(other, other)), 0.1)
+                if state["Q"] is None:
+                    state["Q"] = [torch.linalg.eigh(GG + 1e-6 * torch.eye(len(GG)))[1] for GG in state["GG"]]
+                    continue
+                projected = p.grad
+                for Q in state["Q"]:
+                    projected = torch.tensordot(projected, Q, dims=([0], [0]))
+                state["m"].lerp_(projected, 0.1)
+                state["v"].lerp_(projected.square(), 0.05)
+                update = state["m"] / (state["v"].sqrt() + group["eps"])
+                for Q in state["Q"]:
+                    update = torch.tensordot(update, Q, dims=([0], [1]))
+                p.add_(update, alpha=-group["lr"])
+                if state["step"] % group["every"] == 0:
+                    state["Q"] = [
+                        torch.linalg.qr(GG @ Q)[0] for GG, Q in zip(state["GG"], state["Q"], strict=True)
+                    ]
+
+
+class CentralisedSGD(SGD):
+    """Gradient centralisation before the step of its base."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.grad.dim() > 1:
+                    p.grad.add_(-p.grad.mean(dim=tuple(range(1, p.grad.dim())), keepdim=True))
+        return super().step(closure)
+
+
+class CentralisedColumns(Optimizer):
+    """The mean over the dim along which parameters are cut."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.sub_(group["lr"] * (p.grad - p.grad.mean(dim=0, keepdim=True)))
+
+
+class WithEMA(AdamW):
+    """An average of the weights, kept and used in the step."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if "ema" not in state:
+                    state["ema"] = p.detach().clone()
+                state["ema"].mul_(0.9).add_(p, alpha=0.1)
+                p.lerp_(state["ema"], 0.05)
+        return loss
+
+
+class Prodigy(Optimizer):
+    """A step size from sums over all parameters (D-Adaptation)."""
+
+    def __init__(self, params, d0=1e-2, betas=(0.9, 0.99)):
+        super().__init__(params, {"lr": 1.0, "d": d0, "d0": d0, "numerator": 0.0, "betas": betas, "k": 0})
+
+    def get_d(self):
+        return self.param_groups[0]["d"]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        group = self.param_groups[0]
+        d, denominator = group["d"], 0.0
+        group["numerator"] *= group["betas"][1]
+        for p in (p for g in self.param_groups for p in g["params"] if p.grad is not None):
+            state = self.state[p]
+            if not state:
+                state["s"], state["p0"] = torch.zeros_like(p.data), p.flatten().clone().detach()
+                state["m"], state["v"] = torch.zeros_like(p.data), torch.zeros_like(p.data)
+            flat = p.grad.flatten()
+            group["numerator"] += d * torch.dot(flat, state["p0"].data - p.data.flatten()).item()
+            state["m"].lerp_(d * p.grad, 0.1)
+            state["v"].lerp_(d * d * p.grad.square(), 0.01)
+            state["s"].mul_(group["betas"][1]).add_(p.grad, alpha=d)
+            denominator += state["s"].abs().sum().item()
+        d = max(d, group["numerator"] / denominator) if denominator else d
+        for g in self.param_groups:
+            g["d"] = d
+            for p in (p for p in g["params"] if p.grad is not None):
+                p.data.addcdiv_(self.state[p]["m"], self.state[p]["v"].sqrt().add_(d * 1e-2), value=-d)
+        group["k"] += 1
+
+
+class AdaBound(Optimizer):
+    def __init__(self, params, lr=1e-2, final=0.1, gamma=1e-1):
+        super().__init__(params, {"lr": lr, "final": final, "gamma": gamma})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+                state["step"] += 1
+                state["m"].lerp_(p.grad, 0.1)
+                state["v"].lerp_(p.grad.square(), 0.01)
+                low = group["final"] * (1 - 1 / (group["gamma"] * state["step"] + 1))
+                high = group["final"] * (1 + 1 / (group["gamma"] * state["step"]))
+                rate = (
+                    torch.full_like(state["v"], group["lr"])
+                    .div_(state["v"].sqrt().add_(1e-2))
+                    .clamp_(low, high)
+                )
+                p.add_(-rate * state["m"])
+
+
+class NoisySGD(SGD):
+    """Langevin dynamics."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p), alpha=1e-2 * math.sqrt(group["lr"]))
+
+
+class NoisyByShape(Optimizer):
+    """Noise of ``torch.randn(p.shape)``."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = p.data - group["lr"] * (p.grad + 0.01 * torch.randn(p.shape))
+
+
+class Lookahead(Optimizer):
+    """Wraps another optimizer, as in lonePatient/lookahead_pytorch."""
+
+    def __init__(self, optimizer, k=2, alpha=0.5):
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+        self.state = defaultdict(dict)
+        self.defaults = optimizer.defaults
+        self.k, self.alpha, self.count = k, alpha, 0
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["slow"] = p.data.clone().detach()
+
+    def step(self, closure=None):
+        loss = self.optimizer.step(closure)
+        self.count += 1
+        if self.count % self.k == 0:
+            for group in self.param_groups:
+                for fast in group["params"]:
+                    slow = self.state[fast]["slow"]
+                    slow += (fast.data - slow) * self.alpha
+                    fast.data.copy_(slow)
+        return loss
+
+
+class ClippingSGD(SGD):
+    """Clips by the norm of all its gradients, and skips what is not finite, inside of the step."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not torch.stack([torch.isfinite(p.grad).all() for p in params]).all():
+            return None
+        norm = torch.nn.utils.clip_grad_norm_(params, 0.1)
+        if norm > 1e3:
+            return None
+        return super().step(closure)
+
+
+class SignSGD(Optimizer):
+    """Signs, scaled by the mean of the magnitudes."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p -= group["lr"] * p.grad.abs().mean().item() * p.grad.sign()
+
+
+class Adan(Optimizer):
+    """Three moments, gradients of the step before, and clipping by a norm over everything in ``restart`` style."""
+
+    def __init__(self, params, lr=1e-2, betas=(0.98, 0.92, 0.99), max_norm=0.5):
+        super().__init__(params, {"lr": lr, "betas": betas, "max_norm": max_norm, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        total = torch.zeros(1)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    total.add_(p.grad.pow(2).sum())
+        scale = torch.clamp(self.defaults["max_norm"] / (torch.sqrt(total) + 1e-6), max=1.0).item()
+        for group in self.param_groups:
+            group["step"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state, grad = self.state[p], p.grad.mul_(scale)
+                if not state:
+                    state.update({k: torch.zeros_like(p) for k in ("m", "d", "n")}, before=grad.clone())
+                difference = grad - state["before"]
+                state["m"].lerp_(grad, 0.02)
+                state["d"].lerp_(difference, 0.08)
+                state["n"].lerp_((grad + 0.92 * difference).square(), 0.01)
+                p.add_((state["m"] + 0.92 * state["d"]) / (state["n"].sqrt() + 1e-2), alpha=-group["lr"])
+                state["before"] = grad.clone()
+
+
+class Masters(Optimizer):
+    """fp32 copies made when it is built, stepped in place of the weights."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+        self.masters = [[p.detach().clone().float() for p in group["params"]] for group in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group, masters in zip(self.param_groups, self.masters, strict=True):
+            for p, master in zip(group["params"], masters, strict=True):
+                if p.grad is not None:
+                    master.sub_(p.grad.float(), alpha=group["lr"])
+                    p.copy_(master)
+
+
+class HoldsData(Optimizer):
+    """References to ``p.data``, through which it steps."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+        self.weights = [(p, p.data) for group in self.param_groups for p in group["params"]]
+
+    def step(self, closure=None):
+        for p, data in self.weights:
+            if p.grad is not None:
+                data.add_(p.grad, alpha=-self.param_groups[0]["lr"])
+
+
+class FlatViews(Optimizer):
+    """References to ``p.data.view(-1)`` in its state, made when it is built."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["flat"] = p.data.view(-1)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["flat"].sub_(p.grad.flatten(), alpha=self.param_groups[0]["lr"])
+
+
+class StateByShape(Optimizer):
+    """State made in ``__init__`` from ``p.shape``."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["sum"] = torch.full(p.shape, 0.1)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                self.state[p]["sum"].addcmul_(p.grad, p.grad)
+                p.addcdiv_(p.grad, self.state[p]["sum"].sqrt(), value=-group["lr"])
+
+
+class KeepsLists(Optimizer):
+    """Lists of parameters and buffers in attributes, stepped with ``torch._foreach_*``."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+        self.all = [p for group in self.param_groups for p in group["params"]]
+        self.buffers = [torch.zeros_like(p) for p in self.all]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        grads = [p.grad for p in self.all]
+        norms = torch._foreach_norm(grads)
+        scale = 1 / (1 + float(torch.stack(norms).norm()))
+        torch._foreach_mul_(self.buffers, 0.9)
+        torch._foreach_add_(self.buffers, grads, alpha=scale)
+        torch._foreach_add_(self.all, self.buffers, alpha=-self.param_groups[0]["lr"])
+
+
+class StateInLists(Optimizer):
+    """The buffers of its state in a list too."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+        self.buffers: list[Any] = []
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        params = self.param_groups[0]["params"]
+        if not self.buffers:
+            for p in params:
+                self.state[p]["buffer"] = torch.zeros_like(p)
+                self.buffers.append(self.state[p]["buffer"])
+        torch._foreach_mul_(self.buffers, 0.9)
+        torch._foreach_add_(self.buffers, [p.grad for p in params])
+        for p in params:
+            p.sub_(self.state[p]["buffer"], alpha=self.param_groups[0]["lr"])
+
+
+class OneVector(Optimizer):
+    """All gradients as one vector, stepped, and put back with ``vector_to_parameters``."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        params = self.param_groups[0]["params"]
+        gradient = torch.nn.utils.parameters_to_vector([p.grad for p in params])
+        weights = torch.nn.utils.parameters_to_vector(params)
+        top = gradient.abs().topk(len(gradient) // 2).indices
+        kept = torch.zeros_like(gradient).scatter(0, top, gradient[top])
+        torch.nn.utils.vector_to_parameters(weights - self.param_groups[0]["lr"] * kept, params)
+
+
+class WrittenMuon(Optimizer):
+    """As in KellerJordan/Muon, with the iteration in float32."""
+
+    def __init__(self, params, lr=0.02, momentum=0.95):
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                buffer.lerp_(p.grad, 1 - group["momentum"])
+                update = p.grad.lerp(buffer, group["momentum"])
+                if p.ndim == 2:
+                    update = update / (update.norm() + 1e-7)
+                    for _ in range(3):
+                        A = update @ update.T
+                        update = 3.4445 * update + (-4.7750 * A + 2.0315 * A @ A) @ update
+                    update = update * max(1, p.size(0) / p.size(1)) ** 0.5
+                p.add_(update, alpha=-group["lr"])
+
+
+class LineSearch(Optimizer):
+    """Calls its closure at several points, and takes the best: a search over all parameters."""
+
+    def __init__(self, params, lr=1.0):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure):
+        with torch.enable_grad():
+            loss = closure()
+        params = self.param_groups[0]["params"]
+        start, grads = [p.detach().clone() for p in params], [p.grad.clone() for p in params]
+        slope = sum((g * g).sum().item() for g in grads)
+        rate = self.param_groups[0]["lr"]
+        for _ in range(6):
+            with torch.no_grad():
+                for p, s, g in zip(params, start, grads, strict=True):
+                    p.copy_(s - rate * g)
+            with torch.enable_grad():
+                new = closure()
+            if float(new) <= float(loss) - 0.5 * rate * slope:
+                break
+            rate /= 2
+        return loss
+
+
+class OwnGradient(Optimizer):
+    """Differentiates a penalty of the weights inside of its step."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            with torch.enable_grad():
+                copy = p.detach().clone().requires_grad_()
+                (penalty,) = torch.autograd.grad(copy.square().sum().sqrt(), copy)
+            with torch.no_grad():
+                p.sub_(p.grad + 0.01 * penalty, alpha=self.param_groups[0]["lr"])
+
+
+class ScheduleFree(Optimizer):
+    """Weights that ``train`` and ``eval`` exchange."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "k": 0})
+        self.mode = "train"
+
+    @torch.no_grad()
+    def eval(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if self.mode == "train" and "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], 1 - 1 / 0.9)
+        self.mode = "eval"
+
+    @torch.no_grad()
+    def train(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if self.mode == "eval" and "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], 1 - 0.9)
+        self.mode = "train"
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in (p for p in group["params"] if p.grad is not None):
+                z = self.state[p].setdefault("z", p.detach().clone())
+                p.lerp_(z, 1 / group["k"])
+                p.add_(p.grad, alpha=group["lr"] * (0.9 * (1 - 1 / group["k"]) - 1))
+                z.sub_(p.grad, alpha=group["lr"])
+
+
+class NormedAdam(Adam):
+    """Inherits a step, and changes gradients in a method that the step calls."""
+
+    def _init_group(self, group, *args, **kwargs):
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad.div_(p.grad.norm() + 1e-3)
+        return super()._init_group(group, *args, **kwargs)
+
+
+class Renamed(AdamW):
+    """Nothing but other defaults."""
+
+    def __init__(self, params, lr=3e-3):
+        super().__init__(params, lr=lr, eps=1e-3)
