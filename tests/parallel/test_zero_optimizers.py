@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch import nn
 
 from lockstep import Accelerator
 from lockstep.errors import UsageError
-from lockstep.train.sharded import UNSUPPORTED
 from parallel import zero_problem as problem
 from parallel.test_zero_parity import full
 
@@ -24,8 +22,10 @@ CLASSES = {
     for name, cls in vars(torch.optim).items()
     if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
 }
+NEED_MORE = ("LBFGS", "SparseAdam")
+"""A closure (see ``optimizers/test_written.py``), and sparse gradients."""
 SUPPORTED: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in CLASSES if name not in UNSUPPORTED),
+    *((name, {}) for name in CLASSES if name not in NEED_MORE),
     ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     ("SGD", {"lr": 0.1, "fused": True}),
     ("Adagrad", {"fused": True}),
@@ -74,30 +74,26 @@ def train(
         optimizer.step()
 
 
-def in_float32() -> Any:
-    """Muon iterates in bf16, where any other order of a sum shows: look at the mathematics instead."""
-    return mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.float)
-
-
 def sharded(cases: list[tuple[str, dict[str, Any]]], stage: int) -> list[dict[str, Any]]:
     """Some plain steps, and more after prepare."""
     torch.set_num_threads(1)
     results = []
     for name, options in cases:
-        with in_float32():
-            accelerator = Accelerator(cpu=True, parallel=f"zero={stage}")
-            model = make_model()
-            optimizer = make_optimizer(name, options, model)
-            train(range(STEPS_BEFORE), model, optimizer)
-            optimizer.zero_grad()
-            model, optimizer = accelerator.prepare(model, optimizer)
-            part = (accelerator.process_index, accelerator.num_processes)
-            train(range(STEPS_BEFORE, STEPS_BEFORE + STEPS), model, optimizer, accelerator.backward, part)
+        accelerator = Accelerator(cpu=True, parallel=f"zero={stage}")
+        model = make_model()
+        optimizer = make_optimizer(name, options, model)
+        train(range(STEPS_BEFORE), model, optimizer)
+        optimizer.zero_grad()
+        model, optimizer = accelerator.prepare(model, optimizer)
+        part = (accelerator.process_index, accelerator.num_processes)
+        train(range(STEPS_BEFORE, STEPS_BEFORE + STEPS), model, optimizer, accelerator.backward, part)
         whole_state = [
             (parameter.shape, key, value.shape)
             for parameter, state in optimizer.state.items()
             for key, value in state.items()
-            if isinstance(value, torch.Tensor) and value.ndim and not hasattr(value, "placements")
+            if isinstance(value, torch.Tensor)
+            and value.shape == parameter.shape
+            and not hasattr(value, "placements")
         ]
         assert not whole_state, f"{name} keeps whole state: {whole_state}"
         results.append({n: full(p) for n, p in model.named_parameters()})
@@ -112,42 +108,24 @@ def test_optimizers_with_state_go_on_as_in_plain_torch(
         for (name, options), actual in zip(cases, result, strict=True):
             model = make_model()
             optimizer = make_optimizer(name, options, model)
-            with in_float32():
-                train(range(STEPS_BEFORE + STEPS), model, optimizer)
+            train(range(STEPS_BEFORE + STEPS), model, optimizer)
             expected = {n: p.detach() for n, p in model.named_parameters()}
             assert problem.difference(actual, expected) < 1e-5, (name, options)
 
 
-def refused() -> dict[str, str]:
+def refused() -> str:
     accelerator = Accelerator(cpu=True, parallel="zero=2")
-    messages = {}
-    for name in UNSUPPORTED:
-        model = make_model()
-        optimizer = make_optimizer(name, {}, model)
-        with pytest.raises(UsageError) as error:
-            accelerator.prepare(model, optimizer)
-        messages[name] = str(error.value)
-    return messages
-
-
-def test_optimizers_that_need_whole_parameters_are_refused_by_name(run_distributed) -> None:
-    assert set(UNSUPPORTED) <= set(CLASSES)
-    for messages in run_distributed(refused, 2):
-        for name, message in messages.items():
-            assert message.startswith(f"{name} cannot step on sharded parameters")
-
-
-def muon_on_few_rows() -> str:
-    accelerator = Accelerator(cpu=True, parallel="zero=3")
-    model = nn.Linear(6, 3, bias=False)
+    model = make_model()
     with pytest.raises(UsageError) as error:
-        accelerator.prepare(model, torch.optim.Muon(model.parameters()))
+        accelerator.prepare(model, torch.optim.SparseAdam(list(model.parameters())))
     return str(error.value)
 
 
-def test_muon_refuses_a_matrix_with_fewer_rows_than_ranks(run_distributed) -> None:
-    for message in run_distributed(muon_on_few_rows, 4):
-        assert "shape (3, 6) sharded over 4 ranks" in message
+def test_an_optimizer_of_sparse_gradients_is_refused_by_name(run_distributed) -> None:
+    for message in run_distributed(refused, 2):
+        assert message.startswith(
+            "SparseAdam takes sparse gradients, but those of sharded parameters are dense"
+        )
 
 
 # -- when it is built and prepared -----------------------------------------------------------------------

@@ -15,6 +15,7 @@ from lockstep.checkpoint.format.index import Index
 from lockstep.checkpoint.pieces import empty_like
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import CheckpointError
+from lockstep.train.whole.step import whole_step_of
 
 HOW_TO_STEP = ("foreach", "fused", "param_names")
 """Entries of a parameter group that a run keeps as they are: what suits whole parameters need not suit shards, and
@@ -100,6 +101,11 @@ def _keeps_shapes(optimizer: Any) -> bool:
     """Whether each tensor of its state is a number or has the shape of its parameter."""
     kind = type(getattr(optimizer, "optimizer", optimizer))
     return kind.__module__.startswith("torch.optim.") and kind.__name__ not in ("Adafactor", "LBFGS")
+
+
+def _steps_on_whole(optimizer: Any) -> bool:
+    """Whether every rank has the whole of state that is not of a parameter's shape."""
+    return whole_step_of(getattr(optimizer, "optimizer", optimizer)) is not None
 
 
 class OptimizerPlaces:
@@ -202,16 +208,16 @@ class OptimizerPlaces:
         key, owner = self._owners.get(name, ("", None))
         if owner is None or (key == "step" and not entry.shape):  # torch counts in plain numbers
             return torch.empty(entry.shape, dtype=entry.torch_dtype)
-        if is_dtensor(owner) and entry.shape and entry.shape != tuple(owner.shape):
+        keeps_shapes = _keeps_shapes(self._optimizer)
+        is_of_another_shape = bool(entry.shape) and entry.shape != tuple(owner.shape)
+        if is_dtensor(owner) and is_of_another_shape:
+            if _steps_on_whole(self._optimizer) and not keeps_shapes:
+                return torch.empty(entry.shape, dtype=entry.torch_dtype, device=owner.device)
             raise CheckpointError(
                 f"{what} holds {name} of shape {entry.shape}, whose parameter has shape {tuple(owner.shape)} here. "
                 "Give it its parameters in the order of the run that saved it."
             )
-        if (
-            _keeps_shapes(self._optimizer)
-            and math.prod(entry.shape) != 1
-            and entry.shape != tuple(owner.shape)
-        ):
+        if keeps_shapes and math.prod(entry.shape) != 1 and entry.shape != tuple(owner.shape):
             raise CheckpointError(
                 f"{what} holds {name} of shape {entry.shape}, whose parameter has shape {tuple(owner.shape)} here. "
                 "Give it its parameters in the order of the run that saved it."

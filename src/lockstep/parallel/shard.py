@@ -74,7 +74,8 @@ def shard(
     The parameters of a block are gathered together; what is in no block is the root group. Parameters on
     the meta device get their values group by group, so that no rank ever holds more of the whole model than
     the root group and one block. All ranks take rank 0's values. Scalar (0-d) and empty parameters stay whole. The
-    parameter objects from before are empty afterwards, so that a forgotten use of one cannot go unnoticed.
+    parameter objects from before are empty afterwards. An optimizer that still holds them is refused at its first step,
+    see ``preparation/stepping.py``.
 
     Raises:
         UsageError: the ranks' models differ, trainable parameters of one group have several types, or nothing

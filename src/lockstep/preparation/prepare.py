@@ -33,6 +33,7 @@ from lockstep.preparation.described import SCHEDULERS, build_described
 from lockstep.preparation.first_forward import FirstForward
 from lockstep.preparation.offload import Offload
 from lockstep.preparation.shards import Shards
+from lockstep.preparation.stepping import DrawsAlike, StepChecks
 from lockstep.runtime.mesh import Meshes
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
@@ -84,6 +85,15 @@ class Preparation:
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[PreparedLoader] = []
+        self._step_checks = StepChecks(
+            step,
+            replaces_parameters=options.parallel.replaces_parameters,
+            is_scaled=scaler is not None,
+            is_replaced=self._shards.is_replaced,
+            parameters=self._parameters_at_rest,
+            optimizers=self.optimizers,
+        )
+        self._draws = DrawsAlike(communicator, ranks_step_together)
         self._damage = (
             DamageWatch(options.damage, communicator, self.models, ranks_step_together)
             if options.damage.are_on
@@ -156,6 +166,8 @@ class Preparation:
         if not self._forward_seen:
             FirstForward(prepared, self.forward_was_seen)
         self._seen.add(model, prepared)  # not before: what was refused may be mended and prepared again
+        if self._runtime.world_size > 1 and not evaluation_mode:
+            self._step_checks.start()
         if whole is not None:
             self._wholes[len(self.models)] = whole
         self.models.append(prepared)
@@ -188,6 +200,8 @@ class Preparation:
         self._seen.refuse(optimizer)
         self._seen.add(optimizer)
         self._shards.add_optimizer(optimizer)
+        if self._runtime.world_size > 1 and not self._options.parallel.replaces_parameters:
+            self._draws.watch(optimizer)
         kind = PreparedOptimizer if self._damage is None else partial(CheckedOptimizer, checks=self._damage)
         prepared = kind(
             optimizer,
@@ -307,6 +321,7 @@ class Preparation:
         self.offload.clear()
         self._seen.clear()
         self._shards.clear()
+        self._step_checks.stop()
         self._wholes.clear()
         self._forward_seen = False
         if self._scaler is not None:
@@ -327,10 +342,13 @@ class Preparation:
     def forward_was_seen(self) -> None:
         self._forward_seen = True
 
+    def _parameters_at_rest(self) -> Iterator[torch.nn.Parameter]:
+        self._shards.reshard()
+        return self.parameters()
+
     def _check_parameters(self, optimizer: Optimizer) -> None:
         if self._runtime.world_size > 1:
-            self._shards.reshard()
-            check_trained(optimizer, self.parameters())
+            check_trained(optimizer, self._parameters_at_rest())
         self.offload.take_over(optimizer)
 
 

@@ -102,6 +102,10 @@ class Shards:
     def _gathered(self) -> dict[int, nn.Parameter]:
         return {id(whole): shard for sharding in self._of_models for whole, shard in sharding.gathered()}
 
+    def is_replaced(self, parameter: torch.Tensor) -> bool:
+        """Whether another took the place of this parameter, here or on another rank."""
+        return parameter in self._replaced
+
     def refuse_shared_parameters(self, model: nn.Module) -> None:
         """Raise UsageError if a parameter of ``model`` belongs to a model that was spread before."""
         names = [name for name, parameter in model.named_parameters() if parameter in self._replaced]

@@ -47,7 +47,7 @@ class StepState:
     """The state of the current step of one ``Accelerator``.
 
     ``sync_gradients``: this backward ends an accumulation window, so gradients are averaged over
-    the ranks and the optimizer steps.
+    the ranks and the optimizer steps. ``stepping``: a prepared optimizer is in its step.
     """
 
     accumulation_steps: int = 1
@@ -55,6 +55,7 @@ class StepState:
     sync_each_batch: bool = False
     adjust_scheduler: bool = True
     sync_gradients: bool = True
+    stepping: bool = False
     micro_batch: int = 0
     clock: StepClock = field(default_factory=StepClock)
     running: list[LoaderProgress] = field(default_factory=list)

@@ -119,6 +119,13 @@ class PreparedOptimizer(Optimizer):
         """
         if not self._step_state.sync_gradients:
             return None
+        self._step_state.stepping = True
+        try:
+            return self._step(closure)
+        finally:
+            self._step_state.stepping = False
+
+    def _step(self, closure: Any) -> Any:
         self._step_state.clock.stepped()
         if self._before_first_step is not None:
             self._before_first_step(self.optimizer)

@@ -220,7 +220,7 @@ def spread(parallel: str, names: list[str]) -> dict[str, Any]:
         part = (0, 1) if parallel == "tp=2" else (rank, ranks)
         try:
             train(model, optimizer, scheduler, cell.loop, accelerator.backward, part)
-            results[name] = {n: full(p) for n, p in model.named_parameters()}
+            results[name] = {n.removeprefix("module."): full(p) for n, p in model.named_parameters()}
         except Exception as error:
             import traceback
 
@@ -241,3 +241,38 @@ def test_optimizers_that_people_write_give_the_numbers_of_one_process(run_distri
             if isinstance(found, str) or not found <= cell.tolerance:
                 wrong[name, rank] = found
     assert not wrong, "\n".join(f"{key}: {value}" for key, value in wrong.items())
+
+
+RESUMED = ["lars", "adafactor of torch", "adafactor of transformers", "shampoo", "lbfgs"]
+
+
+def resumed(directory: str) -> dict[str, Any]:
+    """Trained, saved, loaded by another sharded in another way, and trained on; beside the same without a stop."""
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for name in RESUMED:
+        cell, found = CELLS[name], []
+        for parallels in (["zero=3"], ["zero=3", "zero=1"]):
+            place = f"{directory}/{name}"
+            for number, parallel in enumerate(parallels):
+                accelerator = Accelerator(cpu=True, parallel=parallel)
+                part = (accelerator.process_index, accelerator.num_processes)
+                model: Any = make_model()
+                model, optimizer = accelerator.prepare(model, cell.build(model.parameters(), **cell.options))
+                if number == 0:
+                    train(model, optimizer, None, cell.loop, accelerator.backward, part)
+                if len(parallels) == 2 and number == 0:
+                    accelerator.save_state(place)
+                elif number == 1:
+                    accelerator.load_state(place)
+                if number == len(parallels) - 1:
+                    train(model, optimizer, None, cell.loop, accelerator.backward, part)
+                    found.append({n: full(p) for n, p in model.named_parameters()})
+                accelerator.free_memory()
+        results[name] = difference(found[1], found[0])
+    return results
+
+
+def test_their_state_goes_on_from_a_checkpoint(run_distributed, tmp_path) -> None:
+    for result in run_distributed(resumed, 2, str(tmp_path), timeout_s=240):
+        assert all(value < 1e-6 for value in result.values()), result

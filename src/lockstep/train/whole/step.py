@@ -100,6 +100,11 @@ class WholeStep:
         return self._runs and not self._is_suspended
 
     @property
+    def is_at_work(self) -> bool:
+        """Whether one of its methods runs now, or the closure of one."""
+        return self._runs
+
+    @property
     def optimizer(self) -> Optimizer:
         return self._optimizer
 
@@ -245,6 +250,7 @@ class WholeStep:
         wholes = self._used()
         for whole in wholes:
             whole.write_back()
+        self._before = []  # which holds state too
         for whole in wholes:
             values = self._optimizer.state.get(whole.whole)
             if isinstance(values, dict):

@@ -1,0 +1,181 @@
+"""Each optimizer that steps in this process is looked at: whose parameters does it hold, and who called it?"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lockstep.comm.collectives import Communicator
+from lockstep.errors import UsageError
+from lockstep.runtime.step import StepState
+from lockstep.train.whole.kinds import is_separable
+from lockstep.train.whole.lines import place_of
+from lockstep.train.whole.random import are_equal, state_of_generators
+from lockstep.train.whole.step import whole_step_of
+
+if TYPE_CHECKING:
+    from lockstep.train.optimizer import PreparedOptimizer
+
+
+class StepChecks:
+    """Refuses steps that would train nothing, or parameters that only this rank has. Where ranks are several.
+
+    An optimizer that holds parameters of a prepared model must have been prepared, where models get other parameters
+    than they had, gradients are scaled, or a window of micro-batches is open. One that holds none is left alone.
+
+    Args:
+        replaces_parameters: Prepared models have other parameters than they were built with.
+        is_scaled: Gradients are those of a scaled loss.
+        is_replaced: Whether a parameter is one in whose place another came.
+        parameters: Those of the prepared models, as they are between steps.
+        optimizers: The prepared ones.
+    """
+
+    def __init__(
+        self,
+        step: StepState,
+        replaces_parameters: bool,
+        is_scaled: bool,
+        is_replaced: Callable[[torch.Tensor], bool],
+        parameters: Callable[[], Iterable[torch.Tensor]],
+        optimizers: list[PreparedOptimizer],
+    ) -> None:
+        self._step = step
+        self._replaces = replaces_parameters
+        self._is_scaled = is_scaled
+        self._is_replaced = is_replaced
+        self._parameters = parameters
+        self._optimizers = optimizers
+        # How many parameters each held when it was looked at, and whether some are a prepared model's.
+        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        self._handle: Any = None
+
+    def start(self) -> None:
+        """Look at each step from now on."""
+        if self._handle is None:
+            this = weakref.ref(self)
+
+            def before_step(optimizer: Optimizer, *_: Any) -> None:
+                checks = this()
+                if checks is not None:
+                    checks.check(optimizer)
+
+            self._handle = register_optimizer_step_pre_hook(before_step)
+            weakref.finalize(self, self._handle.remove)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        self._known.clear()
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise UsageError if this optimizer must not step now."""
+        if self._step.stepping or any(self._runs(prepared.optimizer) for prepared in self._optimizers):
+            return  # called by a prepared one
+        if any(optimizer is prepared.optimizer for prepared in self._optimizers):
+            self._check_caller(optimizer, "called directly, not through what prepare returned")
+            return
+        held = sum(len(group["params"]) for group in optimizer.param_groups)
+        count, is_ours = self._known.get(optimizer, (-1, False))
+        if count != held:
+            is_ours = self._holds_ours(optimizer)
+            self._known[optimizer] = (held, is_ours)
+        if is_ours:
+            self._check_caller(optimizer, "not passed to prepare")
+
+    @staticmethod
+    def _runs(optimizer: Optimizer) -> bool:
+        whole = whole_step_of(optimizer)
+        return whole is not None and whole.is_at_work
+
+    def _holds_ours(self, optimizer: Optimizer) -> bool:
+        """Whether it steps parameters of a prepared model; raises where it would not."""
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        known = {id(parameter) for parameter in self._parameters()}
+        replaced = [
+            parameter for parameter in held if id(parameter) not in known and self._is_replaced(parameter)
+        ]
+        if replaced:
+            raise UsageError(
+                f"{type(optimizer).__name__} ({place_of(optimizer)}) holds {len(replaced)} parameters that a model had "
+                "before it was prepared. Others took their place, so this step would train nothing. Pass the optimizer "
+                "to accelerator.prepare() too, and step what that returns."
+            )
+        ours = [parameter for parameter in held if id(parameter) in known]
+        if ours and self._replaces:
+            raise UsageError(
+                f"{type(optimizer).__name__} ({place_of(optimizer)}) holds {len(ours)} parameters of a prepared model, "
+                "of which each rank has a part, but was not passed to accelerator.prepare(). Pass it, and step what "
+                "that returns."
+            )
+        return bool(ours)
+
+    def _check_caller(self, optimizer: Optimizer, how: str) -> None:
+        wrong = (
+            "inside an accumulation window, whose gradients the ranks have not averaged yet"
+            if not self._step.sync_gradients
+            else "with fp16, whose gradients are still scaled"
+            if self._is_scaled
+            else None
+        )
+        if wrong is not None:
+            raise UsageError(
+                f"The step of {type(optimizer).__name__} ({place_of(optimizer)}) was {how}, {wrong}. Pass the "
+                "optimizer to accelerator.prepare(), and call step on what that returns."
+            )
+
+
+class DrawsAlike:
+    """Notices that a step of replicas draws random numbers, which must be the same on all of them.
+
+    About 60 µs a step, of optimizers whose step is not one of ``torch.optim``; where a step draws, a small collective.
+    """
+
+    def __init__(self, communicator: Communicator, ranks_step_together: Callable[[], bool]) -> None:
+        self._communicator = communicator
+        self._together = ranks_step_together
+        # One for each step that has begun: a step that calls its base's has hooks twice.
+        self._before: list[dict[str, Any] | None] = []
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """From now on, if its step is of its own."""
+        if not is_separable(optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            optimizer.register_step_pre_hook(self._begin)
+            optimizer.register_step_post_hook(self._end)
+
+    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        has_closure = any(map(callable, (*args[1:], *kwargs.values())))  # which may draw masks of dropout
+        is_checked = not self._before and self._together() and not has_closure
+        self._before.append(state_of_generators() if is_checked else None)
+
+    def _end(self, optimizer: Optimizer, *_: Any) -> None:
+        before = self._before.pop()
+        if before is None or are_equal(before, state_of_generators()):
+            return
+        digest = hashlib.blake2b(repr(_plain(before)).encode(), digest_size=16).hexdigest()
+        digests = self._communicator.gather_object([digest])
+        if len(set(digests)) > 1:
+            raise UsageError(
+                f"{type(optimizer).__name__} ({place_of(optimizer)}) draws random numbers in its step, and the ranks' "
+                "generators differ, so that their copies of the model would part. Seed all ranks alike before the "
+                "step, as set_seed(seed) does, or draw from a torch.Generator of the optimizer's own."
+            )
+
+
+def _plain(state: dict[str, Any]) -> Any:
+    return [
+        (
+            name,
+            value.tolist()
+            if isinstance(value, torch.Tensor)
+            else [getattr(v, "tolist", lambda v=v: v)() for v in value],
+        )
+        for name, value in state.items()
+    ]

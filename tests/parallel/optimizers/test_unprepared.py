@@ -1,0 +1,155 @@
+"""Optimizers whose parameters are not the prepared model's are refused at their first step, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep import Accelerator
+from lockstep.errors import UsageError
+from parallel.optimizers import written as w
+from parallel.optimizers.test_written import make_batch, make_model
+
+
+def before_prepare(accelerator: Accelerator, model: nn.Module) -> tuple[Any, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return accelerator.prepare(model), optimizer
+
+
+def before_prepare_written(accelerator: Accelerator, model: nn.Module) -> tuple[Any, Any]:
+    optimizer = w.LARS(model.parameters())
+    return accelerator.prepare(model), optimizer
+
+
+def partly_before(accelerator: Accelerator, model: nn.Module) -> tuple[Any, Any]:
+    head = list(model.head.parameters())  # type: ignore[union-attr]
+    model = accelerator.prepare(model)
+    return model, torch.optim.SGD([*head, nn.Parameter(torch.ones(2))], lr=0.1)
+
+
+def of_the_prepared(accelerator: Accelerator, model: nn.Module) -> tuple[Any, Any]:
+    model = accelerator.prepare(model)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def scheduled(accelerator: Accelerator, model: nn.Module) -> tuple[Any, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, _ = accelerator.prepare(model, scheduler)
+    return model, optimizer
+
+
+def of_a_copy(accelerator: Accelerator, model: nn.Module) -> tuple[Any, Any]:
+    import copy
+
+    optimizer = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1)
+    return accelerator.prepare(model, optimizer)
+
+
+def of_a_bare_parameter(accelerator: Accelerator, model: nn.Module) -> tuple[Any, Any]:
+    temperature = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
+    return accelerator.prepare(model, optimizer)
+
+
+REFUSED: dict[str, tuple[Callable[..., tuple[Any, Any]], list[str], str]] = {
+    "before": (before_prepare, ["zero=1", "zero=2", "zero=3"], "would train nothing"),
+    "written": (before_prepare_written, ["zero=1", "zero=3"], "LARS .*written.py.*would train nothing"),
+    "partly": (partly_before, ["zero=2", "zero=3"], "holds 2 parameters that a model had before"),
+    "prepared model's": (
+        of_the_prepared,
+        ["zero=1", "zero=3"],
+        "AdamW .* was not passed to accelerator.prepare",
+    ),
+    "scheduled": (scheduled, ["zero=3"], "would train nothing"),
+    "copy": (of_a_copy, ["ddp", "zero=2", "zero=3"], "of no prepared model"),
+    "bare": (
+        of_a_bare_parameter,
+        ["ddp", "zero=1", "zero=3"],
+        r"holds 1 parameters \(shapes \(3,\)\) of no prepared",
+    ),
+}
+
+
+def train(accelerator: Accelerator, model: Any, optimizer: Any, steps: int = 1) -> None:
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    for step in range(steps):
+        tokens, labels = make_batch(step, (rank, ranks))
+        accelerator.backward(nn.functional.cross_entropy(model(tokens), labels))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def refused() -> dict[str, str]:
+    found = {}
+    for name, (build, parallels, _) in REFUSED.items():
+        for parallel in parallels:
+            accelerator = Accelerator(cpu=True, parallel=parallel)
+            model, optimizer = build(accelerator, make_model())
+            with pytest.raises(UsageError) as error:
+                train(accelerator, model, optimizer)
+            found[f"{name} {parallel}"] = str(error.value)
+            accelerator.free_memory()
+    found |= in_windows()
+    found |= split_over_ranks()
+    return found
+
+
+def in_windows() -> dict[str, str]:
+    """Under ddp an optimizer that was not prepared may step, but not on gradients that were not averaged."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer = of_the_prepared(accelerator, make_model())
+    train(accelerator, model, optimizer)
+    with pytest.raises(UsageError) as unprepared, accelerator.accumulate(model):
+        train(accelerator, model, optimizer)
+    raw = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator.prepare(raw)
+    with pytest.raises(UsageError) as direct, accelerator.accumulate(model):
+        accelerator._step.sync_gradients = False
+        train(accelerator, model, raw)
+    accelerator.free_memory()
+    return {"window unprepared": str(unprepared.value), "window direct": str(direct.value)}
+
+
+def split_over_ranks() -> dict[str, str]:
+    found = {}
+    for name, build in {"LBFGS": torch.optim.LBFGS, "LARS": w.LARS}.items():
+        accelerator = Accelerator(cpu=True, parallel="pp=2 micro_batches=2")
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
+        with pytest.raises(UsageError) as error:
+            accelerator.prepare(model, build(model.parameters()))
+        found[f"pp {name}"] = str(error.value)
+        accelerator.free_memory()
+    return found
+
+
+def test_what_would_train_nothing_or_one_ranks_part_is_refused(run_distributed) -> None:
+    import re
+
+    for messages in run_distributed(refused, 2, timeout_s=240):
+        for name, (_, parallels, pattern) in REFUSED.items():
+            for parallel in parallels:
+                assert re.search(pattern, messages[f"{name} {parallel}"]), messages[f"{name} {parallel}"]
+        assert "not passed to prepare, inside an accumulation window" in messages["window unprepared"]
+        assert "called directly" in messages["window direct"]
+        assert re.search("^LBFGS .*lbfgs.py.*pp=2", messages["pp LBFGS"])
+        assert re.search("^LARS .*written.py, line .*pp=2", messages["pp LARS"])
+
+
+def noise_of_other_seeds() -> str:
+    accelerator = Accelerator(cpu=True)
+    model = make_model()
+    torch.manual_seed(accelerator.process_index)
+    model, optimizer = accelerator.prepare(model, w.NoisySGD(model.parameters(), lr=0.1))
+    with pytest.raises(UsageError) as error:
+        train(accelerator, model, optimizer)
+    return str(error.value)
+
+
+def test_noise_that_would_part_replicas_is_refused(run_distributed) -> None:
+    for message in run_distributed(noise_of_other_seeds, 2):
+        assert message.startswith("NoisySGD (") and "draws random numbers in its step" in message
