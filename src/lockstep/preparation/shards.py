@@ -16,6 +16,7 @@ from lockstep.parallel.prepared import parts
 from lockstep.parallel.sharding import Sharding, sharding_of
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.sharded import check_optimizer, choose_implementation, replace_parameters
+from lockstep.train.whole.elementwise import check_elementwise, declares_elementwise
 from lockstep.train.whole.kinds import steps_on_shards
 from lockstep.train.whole.step import step_on_whole, whole_step_of
 from lockstep.train.whole.tensors import Storages
@@ -147,6 +148,8 @@ class Shards:
         replace_parameters(optimizer, self._replaced, lay_out=on_shards)
         check_optimizer(optimizer, self._parallel)
         sharded = [p for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)]
+        if declares_elementwise(optimizer):
+            check_elementwise(optimizer)
         if on_shards or not sharded:
             choose_implementation(optimizer, self._loss_is_scaled)
             return
@@ -160,8 +163,9 @@ class Shards:
         nbytes = sum(parameter.numel() * parameter.element_size() for parameter in sharded)
         logger.warning(
             "%s is not known to step every element by itself, so each of its steps gathers whole parameters, gradients "
-            "and state on every rank: %.1f MiB for each of these. It gives the numbers of one process; an optimizer of "
-            "torch.optim such as AdamW steps on shards and needs no such memory.",
+            "and state on every rank: %.1f MiB for each of these. So its numbers are those of one process. If it does "
+            "treat every element by itself, give its class 'elementwise = True': it then steps on shards and is "
+            "checked.",
             type(optimizer).__name__,
             nbytes / 2**20,
         )

@@ -30,14 +30,16 @@ def check_optimizer(optimizer: Optimizer, parallel: Parallel) -> None:
         raise UsageError(
             f"{name} ({place_of(optimizer)}) is not known to step each parameter by itself, but with pp={parallel.pp} "
             "each rank steps the parameters of its own stages alone: a norm, a line search or any other number taken "
-            "of several parameters would be of a part of the model. Use an optimizer of torch.optim other than LBFGS, "
-            "or zero or tp without pp, where such a step gets whole parameters."
+            "of several parameters would be of a part of the model. If it treats every element by itself, give its "
+            "class 'elementwise = True', which is checked. Or use zero or tp without pp, where such a step gets whole "
+            "parameters."
         )
     if parallel.ep > 1 and not is_elementwise(optimizer):
         raise UsageError(
             f"{name} ({place_of(optimizer)}) is not known to step each element by itself, but with ep={parallel.ep} "
             "each rank steps the experts that it holds alone: a norm or any other number taken of several elements "
-            "would be of a part of them. Use an optimizer of torch.optim such as AdamW, or zero without ep."
+            "would be of a part of them. If it does, give its class 'elementwise = True', which is checked. Or use an "
+            "optimizer of torch.optim such as AdamW, or zero without ep."
         )
 
 

@@ -95,6 +95,13 @@ def refused() -> dict[str, str]:
             found[f"{name} {parallel}"] = str(error.value)
             accelerator.free_memory()
     found |= in_windows()
+    accelerator = Accelerator(cpu=True, parallel="zero=2")
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, w.NotElementwise(model.parameters()))
+    with pytest.raises(UsageError) as error:
+        train(accelerator, model, optimizer)
+    found["not elementwise"] = str(error.value)
+    accelerator.free_memory()
     found |= split_over_ranks()
     return found
 
@@ -135,6 +142,8 @@ def test_what_would_train_nothing_or_one_ranks_part_is_refused(run_distributed) 
             for parallel in parallels:
                 assert re.search(pattern, messages[f"{name} {parallel}"]), messages[f"{name} {parallel}"]
         assert "not passed to prepare, inside an accumulation window" in messages["window unprepared"]
+        pattern = "NotElementwise says elementwise=True, but aten.*norm.*written.py, line"
+        assert re.search(pattern, messages["not elementwise"]), messages["not elementwise"]
         assert "called directly" in messages["window direct"]
         assert re.search("^LBFGS .*lbfgs.py.*pp=2", messages["pp LBFGS"])
         assert re.search("^LARS .*written.py, line .*pp=2", messages["pp LARS"])

@@ -131,6 +131,18 @@ class Lion(Optimizer):
                 average.mul_(group["betas"][1]).add_(p.grad, alpha=1 - group["betas"][1])
 
 
+class ElementwiseLion(Lion):
+    """Says that it needs no whole parameters."""
+
+    elementwise = True
+
+
+class NotElementwise(LARS):
+    """Says so wrongly."""
+
+    elementwise = True
+
+
 class FactoredAdafactor(Optimizer):
     """As in transformers: factored moments, ``mean`` over dims, root mean squares as Python numbers."""
 

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.stream.step.classes import SEPARABLE, Separable
+from lockstep.train.whole.elementwise import declares_elementwise
 
 _CHANGES_NO_STEP = {"__init__", "__repr__", "__str__", "zero_grad", "state_dict", "load_state_dict"}
 """Methods that a subclass may have of its own and still step as its base does."""
@@ -45,8 +46,10 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether each element of a parameter is stepped by that of its gradient and state alone.
 
     It is so of the classes of ``torch.optim`` that are known to, and of subclasses with nothing of their own in a step.
-    Of any other class nothing is known.
+    A class may say it of itself, and is checked then. Of any other class nothing is known.
     """
+    if declares_elementwise(optimizer):
+        return True
     separable = _separable(optimizer)
     return separable is not None and separable.elementwise
 
@@ -58,4 +61,4 @@ def steps_on_shards(optimizer: Optimizer) -> bool:
 
 def is_separable(optimizer: Optimizer) -> bool:
     """Whether each parameter is stepped by itself. See ``is_elementwise``."""
-    return _separable(optimizer) is not None
+    return declares_elementwise(optimizer) or _separable(optimizer) is not None
