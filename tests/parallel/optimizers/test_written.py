@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -199,48 +200,65 @@ def expected(cell: Cell) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def spread(parallel: str, names: list[str]) -> dict[str, Any]:
+def spread(cells: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
+    """Parameters after training, or what was raised, by (parallel, name)."""
     torch.set_num_threads(1)
-    results: dict[str, Any] = {}
-    for name in names:
-        cell = CELLS[name]
+    results: dict[tuple[str, str], Any] = {}
+    for parallel, name in cells:
         accelerator = Accelerator(
-            cpu=True, parallel=parallel, step_scheduler_with_optimizer=not cell.scheduler
+            cpu=True, parallel=parallel, step_scheduler_with_optimizer=not CELLS[name].scheduler
         )
-        rank, ranks = accelerator.process_index, accelerator.num_processes
-        torch.manual_seed(3 if rank == 0 or parallel == "ddp" else 33)
-        model: Any = make_model()
-        if cell.after:
-            model = accelerator.prepare(model)
-            optimizer = accelerator.prepare(cell.build(model.parameters(), **cell.options))
-            scheduler = None
-        else:
-            optimizer = cell.build(model.parameters(), **cell.options)
-            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7) if cell.scheduler else None
-            model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-        part = (0, 1) if parallel == "tp=2" else (rank, ranks)
         try:
-            train(model, optimizer, scheduler, cell.loop, accelerator.backward, part)
-            results[name] = {n.removeprefix("module."): full(p) for n, p in model.named_parameters()}
-        except Exception as error:
-            import traceback
-
-            results[name] = f"{type(error).__name__}: {error}" + traceback.format_exc()
+            results[parallel, name] = trained(accelerator, CELLS[name], parallel == "ddp")
+        except Exception:
+            results[parallel, name] = traceback.format_exc()
         accelerator.free_memory()
     return results
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "zero=1", "zero=2", "zero=3"])
-def test_optimizers_that_people_write_give_the_numbers_of_one_process(run_distributed, parallel: str) -> None:
-    results = run_distributed(spread, 2, parallel, list(CELLS), timeout_s=300)
+def trained(accelerator: Accelerator, cell: Cell, seeds_alike: bool) -> dict[str, torch.Tensor]:
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    torch.manual_seed(3 if rank == 0 or seeds_alike else 33)
+    model: Any = make_model()
+    if cell.after:
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(cell.build(model.parameters(), **cell.options))
+        scheduler = None
+    else:
+        optimizer = cell.build(model.parameters(), **cell.options)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7) if cell.scheduler else None
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    train(model, optimizer, scheduler, cell.loop, accelerator.backward, (rank, ranks))
+    return {n.removeprefix("module."): full(p) for n, p in model.named_parameters()}
+
+
+STRATEGIES = ["ddp", "zero=1", "zero=2", "zero=3"]
+
+
+@pytest.mark.parametrize(
+    "strategies",
+    [
+        pytest.param(None, id="each under one strategy"),
+        *(pytest.param([name], id=name, marks=pytest.mark.exhaustive) for name in STRATEGIES),
+    ],
+)
+def test_optimizers_that_people_write_give_the_numbers_of_one_process(
+    run_distributed, strategies: list[str] | None
+) -> None:
+    torch.set_num_threads(1)
+    cells = (
+        [(STRATEGIES[-1 - number % 4], name) for number, name in enumerate(CELLS)]
+        if strategies is None
+        else [(parallel, name) for parallel in strategies for name in CELLS]
+    )
+    results = run_distributed(spread, 2, cells, timeout_s=300)
     wrong = {}
-    for name, cell in CELLS.items():
-        torch.set_num_threads(1)
-        oracle = expected(cell)
+    for parallel, name in cells:
+        oracle = expected(CELLS[name])
         for rank, result in enumerate(results):
-            found = result[name] if isinstance(result[name], str) else difference(result[name], oracle)
-            if isinstance(found, str) or not found <= cell.tolerance:
-                wrong[name, rank] = found
+            found = result[parallel, name]
+            if isinstance(found, str) or not (found := difference(found, oracle)) <= CELLS[name].tolerance:
+                wrong[parallel, name, rank] = found
     assert not wrong, "\n".join(f"{key}: {value}" for key, value in wrong.items())
 
 
