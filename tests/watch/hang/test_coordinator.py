@@ -196,10 +196,10 @@ def test_before_anything_has_begun_all_end_at_once_with_nothing_to_save(asked_by
     if asked_by == "launcher":
         run.coordinator.request_stop("SIGTERM")
     else:
-        run.tell(run.peers[1], "stop_wanted", cause="SIGUSR1", boundaries=0, ticks=0)
+        run.tell(run.peers[1], "stop_wanted", cause="SIGUSR1", boundaries=0, steps=0)
     for peer in run.peers:
         assert not run.coordinator.nothing_begun
-        run.tell(peer, "passed", boundary=0, ticks=0)
+        run.tell(peer, "passed", boundary=0, steps=0)
     assert run.coordinator.nothing_begun
     assert [peer.verbs() for peer in run.peers] == [["stop", "stop_now"]] * 3
 
@@ -210,7 +210,7 @@ def test_a_stop_within_the_first_step_is_made_at_its_end() -> None:
     run.beats(0, boundaries=0)
     run.coordinator.request_stop("SIGTERM")
     for rank, peer in enumerate(run.peers):
-        run.tell(peer, "passed", boundary=0, ticks=3 if rank == 2 else 0)
+        run.tell(peer, "passed", boundary=0, steps=1 if rank == 2 else 0)
     assert not run.coordinator.nothing_begun
     assert run.peers[0].sent[-1] == {"kind": "watch.target", "boundary": 1}
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from tests.distributed.pool import free_port
 
 SCRIPT = Path(__file__).parent / "training.py"
+EARLY = Path(__file__).parent / "early.py"
 LIMIT_S = 60
 
 
@@ -92,3 +93,49 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     codes, _ = end([process])
     assert codes == [128 + signal.SIGTERM]
     assert time.monotonic() - began < 2
+
+
+# When rank 0 sends the signal, whether there is a place to save, and whether a checkpoint must be there afterwards.
+MOMENTS = [
+    ("import", "SIGTERM", True, False),
+    ("prepared", "SIGUSR1", False, False),
+    ("step 0", "SIGUSR2", True, True),
+    ("step 0", "SIGTERM", False, False),
+    ("step 1", "SIGUSR1", True, True),
+]
+
+
+def test_a_signal_to_the_launcher_around_the_first_step_ends_with_75_and_keeps_what_was_done(
+    tmp_path: Path,
+) -> None:
+    launches = []
+    for number, (when, name, has_place, _) in enumerate(MOMENTS):
+        out = tmp_path / str(number)
+        command = [
+            sys.executable,
+            "-m",
+            "lockstep.cli.main",
+            "launch",
+            "--nproc",
+            "2",
+            "--cpu",
+            str(EARLY),
+            when,
+        ]
+        command += [str(int(signal.Signals[name])), str(out), *([] if has_place else ["plain"])]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        launches.append((out, subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)))
+    for (when, name, _, is_saved), (out, launch) in zip(MOMENTS, launches, strict=True):
+        error = launch.communicate(timeout=4 * LIMIT_S)[1]
+        assert launch.returncode == 75, (when, error)
+        assert name in error
+        assert bool(list(out.glob("checkpoints/checkpoint_0/*"))) == is_saved, (when, error)
+        assert ("there was nothing to save" in error) == (when in ("import", "prepared")), error
+
+
+def test_one_process_by_itself_stops_before_its_first_step_too(tmp_path: Path) -> None:
+    """Once there is an Accelerator: before, the signal is the system's matter."""
+    command = [sys.executable, str(EARLY), "prepared", str(int(signal.SIGTERM)), str(tmp_path / "out")]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=4 * LIMIT_S, check=False)
+    assert done.returncode == 75
+    assert "ended because of SIGTERM before its first step; there was nothing to save" in done.stderr

@@ -168,7 +168,7 @@ class Coordinator:
 
     def _note_progress(self, state: WatchedRank, message: Mapping[str, Any]) -> None:
         state.boundaries = max(state.boundaries, whole(message, "boundaries"), whole(message, "boundary"))
-        state.ticks = max(state.ticks, whole(message, "ticks"))
+        state.steps = max(state.steps, whole(message, "steps"))
 
     def _bye(self, rank: int, message: Mapping[str, Any]) -> None:
         """A rank ends its part of the run; after a failure the launcher finds out by itself."""
@@ -201,13 +201,13 @@ class Coordinator:
     def request_stop(self, cause: str) -> None:
         """Have all ranks stop at one step boundary; ``cause`` is a signal's name.
 
-        Where no rank has begun, ``nothing_begun`` becomes true, since there is nothing to save.
+        Where no rank has made a step, ``nothing_begun`` becomes true, since there is nothing to save.
         """
         self._stop.request(cause)
 
     @property
     def nothing_begun(self) -> bool:
-        """A stop was asked for before any rank had begun its loop: the workers end, or may be ended."""
+        """A stop was asked for before any rank had made a step: the workers end, or may be ended."""
         return self._stop.nothing_begun
 
     @property

@@ -1,8 +1,8 @@
-"""How all ranks come to stop at one step boundary, or at once where none of them has begun.
+"""How all ranks come to stop at one step boundary, or at once where none of them has made a step.
 
 The order of messages: ``stop`` to every rank; each closes its gate and answers ``passed`` with the boundary that it
-passed last; then ``target``, the first boundary that none has passed, to every rank. Where no rank has asked for a
-batch or made a step, there is nothing to save: ``stop_now`` instead.
+passed last; then ``target``, the first boundary that none has passed, to every rank. Where no rank has made
+an optimizer step, there is nothing to save: ``stop_now`` instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class CommonStop:
 
     Attributes:
         cause: A signal's name; None: nobody has asked.
-        nothing_begun: It was asked for before any rank had begun, so that all may end at once.
+        nothing_begun: It was asked for before any rank had made a step, so that all may end at once.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class CommonStop:
         running = self._running()
         if any(state.passed is None for state in running) or (not running and self._anyone_came()):
             return
-        if not any(state.passed or state.ticks for state in running):
+        if not any(state.passed or state.steps for state in running):
             self.nothing_begun = True
             for state in running:
                 self.tell(state)

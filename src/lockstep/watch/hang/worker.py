@@ -156,10 +156,10 @@ class WorkerWatch:
         self._deadline = time.monotonic() + self._grace_s
         if self._client is not None:
             name = signal.Signals(number).name
-            self._tell("stop_wanted", cause=name, boundaries=self._clock.boundaries, ticks=self._clock.ticks)
+            self._tell("stop_wanted", cause=name, boundaries=self._clock.boundaries, steps=self._clock.steps)
         elif self._world_size > 1:
             end_at_once(number)
-        elif self._clock.ticks > 0 or self._clock.boundaries > 0:
+        elif self._clock.steps > 0 or self._clock.boundaries > 0:
             self.gate.aim(self.gate.close(signal.Signals(number).name) + 1)
         else:
             sys.stderr.write(f"lockstep: {nothing_to_save(signal.Signals(number).name)}.\n")
@@ -182,7 +182,7 @@ class WorkerWatch:
             self._explain(message.get("question"))
         elif verb == "stop":
             boundary = self.gate.close(str(message.get("cause", "a signal")))
-            self._tell("passed", boundary=boundary, ticks=self._clock.ticks)
+            self._tell("passed", boundary=boundary, steps=self._clock.steps)
         elif verb == "target" and isinstance(message.get("boundary"), int):
             self.gate.aim(message["boundary"])
         elif verb == "left" and isinstance(message.get("rank"), int):
