@@ -20,7 +20,8 @@ ENVIRONMENT = {
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",  # two processes also where there is one GPU
-    "LOCKSTEP_CONFIG_FILE": "no-such-file.yaml",
+    "LOCKSTEP_CONFIG_FILE": "",
+    "XDG_CONFIG_HOME": "/nonexistent",  # not the settings of whoever runs the tests
 }
 
 

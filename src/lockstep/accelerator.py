@@ -32,6 +32,7 @@ from lockstep.config.parallel import Parallel
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.skip import skip_first_batches
 from lockstep.parallel.autocast import autocast
+from lockstep.parallel.compilation import check_backend
 from lockstep.parallel.join import join_replicas
 from lockstep.parallel.materialize import InitWeights
 from lockstep.parallel.prepared import hold_back, loss_of, unwrap
@@ -131,6 +132,8 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
             project_config=project_config,
             kwargs_handlers=kwargs_handlers,
         )
+        if options.compile_options is not None:
+            check_backend(options.compile_options.get("backend"))
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.runtime = process.start(options.cpu, options.init)

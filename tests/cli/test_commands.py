@@ -19,8 +19,9 @@ LIMIT_S = 0.4
 
 @pytest.fixture(autouse=True)
 def no_user_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    path = tmp_path / "user" / "config.yaml"
-    monkeypatch.setenv("LOCKSTEP_CONFIG_FILE", str(path))
+    path = tmp_path / "user" / "lockstep" / "config.yaml"
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+    monkeypatch.delenv("LOCKSTEP_CONFIG_FILE", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return path
 

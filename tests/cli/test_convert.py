@@ -42,7 +42,7 @@ use_cpu: false
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("LOCKSTEP_CONFIG_FILE", str(tmp_path / "user.yaml"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
     monkeypatch.setenv("COLUMNS", "400")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()

@@ -124,8 +124,8 @@ def test_accelerates_variables_count_where_ours_are_not_set() -> None:
         ({"LOCKSTEP_MIXED_PRECISION": "bf61"}, "LOCKSTEP_MIXED_PRECISION=bf61 .* Did you mean 'bf16'"),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "fp8 is not available yet"),
         ({"LOCKSTEP_USE_CPU": "perhaps"}, "LOCKSTEP_USE_CPU=perhaps is not a truth value"),
-        ({"LOCKSTEP_GRADIENT_ACCUMULATION_STEPS": "0"}, "integer of at least 1"),
-        ({"LOCKSTEP_GRADIENT_ACCUMULATION_STEPS": "9" * 5000}, "integer of at least 1"),
+        ({"LOCKSTEP_GRADIENT_ACCUMULATION_STEPS": "0"}, "integer from 1 to 1000000000"),
+        ({"LOCKSTEP_GRADIENT_ACCUMULATION_STEPS": "9" * 5000}, "integer from 1 to 1000000000"),
     ],
 )
 def test_bad_values_name_the_variable(environ: dict[str, str], sentence: str) -> None:

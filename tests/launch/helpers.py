@@ -16,7 +16,7 @@ START_LIMIT_S = 180.0
 def environment(**extra: str) -> dict[str, str]:
     """This process's environment without what concerns a run, and without the user's configuration."""
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
-    return {**clean, "LOCKSTEP_CONFIG_FILE": "/nonexistent/config.yaml", **extra}
+    return {**clean, "LOCKSTEP_CONFIG_FILE": "", "XDG_CONFIG_HOME": "/nonexistent", **extra}
 
 
 def run(*arguments: object, **extra: str) -> subprocess.CompletedProcess[str]:

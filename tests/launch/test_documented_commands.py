@@ -29,7 +29,7 @@ def test_every_launch_of_a_page_has_a_dry_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LOCKSTEP_CONFIG_FILE", str(tmp_path / "none.yaml"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("HF_HOME", "/folder")
     monkeypatch.setenv("HF_TOKEN", "canary-of-the-docs")

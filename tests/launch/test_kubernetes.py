@@ -383,7 +383,7 @@ def test_the_commands_of_the_page_do_what_it_says(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LOCKSTEP_CONFIG_FILE", "/nonexistent.yaml")
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/nonexistent")
     codes: list[int] = []
     monkeypatch.setattr("lockstep.launch.local.end_process", codes.append)
     Path("train.py").write_text("")

@@ -246,7 +246,7 @@ def test_a_dry_run_shows_what_would_run_without_the_token(tmp_path: Path) -> Non
 
 def test_the_commands_of_the_page_parse_and_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LOCKSTEP_CONFIG_FILE", "/nonexistent.yaml")
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/nonexistent")
     Path("train.py").write_text("")
     page = (Path(__file__).parents[2] / "docs/launching-ray.md").read_text(encoding="utf-8")
     lines = re.findall(r"^lockstep (launch .*)$", page, flags=re.MULTILINE)

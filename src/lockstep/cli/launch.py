@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import click
@@ -11,7 +12,12 @@ from lockstep.cli.foreign_flags import spread_settings
 from lockstep.cli.launch_options import LATER_SWITCHES, LaunchCommand, dashes, options
 from lockstep.config.deepspeed import from_deepspeed
 from lockstep.config.rules import Translation
-from lockstep.config.sources import inherited_environment, user_config_file
+from lockstep.config.sources import (
+    CONFIG_VARIABLE,
+    inherited_environment,
+    named_config_file,
+    user_config_file,
+)
 from lockstep.errors import ConfigError
 from lockstep.launch.plan import (
     LaunchPlan,
@@ -141,13 +147,19 @@ def _described(path: str | None) -> Translation:
 
 def _file(path: str | None) -> dict[str, Setting]:
     """The settings of the configuration file, if one is given or the user has a default one."""
+    named = None if path is not None else named_config_file()
     default = user_config_file()
-    if path is None and not default.is_file():
+    if path is None and named is None and not os.path.lexists(default):
         return {}
     from lockstep.config.accelerate import load
 
-    loaded = load(path if path is not None else default)
-    if path is None:
+    if path is not None:
+        loaded = load(path)
+    else:
+        try:
+            loaded = load(named or default)
+        except ConfigError as error:
+            raise ConfigError(f"{CONFIG_VARIABLE}: {error}" if named else str(error)) from None
         click.echo(f"lockstep launch: settings from {default}", err=True)
     for warning in loaded.warnings:
         click.echo(f"lockstep launch: {warning}", err=True)

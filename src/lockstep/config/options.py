@@ -25,7 +25,14 @@ from lockstep.config.handlers import (
 from lockstep.config.parallel import Parallel
 from lockstep.config.rules import Said, combine
 from lockstep.config.said import PARALLEL_FIELDS, precision_of, said_by_settings, said_in, spread_of
-from lockstep.config.sources import WorkerSettings, suggestion, worker_settings
+from lockstep.config.sources import (
+    CONFIG_VARIABLE,
+    WorkerSettings,
+    is_launched,
+    named_config_file,
+    suggestion,
+    worker_settings,
+)
 from lockstep.config.training_objects import OptimizerConfig, SchedulerConfig
 from lockstep.config.world import fitted
 from lockstep.errors import ConfigError
@@ -184,10 +191,33 @@ def resolve_options(
         optimizer=value.get("optimizer"),
         scheduler=value.get("scheduler"),
         batch=BatchSizes.of(says),
-        config_warnings=elsewhere.warnings,
+        config_warnings=(*elsewhere.warnings, *_file_in_vain()),
         deepspeed_plugin=elsewhere.plugin,
         watch=settings.watch,
         grace_s=settings.grace,
+    )
+
+
+def _file_in_vain() -> tuple[str, ...]:
+    """What to say when LOCKSTEP_CONFIG_FILE names a file, and no launcher of ours has read it.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no configuration.
+    """
+    if is_launched():
+        return ()
+    path = named_config_file()
+    if path is None:
+        return ()
+    from lockstep.config.accelerate import load  # here, because it needs pydantic
+
+    try:
+        load(path)
+    except ConfigError as error:
+        raise ConfigError(f"{CONFIG_VARIABLE}: {error}") from None
+    return (
+        f"{CONFIG_VARIABLE}={path} has no effect: only `lockstep launch` reads a configuration file. Start the script "
+        f"with it, or unset {CONFIG_VARIABLE}.",
     )
 
 

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.config import readers
-from lockstep.config.enums import PrecisionType
+from lockstep.config.checks import MAX_ACCUMULATION_STEPS
+from lockstep.config.enums import DynamoBackend, PrecisionType
 from lockstep.config.json_file import parse_json
 from lockstep.config.parallel import Parallel
 from lockstep.config.place import Environ, ProcessEnvironment, place_in
 from lockstep.config.training_objects import OptimizerConfig, SchedulerConfig
 from lockstep.config.values import parse_bool as parse_bool
-from lockstep.config.values import parse_endpoint
+from lockstep.config.values import parse_endpoint, parse_seconds, plain
 from lockstep.config.values import parse_integer as parse_integer
 from lockstep.config.values import parse_precision as parse_precision
 from lockstep.config.values import suggestion as suggestion
@@ -90,7 +91,7 @@ class WorkerSettings:
     scheduler: SchedulerConfig | None = None
     grad_scaler: Mapping[str, float] | None = None
     deepspeed_config_file: str | None = None
-    dynamo_backend: str = "no"
+    dynamo_backend: Any = "no"
     watch: bool = True
     grace: float = 30.0
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -120,26 +121,55 @@ def worker_settings(code: Mapping[str, Any] | None = None, environ: Environ | No
         if code.get(name) is not None:
             values[name], origins[name] = source.parse(code[name], f"Accelerator({name}=...)"), "code"
             continue
-        for variable in source.names:
-            if environ.get(variable):
-                values[name] = source.parse(environ[variable], variable)
-                origins[name] = f"environment variable {variable}"
-                break
-        else:
+        variable = variable_of(name, environ)
+        if variable is None:
             origins[name] = "default"
+        else:
+            values[name] = source.parse(environ[variable], variable)
+            origins[name] = f"environment variable {variable}"
     return WorkerSettings(**values, origins=origins)
 
 
+def variable_of(name: str, environ: Environ) -> str | None:
+    """The environment variable that says the setting ``name``; an empty one says nothing.
+
+    Raises:
+        ConfigError: it is blank.
+    """
+    variable = next((variable for variable in SETTINGS[name].names if environ.get(variable)), None)
+    if variable is not None and not environ[variable].strip():
+        raise ConfigError(f"{variable} is blank. Give it a value, or unset it.")
+    return variable
+
+
 def _parse_steps(value: Any, origin: str) -> int:
-    return parse_integer(value, origin, at_least=1)
+    return parse_integer(value, origin, 1, MAX_ACCUMULATION_STEPS)
 
 
 def _parse_grace(value: Any, origin: str) -> float:
-    return readers.number(value, origin)
+    try:
+        return parse_seconds(value)
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: {error}. Give one.") from None
 
 
-def _parse_path(value: Any, _origin: str) -> str | None:
-    return None if value == "none" else str(value)  # Accelerate writes none
+def _parse_path(value: Any, origin: str) -> str | None:
+    if value == "none":  # Accelerate writes it
+        return None
+    check_readable(str(value), origin)
+    return os.path.expanduser(str(value))
+
+
+def check_readable(path: str, origin: str) -> None:
+    """Raise ConfigError, with the name of what says the path, unless it is a file that can be read."""
+    try:
+        with open(os.path.expanduser(path), "rb"):
+            return
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"{origin}={plain(path, 200)} cannot be read: {reason}. Name a file that can be, or unset {origin}."
+        ) from None
 
 
 def _parse_parallel(value: Any, origin: str) -> Parallel:
@@ -158,8 +188,26 @@ def _section(read: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
     return lambda value, origin: read(parse_json(value, origin) if isinstance(value, str) else value, origin)
 
 
-def _parse_backend(value: Any, _origin: str) -> str:
-    return str(value).lower()
+def _parse_backend(value: Any, origin: str) -> Any:
+    """The name of a backend of ``torch.compile``; in code any that torch knows there, or a function."""
+    if callable(value):
+        return value
+    word = str(value)
+    if word.upper() in DynamoBackend.list():
+        return word.lower()
+    from importlib.metadata import entry_points  # here, because workers seldom need it
+
+    registered = {point.name for point in entry_points(group="torch_dynamo_backends")}
+    if origin in VARIABLES_OF_BACKENDS and word not in registered:
+        known = [name.lower() for name in DynamoBackend.list()]
+        raise ConfigError(
+            f"{origin}={plain(word)} is no backend of torch.compile.{suggestion(word, known)} Use one of "
+            f"{', '.join(sorted({*known, *registered}))}."
+        )
+    return word
+
+
+VARIABLES_OF_BACKENDS = ("LOCKSTEP_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_BACKEND")
 
 
 SETTINGS: dict[str, SettingSource] = {
@@ -183,7 +231,7 @@ SETTINGS: dict[str, SettingSource] = {
     ),
     "watch": SettingSource(("LOCKSTEP_WATCH",), parse_bool),
     "grace": SettingSource(("LOCKSTEP_GRACE",), _parse_grace),
-    "dynamo_backend": SettingSource(("LOCKSTEP_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_BACKEND"), _parse_backend),
+    "dynamo_backend": SettingSource(VARIABLES_OF_BACKENDS, _parse_backend),
 }
 
 
@@ -223,12 +271,35 @@ def accelerate_sections(environ: Environ | None = None) -> dict[str, dict[str, s
     return sections
 
 
+CONFIG_VARIABLE = "LOCKSTEP_CONFIG_FILE"
+
 # -- other reads of the environment --------------------------------------------------------------------
 
 
 def error_file(environ: Environ | None = None) -> str | None:
     """The file in which the elastic agent expects this worker's error, if there is an agent."""
     return (os.environ if environ is None else environ).get("TORCHELASTIC_ERROR_FILE") or None
+
+
+def named_config_file(environ: Environ | None = None) -> str | None:
+    """The file that LOCKSTEP_CONFIG_FILE names, if it names one.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    environ = os.environ if environ is None else environ
+    path = environ.get(CONFIG_VARIABLE)
+    if not path:
+        return None
+    if not path.strip():
+        raise ConfigError(f"{CONFIG_VARIABLE} is blank. Give it a value, or unset it.")
+    check_readable(path, CONFIG_VARIABLE)
+    return os.path.expanduser(path)
+
+
+def is_launched(environ: Environ | None = None) -> bool:
+    """Whether a launcher of ours started this process, and so has read the configuration file."""
+    return bool((os.environ if environ is None else environ).get("LOCKSTEP_LAUNCH_ID"))
 
 
 def user_config_file(environ: Environ | None = None) -> Path:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.batch import BatchSizes
-from lockstep.config.checks import LOCAL, check_topology
+from lockstep.config.checks import LOCAL, MAX_THREADS, check_topology
 from lockstep.config.rules import Said, combine
 from lockstep.config.said import said_by_settings, spread_of
-from lockstep.config.sources import SETTINGS
+from lockstep.config.sources import SETTINGS, variable_of
+from lockstep.config.values import parse_integer
 from lockstep.config.world import fitted
 from lockstep.errors import ConfigError
 from lockstep.launch.machines import (
@@ -65,6 +66,7 @@ DEFAULTS: dict[str, Any] = {
     "scheduler": None,
     "grad_scaler": None,
     "deepspeed_config_file": None,
+    "dynamo_backend": None,
     "num_cpu_threads_per_process": None,
 }
 
@@ -80,6 +82,7 @@ WORKER_NAMES = {
     "scheduler": "scheduler",
     "grad_scaler": "grad_scaler",
     "deepspeed_config_file": "deepspeed_config_file",
+    "dynamo_backend": "dynamo_backend",
     "watch": "watch",
     "grace": "grace",
 }
@@ -210,17 +213,19 @@ def merge(flags: Mapping[str, Setting], file: Mapping[str, Setting], environ: Ma
 def _from_environment(name: str, environ: Mapping[str, str]) -> Setting | None:
     if name == "num_cpu_threads_per_process":
         text = environ.get("OMP_NUM_THREADS")
-        return Setting(text, "environment variable OMP_NUM_THREADS") if text else None
+        if not text:
+            return None
+        threads = parse_integer(text, "OMP_NUM_THREADS", 1, MAX_THREADS)
+        return Setting(threads, "environment variable OMP_NUM_THREADS")
     if name not in WORKER_NAMES:
         return None
-    source = SETTINGS[WORKER_NAMES[name]]
-    for variable in source.names:
-        if environ.get(variable):
-            value = source.parse(environ[variable], variable)
-            if value is not None and name in (*SECTIONS, "parallel"):
-                value = environ[variable]
-            return Setting(value, f"environment variable {variable}")
-    return None
+    variable = variable_of(WORKER_NAMES[name], environ)
+    if variable is None:
+        return None
+    value = SETTINGS[WORKER_NAMES[name]].parse(environ[variable], variable)
+    if value is not None and name in (*SECTIONS, "parallel"):
+        value = environ[variable]
+    return Setting(value, f"environment variable {variable}")
 
 
 def make_plan(
