@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.config import fsdp, sections
 from lockstep.config.rules import Said, Translation, combine
-from lockstep.config.said import PARALLEL_FIELDS, said_by_settings, spread_of
+from lockstep.config.said import joined_sources, said_by_settings, sources_of, spread_of
 from lockstep.launch.plan import DEFAULTS, Setting
 
 FSDP_FLAGS = tuple(fsdp.PREFIX + key for key in fsdp.KEYS)
@@ -49,9 +49,9 @@ def spread_settings(
         for name, said in names.items()
         if said in says and name not in given and not (name == "num_processes" and "nproc" in given)
     }
-    spread = [said for name, said in says.items() if name in PARALLEL_FIELDS]
-    if spread:
-        settings["parallel"] = Setting(str(spread_of(says)), spread[0].source)
+    words = sources_of(says)
+    if words:
+        settings["parallel"] = Setting(str(spread_of(says)), joined_sources(words), words)
     return settings, tuple(text for part in parts for text in part.warnings)
 
 

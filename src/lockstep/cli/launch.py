@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -11,11 +12,14 @@ from click.core import ParameterSource
 from lockstep.cli.foreign_flags import spread_settings
 from lockstep.cli.launch_options import LATER_SWITCHES, LaunchCommand, dashes, options
 from lockstep.config.deepspeed import from_deepspeed
-from lockstep.config.rules import Translation
+from lockstep.config.elsewhere import asked_by_environment
+from lockstep.config.rules import Said, Translation, combine
+from lockstep.config.said import joined_sources, said_by_settings, sources_of, spread_of
 from lockstep.config.sources import (
     CONFIG_VARIABLE,
     inherited_environment,
     named_config_file,
+    unknown_variables,
     user_config_file,
 )
 from lockstep.errors import ConfigError
@@ -52,8 +56,14 @@ def command_function(ctx: click.Context, script: str, arguments: tuple[str, ...]
     in_pods = options["k8s"] is not None
     program = Program(script, arguments, bool(options["module"]), bool(options["no_python"]), in_pods)
     program.command()  # a missing script is refused before anything is read or imported
-    settings = merge(_flags(ctx, options), _file(options["config_file"]), inherited_environment())
-    described = _described(settings["deepspeed_config_file"].value)
+    environ = inherited_environment()
+    settings = merge(_flags(ctx, options), _file(options["config_file"]), environ)
+    for sentence in unknown_variables(environ):
+        click.echo(f"lockstep launch: {sentence}", err=True)
+    asked = asked_by_environment(environ, settings["num_machines"].value)
+    if asked.says:
+        settings["parallel"] = _with_words(settings["parallel"], asked.says)
+    described = _described(settings["deepspeed_config_file"])
     plan = make_plan(
         program,
         settings,
@@ -65,7 +75,7 @@ def command_function(ctx: click.Context, script: str, arguments: tuple[str, ...]
         output=options["output"],
     )
     if options["dry_run"]:
-        for warning in described.warnings:  # in a run, the main process says them
+        for warning in (*asked.warnings, *described.warnings):  # in a run, the main process says them
             click.echo(f"lockstep launch: {warning}", err=True)
         _print(plan)
         return
@@ -140,9 +150,18 @@ def _of_several_machines(given: dict[str, Setting]) -> dict[str, Setting]:
     return found
 
 
-def _described(path: str | None) -> Translation:
+def _with_words(setting: Setting, says: Mapping[str, Said]) -> Setting:
+    """The setting ``parallel`` with what else says words of it."""
+    own = said_by_settings({"parallel": (setting.value, setting.origin)})
+    own = {name: Said(said.value, setting.words.get(name, said.source)) for name, said in own.items()}
+    together = combine(says, own)
+    words = sources_of(together)
+    return Setting(str(spread_of(together)), joined_sources(words), words)
+
+
+def _described(setting: Setting) -> Translation:
     """The DeepSpeed configuration, if there is one, checked before anything starts."""
-    return from_deepspeed(path) if path is not None else Translation({})
+    return from_deepspeed(setting.value) if setting.value is not None else Translation({})
 
 
 def _file(path: str | None) -> dict[str, Setting]:
@@ -164,7 +183,7 @@ def _file(path: str | None) -> dict[str, Setting]:
     for warning in loaded.warnings:
         click.echo(f"lockstep launch: {warning}", err=True)
     return {
-        name: Setting(value, loaded.origins.get(name, str(path)))
+        name: Setting(value, loaded.origins.get(name, str(path)), loaded.words if name == "parallel" else {})
         for name, value in loaded.config.given().items()
     }
 

@@ -17,7 +17,13 @@ from lockstep.config.enums import ComputeEnvironment, DistributedType
 from lockstep.config.fsdp import from_fsdp
 from lockstep.config.rules import Said, Translation, combine, is_off
 from lockstep.config.run import RunConfig
-from lockstep.config.said import PARALLEL_FIELDS, said_by_settings, spread_of
+from lockstep.config.said import (
+    PARALLEL_FIELDS,
+    joined_sources,
+    said_by_settings,
+    sources_of,
+    spread_of,
+)
 from lockstep.config.sections import MPI_SECTION, from_deepspeed_section, from_layout, from_mpirun
 from lockstep.config.values import shown, suggestion
 from lockstep.config.yaml_file import YamlFile, read_yaml
@@ -91,11 +97,15 @@ ACCELERATE_ONLY = ("compute_environment", "distributed_type")
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A configuration file after checking; ``origins`` gives file and line of each setting that it has."""
+    """A configuration file after checking; ``origins`` gives file and line of each setting that it has.
+
+    ``words``: the key that each word of ``parallel`` comes from, where sections say them.
+    """
 
     config: RunConfig
     origins: dict[str, str]
     warnings: list[str] = field(default_factory=list)
+    words: Mapping[str, str] = field(default_factory=dict)
 
 
 def load(path: str | Path) -> LoadedConfig:
@@ -141,13 +151,18 @@ def from_yaml(file: YamlFile) -> LoadedConfig:
         spread = _spread(file, config)
         if not spread.says:
             return LoadedConfig(config, origins, [*warnings, *spread.warnings])
-        added = _settings(file, config, spread.says)
+        added, words = _settings(file, config, spread.says)
     except ConfigError as error:
         begins = str(error).startswith(file.name)
         raise ConfigError(str(error) if begins else f"{file.name}: {error}") from None
-    first = next(iter(spread.says.values()))
-    origins = {key: spread.says.get(key, first).source for key in added} | origins
-    return LoadedConfig(_validate(file, values | added), origins, [*warnings, *spread.warnings])
+    if "parallel" in added:
+        origins["parallel"] = joined_sources(words)
+    names = {"num_processes": "processes"}
+    for key in added:
+        said = spread.says.get(names.get(key, key))
+        if said is not None:
+            origins.setdefault(key, said.source)
+    return LoadedConfig(_validate(file, values | added), origins, [*warnings, *spread.warnings], words)
 
 
 def _origins(file: YamlFile, values: dict[str, Any]) -> dict[str, str]:
@@ -201,8 +216,13 @@ def _spread(file: YamlFile, config: RunConfig) -> Translation:
     return Translation(says, tuple(text for part in parts for text in part.warnings), rows)
 
 
-def _settings(file: YamlFile, config: RunConfig, says: Mapping[str, Said]) -> dict[str, Any]:
-    """The settings of ``RunConfig`` that follow; its own keys must agree with them."""
+def _settings(
+    file: YamlFile, config: RunConfig, says: Mapping[str, Said]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The settings of ``RunConfig`` that follow, and the source of each word of ``parallel``.
+
+    The file's own keys must agree with them.
+    """
     given = {name: (value, file.at(name)) for name, value in config.given().items()}
     own = said_by_settings(given)
     if config.num_processes is not None:
@@ -217,7 +237,7 @@ def _settings(file: YamlFile, config: RunConfig, says: Mapping[str, Said]) -> di
         settings["parallel"] = str(parallel)
     if "processes" in together:
         settings["num_processes"] = together["processes"].value
-    return settings
+    return settings, sources_of(together)
 
 
 def _check_kind(file: YamlFile, key: str, value: Any) -> None:

@@ -31,6 +31,7 @@ from lockstep.config.sources import (
     is_launched,
     named_config_file,
     suggestion,
+    unknown_variables,
     worker_settings,
 )
 from lockstep.config.training_objects import OptimizerConfig, SchedulerConfig
@@ -191,7 +192,7 @@ def resolve_options(
         optimizer=value.get("optimizer"),
         scheduler=value.get("scheduler"),
         batch=BatchSizes.of(says),
-        config_warnings=(*elsewhere.warnings, *_file_in_vain()),
+        config_warnings=(*elsewhere.warnings, *unknown_variables(), *_file_in_vain()),
         deepspeed_plugin=elsewhere.plugin,
         watch=settings.watch,
         grace_s=settings.grace,

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lockstep.config.values import parse_integer
+from lockstep.config.checks import MAX_PROCESSES
+from lockstep.config.values import parse_host, parse_integer, plain
 from lockstep.errors import ConfigError
 
 Environ = Mapping[str, str]
@@ -88,7 +89,7 @@ def place_in(environ: Environ, need_rendezvous: bool = True) -> ProcessEnvironme
     launcher = _detect(environ)
     if launcher is None:
         return ProcessEnvironment()
-    world_size = _integer(environ, launcher.world_size, at_least=1)
+    world_size = _integer(environ, launcher.world_size, at_least=1, at_most=MAX_PROCESSES)
     rank = _integer(environ, launcher.rank, at_least=0)
     if world_size is None or (rank is None and world_size > 1):
         have, lack = (launcher.rank, launcher.world_size) if world_size is None else launcher[2:0:-1]
@@ -144,7 +145,20 @@ def _rendezvous(
             f"missing, so they cannot meet. Export MASTER_ADDR (the host of rank 0) and MASTER_PORT (a free port "
             f"there), or for independent runs export WORLD_SIZE=1."
         )
-    return environ.get("MASTER_ADDR") or None, _integer(environ, "MASTER_PORT", at_least=0, at_most=65535)
+    return _host(environ), _integer(environ, "MASTER_PORT", at_least=0, at_most=65535)
+
+
+def _host(environ: Environ) -> str | None:
+    address = environ.get("MASTER_ADDR") or None
+    if address is None:
+        return None
+    try:
+        parse_host(address.partition("%")[0])  # after % is the interface of a link-local address
+    except ConfigError:
+        raise ConfigError(
+            f"MASTER_ADDR={plain(address)} is not a host name or IP address. Set that of the machine with rank 0."
+        ) from None
+    return address
 
 
 def _local_place(

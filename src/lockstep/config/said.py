@@ -55,6 +55,16 @@ def said_in(parallel: Parallel, source: str) -> dict[str, Said]:
     }
 
 
+def sources_of(says: Mapping[str, Said]) -> dict[str, str]:
+    """Where each field of ``Parallel`` was said."""
+    return {name: says[name].source for name in PARALLEL_FIELDS if name in says}
+
+
+def joined_sources(sources: Mapping[str, str]) -> str:
+    """Several sources as one text, each once."""
+    return "; ".join(dict.fromkeys(sources.values()))
+
+
 def spread_of(says: Mapping[str, Said]) -> Parallel:
     """The ``Parallel`` of the fields that were said.
 

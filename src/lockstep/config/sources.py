@@ -250,25 +250,56 @@ DEEPSPEED_VARIABLES = {
 FSDP_VARIABLES = {"transformer_cls_to_wrap": "transformer_layer_cls_to_wrap"}
 
 
-def accelerate_sections(environ: Environ | None = None) -> dict[str, dict[str, str]]:
-    """The sections ``fsdp_config`` and ``deepspeed_config`` that ``accelerate launch`` put into the environment."""
+def accelerate_sections(environ: Environ | None = None) -> dict[str, dict[str, tuple[str, str]]]:
+    """The sections ``fsdp_config`` and ``deepspeed_config`` that ``accelerate launch`` put into the environment.
+
+    Each is a mapping from variables to their (key, value).
+    """
     environ = os.environ if environ is None else environ
-    sections: dict[str, dict[str, str]] = {}
+    sections: dict[str, dict[str, tuple[str, str]]] = {}
     if environ.get("ACCELERATE_USE_FSDP") and parse_bool(
         environ["ACCELERATE_USE_FSDP"], "ACCELERATE_USE_FSDP"
     ):
-        words = {name[5:].lower(): value for name, value in environ.items() if name.startswith("FSDP_")}
+        words = {name: value for name, value in environ.items() if name.startswith("FSDP_")}
         # it always sets both, and the version says which one counts
-        words.pop("sharding_strategy" if words.get("version") == "2" else "reshard_after_forward", None)
-        sections["fsdp_config"] = {FSDP_VARIABLES.get(name, name): value for name, value in words.items()}
+        unused = "SHARDING_STRATEGY" if words.get("FSDP_VERSION") == "2" else "RESHARD_AFTER_FORWARD"
+        words.pop(f"FSDP_{unused}", None)
+        keys = {name: name.removeprefix("FSDP_").lower() for name in words}
+        sections["fsdp_config"] = {
+            name: (FSDP_VARIABLES.get(keys[name], keys[name]), value) for name, value in words.items()
+        }
     name = "ACCELERATE_USE_DEEPSPEED"
     if environ.get(name) and parse_bool(environ[name], name):
-        sections["deepspeed_config"] = {
-            key: environ[variable] for variable, key in DEEPSPEED_VARIABLES.items() if environ.get(variable)
+        section = {
+            variable: (key, environ[variable])
+            for variable, key in DEEPSPEED_VARIABLES.items()
+            if environ.get(variable)
         }
-        if sections["deepspeed_config"].get("deepspeed_config_file", "none") != "none":
-            sections["deepspeed_config"].pop("zero_stage", None)  # the file says it
+        if environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") not in (None, "", "none"):
+            section.pop("ACCELERATE_DEEPSPEED_ZERO_STAGE", None)  # the file says it
+        sections["deepspeed_config"] = section
     return sections
+
+
+OTHER_VARIABLES = (
+    "LOCKSTEP_CONFIG_FILE",
+    "LOCKSTEP_SECRET",
+    "LOCKSTEP_CONTROL",
+    "LOCKSTEP_CONTROL_SECRET",
+    "LOCKSTEP_RESTART",
+    "LOCKSTEP_LAUNCH_ID",
+)
+
+
+def unknown_variables(environ: Environ | None = None) -> tuple[str, ...]:
+    """A sentence for each variable that has our prefix, and that nothing reads."""
+    environ = os.environ if environ is None else environ
+    known = {*OTHER_VARIABLES, *(name for source in SETTINGS.values() for name in source.names)}
+    return tuple(
+        f"{plain(name, 80)} has no effect: it is not a variable that Lockstep reads.{suggestion(name, known)}"
+        for name in sorted(environ)
+        if name.startswith("LOCKSTEP_") and name not in known
+    )
 
 
 CONFIG_VARIABLE = "LOCKSTEP_CONFIG_FILE"

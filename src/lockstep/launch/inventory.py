@@ -8,8 +8,10 @@ import shutil
 import sys
 
 from lockstep import __version__
+from lockstep.config.environment_check import problems_of_environment
 from lockstep.config.sources import inherited_environment, user_config_file
 from lockstep.distribution import DISTRIBUTION
+from lockstep.launch.forwarded import is_secret
 from lockstep.launch.plan import available_cores
 
 PACKAGES = ("torch", "numpy", "safetensors", "torchdata", "transformers", "datasets")
@@ -37,7 +39,9 @@ def inventory(with_torch: bool = True) -> dict[str, str]:
     facts["default configuration"] = str(config) if config.is_file() else f"{config} (none)"
     for name, value in sorted(inherited_environment().items()):
         if name.startswith(VARIABLE_PREFIXES) or name in VARIABLES:
-            facts[f"${name}"] = value
+            facts[f"${name}"] = "<secret>" if is_secret(name) else value
+    for number, sentence in enumerate(problems_of_environment(), start=1):
+        facts[f"problem {number}"] = sentence
     return facts
 
 

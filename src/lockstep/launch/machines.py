@@ -13,10 +13,11 @@ from lockstep.errors import ConfigError
 
 
 class Setting(NamedTuple):
-    """A value and where it came from."""
+    """A value and where it came from; ``words``: where each word of ``parallel`` came from, if from several places."""
 
     value: Any
     origin: str
+    words: Mapping[str, str] = {}
 
 
 Settings = dict[str, Setting]

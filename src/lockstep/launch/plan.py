@@ -6,14 +6,21 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.config import readers
 from lockstep.config.batch import BatchSizes
 from lockstep.config.checks import LOCAL, MAX_THREADS, check_topology
 from lockstep.config.rules import Said, combine
-from lockstep.config.said import said_by_settings, spread_of
+from lockstep.config.said import (
+    joined_sources,
+    precision_of,
+    said_by_settings,
+    sources_of,
+    spread_of,
+)
 from lockstep.config.sources import SETTINGS, variable_of
 from lockstep.config.values import parse_integer
 from lockstep.config.world import fitted
@@ -258,7 +265,9 @@ def make_plan(
         total = 1 if value["use_cpu"] else max(1, devices)
         shown["num_processes"] = Setting(total, "default: one for each GPU, else 1")
     nproc = total // machines
-    check_spread(settings, described or {}, [nproc * count for count in range(least, machines + 1)])
+    says = check_spread(settings, described or {}, [nproc * count for count in range(least, machines + 1)])
+    if described:
+        shown |= described_settings(says, nproc * machines)
     if tee and log_dir is None:
         raise ConfigError("--tee shows what goes to log files, but there is no --log-dir. Give one.")
     if output is not None and reach.backend != "k8s":
@@ -321,8 +330,10 @@ def _as_text(name: str, value: Any) -> str:
 
 def check_spread(
     settings: Mapping[str, Setting], described: Mapping[str, Said], sizes: Sequence[int]
-) -> None:
+) -> dict[str, Said]:
     """Whether ``parallel``, batch sizes and a DeepSpeed configuration agree, and fit each number of processes.
+
+    Returns what they say together.
 
     Raises:
         ConfigError: they do not; the message has the values.
@@ -332,10 +343,47 @@ def check_spread(
         value, origin = own.get(name, (None, ""))
         if value is not None:
             own[name] = (SETTINGS[name].parse(value, name), origin)
-    says = combine(described, said_by_settings(own))
+    words = settings["parallel"].words
+    said = said_by_settings(own)
+    said |= {name: Said(said[name].value, source) for name, source in words.items() if name in said}
+    says = combine(described, said)
     spread, batch = spread_of(says), BatchSizes.of(says)
     for processes in sizes:
         fitted(spread, batch, processes)
+    return says
+
+
+def described_settings(says: Mapping[str, Said], processes: int) -> dict[str, Setting]:
+    """What a DeepSpeed configuration and the other settings add up to, each with where it is said."""
+    found: dict[str, Setting] = {}
+    words = sources_of(says)
+    if words:
+        found["parallel"] = Setting(str(spread_of(says)), joined_sources(words), words)
+    precision = precision_of(says)
+    said = says.get(precision) or says.get("fp16") or says.get("bf16")
+    if said is not None:
+        found["mixed_precision"] = Setting(precision, said.source)
+    batch = BatchSizes.of(says)
+    solved = fitted(spread_of(says), batch, processes)
+    follows = f"follows from {', '.join(batch.sources)} for {processes} processes"
+    for name, value in (
+        ("train_batch_size", solved.train),
+        ("micro_batch_size", solved.micro),
+        ("gradient_accumulation_steps", solved.accumulation),
+    ):
+        if value is not None:
+            found[name] = Setting(value, says[name].source if name in says else follows)
+    for name in ("gradient_clipping", "optimizer", "scheduler"):
+        if name in says:
+            said = says[name]
+            described = hasattr(said.value, "params")
+            found[name] = Setting(asdict(said.value) if described else said.value, said.source)
+    scaler = {name: says[name] for name in readers.SCALER_FIELDS if name in says}
+    if scaler and precision != "bf16":  # with which gradients are not scaled
+        values = {name: item.value for name, item in scaler.items()}
+        sources = {name: item.source for name, item in scaler.items()}
+        found["grad_scaler"] = Setting(values, joined_sources(sources))
+    return found
 
 
 def available_cores() -> int:
