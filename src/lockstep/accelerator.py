@@ -114,6 +114,7 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         deepspeed_plugins: Any = None,
         **further: Any,
     ) -> None:
+        process.watch_exceptions()
         options = resolve_options(
             mixed_precision=mixed_precision,
             gradient_accumulation_steps=gradient_accumulation_steps,

@@ -108,6 +108,34 @@ def test_no_process_survives_the_launcher_not_even_workers_children(name: str, t
         assert stderr == said
 
 
+@pytest.mark.parametrize("where", ["console", "log"])
+def test_ranks_that_fail_alike_show_one_traceback(where: str, tmp_path: Path) -> None:
+    script = tmp_path / "fail.py"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "from lockstep.runtime.failure import install_excepthook\n"
+        "install_excepthook()\n"
+        "here = pathlib.Path(sys.argv[1])\n"
+        "(here / os.environ['RANK']).touch()\n"
+        "while len(list(here.iterdir())) < 3: time.sleep(0.001)\n"
+        "def end_together(*_):\n"
+        "    (here / ('failed-' + os.environ['RANK'])).touch()\n"
+        "    while len(list(here.glob('failed-*'))) < 3: time.sleep(0.001)\n"
+        "import atexit; atexit.register(end_together)\n"
+        "raise ValueError('the same on all')\n"
+    )
+    (tmp_path / "met").mkdir()
+    logs = ["--log-dir", tmp_path / "logs"] if where == "log" else []
+    done = run("--nproc", 3, *logs, script, tmp_path / "met")
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
+    assert done.stderr.count("ValueError: the same on all") == 2
+    assert "lockstep launch: all 3 ranks failed alike (ValueError: the same on all).\n" in done.stderr
+    if where == "log":
+        texts = [(tmp_path / "logs" / f"rank-{rank}.err").read_text() for rank in range(3)]
+        assert [text.count("ValueError: the same on all") for text in texts] == [1, 1, 1]
+
+
 def test_the_first_failing_rank_is_shown_first_and_once_and_all_end_soon(tmp_path: Path) -> None:
     script = tmp_path / "fail.py"
     script.write_text(

@@ -333,6 +333,11 @@ def is_launched(environ: Environ | None = None) -> bool:
     return bool((os.environ if environ is None else environ).get("LOCKSTEP_LAUNCH_ID"))
 
 
+def shares_console(environ: Environ | None = None) -> bool:
+    """Whether the launcher said that all ranks of this machine write their errors to one console."""
+    return (os.environ if environ is None else environ).get("LOCKSTEP_SHARED_CONSOLE") == "1"
+
+
 def user_config_file(environ: Environ | None = None) -> Path:
     """Where `lockstep config` writes: LOCKSTEP_CONFIG_FILE, or config.yaml in the user's configuration folder."""
     environ = os.environ if environ is None else environ

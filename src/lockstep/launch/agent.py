@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.rendezvous import HubLost, Over, Rendezvous, Round, over_of, verb_of
-from lockstep.launch.report import Failure, describe, exit_code, first_failure
+from lockstep.launch.report import Failure, count_alike, describe, exit_code, first_failure
 from lockstep.launch.signals import Interrupted, Signals
 from lockstep.launch.workers import Starter, Workers
 from lockstep.runtime.exit_codes import PREEMPTED, of_signal
@@ -54,6 +54,7 @@ class Agent:
         self._signals = signals
         self._workers: Workers | None = None
         self._own: Failure | None = None
+        self._alike = 1
         self._world_size = plan.nproc
 
     def run(self) -> int:
@@ -173,6 +174,8 @@ class Agent:
         if self._workers is not None:
             workers, self._workers = self._workers, None
             workers.end(number, GRACE_S)
+            if self._own is not None:
+                self._alike = count_alike(self._own, workers.failures())
             self._rendezvous.show_states({})
             self._starter.sweep()
 
@@ -181,7 +184,7 @@ class Agent:
         if over.code == 0:
             return 0
         if self._own is not None and self._own.rank == over.rank:
-            self._say(describe(self._own, self._world_size))
+            self._say(describe(self._own, self._world_size, self._alike))
         else:
             ended = "" if over.code == PREEMPTED else "; all processes were ended"
             self._say(f"lockstep launch: {over.cause.rstrip('.')}{ended}.")

@@ -182,6 +182,7 @@ def _export(plan: LaunchPlan, launch_id: str, meeting: Meeting) -> None:
     torch's multiprocessing takes no signals over: one that arrived meanwhile would end this process.
     """
     values = {**plan.environment, guard.ID_VARIABLE: launch_id, "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
+    values["LOCKSTEP_SHARED_CONSOLE"] = "0" if plan.log_dir is not None else "1"
     interface = loopback_interface() if plan.num_machines == 1 else meeting.interface
     for name in (
         ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if plan.num_machines > 1 else ("GLOO_SOCKET_IFNAME",)

@@ -72,17 +72,37 @@ def exit_code(failure: Failure) -> int:
     return 128 - failure.exit_code if failure.exit_code < 0 else failure.exit_code
 
 
-def describe(failure: Failure, num_processes: int) -> str:
-    """What the launcher prints at the end. A traceback is included only if it went to a log file."""
+def count_alike(failure: Failure, failures: list[Failure]) -> int:
+    """How many ranks failed with the same traceback to the letter, this one among them."""
+    digest = failure.own.get("digest")
+    return sum(one.own.get("digest") == digest for one in failures) if digest else 1
+
+
+def describe(failure: Failure, num_processes: int, num_alike: int = 1) -> str:
+    """What the launcher prints at the end. A traceback is included only if it went to a log file.
+
+    ``num_alike``: ranks of this machine that failed with the same traceback, this one included.
+    """
     lines = []
     if failure.stderr_file is not None:
         lines += _traceback(failure)
     others = "" if num_processes == 1 else "; the other process was ended"
     if num_processes > 2:
         others = f"; the other {num_processes - 1} processes were ended"
-    lines.append(f"lockstep launch: rank {failure.rank} failed first ({failure.summary}){others}.")
+    if num_alike > 1:
+        who = (
+            f"all {num_alike} ranks"
+            if num_alike == num_processes
+            else f"{num_alike} of {num_processes} ranks"
+        )
+        lines.append(f"lockstep launch: {who} failed alike ({failure.summary}).")
+    else:
+        lines.append(f"lockstep launch: rank {failure.rank} failed first ({failure.summary}){others}.")
     if failure.own.get("consequence"):
-        lines.append("It only lost contact with another rank; the cause is in the output of another machine.")
+        lines.append(
+            "It only lost contact with another rank, which has left no error here; see how that one ended, on another "
+            "machine if there are several."
+        )
     if failure.exit_code == -signal.SIGKILL:
         lines.append(
             "SIGKILL without an error is usually the system's lack of memory (see dmesg) or a person."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import json
 import os
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from lockstep.config.sources import error_file
+from lockstep.config.sources import error_file, shares_console
 from lockstep.runtime.departures import Departures
 
 # how long a rank that failed because another one did leaves the agent to end it quietly
@@ -89,8 +90,9 @@ def install_excepthook(departures: Callable[[], Departures] = Departures) -> Non
             sentence = ended_without(gone, *call_of_user(traceback.walk_tb(trace)))
             if path is not None:
                 _write_report(path, error, False, sentence)
-            previous(kind, error, trace)
-            sys.stderr.write(f"lockstep: {sentence}\n")
+            if is_first_to_say(error, path):
+                previous(kind, error, trace)
+                sys.stderr.write(f"lockstep: {sentence}\n")
             _flush()
             _limit_teardown()
             return
@@ -101,12 +103,35 @@ def install_excepthook(departures: Callable[[], Departures] = Departures) -> Non
         if consequence:
             _flush()
             time.sleep(CONSEQUENCE_WAIT_S)
-        previous(kind, error, trace)
+        if is_first_to_say(error, path):
+            previous(kind, error, trace)
         _flush()
         _limit_teardown()
 
     hook.reports_to_agent = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def is_first_to_say(error: BaseException, path: str | None) -> bool:
+    """Whether to show this traceback: where the ranks share a console, only the first of those that are equal."""
+    if path is None or not shares_console():
+        return True
+    folder, name = os.path.split(path)
+    # beside the error files; "error.json" or "restart-1.error.json" says of which round
+    claim = os.path.join(folder, f"shown-{digest_of(error)}.{name.partition('.')[2]}")
+    try:
+        os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    except FileExistsError:
+        return False
+    except OSError:  # the folder is gone with the launcher
+        return True
+    return True
+
+
+def digest_of(error: BaseException) -> str:
+    """Equal where the traceback and the message are, to the letter."""
+    text = "".join(traceback.format_exception(error))
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
 
 
 def ended_without(ranks: Sequence[int], call: str, line: str) -> str:
@@ -147,7 +172,7 @@ def describe(
             "extraInfo": {
                 "py_callstack": "".join(traceback.format_exception(error)),
                 "timestamp": str(time_ns // 1_000_000_000),
-                "lockstep": {"consequence": consequence, "time_ns": time_ns},
+                "lockstep": {"consequence": consequence, "time_ns": time_ns, "digest": digest_of(error)},
             },
         }
     }

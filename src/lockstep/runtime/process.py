@@ -78,6 +78,11 @@ def departures() -> Departures:
     return _Process.departures
 
 
+def watch_exceptions() -> None:
+    """From now on an exception that nobody catches reaches the launcher; see ``failure``."""
+    install_excepthook(departures)
+
+
 def current() -> Runtime | None:
     """This process's ``Runtime``, or None before ``start``."""
     return _Process.runtime
@@ -102,7 +107,7 @@ def start(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Runt
                 "Pass cpu=True to the first Accelerator or PartialState of the process."
             )
         return _Process.runtime
-    install_excepthook(departures)
+    watch_exceptions()
     init = init or InitProcessGroupKwargs()
     environment = process_environment(need_rendezvous=init.init_method is None)
     device = choose_device(environment.local_rank, cpu)
