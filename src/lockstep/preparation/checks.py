@@ -58,6 +58,28 @@ def check_micro_batch(loader: DataLoader[Any], rows_per_process: int | None, ran
         )
 
 
+def refuse_lookalike(item: Any) -> None:
+    """Raise UsageError for an object that steps parameters but is no ``torch.optim.Optimizer``.
+
+    Where a model gets other parameters than it had, nobody would give them to such an object: it would train nothing.
+    """
+    prepared = (nn.Module, Optimizer, DataLoader)
+    if isinstance(item, (type, *prepared)):
+        return
+    if callable(getattr(item, "step", None)) and callable(getattr(item, "zero_grad", None)):
+        raise UsageError(
+            f"prepare got a {type(item).__name__}, which steps parameters but is no torch.optim.Optimizer, so that it "
+            "cannot get those that take the place of the model's. Derive it from torch.optim.Optimizer, or pass the "
+            "optimizer inside it to prepare and wrap what that returns."
+        )
+
+
+def complete(optimizer: Optimizer) -> None:
+    """Give an optimizer whose class does not call ``super().__init__`` what torch gives one that was unpickled."""
+    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        Optimizer.__setstate__(optimizer, {})
+
+
 def check_trained(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
     """Raise UsageError if the optimizer trains others than these."""
     known = {id(parameter) for parameter in parameters}

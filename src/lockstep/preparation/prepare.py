@@ -27,6 +27,8 @@ from lockstep.preparation.checks import (
     check_called,
     check_micro_batch,
     check_trained,
+    complete,
+    refuse_lookalike,
     refuse_replicas,
 )
 from lockstep.preparation.described import SCHEDULERS, build_described
@@ -112,6 +114,9 @@ class Preparation:
                 f"prepare got {len(objects)} objects and {len(placement)} values of device_placement. "
                 "Pass one value for each object."
             )
+        if self._runtime.world_size > 1 and self._options.parallel.replaces_parameters:
+            for item in objects:
+                refuse_lookalike(item)
         objects = build_described(objects, self._options, self._meshes.data_size)
         prepared = list(objects)
         # Models first, because optimizers are checked against them; schedulers last, they follow optimizers.
@@ -199,6 +204,7 @@ class Preparation:
     def prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         self._seen.refuse(optimizer)
         self._seen.add(optimizer)
+        complete(optimizer)
         self._shards.add_optimizer(optimizer)
         if self._runtime.world_size > 1 and not self._options.parallel.replaces_parameters:
             self._draws.watch(optimizer)

@@ -14,6 +14,7 @@ from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
 from lockstep.parallel.prepared import parts
 from lockstep.parallel.sharding import Sharding, sharding_of
+from lockstep.torch_internals.dtensor_reading import read_whole_numbers
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.sharded import check_optimizer, choose_implementation, replace_parameters
 from lockstep.train.whole.elementwise import check_elementwise, declares_elementwise
@@ -66,6 +67,8 @@ class Shards:
             sharding = sharding_of(part)
             if sharding is not None and sharding not in self._of_models:
                 self._of_models.append(sharding)
+        if any(map(is_dtensor, after.values())):
+            read_whole_numbers()
         self._note(before, after)
         if self._active:
             for optimizer in optimizers:

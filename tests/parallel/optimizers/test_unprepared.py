@@ -56,6 +56,16 @@ def of_a_bare_parameter(accelerator: Accelerator, model: nn.Module) -> tuple[Any
     return accelerator.prepare(model, optimizer)
 
 
+def averages_model(accelerator: Accelerator, model: nn.Module) -> tuple[Any, Any]:
+    return accelerator.prepare(model, w.AveragesModel(model.parameters(), model))
+
+
+def inside_of_another(accelerator: Accelerator, model: nn.Module) -> tuple[Any, Any]:
+    inner = w.LARS(model.parameters())
+    model = accelerator.prepare(model)
+    return model, w.Lookahead(inner)
+
+
 REFUSED: dict[str, tuple[Callable[..., tuple[Any, Any]], list[str], str]] = {
     "before": (before_prepare, ["zero=1", "zero=2", "zero=3"], "would train nothing"),
     "written": (before_prepare_written, ["zero=1", "zero=3"], "LARS .*written.py.*would train nothing"),
@@ -67,6 +77,12 @@ REFUSED: dict[str, tuple[Callable[..., tuple[Any, Any]], list[str], str]] = {
     ),
     "scheduled": (scheduled, ["zero=3"], "would train nothing"),
     "copy": (of_a_copy, ["ddp", "zero=2", "zero=3"], "of no prepared model"),
+    "averages model": (
+        averages_model,
+        ["zero=2", "zero=3"],
+        "AveragesModel uses a sharded .*written.py, line",
+    ),
+    "inside": (inside_of_another, ["zero=1", "zero=3"], "would train nothing"),
     "bare": (
         of_a_bare_parameter,
         ["ddp", "zero=1", "zero=3"],
@@ -94,6 +110,11 @@ def refused() -> dict[str, str]:
                 train(accelerator, model, optimizer)
             found[f"{name} {parallel}"] = str(error.value)
             accelerator.free_memory()
+    accelerator = Accelerator(cpu=True, parallel="zero=1")
+    model = make_model()
+    with pytest.raises(UsageError) as error:
+        accelerator.prepare(model, w.LookAlike(model.parameters()))
+    found["look-alike"] = str(error.value)
     found |= in_windows()
     accelerator = Accelerator(cpu=True, parallel="zero=2")
     model = make_model()
@@ -144,6 +165,7 @@ def test_what_would_train_nothing_or_one_ranks_part_is_refused(run_distributed) 
         assert "not passed to prepare, inside an accumulation window" in messages["window unprepared"]
         pattern = "NotElementwise says elementwise=True, but aten.*norm.*written.py, line"
         assert re.search(pattern, messages["not elementwise"]), messages["not elementwise"]
+        assert "LookAlike, which steps parameters but is no torch.optim.Optimizer" in messages["look-alike"]
         assert "called directly" in messages["window direct"]
         assert re.search("^LBFGS .*lbfgs.py.*pp=2", messages["pp LBFGS"])
         assert re.search("^LARS .*written.py, line .*pp=2", messages["pp LARS"])

@@ -69,6 +69,10 @@ def lookahead(params: Any, base: Any = SGD, **options: Any) -> Optimizer:
     return w.Lookahead(base(params, **options))
 
 
+def bare(params: Any) -> Optimizer:
+    return w.BareWrapper(w.LARS(params))
+
+
 def hooked(params: Any) -> Optimizer:
     """Plain SGD, whose gradients a hook of its step divides by their norms."""
     optimizer = SGD(params, lr=0.1)
@@ -140,9 +144,22 @@ CELLS: dict[str, Cell] = {
     "lbfgs": Cell(LBFGS, {"lr": 0.5, "max_iter": 4, "history_size": 3}, "closure", 1e-4),
     "lbfgs strong wolfe": Cell(LBFGS, {"max_iter": 2, "line_search_fn": "strong_wolfe"}, "closure", 5e-3),
     "sgd closure": Cell(SGD, {"lr": 0.1, "momentum": 0.9}, "closure"),
-    # "hook of the step": Cell(hooked),
+    "hook of the step": Cell(hooked),
+    "clipped by hand": Cell(SGD, {"lr": 0.5}, "norms"),
+    "bare wrapper": Cell(bare),
+    "by parameter": Cell(w.ByParameter),
+    "numpy": Cell(w.NumPySGD),
     "own step": Cell(replaced),
 }
+
+
+def clip_by_hand(model: nn.Module) -> None:
+    """As loops do that do not know of ``clip_grad_norm_``."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = sum(gradient.norm().item() ** 2 for gradient in gradients) ** 0.5
+    if norm > 0.2:
+        for gradient in gradients:
+            gradient.mul_(0.2 / norm)
 
 
 def train(
@@ -178,6 +195,8 @@ def train(
         else:
             optimizer.zero_grad()
             compute()
+            if loop == "norms":
+                clip_by_hand(model)
             if loop == "two":
                 optimizer.first_step(zero_grad=True)
                 compute()

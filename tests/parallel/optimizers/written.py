@@ -403,6 +403,90 @@ class Lookahead(Optimizer):
         return loss
 
 
+class BareWrapper(Optimizer):
+    """Wraps another optimizer and does not call ``super().__init__``."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.defaults = optimizer, optimizer.defaults
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+class ByParameter(Optimizer):
+    """Buffers in a dict of its own, by parameter; gradients are taken away; a comparison of tensors decides."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+        self.buffers = {p: torch.zeros_like(p) for p in self.param_groups[0]["params"]}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        params = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        norm = torch.sqrt(sum((p.grad**2).sum() for p in params))
+        if norm > 1e-3:
+            for p in params:
+                self.buffers[p].mul_(0.5).add_(p.grad / norm)
+                p.add_(self.buffers[p], alpha=-self.param_groups[0]["lr"])
+                p.grad = None
+
+
+class NumPySGD(Optimizer):
+    """Steps in NumPy, and keeps arrays in its state."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                array = p.grad.data.numpy()
+                self.state[p]["last"] = array.copy()
+                scale = group["lr"] / max(
+                    1.0, float((array**2).sum()) ** 0.5, *map(abs, p.grad.flatten().tolist())
+                )
+                p.data = p.data - torch.from_numpy(scale * self.state[p]["last"])
+
+
+class AveragesModel(SGD):
+    """Reads the parameters of a model, not those of its groups."""
+
+    def __init__(self, params, model, lr=0.1):
+        super().__init__(params, lr=lr)
+        self.model, self.average = model, None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        if self.average is None:
+            self.average = [p.clone() for p in self.model.parameters()]
+        for average, p in zip(self.average, self.model.parameters(), strict=True):
+            average.lerp_(p, 0.1)
+
+
+class LookAlike:
+    """Steps parameters, and is no ``Optimizer``."""
+
+    def __init__(self, params):
+        self.params = list(params)
+
+    def step(self):
+        with torch.no_grad():
+            for p in self.params:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=0.1)
+
+    def zero_grad(self):
+        for p in self.params:
+            p.grad = None
+
+
 class ClippingSGD(SGD):
     """Clips by the norm of all its gradients, and skips what is not finite, inside of the step."""
 
