@@ -74,12 +74,6 @@ def refuse_lookalike(item: Any) -> None:
         )
 
 
-def complete(optimizer: Optimizer) -> None:
-    """Give an optimizer whose class does not call ``super().__init__`` what torch gives one that was unpickled."""
-    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
-        Optimizer.__setstate__(optimizer, {})
-
-
 def check_trained(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
     """Raise UsageError if the optimizer trains others than these."""
     known = {id(parameter) for parameter in parameters}

@@ -27,7 +27,6 @@ from lockstep.preparation.checks import (
     check_called,
     check_micro_batch,
     check_trained,
-    complete,
     refuse_lookalike,
     refuse_replicas,
 )
@@ -39,6 +38,7 @@ from lockstep.preparation.stepping import DrawsAlike, StepChecks
 from lockstep.runtime.mesh import Meshes
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
+from lockstep.torch_internals.whole_steps import complete_optimizer
 from lockstep.train.clipping import OtherStages, clip_norm
 from lockstep.train.loss_scale import LossScaler
 from lockstep.train.optimizer import PreparedOptimizer
@@ -204,7 +204,7 @@ class Preparation:
     def prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         self._seen.refuse(optimizer)
         self._seen.add(optimizer)
-        complete(optimizer)
+        complete_optimizer(optimizer)
         self._shards.add_optimizer(optimizer)
         if self._runtime.world_size > 1 and not self._options.parallel.replaces_parameters:
             self._draws.watch(optimizer)

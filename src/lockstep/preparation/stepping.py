@@ -146,7 +146,7 @@ class DrawsAlike:
 
     def watch(self, optimizer: Optimizer) -> None:
         """From now on, if its step is of its own."""
-        if not is_separable(optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        if not is_separable(optimizer):
             optimizer.register_step_pre_hook(self._begin)
             optimizer.register_step_post_hook(self._end)
 

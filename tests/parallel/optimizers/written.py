@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict, defaultdict
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -451,7 +452,7 @@ class NumPySGD(Optimizer):
                 scale = group["lr"] / max(
                     1.0, float((array**2).sum()) ** 0.5, *map(abs, p.grad.flatten().tolist())
                 )
-                p.data = p.data - torch.from_numpy(scale * self.state[p]["last"])
+                p.data = p.data - torch.from_numpy(np.asarray(scale * self.state[p]["last"]))
 
 
 class AveragesModel(SGD):

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.comm.tree import map_tensors
 from lockstep.errors import UsageError
+from lockstep.torch_internals.whole_steps import operation_name
 from lockstep.train.whole.lines import line_of_step
 from lockstep.train.whole.methods import methods_with_parameters
 
@@ -84,7 +85,7 @@ class _Elementwise(TorchDispatchMode):
 
 
 def _is_elementwise(func: Any) -> bool:
-    name = func._schema.name.removeprefix("aten::")
+    name = operation_name(func)
     if name.startswith("_foreach_"):
         return name not in _COMBINE
     return (

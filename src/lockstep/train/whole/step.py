@@ -26,6 +26,13 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.comm.dtensor import is_dtensor, local, max_over_shards
 from lockstep.errors import UsageError
+from lockstep.torch_internals.whole_steps import (
+    note_step,
+    probe,
+    step_without_hooks,
+    storage_key,
+    take_for_noted,
+)
 from lockstep.train.whole.lines import line_of_step, place_of
 from lockstep.train.whole.methods import methods_with_parameters
 from lockstep.train.whole.random import SharedRandom
@@ -34,7 +41,6 @@ from lockstep.train.whole.tensors import (
     WholeParameter,
     WholeState,
     gathered,
-    storage_key,
     tensors_of,
     visit_tensors,
 )
@@ -57,6 +63,7 @@ def step_on_whole(
         before_gathering: Called before each step.
         gathered: By ``id`` of a parameter that a model has gathered at the moment: the sharded one.
     """
+    probe()
     whole = whole_step_of(optimizer)
     if whole is None:
         whole = WholeStep(optimizer, storages, before_gathering)
@@ -161,12 +168,10 @@ class WholeStep:
                 self._by_shard[id(parameter)] = self._by_whole[id(whole.whole)] = whole
 
     def step(self, unhooked: bool, cls: type[Optimizer], *args: Any, **kwargs: Any) -> Any:
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # as schedulers look for
+        note_step(self._optimizer)
         step: Any = self._own_step
         if step is None:
-            function: Any = cls.step
-            if unhooked and getattr(function, "hooked", False):
-                function = function.__wrapped__
+            function: Any = step_without_hooks(cls) if unhooked else cls.step
             step = function.__get__(self._optimizer)
         return self.run(step, *args, **kwargs)
 
@@ -383,8 +388,7 @@ def _step_of(cls: type[Optimizer]) -> Any:
     def unhooked(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         return _required(self).step(True, cls, *args, **kwargs)
 
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look whether they know of each step
-    step.hooked = True  # type: ignore[attr-defined]  # by the class's own, which runs inside
+    take_for_noted(step)  # hooks are the class's own, inside
     step.__wrapped__ = unhooked
     return step
 

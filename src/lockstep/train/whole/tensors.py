@@ -15,11 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.comm.dtensor import boxes_of, full, is_dtensor, local, shard_like
 from lockstep.errors import UsageError
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """The same for tensors that share memory."""
-    return int(tensor.untyped_storage()._cdata)
+from lockstep.torch_internals.whole_steps import storage_key, version
 
 
 class Storages:
@@ -129,7 +125,7 @@ class WholeParameter:
             gradient = gathered(gradient.detach())
             if gradient.dtype != whole.dtype and hasattr(whole, "grad_dtype"):
                 whole.grad_dtype = gradient.dtype
-            self._gradient = Gradient(gradient, gradient._version)
+            self._gradient = Gradient(gradient, version(gradient))
         whole.grad = gradient
 
     def write_back(self) -> None:
@@ -146,7 +142,7 @@ class WholeParameter:
             sharded.grad = None
         elif sharded.grad is None:
             sharded.grad = shard_like(gradient, sharded)
-        elif known is None or known.tensor is not gradient or known.version != gradient._version:
+        elif known is None or known.tensor is not gradient or known.version != version(gradient):
             _copy_part(gradient, sharded.grad)
 
     def release(self) -> None:
