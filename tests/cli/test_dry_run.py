@@ -141,3 +141,26 @@ def test_the_number_of_processes_of_a_layout_names_the_layout(
         "4 dp_shard_size=2 (run.yaml:1: parallelism_config) x tp_size=2 (run.yaml:1: parallelism_config)"
     )
     assert rows["parallel"].startswith("zero=3 tp=2 dp_shard_size=2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["launch", "--dry-run", "--nproc", "3", "--parallel", "pp=2", "--no-python", "true"], "3 / 2 is not whole"),
+        (["launch", "--nproc", "3", "--parallel", "pp=2", "--no-python", "true"], "3 / 2 is not whole"),
+        (["launch", "--dry-run", "--parallel", " ", "--no-python", "true"], "--parallel"),
+        (["launch", "--dry-run", "--config-file", "", "--no-python", "true"], "'' is not a path"),
+        (["launch", "--dry-run", "--log-dir", "", "--no-python", "true"], "'' is not a path"),
+        (["launch", "--dry-run", "--nproc", "1", "--log-dir", "ds.json/x", "--no-python", "true"], "ds.json is a file"),
+        (["launch", "--dry-run", "--nproc", "1", "--no-python", ""], "The script is ''"),
+        (["launch", "--dry-run", "--nproc", "1", "-m", " "], "The script is ' '"),
+        (["config", "--num-processes", "3", "--parallel", "tp=2", "--config-file", "o.yaml"], "3 / 2 is not whole"),
+        (["config", "--num-processes", "1", "--config-file", ""], "--config-file '' is not a path"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_in_a_sentence(
+    capsys: pytest.CaptureFixture[str], folder: Path, arguments: list[str], message: str
+) -> None:
+    code, out, err = call(capsys, *arguments)
+    assert (code, out) == (2, "") and message in err and "Traceback" not in err
+    assert not (folder / "o.yaml").exists()

@@ -58,6 +58,8 @@ def command(ctx: click.Context, config_file: str | None, yes: bool, force: bool,
         if given or config_file or yes or force:
             raise click.UsageError(f"options of `lockstep config` do not go before {ctx.invoked_subcommand}.")
         return
+    if config_file is not None and not config_file.strip():
+        raise click.UsageError(f"--config-file {config_file!r} is not a path. Name a file, or drop it.")
     answers = given if given or yes else _ask()
     from lockstep.config.write import write_config
 

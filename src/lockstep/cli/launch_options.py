@@ -62,6 +62,20 @@ def parse_norm(value: Any) -> float:
         raise ConfigError(f"{shown(value)} is not a number of at least 0") from None
 
 
+def parse_path(value: Any) -> str:
+    """A path; raises ConfigError for one that is blank."""
+    if not str(value).strip():
+        raise ConfigError(f"{shown(value)} is not a path")
+    return str(value)
+
+
+def parse_words(value: Any) -> str:
+    """The line of ``parallel``; raises ConfigError, also when it has no word."""
+    if not str(value).strip():
+        raise ConfigError(f"{shown(value)} has no word such as zero=3 or ddp")
+    return str(Parallel.parse(value))
+
+
 class Entry(NamedTuple):
     """One option: its words (the first plain one names it on the command line), type and help.
 
@@ -86,11 +100,11 @@ PORT = IntegerRange(0, MAX_PORT)
 PRECISION = click.Choice(["no", "fp16", "bf16"], case_sensitive=False)
 HOSTS = Checked("HOSTS", lambda value: ",".join(map(str, parse_hosts(value))))
 FILTER = Checked("NAMES", lambda value: "@".join(parse_filter(value)))
-FILE, DIRECTORY = Checked("FILE", str), Checked("DIRECTORY", str)
+FILE, DIRECTORY = Checked("FILE", parse_path), Checked("DIRECTORY", parse_path)
 SECONDS = Checked("SECONDS", parse_seconds)
 PAIR = Checked("KEY=VALUE", lambda value: next(iter(parse_pairs(value).items())))
 NAMES = Checked("NAME", parse_names)
-PARALLEL = Checked("WORDS", lambda value: str(Parallel.parse(value)))
+PARALLEL = Checked("WORDS", parse_words)
 RESTARTS = IntegerRange(0, MAX_RESTARTS)
 NUMBER = IntegerRange(0, MAX_MACHINES - 1)
 STEPS = IntegerRange(1, MAX_ACCUMULATION_STEPS)

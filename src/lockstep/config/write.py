@@ -9,6 +9,9 @@ from typing import Any
 import yaml
 
 from lockstep.config.accelerate import from_yaml
+from lockstep.config.batch import BatchSizes
+from lockstep.config.parallel import Parallel
+from lockstep.config.world import fitted
 from lockstep.config.yaml_file import YamlFile
 from lockstep.errors import ConfigError
 
@@ -19,7 +22,10 @@ def write_config(path: Path, answers: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: an answer is not valid, or the file cannot be written.
     """
-    settings = from_yaml(YamlFile(str(path), dict(answers))).config.model_dump(mode="json", exclude_none=True)
+    config = from_yaml(YamlFile(str(path), dict(answers))).config
+    if config.parallel is not None and config.num_processes is not None:
+        fitted(Parallel.parse(config.parallel), BatchSizes(), config.num_processes)
+    settings = config.model_dump(mode="json", exclude_none=True)
     write_text(path, "# For `lockstep launch`; every key is also one of its flags.\n" + as_yaml(settings))
 
 

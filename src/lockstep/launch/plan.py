@@ -114,6 +114,8 @@ class Program:
         """The argument vector of a worker. Raises ConfigError when the script is not there."""
         if self.module and self.no_python:
             raise ConfigError("--module and --no-python exclude each other. Drop one of them.")
+        if not self.target.strip():
+            raise ConfigError(f"The script is {self.target[:40]!r}. Name a script, a module or a program.")
         if self.no_python:
             return (self.target, *self.arguments)
         if self.module:
@@ -270,6 +272,8 @@ def make_plan(
         shown |= described_settings(says, nproc * machines)
     if tee and log_dir is None:
         raise ConfigError("--tee shows what goes to log files, but there is no --log-dir. Give one.")
+    if log_dir is not None and reach.backend == LOCAL:
+        _check_folder(log_dir)
     if output is not None and reach.backend != "k8s":
         raise ConfigError("--output is for the manifests of --k8s. Add --k8s, or remove --output.")
     threads = value["num_cpu_threads_per_process"]
@@ -301,6 +305,15 @@ def make_plan(
         tee=tee,
         settings=shown,
     )
+
+
+def _check_folder(log_dir: str) -> None:
+    """Raise ConfigError when a file stands where the folder of log files is to be."""
+    file = next((path for path in (Path(log_dir), *Path(log_dir).parents) if os.path.isfile(path)), None)
+    if file is not None:
+        raise ConfigError(
+            f"--log-dir {log_dir[:200]} cannot be a folder: {str(file)[:200]} is a file. Name another."
+        )
 
 
 def _worker_environment(settings: Mapping[str, Setting], threads: Any) -> dict[str, str]:
