@@ -79,10 +79,14 @@ def test_every_iteration_is_a_new_epoch_and_set_epoch_chooses_it():
     assert [rows_of(batch) for batch in loader] == [shuffled(12, 6)]
 
 
-def test_the_seed_is_that_of_the_loaders_generator():
-    generator = torch.Generator().manual_seed(17)
-    loader = prepare(DataLoader(Numbers(12), batch_size=12, shuffle=True, generator=generator))
-    assert [rows_of(batch) for batch in loader] == [shuffled(12, 17)]
+def test_the_order_is_what_torch_draws_from_the_loaders_generator():
+    def make():
+        return DataLoader(
+            Numbers(12), batch_size=12, shuffle=True, generator=torch.Generator().manual_seed(17)
+        )
+
+    plain, loader = make(), prepare(make())
+    assert [rows_of(b) for _ in range(3) for b in loader] == [rows_of(b) for _ in range(3) for b in plain]
 
 
 class TokenBudget:

@@ -157,8 +157,9 @@ class DataLoaderConfiguration:
     - ``split_batches``: the loader's batch is the global one; each rank takes a slice of it.
     - ``dispatch_batches``: rank 0 reads and sends the slices (None: only for iterable datasets).
     - ``even_batches``: complete the last round with samples from the beginning.
-    - ``use_seedable_sampler``: accepted for compatibility; order is always a function of seed and epoch.
-    - ``data_seed``: the seed of that order (None: the loader's generator's, else torch's seed on rank 0).
+    - ``use_seedable_sampler``: a ``RandomSampler``, which is ``shuffle=True``, is seeded with seed + epoch in each
+      epoch; the seed is ``data_seed``, or torch's on rank 0. Otherwise samplers draw as without Lockstep.
+    - ``data_seed``: alone, it makes any order, and what workers draw, a function of this seed and the epoch.
     - ``non_blocking``: asynchronous copies to the device; they need ``pin_memory`` in the loader.
     - ``use_stateful_dataloader``: build torchdata's ``StatefulDataLoader`` (extra ``torchdata``).
     """
@@ -166,7 +167,7 @@ class DataLoaderConfiguration:
     split_batches: bool = False
     dispatch_batches: bool | None = None
     even_batches: bool = True
-    use_seedable_sampler: bool = True
+    use_seedable_sampler: bool = False
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False

@@ -11,10 +11,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from lockstep.comm.tree import send_to_device
+from lockstep.data.drawn import Drawing, SavedDraws, SeedableRandomSampler, generators_of
 from lockstep.data.map_reader import MapReader
 from lockstep.data.order import announce_epoch
-from lockstep.data.position import Epochs, Position, Setup, read_state, state_of
+from lockstep.data.position import Epochs, Iteration, Position, Setup, read_state, state_of
 from lockstep.data.readers import Begin, Reader, Rounds
+from lockstep.data.rng import Generators, PrivateDraws, States
 from lockstep.data.shard import ShardPlan
 from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.step import LoaderProgress, StepState
@@ -23,6 +25,10 @@ from lockstep.runtime.step import LoaderProgress, StepState
 @dataclass(frozen=True)
 class LoaderParts:
     """What ``prepare_loader`` decided, for a ``PreparedLoader``.
+
+    ``generators``: those that its samplers may draw from (None: the order is a function of seed and epoch).
+    ``seedable`` is the sampler that is seeded for each epoch, if there is one, and ``common_states`` gives every rank
+    the generators' states of rank 0 (None: no other rank needs them).
 
     ``original`` is the user's loader. ``batches`` and ``samples`` are those of the whole order (None:
     unknown). ``opaque``: the dataset makes whole batches itself. ``keeps_inner_state``: the dataset saves
@@ -45,6 +51,9 @@ class LoaderParts:
     reads: bool
     dispatch: Callable[[Rounds | None], Rounds] | None
     before_epoch: Callable[[], None]
+    generators: Generators | None
+    seedable: SeedableRandomSampler | None
+    common_states: Callable[[States], States] | None
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -57,7 +66,7 @@ class PreparedLoader(DataLoader[Any]):
     def __init__(self, parts: LoaderParts) -> None:
         # DataLoader.__init__ is left out on purpose: the loader that reads is parts.reader.inner.
         self._parts = parts
-        self._epochs = Epochs(parts.seed)
+        self._epochs = Epochs(parts.seed, seeded=parts.generators is None)
         self._skip = 0
         self._progress = LoaderProgress()
 
@@ -210,7 +219,23 @@ class PreparedLoader(DataLoader[Any]):
                 "in_order=False lets batches of several workers overtake each other, so that this loader has no exact "
                 "position in the middle of an epoch. Use in_order=True, or save between epochs."
             )
-        return state_of(position, self._epochs.seed, setup)
+        return state_of(position, self._epochs.seed, setup, self._draws(position))
+
+    def _draws(self, position: Position) -> SavedDraws | None:
+        """What the samplers of this loader draw; None: the order is a function of seed and epoch."""
+        parts = self._parts
+        drawing = position.drawing if position.is_midway else None
+        generators = parts.generators if drawing is None else drawing.generators
+        if generators is None or (drawing is None and self._epochs.seeded):
+            return None
+        return SavedDraws(
+            seedable=parts.seedable is not None,
+            own=generators.read()[3:],
+            start=None if drawing is None else drawing.start,
+            first=None if drawing is None else drawing.first,
+            digest=position.digest,
+            workers=parts.reader.worker_states(position.is_midway),
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next iteration continue at the position that ``state_dict`` says, on any number of ranks.
@@ -220,9 +245,21 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             CheckpointError: it is not a state of a loader, or one of other data; nothing was changed.
         """
-        position, seed = read_state(state_dict, self._setup(), self._parts.keeps_inner_state)
-        epochs = self._epochs
-        epochs.seed, epochs.next, epochs.latest = seed, position.epoch, None
+        parts, epochs = self._parts, self._epochs
+        position, seed, draws = read_state(state_dict, self._setup(), parts.keeps_inner_state)
+        if draws is not None:
+            generators = parts.generators or generators_of(self.original)
+            draws.check_fits(parts.seedable is not None, len(generators.own), position.is_midway, parts.reads)
+            if position.is_midway and draws.start is not None:
+                drawing = Drawing(generators, draws.start, draws.first, None, True, draws.digest)
+                position = replace(position, drawing=drawing, digest=draws.digest)
+            generators.write(generators.read()[:3] + draws.own)
+        same_run = draws is not None and position.same_world
+        parts.reader.load_worker_states(draws.workers if draws is not None and same_run else None)
+        # With a data_seed only the epoch that was begun goes on in the order that was drawn for it.
+        if draws is None or parts.generators is not None:
+            epochs.seed, epochs.seeded = seed, draws is None
+        epochs.next, epochs.latest = position.epoch, None
         epochs.loaded = position if position.is_midway else None
 
     def _setup(self) -> Setup:
@@ -242,34 +279,55 @@ class PreparedLoader(DataLoader[Any]):
     # -- iteration ----------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        # Not a generator itself: torch's loader draws when the iteration begins, and again with the first batch.
+        begin, iteration = self._epochs.begin(self._setup().streams)
+        return self._iterate(self._source(begin, iteration), iteration)
+
+    def _iterate(self, source: Rounds, iteration: Iteration) -> Iterator[Any]:
         self._parts.step.clock.batch_wanted()
         progress = LoaderProgress(loader=self)
         self._progress = progress
         self._parts.step.begin(progress)
         try:
-            yield from self._batches(progress)
+            yield from self._batches(source, progress, iteration)
         finally:
             self._parts.step.finish(progress)
             # No reference cycle: workers of a loader that is collected late take seconds to end.
             progress.loader = None
 
-    def _batches(self, progress: LoaderProgress) -> Iterator[Any]:
-        begin, iteration = self._epochs.begin(self._setup().streams)
+    def _batches(self, source: Rounds, progress: LoaderProgress, iteration: Iteration) -> Iterator[Any]:
         device, non_blocking = self._parts.device, self._parts.non_blocking
+        number = 0
         try:
-            for [batch], counts, last, behind, inner in self._source(begin):
+            for [batch], counts, last, behind, inner, digest in source:
+                if progress.end_of_data:
+                    self._check_length(f"more than {number}")
+                number += 1
                 progress.end_of_data = last
                 progress.counts = counts
                 iteration.behind = behind
                 iteration.inner = inner
+                iteration.digest = digest
                 yield batch if device is None else place(batch, device, non_blocking)
                 if not last:  # behind the last one, the script has more to do before the step is complete
                     self._parts.step.clock.batch_wanted()
             iteration.behind = None
+            if number and not progress.end_of_data:
+                self._check_length(f"only {number}")
         finally:
             iteration.running = False
 
-    def _source(self, begin: Position) -> Rounds:
+    def _check_length(self, given: str) -> None:
+        """Raise UsageError where it does harm that the sampler's length did not tell which batch is the last one."""
+        step = self._parts.step
+        if step.accumulation_steps > 1 and step.sync_with_dataloader:
+            raise UsageError(
+                f"The loader gave {given} batches in this iteration, which is not what len() of its "
+                f"{type(self.original.batch_sampler or self.sampler).__name__} says, so that gradients were not "
+                "accumulated up to its last batch. Give the sampler a __len__ that is exact, or none."
+            )
+
+    def _source(self, begin: Position, iteration: Iteration) -> Rounds:
         parts = self._parts
         # What an uninterrupted run did at the beginning of the epoch is in the generators that were loaded.
         if not (begin.is_midway and begin.same_world):
@@ -278,11 +336,26 @@ class PreparedLoader(DataLoader[Any]):
             assert parts.dispatch is not None
             return parts.dispatch(None)
         seed = self._epochs.seed
-        announce_epoch(parts.original, seed, begin.epoch)
+        drawing = iteration.drawing = self._drawing(begin)
+        announce_epoch(parts.original, seed, begin.epoch, drawing is None)
+        if parts.seedable is not None:
+            parts.seedable.seed, parts.seedable.epoch = seed, begin.epoch
         # A position counts in the whole epoch, also for a copy that skips its beginning.
         left_out = 0 if begin.is_midway else self._skip
-        source = parts.reader.read(Begin(seed, begin.epoch, begin.behind, begin.inner, left_out))
+        source = parts.reader.read(Begin(seed, begin.epoch, begin.behind, begin.inner, left_out, drawing))
         return parts.dispatch(source) if parts.dispatch is not None else source
+
+    def _drawing(self, begin: Position) -> Drawing | None:
+        parts, drawing = self._parts, begin.drawing
+        if drawing is None:
+            if self._epochs.seeded or parts.generators is None:
+                return None
+            drawing = Drawing(parts.generators, parts.generators.read())
+            if parts.common_states is not None:
+                drawing.start = parts.common_states(drawing.start)
+        if parts.common_states is not None or parts.dispatch is not None:
+            drawing.private = PrivateDraws(drawing.generators, drawing.start)
+        return drawing
 
 
 def place(batch: Any, device: torch.device, non_blocking: bool) -> Any:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import replace
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import DataLoader, Sampler
 
 from lockstep.data.arrival import SeededIndex
+from lockstep.data.drawn import Drawing, DrawnOrder
 from lockstep.data.order import GlobalOrder
 from lockstep.data.position import Behind, nothing
 from lockstep.data.readers import Begin, Dealt, Rounds, measured, seed_workers
+from lockstep.data.rng import States
 from lockstep.data.shard import Round, ShardPlan, rounds
+from lockstep.data.worker_states import FromWorker, TellingCollate, WorkerStates
 from lockstep.runtime.step import BatchCounts
 
 
@@ -24,14 +29,16 @@ class Announced(NamedTuple):
     counts: BatchCounts
     last: bool
     behind: Behind | None
+    digest: int
 
 
 class ShardedBatches(Sampler[Any]):
     """A batch sampler that yields the batches of ``ranks``, in turn, out of the global order.
 
-    It looks one round ahead, in the order alone. ``begin`` and ``plan`` hold for the iterations that start after they
-    are set; ``announced`` are the rounds of the latest one whose indices were dealt. With ``workers`` the batches are
-    for so many worker processes, and seed their generators.
+    ``begin`` and ``plan`` hold for the iterations that start after they are set; ``announced`` are the rounds of the
+    latest one whose indices were dealt, and ``latest`` is its order if the samplers draw that. With ``workers`` the
+    batches are for so many worker processes. They seed the generators there, unless torch has (``torch_seeds``); then
+    ``restored`` says where these generators stand when the iteration begins. A sampler that is ``empty`` gives nothing.
     """
 
     def __init__(self, order: GlobalOrder, plan: ShardPlan, ranks: Sequence[int], workers: int) -> None:
@@ -41,6 +48,11 @@ class ShardedBatches(Sampler[Any]):
         self.workers = workers
         self.begin = Begin(order.seed, 0, nothing(1))
         self.announced: deque[Announced] = deque()
+        self.latest: DrawnBatches | None = None
+        self.torch_seeds = False
+        self.announces_epoch = True
+        self.restored: WorkerStates | None = None
+        self.is_empty = False
 
     @property
     def batch_sampler(self) -> Any:
@@ -61,37 +73,100 @@ class ShardedBatches(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         # Not a generator itself: what holds now holds for this iteration, whenever its first batch is asked for.
+        if self.is_empty:
+            return iter(())
         self.announced = deque()
-        return self._batches(self.begin, self.plan, self.announced)
+        begin, plan = self.begin, self.plan
+        if begin.drawing is None:
+            return self._seeded(begin, plan, self.announced)
+        order = DrawnOrder(self.order.sampler, self.order.opaque, begin.drawing)
+        self.latest = DrawnBatches(partial(self._drawn, order, begin, plan, self.announced))
+        return self.latest
 
-    def _batches(self, begin: Begin, plan: ShardPlan, announced: deque[Announced]) -> Iterator[Any]:
+    def _seeded(self, begin: Begin, plan: ShardPlan, announced: deque[Announced]) -> Iterator[Any]:
         order = replace(self.order, seed=begin.seed)
         # A state of torchdata counts from where this dealing began.
         [samples] = begin.behind.samples if begin.inner is None else begin.behind.base
         first, later = order.batches(begin.epoch, samples, plan.beginning)
-        dealt = rounds(later, plan, first)
+        yield from self._dealt(rounds(later, plan, first), samples, begin, announced, None)
+
+    def _drawn(
+        self, order: DrawnOrder, begin: Begin, plan: ShardPlan, announced: deque[Announced]
+    ) -> Iterator[Any]:
+        [samples] = begin.behind.samples
+        restored = self.restored
+        first, again, later = order.behind(samples, plan.beginning, restored.turn if restored else 0)
+        dealt = self._dealt(rounds(later, plan, first), samples, begin, announced, order)
+        if restored is None:
+            return dealt
+        # So that each worker gets the batches that it would have had.
+        indices = chain((batch[0] if self.order.opaque else batch for batch in again), dealt)
+        return self._with_states(indices, len(again), restored)
+
+    def _with_states(self, indices: Iterator[Any], turn: int, restored: WorkerStates) -> Iterator[Any]:
+        """``indices`` of which the first ones behind ``turn`` bring the workers' generators to where they stood."""
+        yield from islice(indices, turn)
+        for i in range(turn, turn + self.workers):
+            index = next(indices, self)
+            if index is self:
+                return
+            states, restored.states[i % self.workers] = restored.states[i % self.workers], None
+            if isinstance(index, SeededIndex):
+                index.states = states
+            elif states is not None:
+                index = SeededIndex(index, None, None, states)
+            yield index
+        yield from indices
+
+    def _dealt(
+        self,
+        dealt: Iterator[Round[Any]],
+        samples: int,
+        begin: Begin,
+        announced: deque[Announced],
+        order: DrawnOrder | None,
+    ) -> Iterator[Any]:
         for left_out in islice(dealt, begin.left_out):
             samples += left_out.counts.total
         base, done = (samples,), 0
-        following = next(dealt, None)
-        coming = self._own_parts(following)
-        while following is not None:
-            this, following = following, next(dealt, None)
-            parts, coming = coming, self._own_parts(following)
+        for this, is_over, coming in self._with_ends(dealt, samples, order):
             start = samples
             samples += this.counts.total
             done += 1
+            parts = self._own_parts(this)
             if not parts:
                 continue
-            behind = None if following is None else Behind((samples,), base, (done,))
-            announced.append(Announced(this.counts, not coming, behind))
+            behind = None if is_over else Behind((samples,), base, (done,))
+            announced.append(Announced(this.counts, not coming, behind, 0 if order is None else order.digest))
             for rank, part in parts:
-                index = part[0] if order.opaque else part
-                if self.workers:
-                    key = (begin.seed, begin.epoch, start + sum(this.counts.rows[:rank]))
-                    # The first batches of an iteration go to the workers one by one.
-                    index = SeededIndex(index, key, begin.epoch if done <= self.workers else None)
-                yield index
+                index = part[0] if self.order.opaque else part
+                yield self._for_worker(index, begin, start + sum(this.counts.rows[:rank]), done)
+
+    def _with_ends(
+        self, dealt: Iterator[Round[Any]], samples: int, order: DrawnOrder | None
+    ) -> Iterator[tuple[Round[Any], bool, bool]]:
+        """Each round, whether the epoch is over with it, and whether these ranks have a batch in the next one."""
+        if order is not None and self.plan.world_size == 1 and order.is_over(samples) is not None:
+            # To look ahead would draw what the next batch needs before this one is trained on.
+            for this in dealt:
+                samples += this.counts.total
+                is_over = bool(order.is_over(samples))
+                yield this, is_over, not is_over
+            return
+        following = next(dealt, None)
+        while following is not None:
+            this, following = following, next(dealt, None)
+            yield this, following is None, bool(self._own_parts(following))
+
+    def _for_worker(self, index: Any, begin: Begin, place: int, number: int) -> Any:
+        """``index``, or what arrives in a worker as such, of the batch that begins at ``place`` in the order."""
+        if not self.workers:
+            return index
+        # The first batches of an iteration go to the workers one by one.
+        epoch = begin.epoch if number <= self.workers and self.announces_epoch else None
+        if begin.drawing is None or not self.torch_seeds:
+            return SeededIndex(index, (begin.seed, begin.epoch, place), epoch)
+        return index if epoch is None else SeededIndex(index, None, epoch)
 
     def _own_parts(self, dealt: Round[Any] | None) -> list[tuple[int, list[Any]]]:
         """Rank and rows, for those of ``ranks`` that have a batch in this round."""
@@ -110,29 +185,69 @@ def sample_count(batch_sampler: Any) -> int | None:
     return len(sampler) if isinstance(sampler, Sized) else None
 
 
-class MapReader:
-    """Reads a map-style dataset. What is known of a round stays in this process: batches arrive in order."""
+class DrawnBatches(Iterator[Any]):
+    """The batches that ``make`` gives, which goes through what is behind them first: now, or with the first batch."""
 
-    def __init__(self, inner: DataLoader[Any], batches: ShardedBatches, keeps_inner_state: bool) -> None:
+    def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
+        self._make = make
+        self._batches: Iterator[Any] | None = None
+
+    def come(self) -> Iterator[Any]:
+        if self._batches is None:
+            self._batches = self._make()
+        return self._batches
+
+    def __next__(self) -> Any:
+        return next(self.come())
+
+
+class MapReader:
+    """Reads a map-style dataset. What is known of a round stays in this process: batches arrive in order.
+
+    ``own`` is the generator of the user's loader. With ``torch_seeds`` torch seeds the workers, which say where their
+    generators stand.
+    """
+
+    def __init__(
+        self,
+        inner: DataLoader[Any],
+        batches: ShardedBatches,
+        keeps_inner_state: bool,
+        own: torch.Generator | None = None,
+        torch_seeds: bool = False,
+    ) -> None:
         self.inner = inner
         self.batches = batches
         self.keeps_inner_state = keeps_inner_state
         # Batches that workers hand over out of order cannot be matched with what was announced of them.
         self.has_position = inner.num_workers == 0 or getattr(inner, "in_order", True)
+        self.own = own
+        self.tells = torch_seeds and isinstance(inner.collate_fn, TellingCollate)
+        batches.torch_seeds = torch_seeds
+        # Others are made anew in each epoch, and get a dataset that knows it.
+        batches.announces_epoch = inner.persistent_workers or not torch_seeds
+        self._workers = WorkerStates.of(inner.num_workers)
+        self._loaded: WorkerStates | None = None
+        self._are_made = False
+        self._made_at: States | None = None
 
     def read(self, begin: Begin) -> Rounds:
-        seed_workers(self.inner, begin)
+        seed_workers(self.inner, begin, self.own)
         self.batches.begin = begin
         loaded = 0
         if begin.inner is not None:
             # The order is dealt from the base, and torchdata leaves out what came after that.
             self.inner.load_state_dict(begin.inner)  # type: ignore[attr-defined]
             [loaded] = begin.behind.rounds
-        source = iter(self.inner)
-        announced = self.batches.announced
+        source = iter(self.inner) if begin.drawing is None else self._begun(begin, begin.drawing)
+        return self._dealt(source, self.batches.announced, loaded)
+
+    def _dealt(self, source: Iterator[Any], announced: deque[Announced], loaded: int) -> Rounds:
         width = len(self.batches.ranks)
         exact = self.has_position and not self.batches.order.opaque
         alone = self.batches.plan.world_size == 1
+        if self.tells:
+            source = self._received(source)
         dealt = ([batch] for batch in source) if width == 1 else iter(lambda: list(islice(source, width)), [])
         for parts in dealt:
             # They were announced when torchdata left them out, just now.
@@ -140,8 +255,72 @@ class MapReader:
                 announced.popleft()
             loaded = 0
             counts: BatchCounts | None
-            counts, last, behind = announced.popleft()
+            counts, last, behind, digest = announced.popleft()
             if not exact:
                 counts = measured(parts[0]) if alone else None
             inner = self.inner.state_dict() if self.keeps_inner_state else None  # type: ignore[attr-defined]
-            yield Dealt(parts, counts, last, behind, inner)
+            yield Dealt(parts, counts, last, behind, inner, digest)
+
+    # -- workers whose generators torch has seeded ---------------------------------------------------
+
+    def worker_states(self, is_midway: bool) -> WorkerStates | None:
+        """What the next iteration must know of the workers; None: nothing."""
+        if self._loaded is not None:
+            return self._loaded
+        if not self.tells or not (is_midway or (self.inner.persistent_workers and self._are_made)):
+            return None
+        return self._workers if is_midway else replace(self._workers, turn=0, born=self._made_at)
+
+    def load_worker_states(self, states: WorkerStates | None) -> None:
+        fits = states is not None and self.tells and len(states.states) == self.inner.num_workers
+        self._loaded = states if fits else None
+
+    def _begun(self, begin: Begin, drawing: Drawing) -> Iterator[Any]:
+        persist = self.inner.persistent_workers
+        loaded, self._loaded = self._loaded, None
+        if not (drawing.is_replay or persist):
+            loaded = None
+        if persist and not self._are_made and loaded is not None and loaded.born is not None:
+            self._make_workers(loaded.born)
+        is_new = not (persist and self._are_made)
+        if loaded is not None:
+            self._workers = replace(loaded, born=loaded.born if persist else None)
+        elif is_new:
+            self._workers = WorkerStates.of(self.inner.num_workers)
+        else:
+            self._workers = replace(self._workers, turn=0, born=self._made_at)
+        if is_new:
+            self._are_made, self._made_at = True, drawing.start
+        left = self.batches.restored
+        if loaded is not None:
+            self.batches.restored = replace(loaded, states=list(loaded.states))
+        elif persist and left is not None and any(left.states):
+            # The epoch that was continued had no batch for some of the workers.
+            self.batches.restored = replace(left, turn=0)
+        else:
+            self.batches.restored = None
+        with drawing.beginning():
+            source = iter(self.inner)
+            if drawing.is_replay:
+                assert self.batches.latest is not None
+                self.batches.latest.come()
+                for _ in range(0 if loaded is None else loaded.turn):
+                    next(source)
+        return source
+
+    def _make_workers(self, born: States) -> None:
+        """Workers that persist, made in an epoch without samples, as the saved run made them."""
+        assert self.batches.begin.drawing is not None
+        self.batches.is_empty = True
+        with self.batches.begin.drawing.generators.at(born):
+            iter(self.inner)
+        self.batches.is_empty = False
+        self._are_made, self._made_at = True, born
+
+    def _received(self, source: Iterator[Any]) -> Iterator[Any]:
+        for message in source:
+            if isinstance(message, FromWorker):
+                self._workers.received(message)
+                yield message.batch
+            else:
+                yield message

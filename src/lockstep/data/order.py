@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -44,45 +45,60 @@ class GlobalOrder:
             CheckpointError: by the iterator, if none of these ends behind so many samples.
         """
         sampler = seeded_copy(self.sampler, epoch_generator(self.seed, epoch))
-        # Subclasses may make batches of their own.
-        cut = _batches_cut_anew if type(sampler) is BatchSampler else _whole_batches
-        drawn = draw_privately(cut(sampler, behind, beginning, self.opaque), epoch_seed(self.seed, epoch))
+        drawn = draw_privately(self._batches(sampler, behind, beginning), epoch_seed(self.seed, epoch))
         return next(drawn), drawn
+
+    def _batches(self, sampler: Any, behind: int, beginning: int) -> Iterator[Any]:
+        """First the list of batches at the beginning, then each later batch."""
+        if is_cut_anew(sampler):
+            size = sampler.batch_size
+            first, rest = later(sampler.sampler, behind, beginning * size)
+            yield list(grouped(first, size, drop_last=False))
+            yield from grouped(rest, size, sampler.drop_last)
+        else:
+            source = (one_batch(item, self.opaque) for item in sampler)
+            first = list(islice(source, beginning))
+            yield first
+            batches = chain(first, source)
+            skip_batches(batches, behind, type(sampler).__name__)
+            yield from batches
 
     def __len__(self) -> int:
         return len(self.sampler)
 
 
-def _batches_cut_anew(sampler: Any, behind: int, beginning: int, _: bool) -> Iterator[Any]:
-    """First the list of batches at the beginning, then each later batch."""
-    size = sampler.batch_size
-    first, rest = later(sampler.sampler, behind, beginning * size)
-    yield list(grouped(first, size, drop_last=False))
-    yield from grouped(rest, size, sampler.drop_last)
+def is_cut_anew(sampler: Any) -> bool:
+    """Whether batches may be cut at any sample: those of torch's ``BatchSampler``. Subclasses may make their own."""
+    return type(sampler) is BatchSampler
 
 
-def _whole_batches(sampler: Any, behind: int, beginning: int, opaque: bool) -> Iterator[Any]:
-    """First the list of batches at the beginning, then each later batch."""
-    source = iter(sampler)
-    first = [[item] if opaque else item for item in islice(source, beginning)]
-    yield first
-    passed = 0
-    for batch in chain(first, ([item] if opaque else item for item in source)):
-        if passed >= behind:
-            yield batch
-            continue
-        passed += len(batch)
-        if passed > behind:
+def one_batch(item: Any, opaque: bool) -> Any:
+    return [item] if opaque else item
+
+
+def skip_batches(batches: Iterator[Any], behind: int, name: str, kept: int = 1) -> deque[Any]:
+    """Take ``behind`` samples in whole batches from ``batches``, and return the last ``kept`` of these.
+
+    Raises:
+        CheckpointError: none of the batches of the sampler called ``name`` ends there.
+    """
+    passed, skipped = 0, deque[Any](maxlen=max(1, kept))
+    while passed < behind:
+        batch = next(batches, None)
+        if batch is None:
             raise CheckpointError(
-                f"The position is behind {behind} samples, but of the batches of {type(sampler).__name__} one ends "
-                f"behind {passed - len(batch)} and the next behind {passed}. Use the batch sampler of the saved run "
-                "until the epoch is over."
+                f"The position is behind {behind} samples, but {name} gives only {passed}. "
+                "Use the sampler of the saved run."
             )
-    if passed < behind:
+        passed += len(batch)
+        skipped.append(batch)
+    if passed > behind:
         raise CheckpointError(
-            f"The position is behind {behind} samples, but {type(sampler).__name__} gives only {passed}. "
-            "Use the sampler of the saved run."
+            f"The position is behind {behind} samples, but of the batches of {name} one ends "
+            f"behind {passed - len(skipped[-1])} and the next behind {passed}. Use the batch sampler of the saved run "
+            "until the epoch is over."
         )
+    return skipped
 
 
 def seeded_copy(sampler: Any, generator: torch.Generator) -> Any:
@@ -131,22 +147,22 @@ def initial_seed_of(loader: DataLoader[Any]) -> int:
     return torch.initial_seed()
 
 
-def announce_epoch(loader: DataLoader[Any], seed: int, epoch: int) -> None:
+def announce_epoch(loader: DataLoader[Any], seed: int, epoch: int, seeded: bool) -> None:
     """Call ``set_epoch`` of the dataset and the samplers that have it.
 
-    A dataset without ``set_epoch`` that holds a torch generator gets it seeded with ``seed + epoch``, so
-    that every rank reads the same stream.
+    Where the order is ``seeded``, a dataset without ``set_epoch`` that holds a torch generator gets it seeded with
+    ``seed + epoch``, so that every rank reads the same stream.
     """
-    announce_epoch_to(loader.dataset, seed, epoch)
+    announce_epoch_to(loader.dataset, seed, epoch, seeded)
     for sampler in samplers_of(loader):
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(epoch)
 
 
-def announce_epoch_to(dataset: Any, seed: int, epoch: int) -> None:
+def announce_epoch_to(dataset: Any, seed: int, epoch: int, seeded: bool) -> None:
     """``announce_epoch`` for a dataset alone, as in a worker process."""
     if callable(getattr(dataset, "set_epoch", None)):
         dataset.set_epoch(epoch)
     generator = getattr(dataset, "generator", None)
-    if isinstance(generator, torch.Generator) and not hasattr(dataset, "set_epoch"):
+    if seeded and isinstance(generator, torch.Generator) and not hasattr(dataset, "set_epoch"):
         generator.manual_seed(epoch_seed(seed, epoch))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+from lockstep.data.drawn import Drawing, SavedDraws
 from lockstep.errors import CheckpointError
 
 
@@ -46,13 +47,17 @@ def nothing(workers: int) -> Behind:
 class Position:
     """A place in an epoch. ``inner`` is the state of torchdata's loader there, where one is kept.
 
-    ``same_world``: it was not loaded from a run with another number of ranks.
+    ``same_world``: it was not loaded from a run with another number of ranks. ``drawing``: how the loader's own
+    samplers draw the order of this epoch (None: the order is a function of seed and epoch, or the epoch has not
+    begun). ``digest``: the checksum of the samples behind.
     """
 
     epoch: int
     behind: Behind
     inner: dict[str, Any] | None = None
     same_world: bool = True
+    drawing: Drawing | None = None
+    digest: int = 0
 
     @property
     def is_midway(self) -> bool:
@@ -90,6 +95,8 @@ class Iteration:
     behind: Behind | None
     inner: dict[str, Any] | None = None
     running: bool = True
+    drawing: Drawing | None = None
+    digest: int = 0
 
 
 @dataclass
@@ -97,10 +104,11 @@ class Epochs:
     """What a loader and its copies that skip batches share.
 
     ``seed`` of the order, the ``next`` epoch, the iteration that began last, and the position that the next
-    one continues from.
+    one continues from. ``seeded``: the order is a function of seed and epoch.
     """
 
     seed: int
+    seeded: bool = True
     next: int = 0
     latest: Iteration | None = None
     loaded: Position | None = None
@@ -118,7 +126,9 @@ class Epochs:
         latest = self.latest
         if latest is None or latest.behind is None:
             return Position(self.next, nothing(streams))
-        return Position(latest.epoch, latest.behind, latest.inner)
+        return Position(
+            latest.epoch, latest.behind, latest.inner, drawing=latest.drawing, digest=latest.digest
+        )
 
     def begin(self, streams: int) -> tuple[Position, Iteration]:
         """Start an iteration: where it begins, and the record of it."""
@@ -128,14 +138,16 @@ class Epochs:
         if loaded is not None and loaded.epoch == self.next:
             begin = loaded
         self.next += 1
-        self.latest = Iteration(begin.epoch, begin.behind, begin.inner)
+        self.latest = Iteration(
+            begin.epoch, begin.behind, begin.inner, drawing=begin.drawing, digest=begin.digest
+        )
         return begin, self.latest
 
 
-def state_of(position: Position, seed: int, setup: Setup) -> dict[str, Any]:
-    """Plain values (and torchdata's state): what ``read_state`` reads."""
+def state_of(position: Position, seed: int, setup: Setup, draws: SavedDraws | None) -> dict[str, Any]:
+    """Plain values, tensors of generators, and torchdata's state: what ``read_state`` reads."""
     behind = position.behind
-    return {
+    state = {
         "epoch": position.epoch,
         "seed": seed,
         "samples": list(behind.samples),
@@ -145,6 +157,7 @@ def state_of(position: Position, seed: int, setup: Setup) -> dict[str, Any]:
         "inner": position.inner,
         **asdict(setup),
     }
+    return state if draws is None else {**state, "draws": draws.plain()}
 
 
 # Key of a state -> the types it may have; "counts" is a list of whole numbers from 0.
@@ -167,8 +180,10 @@ FIELDS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def read_state(state: Any, here: Setup, keeps_inner_state: bool) -> tuple[Position, int]:
-    """The position that ``state`` gives a loader set up as ``here``, and the seed of its order.
+def read_state(state: Any, here: Setup, keeps_inner_state: bool) -> tuple[Position, int, SavedDraws | None]:
+    """The position that ``state`` gives a loader set up as ``here``, the seed of its order, and what it draws.
+
+    Without draws the order is a function of the seed and the epoch: so it is always in states of version 0.1.
 
     Raises:
         CheckpointError: ``state`` is not one of ``state_of``, or of other data.
@@ -187,7 +202,11 @@ def read_state(state: Any, here: Setup, keeps_inner_state: bool) -> tuple[Positi
     elif not same_dealing:
         behind = behind.dealt_anew()
     same_world = saved.world_size == here.world_size
-    return Position(state["epoch"], behind, inner, same_world), state["seed"]
+    draws = SavedDraws.read(state["draws"]) if "draws" in state else None
+    if draws is not None and not (same_dealing and saved.num_workers == here.num_workers):
+        # Other workers get other batches.
+        draws = replace(draws, workers=None)
+    return Position(state["epoch"], behind, inner, same_world), state["seed"], draws
 
 
 MOST_SAMPLES = 2**48
@@ -199,7 +218,10 @@ def _check_fields(state: Any) -> None:
         raise CheckpointError(
             f"The state of a loader is a {type(state).__name__} instead of a dict. Pass what state_dict() returned."
         )
-    missing, unknown = sorted(FIELDS.keys() - state.keys()), sorted(map(str, state.keys() - FIELDS.keys()))
+    missing, unknown = (
+        sorted(FIELDS.keys() - state.keys()),
+        sorted(map(str, state.keys() - FIELDS.keys() - {"draws"})),
+    )
     if missing or unknown:
         parts = [f"lacks {', '.join(missing)}"] if missing else []
         parts += [f"has the unknown {', '.join(unknown)}"] if unknown else []

@@ -17,12 +17,15 @@ from lockstep.config.enums import RNGType
 from lockstep.config.handlers import DataLoaderConfiguration
 from lockstep.data.checks import batches_by_sampler, check_lengths, decide, is_iterable, lengths
 from lockstep.data.dispatch import dispatched
+from lockstep.data.drawn import draws_nothing, generators_of, with_seedable
 from lockstep.data.loader import LoaderParts, PreparedLoader
 from lockstep.data.map_reader import MapReader, ShardedBatches
 from lockstep.data.order import GlobalOrder, initial_seed_of
 from lockstep.data.readers import Reader
+from lockstep.data.rng import States
 from lockstep.data.shard import ShardPlan
 from lockstep.data.stream import ResumableStream, ShardedStream, StreamReader, as_it_is
+from lockstep.data.worker_states import TellingCollate
 from lockstep.errors import ConfigError, MissingExtraError, UsageError
 from lockstep.runtime.process import Runtime, start
 from lockstep.runtime.seed import check_rng_types, synchronize_rng_states
@@ -80,13 +83,28 @@ def prepare_loader(
                 f"dispatch_batches=True needs {world_size} running processes, but this one is alone. "
                 "Pass dispatch_batches=False to look at one rank's part."
             )
-    seed = initial_seed_of(loader) if config.data_seed is None else config.data_seed
+    # Ranks that stand in for others cannot ask rank 0 what it draws.
+    draws = not (stands_in or is_iterable(loader)) and draws_order(loader, config)
+    seed = seed_of(loader, config, draws)
     batches, samples = lengths(loader)
     if shared is not None:
         seed, *lengths_of_main = shared.broadcast_object_list([seed, batches, samples], from_process=0)
         with together(shared):
             check_lengths((batches, samples), tuple(lengths_of_main), rank, dispatch)
-    reader = make_reader(loader, plan, seed, range(world_size) if dispatch else (rank,), config)
+    is_alone = runtime.world_size == 1
+    sampler, seedable = order_sampler(loader), None
+    if draws and config.use_seedable_sampler:
+        sampler, seedable = with_seedable(sampler, seed)
+    reader = make_reader(
+        loader,
+        sampler,
+        plan,
+        seed,
+        range(world_size) if dispatch else (rank,),
+        config,
+        torch_seeds=draws and is_alone,
+    )
+    asks_rank_0 = draws and not dispatch and not draws_nothing(sampler)
     return PreparedLoader(
         LoaderParts(
             original=loader,
@@ -107,6 +125,9 @@ def prepare_loader(
             else None,
             # The generator needs nothing: the order is common already.
             before_epoch=partial(synchronize_rng_states, kinds),
+            generators=generators_of(loader) if draws else None,
+            seedable=seedable,
+            common_states=partial(states_of_rank_0, shared) if asks_rank_0 and shared is not None else None,
         )
     )
 
@@ -160,16 +181,42 @@ def prepare_data_loader(
     )
 
 
+def states_of_rank_0(communicator: Communicator, states: States) -> States:
+    common: States = communicator.broadcast_object_list([states], from_process=0)[0]
+    return common
+
+
+def draws_order(loader: DataLoader[Any], config: DataLoaderConfiguration) -> bool:
+    """Whether the loader's samplers draw the order, as without Lockstep; else it is a function of seed and epoch."""
+    if config.data_seed is not None and not config.use_seedable_sampler:
+        return False
+    # What torchdata keeps of a dataset with a state counts from an order that can be drawn at any time.
+    return not (loader_class(loader, config) is not DataLoader and saves_itself(loader.dataset))
+
+
+def seed_of(loader: DataLoader[Any], config: DataLoaderConfiguration, draws: bool) -> int:
+    if config.data_seed is not None:
+        return config.data_seed
+    # Accelerate's seedable sampler does not ask for the loader's generator.
+    return torch.initial_seed() if draws and config.use_seedable_sampler else initial_seed_of(loader)
+
+
+def order_sampler(loader: DataLoader[Any]) -> Any:
+    """The sampler of batches of indices, or of indices where the dataset makes batches itself."""
+    sampler = batches_by_sampler(loader)
+    return loader.sampler if sampler is None else sampler
+
+
 def make_reader(
     loader: DataLoader[Any],
+    sampler: Any,
     plan: ShardPlan,
     seed: int,
     ranks: Sequence[int],
     config: DataLoaderConfiguration,
+    torch_seeds: bool,
 ) -> Reader:
     options = carried_options(loader)
-    # Seeds of workers are drawn from it, never from a generator that the training loop uses.
-    options["generator"] = torch.Generator()
     build = loader_class(loader, config)
     stateful = build is not DataLoader and saves_itself(loader.dataset)
     if is_iterable(loader):
@@ -186,15 +233,17 @@ def make_reader(
         )
         inner = build(stream, batch_size=None, collate_fn=as_it_is, **options)
         return StreamReader(inner, stream, keeps_state)
-    sampler = batches_by_sampler(loader)
-    opaque = sampler is None
-    order = GlobalOrder(loader.sampler if opaque else sampler, seed, opaque)
+    order = GlobalOrder(sampler, seed, opaque=batches_by_sampler(loader) is None)
     batches = ShardedBatches(order, plan, ranks, loader.num_workers)
     if loader.batch_sampler is None:
         options.update(sampler=batches, batch_size=None)
     else:
         options.update(batch_sampler=batches)
-    return MapReader(build(loader.dataset, collate_fn=loader.collate_fn, **options), batches, stateful)
+    collate_fn = cast(Any, loader.collate_fn)
+    if torch_seeds and loader.num_workers and getattr(loader, "in_order", True):
+        collate_fn = TellingCollate(collate_fn)
+    inner = build(loader.dataset, collate_fn=collate_fn, **options)
+    return MapReader(inner, batches, stateful, loader.generator, torch_seeds)
 
 
 def saves_itself(dataset: Any) -> bool:

@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch.utils.data import DataLoader
 
 from lockstep.comm.tree import find_batch_size
+from lockstep.data.drawn import Drawing
 from lockstep.data.position import Behind
 from lockstep.data.rng import mixed_seed
+from lockstep.data.worker_states import WorkerStates
 from lockstep.runtime.step import BatchCounts
 
 
@@ -22,7 +25,8 @@ from lockstep.runtime.step import BatchCounts
 class Begin:
     """Where reading begins: ``left_out`` rounds after what is ``behind``.
 
-    ``inner`` is the state of torchdata's loader for that place, where one is kept.
+    ``inner`` is the state of torchdata's loader for that place, where one is kept. ``drawing``: the loader's own
+    samplers draw the order (None: it is a function of seed and epoch).
     """
 
     seed: int
@@ -30,13 +34,15 @@ class Begin:
     behind: Behind
     inner: dict[str, Any] | None = None
     left_out: int = 0
+    drawing: Drawing | None = None
 
 
 class Dealt(NamedTuple):
     """One round: a batch for each of the reader's ranks.
 
     ``behind`` is the position after it; None: the epoch is over with it. ``last``: these ranks have no later batch.
-    ``inner`` is the state of torchdata's loader after it, where one is kept.
+    ``inner`` is the state of torchdata's loader after it, where one is kept, ``digest`` the checksum of the samples
+    up to it, where one is needed.
     """
 
     batches: list[Any]
@@ -44,6 +50,7 @@ class Dealt(NamedTuple):
     last: bool
     behind: Behind | None
     inner: dict[str, Any] | None = None
+    digest: int = 0
 
 
 Rounds = Iterator[Dealt]
@@ -63,11 +70,22 @@ class Reader(Protocol):
 
     def read(self, begin: Begin) -> Rounds: ...
 
+    def worker_states(self, is_midway: bool) -> WorkerStates | None:
+        """What a run that continues here must know of workers that torch has seeded."""
 
-def seed_workers(inner: DataLoader[Any], begin: Begin) -> None:
-    """Let the seed that ``inner`` draws for its workers depend on seed and epoch, and on no global generator."""
-    if inner.generator is not None:
-        inner.generator.manual_seed(mixed_seed(begin.seed, begin.epoch))
+    def load_worker_states(self, states: WorkerStates | None) -> None:
+        """Let the next iteration go on with workers in these states."""
+
+
+def seed_workers(inner: DataLoader[Any], begin: Begin, own: torch.Generator | None) -> None:
+    """Let ``inner`` draw the seed of its workers as torch does for the user's loader, whose generator is ``own``.
+
+    Where the order is a function of seed and epoch that seed is one too, and no global generator is drawn from.
+    """
+    if begin.drawing is not None:
+        inner.generator = own
+    else:
+        inner.generator = torch.Generator().manual_seed(mixed_seed(begin.seed, begin.epoch))
 
 
 def row_count(batch: Any) -> int | None:

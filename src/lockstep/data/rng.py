@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from lockstep.errors import CheckpointError
+
 T = TypeVar("T")
 
 
@@ -61,11 +63,109 @@ def draw_privately(
 
 def generator_states() -> dict[str, Any]:
     """The states of the global CPU generators as tensors and plain values, for ``set_generator_states``."""
-    states = _read_states()
-    version, words, gauss = states["python"]
-    numpy_kind, numpy_words, *numpy_rest = states["numpy"]
-    return {
-        "torch": states["torch"],
+    return plain_states(Generators().read())
+
+
+def set_generator_states(states: Mapping[str, Any]) -> None:
+    Generators().write(states_of(states))
+
+
+States = list[Any]
+"""States of torch's, Python's and NumPy's global generator, then of a loader's own ones."""
+
+
+class Generators:
+    """The generators that a loader may draw from: the global ones on the CPU, and ``own``, which it holds."""
+
+    def __init__(self, own: Iterable[torch.Generator] = ()) -> None:
+        self.own = tuple(own)
+
+    def read(self) -> States:
+        own = [generator.get_state() for generator in self.own]
+        return [torch.get_rng_state(), random.getstate(), np.random.get_state(), *own]
+
+    def write(self, states: States) -> None:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+        for generator, state in zip(self.own, states[3:], strict=True):
+            generator.set_state(state)
+
+    @contextmanager
+    def at(self, states: States) -> Iterator[None]:
+        """Inside, the generators stand at ``states``; afterwards where they stood before."""
+        before = self.read()
+        self.write(states)
+        try:
+            yield
+        finally:
+            self.write(before)
+
+
+class PrivateDraws:
+    """Numbers drawn from copies of ``generators``, which begin at ``states``.
+
+    The generators themselves follow, each as long as nobody else draws from it: so they end where drawing from them
+    would have led, and whoever else draws does not change what is drawn here.
+    """
+
+    def __init__(self, generators: Generators, states: States) -> None:
+        self.generators = generators
+        self.states = states
+        self.shown = states
+        self._is_drawing = False
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Draw inside; the generators stay where they are."""
+        if self._is_drawing:
+            yield
+            return
+        self._is_drawing = True
+        try:
+            with self.generators.at(self.states):
+                try:
+                    yield
+                finally:
+                    self.states = self.generators.read()
+        finally:
+            self._is_drawing = False
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Draw inside; afterwards the generators follow."""
+        is_inner = self._is_drawing
+        with self.hidden():
+            yield
+        if not is_inner:
+            self.show(self.states)
+
+    def show(self, states: States) -> None:
+        """Bring those generators to ``states`` that are where the last call of this has brought them."""
+        now = self.generators.read()
+        follow = [
+            new if same_state(own, old) else own
+            for own, old, new in zip(now, self.shown, states, strict=True)
+        ]
+        self.generators.write(follow)
+        self.shown = states
+
+
+def same_state(one: Any, other: Any) -> bool:
+    """Whether two states of one generator are equal."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one[1], np.ndarray):
+        return bool(np.array_equal(one[1], other[1])) and one[2:] == other[2:]
+    return bool(one == other)
+
+
+def plain_states(states: States) -> dict[str, Any]:
+    """``states`` as tensors and plain values; ``states_of`` reads them."""
+    version, words, gauss = states[1]
+    numpy_kind, numpy_words, *numpy_rest = states[2]
+    plain = {
+        "torch": states[0],
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
         "numpy": {
             "kind": numpy_kind,
@@ -73,17 +173,53 @@ def generator_states() -> dict[str, Any]:
             "rest": [int(numpy_rest[0]), int(numpy_rest[1]), float(numpy_rest[2])],
         },
     }
+    return plain | ({"own": states[3:]} if states[3:] else {})
 
 
-def set_generator_states(states: Mapping[str, Any]) -> None:
-    python, numpy_state = states["python"], states["numpy"]
-    words = numpy_state["words"].numpy().astype(np.uint32)
-    _write_states(
-        {
-            "torch": states["torch"],
-            "python": (python["version"], tuple(python["words"].tolist()), python["gauss"]),
-            "numpy": (numpy_state["kind"], words, *numpy_state["rest"]),
-        }
+def states_of(plain: Mapping[str, Any]) -> States:
+    """The states that ``plain_states`` wrote.
+
+    Raises:
+        CheckpointError: they are not states of generators.
+    """
+    try:
+        python, numpy_state = plain["python"], plain["numpy"]
+        words = numpy_state["words"].numpy().astype(np.uint32)
+        states = [
+            plain["torch"],
+            (python["version"], tuple(python["words"].tolist()), python["gauss"]),
+            (numpy_state["kind"], words, *numpy_state["rest"]),
+        ]
+        # Generators of no use take them first: what they refuse must not change the run.
+        random.Random().setstate(states[1])
+        np.random.RandomState().set_state(states[2])
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        IndexError,
+        OverflowError,
+    ) as error:
+        raise _no_states(error) from error
+    return [*check_own(states[:1]), *states[1:], *check_own(list(plain.get("own", ())))]
+
+
+def check_own(states: list[Any]) -> list[torch.Tensor]:
+    """``states``, if torch's generators on the CPU take them. Raises CheckpointError."""
+    try:
+        for state in states:
+            torch.Generator().set_state(state)
+    except (TypeError, RuntimeError) as error:
+        raise _no_states(error) from error
+    return states
+
+
+def _no_states(error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"The state of a loader holds a state of random number generators that is none ({error}). "
+        "Pass what state_dict() returned, unchanged."
     )
 
 

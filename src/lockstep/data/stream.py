@@ -20,6 +20,7 @@ from lockstep.data.rng import (
     set_generator_states,
 )
 from lockstep.data.shard import Round, ShardPlan, grouped, later, rounds
+from lockstep.data.worker_states import WorkerStates
 from lockstep.runtime.step import BatchCounts
 
 # What a stream yields: number of the worker, samples in the round, batches of its ranks (None: one has none), counts.
@@ -101,7 +102,7 @@ class ShardedStream(IterableDataset[Any]):
         number = 0 if worker is None else worker.id
         if worker is not None:
             seed_generators(mixed_seed(seed, epoch, number))
-            announce_epoch_to(self._dataset, seed, epoch)
+            announce_epoch_to(self._dataset, seed, epoch, seeded=True)
         if isinstance(self._dataset, IterDataPipe):
             # What torch's loader does for one that it holds itself.
             generator = torch.Generator().manual_seed(mixed_seed(seed, epoch))
@@ -217,8 +218,14 @@ class StreamReader:
         # Batches of one worker never overtake each other, and each worker's are counted.
         self.has_position = True
 
+    def worker_states(self, is_midway: bool) -> WorkerStates | None:
+        return None
+
+    def load_worker_states(self, states: WorkerStates | None) -> None:
+        pass
+
     def read(self, begin: Begin) -> Rounds:
-        seed_workers(self.inner, begin)
+        seed_workers(self.inner, begin, None)
         if begin.inner is None:
             self.stream._stream_start.give(begin.seed, begin.epoch, begin.behind)
         else:

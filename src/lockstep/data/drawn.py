@@ -1,0 +1,323 @@
+"""The order that the loader's own samplers draw, from the generators that torch's loader would let them draw from.
+
+torch's loader draws at known moments: when an iteration begins, it may draw in ``iter(sampler)`` and draws one number
+that seeds its workers; a ``RandomSampler`` without a generator draws its seed when the first batch is asked for. In a
+process on its own all of these are left to torch. Several processes draw privately, each from copies of the generators
+of rank 0, so that they have one order whatever else each of them draws.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lockstep.data.order import is_cut_anew, one_batch, samplers_of, skip_batches
+from lockstep.data.rng import (
+    Generators,
+    PrivateDraws,
+    States,
+    check_own,
+    epoch_seed,
+    plain_states,
+    states_of,
+)
+from lockstep.data.shard import grouped
+from lockstep.data.worker_states import WorkerStates
+from lockstep.errors import CheckpointError
+
+_UNCHANGED = "Pass what state_dict() returned, unchanged."
+
+BLOCK = 4096
+"""Samples (or batches) that several processes draw at once."""
+
+
+class SeedableRandomSampler(Sampler[int]):
+    """What ``sampler`` gives under a generator seeded with ``seed + epoch`` at the beginning of each iteration."""
+
+    def __init__(self, sampler: RandomSampler, seed: int) -> None:
+        self.sampler = copy.copy(sampler)
+        if self.sampler.generator is None:
+            self.sampler.generator = torch.Generator()
+        self.seed = seed
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.sampler.generator.manual_seed(epoch_seed(self.seed, self.epoch))
+        yield from self.sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+def with_seedable(sampler: Any, seed: int) -> tuple[Any, SeedableRandomSampler | None]:
+    """``sampler``, or a copy of it, in which a ``RandomSampler`` is seeded for each epoch; and what does that."""
+    if isinstance(sampler, RandomSampler):
+        seedable = SeedableRandomSampler(sampler, seed)
+        return seedable, seedable
+    if isinstance(getattr(sampler, "sampler", None), RandomSampler):
+        duplicate = copy.copy(sampler)
+        duplicate.sampler = SeedableRandomSampler(sampler.sampler, seed)
+        return duplicate, duplicate.sampler
+    return sampler, None
+
+
+def generators_of(loader: DataLoader[Any]) -> Generators:
+    """The global generators and those that loader, samplers and dataset hold, each once."""
+    found: list[torch.Generator] = []
+    for holder in (loader, *samplers_of(loader), loader.dataset):
+        own = getattr(holder, "generator", None)
+        if isinstance(own, torch.Generator) and all(own is not other for other in found):
+            found.append(own)
+    return Generators(found)
+
+
+def draws_nothing(sampler: Any) -> bool:
+    """Whether the order is the same from any state of the generators."""
+    if type(sampler) is BatchSampler:
+        return draws_nothing(sampler.sampler)
+    return type(sampler) in (SequentialSampler, SeedableRandomSampler, range, list, tuple)
+
+
+def draws_at_once(sampler: Any) -> bool:
+    """Whether the order is settled by what is drawn until the first sample, whatever is drawn later."""
+    if type(sampler) is BatchSampler:
+        return draws_at_once(sampler.sampler)
+    if type(sampler) is RandomSampler and sampler.generator is not None:
+        return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
+    return draws_nothing(sampler) or type(sampler) in (
+        RandomSampler,
+        SubsetRandomSampler,
+        WeightedRandomSampler,
+    )
+
+
+@dataclass
+class Drawing:
+    """What is drawn for one epoch, and from where.
+
+    ``start``: the generators before the iteration began. ``first``: before the samplers were asked for the first
+    sample (None: they were not). ``is_replay``: the epoch was begun elsewhere, and is drawn again up to where it
+    stands. ``private``: several processes draw. ``digest``: the checksum of the samples behind a loaded position.
+    """
+
+    generators: Generators
+    start: States
+    first: States | None = None
+    private: PrivateDraws | None = None
+    is_replay: bool = False
+    digest: int | None = None
+
+    def beginning(self) -> AbstractContextManager[None]:
+        """In which torch's loader begins the iteration, and a replay comes to where the epoch stands."""
+        if self.private is not None:
+            return self._replayed(self.private) if self.is_replay else self.private.followed()
+        return self.generators.at(self.start) if self.is_replay else nullcontext()
+
+    def first_is_asked_for(self) -> None:
+        if self.first is None:
+            self.first = self.generators.read()
+        elif self.is_replay:
+            self.generators.write(self.first)
+
+    def _replayed(self, private: PrivateDraws) -> AbstractContextManager[None]:
+        return _Replayed(private)
+
+
+@dataclass(frozen=True)
+class SavedDraws:
+    """What the state of a loader says of a ``Drawing``; ``start`` is None between epochs.
+
+    ``own``: the states of the loader's own generators when it was saved. ``seedable``: a ``RandomSampler`` is seeded
+    for each epoch.
+    """
+
+    seedable: bool
+    own: list[torch.Tensor]
+    start: States | None
+    first: States | None
+    digest: int
+    workers: WorkerStates | None
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "seedable": self.seedable,
+            "own": self.own,
+            "start": None if self.start is None else plain_states(self.start),
+            "first": None if self.first is None else plain_states(self.first),
+            "digest": self.digest,
+            "workers": None if self.workers is None else self.workers.plain(),
+        }
+
+    @classmethod
+    def read(cls, plain: Any) -> SavedDraws:
+        """What ``plain`` returned. Raises CheckpointError if that is not what this is."""
+        kinds = {"seedable": bool, "own": list, "start": dict, "first": dict, "digest": int, "workers": dict}
+        if not isinstance(plain, dict) or plain.keys() != kinds.keys():
+            raise CheckpointError(f"'draws' in the state of a loader is not what it can be. {_UNCHANGED}")
+        for name, kind in kinds.items():
+            value = plain[name]
+            if type(value) is not kind and not (value is None and name in ("start", "first", "workers")):
+                raise CheckpointError(
+                    f"'{name}' of the draws in the state of a loader is {value!r}. {_UNCHANGED}"
+                )
+        start, first = plain["start"], plain["first"]
+        for states in (start, first):
+            if states is not None and len(states_of(states)) != 3 + len(plain["own"]):
+                raise CheckpointError(
+                    f"The state of a loader has the states of {len(plain['own'])} generators of its own, but at the "
+                    f"beginning of the epoch of {len(states_of(states)) - 3}. {_UNCHANGED}"
+                )
+        return cls(
+            plain["seedable"],
+            check_own(plain["own"]),
+            None if start is None else states_of(start),
+            None if first is None else states_of(first),
+            plain["digest"],
+            None if plain["workers"] is None else WorkerStates.read(plain["workers"]),
+        )
+
+    def check_fits(self, seedable: bool, own: int, is_midway: bool, reads: bool) -> None:
+        """Raise CheckpointError if a loader with so many generators of its own cannot continue here."""
+        if len(self.own) != own:
+            raise CheckpointError(
+                f"The position was saved of a loader that, with its samplers and its dataset, holds {len(self.own)} "
+                f"generators, but this one holds {own}. Give it the generators of the saved run."
+            )
+        if is_midway and self.seedable != seedable:
+            raise CheckpointError(
+                f"The position was saved with use_seedable_sampler={self.seedable}, but this loader has "
+                f"use_seedable_sampler={seedable}, which is another order. Use that of the saved run until the epoch "
+                "is over."
+            )
+        if is_midway and reads and self.start is None:
+            raise CheckpointError(
+                "The position was saved by a rank that got its batches from rank 0, but here this rank reads for "
+                "itself. Use dispatch_batches=True until the epoch is over."
+            )
+
+
+class _Replayed(AbstractContextManager[None]):
+    """Draws in which the generators do not follow, as they have done so where the epoch was begun."""
+
+    def __init__(self, private: PrivateDraws) -> None:
+        self.private = private
+        self.hidden = private.hidden()
+
+    def __enter__(self) -> None:
+        self.hidden.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.hidden.__exit__(*error)
+        self.private.shown = self.private.states
+
+
+class DrawnOrder:
+    """One epoch of the batches that ``sampler`` gives, asked for when they are wanted."""
+
+    def __init__(self, sampler: Any, opaque: bool, drawing: Drawing) -> None:
+        self.sampler = sampler
+        self.opaque = opaque
+        self.drawing = drawing
+        self.keeps_digest = not draws_at_once(sampler)
+        self.digest = 0
+        self._is_cut = is_cut_anew(sampler)
+        # torch's loader calls iter now, and asks for the first batch later. That of a BatchSampler draws nothing.
+        self._source = None if self._is_cut else iter(sampler)
+        self._opened_source: Iterator[Any] | None = None
+        self._items = self._drawn()
+        self._given = 0
+
+    def behind(self, samples: int, beginning: int, kept: int) -> tuple[list[Any], list[Any], Iterator[Any]]:
+        """The first ``beginning`` batches, the last ``kept`` ones before ``samples``, and those behind these.
+
+        Nothing behind ``samples`` is drawn yet.
+
+        Raises:
+            CheckpointError: no batch ends there, or what comes before is not what was saved.
+        """
+        if self._is_cut:
+            size = self.sampler.batch_size
+            head = list(islice(self._items, beginning * size))
+            passed = deque(islice(chain(head, self._items), samples), maxlen=max(1, kept * size))
+            later = chain(head[samples:], self._items)
+            found = (
+                list(grouped(head, size, drop_last=False)),
+                list(grouped(passed, size, drop_last=False)) if kept else [],
+                grouped(later, size, self.sampler.drop_last),
+            )
+        else:
+            source = self._whole()
+            head = list(islice(source, beginning))
+            batches = chain(head, source)
+            skipped = skip_batches(batches, samples, type(self.sampler).__name__, kept)
+            found = head, list(skipped) if kept else [], batches
+        expected = self.drawing.digest
+        if samples and expected is not None and self.keeps_digest and self.digest != expected:
+            raise CheckpointError(
+                f"{type(self.sampler).__name__} does not give the same first {samples} samples again: something else "
+                "draws from its generators between its samples, or it is another sampler. Begin the epoch anew with "
+                "loader.set_epoch(loader.epoch + 1), or train with DataLoaderConfiguration(data_seed=...), where the "
+                "order is a function of seed and epoch."
+            )
+        return found
+
+    def is_over(self, samples: int) -> bool | None:
+        """Whether the batch that was given last, behind which are ``samples``, is the last one (None: not known)."""
+        try:
+            if not self._is_cut:
+                return self._given == len(self.sampler)
+            left = len(self.sampler.sampler) - samples
+            return left < (self.sampler.batch_size if self.sampler.drop_last else 1)
+        except (TypeError, NotImplementedError):
+            return None
+
+    def _whole(self) -> Iterator[Any]:
+        for item in self._items:
+            self._given += 1
+            yield one_batch(item, self.opaque)
+
+    def _drawn(self) -> Iterator[Any]:
+        """What the sampler gives, sample by sample, or batch by batch where it makes batches itself."""
+        private = self.drawing.private
+        if private is None:
+            # Nothing is drawn but what the next sample needs, as in torch's loader.
+            source = self._opened()
+            yield from self._checked(source) if self.keeps_digest else source
+            return
+        for block in iter(partial(self._block, private), []):
+            yield from self._checked(block) if self.keeps_digest else block
+
+    def _block(self, private: PrivateDraws) -> list[Any]:
+        with private.followed():
+            if self._opened_source is None:
+                self._opened_source = self._opened()
+            return list(islice(self._opened_source, BLOCK))
+
+    def _opened(self) -> Iterator[Any]:
+        self.drawing.first_is_asked_for()
+        return iter(self.sampler.sampler) if self._source is None else self._source
+
+    def _checked(self, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            # By samples: another batch size cuts the same ones.
+            for index in [item] if self._is_cut or self.opaque else item:
+                self.digest = zlib.crc32(repr(index).encode(), self.digest)
+            yield item

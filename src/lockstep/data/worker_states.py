@@ -1,0 +1,101 @@
+"""The generators of a loader's worker processes, which torch seeds: told with each batch, so that a run can continue.
+
+A worker's generators depend on all that it has read. So what a worker hands over says where its generators stand, if
+they have moved, and after a load the first batch that a worker gets brings them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import get_worker_info
+
+from lockstep.data.rng import Generators, States, plain_states, same_state, states_of
+from lockstep.errors import CheckpointError
+
+
+class FromWorker(NamedTuple):
+    """A batch, the worker that made it, and where its generators stand (None: where they stood before)."""
+
+    batch: Any
+    worker: int
+    states: Any
+
+
+class TellingCollate:
+    """``collate``, whose results a worker process hands over as ``FromWorker``."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+        self.told: States | None = None
+
+    def __call__(self, rows: Any) -> Any:
+        batch = self.collate(rows)
+        worker = get_worker_info()
+        if worker is None:
+            return batch
+        states = Generators().read()
+        if self.told is not None and all(map(same_state, states, self.told)):
+            return FromWorker(batch, worker.id, None)
+        self.told = states
+        # As an array: a tensor would travel through shared memory of its own.
+        return FromWorker(batch, worker.id, Told(states))
+
+
+class Told:
+    """States on their way out of a worker: torch's as bytes, which no thread that pins memory looks into."""
+
+    def __init__(self, states: States) -> None:
+        self.torch = states[0].numpy().tobytes()
+        self.others = states[1:]
+
+    def states(self) -> States:
+        return [torch.frombuffer(bytearray(self.torch), dtype=torch.uint8), *self.others]
+
+
+@dataclass
+class WorkerStates:
+    """What is known of the generators of worker processes that torch has seeded.
+
+    ``turn``: the worker whose batch is next. ``states``: by worker, where its generators stood behind its last batch
+    that was handed over (None: none was). ``born``: the generators of this process before workers that persist were
+    made, unless that was at the beginning of this epoch.
+    """
+
+    states: list[States | None]
+    turn: int = 0
+    born: States | None = None
+
+    @classmethod
+    def of(cls, workers: int) -> WorkerStates:
+        return cls([None] * workers)
+
+    def received(self, message: FromWorker) -> None:
+        self.turn = (message.worker + 1) % len(self.states)
+        if message.states is not None:
+            self.states[message.worker] = message.states.states()
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "turn": self.turn,
+            "states": [None if states is None else plain_states(states) for states in self.states],
+            "born": None if self.born is None else plain_states(self.born),
+        }
+
+    @classmethod
+    def read(cls, plain: Any) -> WorkerStates:
+        """What ``plain`` returned. Raises CheckpointError if that is not what this is."""
+        try:
+            turn, states, born = plain["turn"], plain["states"], plain["born"]
+            known = [None if item is None else states_of(item) for item in states]
+            if type(turn) is not int or not 0 <= turn < max(1, len(known)):
+                raise ValueError(f"turn {turn!r} of {len(known)} workers")
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"The state of a loader says of its workers what it cannot ({error}). "
+                "Pass what state_dict() returned, unchanged."
+            ) from error
+        return cls(known, turn, None if born is None else states_of(born))
