@@ -61,7 +61,7 @@ def test_facts_that_scripts_read_from_the_accelerator() -> None:
     config = DataLoaderConfiguration(dispatch_batches=False, non_blocking=True)
     accelerator = Accelerator(cpu=True, dataloader_config=config, step_scheduler_with_optimizer=False)
     assert accelerator.dispatch_batches is False and accelerator.non_blocking
-    assert not accelerator.use_stateful_dataloader and accelerator.use_seedable_sampler
+    assert not accelerator.use_stateful_dataloader and not accelerator.use_seedable_sampler
     assert not accelerator.step_scheduler_with_optimizer and not accelerator.multi_device
     assert accelerator.deepspeed_plugin is None and accelerator.parallelism_config is None
     assert not accelerator.is_fsdp2 and not accelerator.is_composable_parallelism_enabled

@@ -136,5 +136,7 @@ def test_set_epoch_reaches_the_samplers_and_the_dataset():
 
     data = Data(range(8))
     sampler = EpochAware(data)
-    announce_epoch(DataLoader(data, batch_sampler=BatchSampler(sampler, 2, False)), seed=0, epoch=4, seeded=False)
+    announce_epoch(
+        DataLoader(data, batch_sampler=BatchSampler(sampler, 2, False)), seed=0, epoch=4, seeded=False
+    )
     assert (sampler.epoch, data.epoch) == (4, 4)

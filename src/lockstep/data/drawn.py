@@ -116,6 +116,7 @@ class Drawing:
     ``start``: the generators before the iteration began. ``first``: before the samplers were asked for the first
     sample (None: they were not). ``is_replay``: the epoch was begun elsewhere, and is drawn again up to where it
     stands. ``private``: several processes draw. ``digest``: the checksum of the samples behind a loaded position.
+    ``shown``: where a stream that is read privately has brought the generators last.
     """
 
     generators: Generators
@@ -124,6 +125,7 @@ class Drawing:
     private: PrivateDraws | None = None
     is_replay: bool = False
     digest: int | None = None
+    shown: States | None = None
 
     def beginning(self) -> AbstractContextManager[None]:
         """In which torch's loader begins the iteration, and a replay comes to where the epoch stands."""
@@ -153,7 +155,8 @@ class SavedDraws:
     own: list[torch.Tensor]
     start: States | None
     first: States | None
-    digest: int
+    digest: int | None
+    shown: States | None
     workers: WorkerStates | None
 
     def plain(self) -> dict[str, Any]:
@@ -163,23 +166,34 @@ class SavedDraws:
             "start": None if self.start is None else plain_states(self.start),
             "first": None if self.first is None else plain_states(self.first),
             "digest": self.digest,
+            "shown": None if self.shown is None else plain_states(self.shown),
             "workers": None if self.workers is None else self.workers.plain(),
         }
 
     @classmethod
     def read(cls, plain: Any) -> SavedDraws:
         """What ``plain`` returned. Raises CheckpointError if that is not what this is."""
-        kinds = {"seedable": bool, "own": list, "start": dict, "first": dict, "digest": int, "workers": dict}
+        kinds = {
+            "seedable": bool,
+            "own": list,
+            "start": dict,
+            "first": dict,
+            "digest": int,
+            "shown": dict,
+            "workers": dict,
+        }
         if not isinstance(plain, dict) or plain.keys() != kinds.keys():
             raise CheckpointError(f"'draws' in the state of a loader is not what it can be. {_UNCHANGED}")
         for name, kind in kinds.items():
             value = plain[name]
-            if type(value) is not kind and not (value is None and name in ("start", "first", "workers")):
+            if type(value) is not kind and not (
+                value is None and name in ("start", "first", "digest", "shown", "workers")
+            ):
                 raise CheckpointError(
                     f"'{name}' of the draws in the state of a loader is {value!r}. {_UNCHANGED}"
                 )
-        start, first = plain["start"], plain["first"]
-        for states in (start, first):
+        start, first, shown = plain["start"], plain["first"], plain["shown"]
+        for states in (start, first, shown):
             if states is not None and len(states_of(states)) != 3 + len(plain["own"]):
                 raise CheckpointError(
                     f"The state of a loader has the states of {len(plain['own'])} generators of its own, but at the "
@@ -191,6 +205,7 @@ class SavedDraws:
             None if start is None else states_of(start),
             None if first is None else states_of(first),
             plain["digest"],
+            None if shown is None else states_of(shown),
             None if plain["workers"] is None else WorkerStates.read(plain["workers"]),
         )
 
@@ -236,8 +251,8 @@ class DrawnOrder:
         self.sampler = sampler
         self.opaque = opaque
         self.drawing = drawing
-        self.keeps_digest = not draws_at_once(sampler)
-        self.digest = 0
+        # What is drawn privately is what was drawn, whoever else draws.
+        self.digest = None if drawing.private is not None or draws_at_once(sampler) else 0
         self._is_cut = is_cut_anew(sampler)
         # torch's loader calls iter now, and asks for the first batch later. That of a BatchSampler draws nothing.
         self._source = None if self._is_cut else iter(sampler)
@@ -270,7 +285,7 @@ class DrawnOrder:
             skipped = skip_batches(batches, samples, type(self.sampler).__name__, kept)
             found = head, list(skipped) if kept else [], batches
         expected = self.drawing.digest
-        if samples and expected is not None and self.keeps_digest and self.digest != expected:
+        if samples and expected is not None and self.digest not in (None, expected):
             raise CheckpointError(
                 f"{type(self.sampler).__name__} does not give the same first {samples} samples again: something else "
                 "draws from its generators between its samples, or it is another sampler. Begin the epoch anew with "
@@ -300,10 +315,10 @@ class DrawnOrder:
         if private is None:
             # Nothing is drawn but what the next sample needs, as in torch's loader.
             source = self._opened()
-            yield from self._checked(source) if self.keeps_digest else source
+            yield from source if self.digest is None else self._checked(source)
             return
         for block in iter(partial(self._block, private), []):
-            yield from self._checked(block) if self.keeps_digest else block
+            yield from block
 
     def _block(self, private: PrivateDraws) -> list[Any]:
         with private.followed():
@@ -319,5 +334,5 @@ class DrawnOrder:
         for item in items:
             # By samples: another batch size cuts the same ones.
             for index in [item] if self._is_cut or self.opaque else item:
-                self.digest = zlib.crc32(repr(index).encode(), self.digest)
+                self.digest = zlib.crc32(repr(index).encode(), self.digest or 0)
             yield item

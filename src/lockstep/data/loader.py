@@ -234,6 +234,7 @@ class PreparedLoader(DataLoader[Any]):
             start=None if drawing is None else drawing.start,
             first=None if drawing is None else drawing.first,
             digest=position.digest,
+            shown=None if drawing is None else drawing.shown,
             workers=parts.reader.worker_states(position.is_midway),
         )
 
@@ -251,7 +252,7 @@ class PreparedLoader(DataLoader[Any]):
             generators = parts.generators or generators_of(self.original)
             draws.check_fits(parts.seedable is not None, len(generators.own), position.is_midway, parts.reads)
             if position.is_midway and draws.start is not None:
-                drawing = Drawing(generators, draws.start, draws.first, None, True, draws.digest)
+                drawing = Drawing(generators, draws.start, draws.first, None, True, draws.digest, draws.shown)
                 position = replace(position, drawing=drawing, digest=draws.digest)
             generators.write(generators.read()[:3] + draws.own)
         same_run = draws is not None and position.same_world
@@ -299,7 +300,7 @@ class PreparedLoader(DataLoader[Any]):
         device, non_blocking = self._parts.device, self._parts.non_blocking
         number = 0
         try:
-            for [batch], counts, last, behind, inner, digest in source:
+            for [batch], counts, last, behind, inner, digest, states in source:
                 if progress.end_of_data:
                     self._check_length(f"more than {number}")
                 number += 1
@@ -308,6 +309,8 @@ class PreparedLoader(DataLoader[Any]):
                 iteration.behind = behind
                 iteration.inner = inner
                 iteration.digest = digest
+                if iteration.drawing is not None:
+                    iteration.drawing.shown = states
                 yield batch if device is None else place(batch, device, non_blocking)
                 if not last:  # behind the last one, the script has more to do before the step is complete
                     self._parts.step.clock.batch_wanted()

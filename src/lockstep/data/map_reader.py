@@ -29,7 +29,7 @@ class Announced(NamedTuple):
     counts: BatchCounts
     last: bool
     behind: Behind | None
-    digest: int
+    digest: int | None
 
 
 class ShardedBatches(Sampler[Any]):
@@ -129,7 +129,7 @@ class ShardedBatches(Sampler[Any]):
         for left_out in islice(dealt, begin.left_out):
             samples += left_out.counts.total
         base, done = (samples,), 0
-        for this, is_over, coming in self._with_ends(dealt, samples, order):
+        for this, is_over, coming, digest in self._with_ends(dealt, samples, order):
             start = samples
             samples += this.counts.total
             done += 1
@@ -137,26 +137,27 @@ class ShardedBatches(Sampler[Any]):
             if not parts:
                 continue
             behind = None if is_over else Behind((samples,), base, (done,))
-            announced.append(Announced(this.counts, not coming, behind, 0 if order is None else order.digest))
+            announced.append(Announced(this.counts, not coming, behind, digest))
             for rank, part in parts:
                 index = part[0] if self.order.opaque else part
                 yield self._for_worker(index, begin, start + sum(this.counts.rows[:rank]), done)
 
     def _with_ends(
         self, dealt: Iterator[Round[Any]], samples: int, order: DrawnOrder | None
-    ) -> Iterator[tuple[Round[Any], bool, bool]]:
-        """Each round, whether the epoch is over with it, and whether these ranks have a batch in the next one."""
+    ) -> Iterator[tuple[Round[Any], bool, bool, int | None]]:
+        """Each round, whether the epoch is over with it, whether these ranks have a batch in the next one, a digest."""
         if order is not None and self.plan.world_size == 1 and order.is_over(samples) is not None:
             # To look ahead would draw what the next batch needs before this one is trained on.
             for this in dealt:
                 samples += this.counts.total
                 is_over = bool(order.is_over(samples))
-                yield this, is_over, not is_over
+                yield this, is_over, not is_over, order.digest
             return
         following = next(dealt, None)
         while following is not None:
+            digest = None if order is None else order.digest
             this, following = following, next(dealt, None)
-            yield this, following is None, bool(self._own_parts(following))
+            yield this, following is None, bool(self._own_parts(following)), digest
 
     def _for_worker(self, index: Any, begin: Begin, place: int, number: int) -> Any:
         """``index``, or what arrives in a worker as such, of the batch that begins at ``place`` in the order."""

@@ -57,7 +57,7 @@ class Position:
     inner: dict[str, Any] | None = None
     same_world: bool = True
     drawing: Drawing | None = None
-    digest: int = 0
+    digest: int | None = None
 
     @property
     def is_midway(self) -> bool:
@@ -96,7 +96,7 @@ class Iteration:
     inner: dict[str, Any] | None = None
     running: bool = True
     drawing: Drawing | None = None
-    digest: int = 0
+    digest: int | None = None
 
 
 @dataclass

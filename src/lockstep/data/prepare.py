@@ -84,7 +84,7 @@ def prepare_loader(
                 "Pass dispatch_batches=False to look at one rank's part."
             )
     # Ranks that stand in for others cannot ask rank 0 what it draws.
-    draws = not (stands_in or is_iterable(loader)) and draws_order(loader, config)
+    draws = not stands_in and draws_order(loader, config)
     seed = seed_of(loader, config, draws)
     batches, samples = lengths(loader)
     if shared is not None:
@@ -93,7 +93,7 @@ def prepare_loader(
             check_lengths((batches, samples), tuple(lengths_of_main), rank, dispatch)
     is_alone = runtime.world_size == 1
     sampler, seedable = order_sampler(loader), None
-    if draws and config.use_seedable_sampler:
+    if draws and config.use_seedable_sampler and not is_iterable(loader):
         sampler, seedable = with_seedable(sampler, seed)
     reader = make_reader(
         loader,
@@ -102,9 +102,10 @@ def prepare_loader(
         seed,
         range(world_size) if dispatch else (rank,),
         config,
-        torch_seeds=draws and is_alone,
+        draws,
+        is_alone,
     )
-    asks_rank_0 = draws and not dispatch and not draws_nothing(sampler)
+    asks_rank_0 = draws and not dispatch and (is_iterable(loader) or not draws_nothing(sampler))
     return PreparedLoader(
         LoaderParts(
             original=loader,
@@ -214,7 +215,8 @@ def make_reader(
     seed: int,
     ranks: Sequence[int],
     config: DataLoaderConfiguration,
-    torch_seeds: bool,
+    draws: bool,
+    is_alone: bool,
 ) -> Reader:
     options = carried_options(loader)
     build = loader_class(loader, config)
@@ -232,7 +234,8 @@ def make_reader(
             loader.num_workers,
         )
         inner = build(stream, batch_size=None, collate_fn=as_it_is, **options)
-        return StreamReader(inner, stream, keeps_state)
+        tells = draws and bool(loader.num_workers) and loader.persistent_workers
+        return StreamReader(inner, stream, keeps_state, loader.generator, tells)
     order = GlobalOrder(sampler, seed, opaque=batches_by_sampler(loader) is None)
     batches = ShardedBatches(order, plan, ranks, loader.num_workers)
     if loader.batch_sampler is None:
@@ -240,6 +243,7 @@ def make_reader(
     else:
         options.update(batch_sampler=batches)
     collate_fn = cast(Any, loader.collate_fn)
+    torch_seeds = draws and is_alone
     if torch_seeds and loader.num_workers and getattr(loader, "in_order", True):
         collate_fn = TellingCollate(collate_fn)
     inner = build(loader.dataset, collate_fn=collate_fn, **options)

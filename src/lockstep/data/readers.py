@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lockstep.comm.tree import find_batch_size
 from lockstep.data.drawn import Drawing
 from lockstep.data.position import Behind
-from lockstep.data.rng import mixed_seed
+from lockstep.data.rng import States, mixed_seed
 from lockstep.data.worker_states import WorkerStates
 from lockstep.runtime.step import BatchCounts
 
@@ -42,7 +42,7 @@ class Dealt(NamedTuple):
 
     ``behind`` is the position after it; None: the epoch is over with it. ``last``: these ranks have no later batch.
     ``inner`` is the state of torchdata's loader after it, where one is kept, ``digest`` the checksum of the samples
-    up to it, where one is needed.
+    up to it, where one is needed, ``states`` those of the generators that read it where it was read privately.
     """
 
     batches: list[Any]
@@ -50,7 +50,8 @@ class Dealt(NamedTuple):
     last: bool
     behind: Behind | None
     inner: dict[str, Any] | None = None
-    digest: int = 0
+    digest: int | None = None
+    states: States | None = None
 
 
 Rounds = Iterator[Dealt]

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info, graph_settings
 
+from lockstep.data.drawn import Drawing
 from lockstep.data.order import announce_epoch_to
 from lockstep.data.position import Behind, nothing
 from lockstep.data.readers import Begin, Dealt, Rounds, row_count, seed_workers
 from lockstep.data.rng import (
+    Generators,
+    PrivateDraws,
+    States,
     draw_privately,
     generator_states,
     mixed_seed,
@@ -20,31 +25,35 @@ from lockstep.data.rng import (
     set_generator_states,
 )
 from lockstep.data.shard import Round, ShardPlan, grouped, later, rounds
-from lockstep.data.worker_states import WorkerStates
+from lockstep.data.worker_states import Told, WorkerStates
 from lockstep.runtime.step import BatchCounts
 
 # What a stream yields: number of the worker, samples in the round, batches of its ranks (None: one has none), counts.
-# A round of no samples only passes the turn to the next worker.
-Message = tuple[int, int, "list[Any] | None", "BatchCounts | None"]
+# A round of no samples only passes the turn to the next worker, and may say where the generators of this one stand.
+Message = tuple[int, int, "list[Any] | Told | None", "BatchCounts | None"]
 
 
 class StreamStart:
-    """Where the workers' streams begin, in memory that they share: workers that persist get no new dataset."""
+    """Where the workers' streams begin, in memory that they share: workers that persist get no new dataset.
+
+    The seed is that of the order, or where torch seeds (``drawn``) that of data pipes.
+    """
 
     def __init__(self, workers: int) -> None:
         streams = max(1, workers)
-        self.numbers = torch.zeros(3 + 2 * streams, dtype=torch.int64)
+        self.numbers = torch.zeros(4 + 2 * streams, dtype=torch.int64)
         if workers:
             self.numbers.share_memory_()
 
-    def give(self, seed: int, epoch: int, behind: Behind) -> None:
+    def give(self, seed: int, epoch: int, behind: Behind, drawn: bool) -> None:
         signed = (seed + 2**63) % 2**64 - 2**63
-        self.numbers.copy_(torch.tensor([signed, epoch, behind.turn, *behind.base, *behind.rounds]))
+        numbers = [signed, epoch, int(drawn), behind.turn, *behind.base, *behind.rounds]
+        self.numbers.copy_(torch.tensor(numbers))
 
-    def take(self) -> tuple[int, int, Behind]:
-        seed, epoch, turn, *counts = self.numbers.tolist()
+    def take(self) -> tuple[int, int, bool, Behind]:
+        seed, epoch, drawn, turn, *counts = self.numbers.tolist()
         base, done = counts[: len(counts) // 2], counts[len(counts) // 2 :]
-        return seed, epoch, Behind(tuple(base), tuple(base), tuple(done), turn)
+        return seed, epoch, bool(drawn), Behind(tuple(base), tuple(base), tuple(done), turn)
 
 
 class ShardedStream(IterableDataset[Any]):
@@ -63,6 +72,8 @@ class ShardedStream(IterableDataset[Any]):
         "_drop_last",
         "_collate_fn",
         "_stream_start",
+        "_tells",
+        "_restored",
     )
 
     def __init__(
@@ -82,6 +93,9 @@ class ShardedStream(IterableDataset[Any]):
         self._drop_last = drop_last
         self._collate_fn = collate_fn
         self._stream_start = StreamStart(workers)
+        # Whether workers say where their generators stand, and where they stand when they are made.
+        self._tells = False
+        self._restored: WorkerStates | None = None
 
     def __getattr__(self, name: str) -> Any:
         # A state of the dataset alone would lack the first round that completes the last one.
@@ -98,32 +112,49 @@ class ShardedStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Message]:
         # Not a generator itself: where streams begin now holds for this iteration.
         worker = get_worker_info()
-        seed, epoch, behind = self._stream_start.take()
+        seed, epoch, drawn, behind = self._stream_start.take()
         number = 0 if worker is None else worker.id
         if worker is not None:
-            seed_generators(mixed_seed(seed, epoch, number))
-            announce_epoch_to(self._dataset, seed, epoch, seeded=True)
+            if not drawn:
+                seed_generators(mixed_seed(seed, epoch, number))
+            self._restore(number)
+            announce_epoch_to(self._dataset, seed, epoch, not drawn)
         if isinstance(self._dataset, IterDataPipe):
             # What torch's loader does for one that it holds itself.
-            generator = torch.Generator().manual_seed(mixed_seed(seed, epoch))
+            generator = torch.Generator().manual_seed(seed if drawn else mixed_seed(seed, epoch))
             graph_settings.apply_random_seed(self._dataset, generator)
             if worker is not None:
                 graph_settings.apply_sharding(self._dataset, worker.num_workers, worker.id)
-        return self._messages(number, behind)
+        tells = self._tells and drawn and worker is not None
+        begun = Told(Generators().read()) if tells else None
+        return self._messages(number, behind, self._samples(), begun)
 
-    def _messages(self, number: int, behind: Behind) -> Iterator[Message]:
+    def _restore(self, number: int) -> None:
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            states = restored.states[number]
+            if states is not None:
+                Generators().write(states)
+
+    def _messages(
+        self, number: int, behind: Behind, samples: Iterator[Any], begun: Told | None
+    ) -> Iterator[Message]:
+        if begun is not None:
+            yield number, 0, begun, None
         if number < behind.turn:
             yield number, 0, None, None
-        for i, this in enumerate(self._rounds(behind.base[number])):
+        for i, this in enumerate(self._rounds(behind.base[number], samples)):
             parts = [this.parts[rank] for rank in self._ranks]
             batches, counts = self._collated(parts, this)
             # Made although it was handed out before: it may draw random numbers.
             if i >= behind.rounds[number]:
                 yield number, this.counts.total, batches, counts
+        if begun is not None:
+            yield number, 0, Told(Generators().read()), None
 
-    def _rounds(self, behind: int) -> Iterator[Round[Any]]:
+    def _rounds(self, behind: int, samples: Iterator[Any]) -> Iterator[Round[Any]]:
         size = self._sample_batch_size or 1
-        first, rest = later(self._samples(), behind, self._plan.beginning * size)
+        first, rest = later(samples, behind, self._plan.beginning * size)
         beginning = list(grouped(first, size, drop_last=False))
         return rounds(grouped(rest, size, self._drop_last), self._plan, beginning)
 
@@ -209,47 +240,146 @@ def as_it_is(message: Any) -> Any:
 
 
 class StreamReader:
-    """Reads a ``ShardedStream``; the counts travel with the batches, also out of worker processes."""
+    """Reads a ``ShardedStream``; the counts travel with the batches, also out of worker processes.
 
-    def __init__(self, inner: DataLoader[Any], stream: ShardedStream, keeps_inner_state: bool) -> None:
+    ``own`` is the generator of the user's loader. With ``tells`` workers persist that torch has seeded.
+    """
+
+    def __init__(
+        self,
+        inner: DataLoader[Any],
+        stream: ShardedStream,
+        keeps_inner_state: bool,
+        own: torch.Generator | None = None,
+        tells: bool = False,
+    ) -> None:
         self.inner = inner
         self.stream = stream
         self.keeps_inner_state = keeps_inner_state
         # Batches of one worker never overtake each other, and each worker's are counted.
         self.has_position = True
-
-    def worker_states(self, is_midway: bool) -> WorkerStates | None:
-        return None
-
-    def load_worker_states(self, states: WorkerStates | None) -> None:
-        pass
+        self.own = own
+        self.tells = stream._tells = tells
+        self._begun_at = WorkerStates.of(inner.num_workers)
+        self._ended_at = WorkerStates.of(inner.num_workers)
+        self._loaded: WorkerStates | None = None
+        self._are_made = False
+        self._made_at: States | None = None
 
     def read(self, begin: Begin) -> Rounds:
-        seed_workers(self.inner, begin, None)
-        if begin.inner is None:
-            self.stream._stream_start.give(begin.seed, begin.epoch, begin.behind)
-        else:
+        seed_workers(self.inner, begin, self.own)
+        start = self.stream._stream_start
+        if begin.inner is not None:
             # The dataset leaves out by itself what is behind, and torchdata knows whose turn it is.
-            self.stream._stream_start.give(begin.seed, begin.epoch, nothing(self.inner.num_workers))
+            start.give(begin.seed, begin.epoch, nothing(self.inner.num_workers), False)
             self.inner.load_state_dict(begin.inner)  # type: ignore[attr-defined]
-        messages: Iterator[tuple[Message, Any]] = self._messages()
+        elif begin.drawing is None:
+            start.give(begin.seed, begin.epoch, begin.behind, False)
+        if begin.drawing is not None:
+            source, draws = self._begun(begin, begin.drawing)
+            messages = self._drawn(source, begin.drawing, draws)
+            return self._shown(self._dealt(messages, begin), draws)
+        seeded: Iterator[tuple[Message, Any]] = self._messages()
         if self.inner.num_workers == 0:
             # Reading ahead must not draw numbers that the loop draws too, nor must reading again.
             seed = mixed_seed(begin.seed, begin.epoch, 0)
-            messages = draw_privately(messages, seed, block_size=1, device=None)
-        return self._dealt(messages, begin)
+            seeded = draw_privately(seeded, seed, block_size=1, device=None)
+        return self._dealt(((message, inner, None) for message, inner in seeded), begin)
 
     def _messages(self) -> Iterator[tuple[Message, Any]]:
         for message in self.inner:
             yield message, self.inner.state_dict() if self.keeps_inner_state else None  # type: ignore[attr-defined]
 
-    def _dealt(self, messages: Iterator[tuple[Message, Any]], begin: Begin) -> Rounds:
+    # -- what torch's loader would draw --------------------------------------------------------------
+
+    def _begun(self, begin: Begin, drawing: Drawing) -> tuple[Iterator[Message], PrivateDraws | None]:
+        """The messages, and the draws that read them in this process."""
+        loaded, self._loaded = self._loaded, None
+        if not self._are_made:
+            self.stream._restored = loaded
+        is_new = not (self.inner.persistent_workers and self._are_made)
+        made_at = loaded.born if loaded is not None and loaded.born is not None else None
+        with drawing.generators.at(made_at) if made_at is not None and is_new else drawing.beginning():
+            shared_seed = self._shared_seed()
+            self.stream._stream_start.give(shared_seed, begin.epoch, begin.behind, True)
+            source = iter(self.inner)
+            if self.inner.num_workers and is_new:
+                self._shared_seed()  # torch's loader draws it for its workers once more
+        if is_new and self.inner.persistent_workers:
+            self._are_made = True
+            self._made_at = drawing.start if made_at is None else made_at
+            self._begun_at = replace(self._begun_at, born=made_at)
+        else:
+            self._begun_at = replace(self._begun_at, born=self._made_at)
+        if self.inner.num_workers:
+            return source, None
+        return source, self._private(drawing)
+
+    def _shared_seed(self) -> int:
+        """What torch's loader draws for a data pipe."""
+        if not isinstance(self.stream._dataset, IterDataPipe):
+            return 0
+        return int(torch.empty((), dtype=torch.int64).random_(generator=self.inner.generator).item())
+
+    def _private(self, drawing: Drawing) -> PrivateDraws:
+        """Reading ahead must not draw what the loop draws, nor must reading again."""
+        draws = PrivateDraws(drawing.generators, [])
+        draws.shown = drawing.shown or []
+        return draws
+
+    def _drawn(
+        self, source: Iterator[Message], drawing: Drawing, draws: PrivateDraws | None
+    ) -> Iterator[tuple[Message, Any, States | None]]:
+        if draws is None:
+            for message in source:
+                yield message, None, None
+            return
+        if drawing.first is None:
+            drawing.first = drawing.generators.read() if drawing.private is None else drawing.private.states
+        draws.states = drawing.first
+        draws.shown = drawing.shown or drawing.first
+        while True:
+            with draws.hidden():
+                following = next(source, None)
+            if following is None:
+                return
+            yield following, None, draws.states
+
+    def _shown(self, dealt: Rounds, draws: PrivateDraws | None) -> Rounds:
+        """``dealt``, with the generators at each of them where torch's loader would have brought them."""
+        for this in dealt:
+            if draws is not None and this.states is not None:
+                draws.show(this.states)
+            yield this
+        if draws is not None:
+            draws.show(draws.states)
+
+    def worker_states(self, is_midway: bool) -> WorkerStates | None:
+        if self._loaded is not None:
+            return self._loaded
+        if not (self.tells and self._are_made):
+            return None
+        return self._begun_at if is_midway else replace(self._ended_at, born=self._made_at)
+
+    def load_worker_states(self, states: WorkerStates | None) -> None:
+        fits = states is not None and self.tells and len(states.states) == self.inner.num_workers
+        self._loaded = states if fits else None
+
+    # -- rounds ---------------------------------------------------------------------------------------
+
+    def _dealt(self, messages: Iterator[tuple[Message, Any, States | None]], begin: Begin) -> Rounds:
         """One round behind ``messages``, because only the end of a stream says which one is the last."""
         behind = begin.behind
         left_out = 0
         held: Dealt | None = None
         others_go_on = False
-        for (worker, samples, batches, counts), inner in messages:
+        told: set[int] = set()
+        for (worker, samples, batches, counts), inner, states in messages:
+            if isinstance(batches, Told):
+                known = self._ended_at if worker in told else self._begun_at
+                known.states[worker] = batches.states()
+                told.add(worker)
+                continue
             if not samples:
                 continue
             behind = behind.after(worker, samples)
@@ -261,7 +391,7 @@ class StreamReader:
                 continue
             if held is not None:
                 yield held
-            held = Dealt(batches, counts, last=False, behind=behind, inner=inner)
+            held = Dealt(batches, counts, last=False, behind=behind, inner=inner, states=states)
             others_go_on = False
         if held is not None:
             yield held._replace(last=True, behind=held.behind if others_go_on else None)
