@@ -318,9 +318,7 @@ def test_order_and_generators_are_those_of_accelerates_loader(name, options):
         ]
 
     def make() -> DataLoader[Any]:
-        loader = MAPS[name]()
-        loader.dataset.__class__ = Quiet  # it reads a batch ahead
-        return loader
+        return drawing_nothing(name)  # Accelerate reads a batch ahead
 
     seed_all(3)
     expected = log(prepare_data_loader(make(), num_processes=1, process_index=0, **options))
@@ -425,7 +423,7 @@ def test_with_a_data_seed_only_the_epoch_that_was_begun_goes_on_in_its_drawn_ord
     [
         (lambda s: s.update(draws=3), "'draws' in the state of a loader is not what it can be"),
         (lambda s: s["draws"].update(digest="1"), "'digest' of the draws .* is '1'"),
-        (lambda s: s["draws"].update(own=[torch.zeros(3)]), "states of 1 generators of its own"),
+        (lambda s: s["draws"]["now"].update(own=[torch.Generator().get_state()]), "now more, now fewer"),
         (
             lambda s: s["draws"]["start"].update(torch=torch.zeros(3)),
             "random number generators that is none",
@@ -476,19 +474,26 @@ def test_a_wrong_length_is_refused_where_gradients_accumulate_up_to_the_last_bat
 # -- several processes --------------------------------------------------------------------------------
 
 
+def drawing_nothing(name: str) -> DataLoader[Any]:
+    """The loader of this name, over data that draw nothing while they are read."""
+    loader = LOADERS[name]()
+    if name in MAPS:
+        loader.dataset.__class__ = Quiet
+    return loader
+
+
 def ranks_part(names: list[str], specific: bool, dispatch: bool | None) -> list[list[list[float]]]:
     runtime = start(cpu=True)
     parts = []
     for name in names:
         seed_all(runtime.rank if specific else 0)
         loader = prepare_loader(
-            LOADERS[name](),
+            drawing_nothing(name),
             runtime=runtime,
             step=StepState(),
             config=DataLoaderConfiguration(dispatch_batches=dispatch),
             communicator=Communicator(runtime),
         )
-        # Three epochs, between which ranks draw different numbers where they are seeded apart.
         parts.append([batch[..., 0].tolist() for _ in range(3) for batch in loader])
     end()
     return parts
@@ -513,9 +518,92 @@ def test_ranks_together_have_the_order_of_one_process(run_distributed, world, sp
     ranks = run_distributed(ranks_part, world, ON_RANKS, specific, dispatch)
     for i, name in enumerate(ON_RANKS):
         seed_all()
-        plain = [row for batch in LOADERS[name]() for row in batch[..., 0].tolist()]
+        loader = drawing_nothing(name)
         steps = len(ranks[0][i]) // 3
-        rows = [row for step in range(steps) for rank in ranks for row in rank[i][step]]
-        assert rows[: len(plain)] == plain, name
-        later = {row for rank in ranks for batch in rank[i][steps:] for row in batch}
-        assert later <= set(plain) or name in ("weighted", "more than the data"), name
+        for epoch in range(3):
+            plain = [row for batch in loader for row in batch[..., 0].tolist()]
+            these = range(epoch * steps, (epoch + 1) * steps)
+            rows = [row for step in these for rank in ranks for row in rank[i][step]]
+            assert rows[: len(plain)] == plain, (name, epoch)
+
+
+def resumed_part(names: list[str]) -> list[Any]:
+    """What this rank gets in the epoch that another process of it began, and in the next one."""
+    runtime = start(cpu=True)
+    parts = []
+    for name in names:
+        pieces: list[Any] = []
+        state: Any = None
+        for seed in (runtime.rank, 100 + runtime.rank):
+            seed_all(seed)
+            loader = prepare_loader(
+                drawing_nothing(name),
+                runtime=runtime,
+                step=StepState(),
+                config=DataLoaderConfiguration(dispatch_batches=False),
+                communicator=Communicator(runtime),
+            )
+            if state is not None:
+                loader.load_state_dict(state[0])
+                set_generators(state[1])
+                pieces += [[batch[..., 0].tolist() for batch in loader] for _ in range(2)]
+                break
+            for batch in loader:
+                pieces.append(batch[..., 0].tolist())
+                state = loader.state_dict(), generators()
+                break
+        parts.append(pieces)
+    end()
+    return parts
+
+
+def taken_over(states: dict[str, Any]) -> list[Any]:
+    """What this rank gets in the epoch that one process began, and in the next one."""
+    runtime = start(cpu=True)
+    parts = []
+    for name, state in states.items():
+        seed_all(100 + runtime.rank)
+        loader = prepare_loader(
+            drawing_nothing(name),
+            runtime=runtime,
+            step=StepState(),
+            config=DataLoaderConfiguration(),
+            communicator=Communicator(runtime),
+        )
+        loader.load_state_dict(state)
+        parts.append([[batch[..., 0].tolist() for batch in loader] for _ in range(2)])
+    end()
+    return parts
+
+
+def test_ranks_that_take_over_from_one_process_have_its_order_in_later_epochs_too(run_distributed):
+    names = [name for name in ON_RANKS if name in MAPS]
+    states, plain = {}, {}
+    for name in names:
+        seed_all()
+        loader = drawing_nothing(name)
+        plain[name] = [[row for batch in loader for row in batch[..., 0].tolist()] for _ in range(2)]
+        seed_all()
+        prepared = prepare(drawing_nothing(name))
+        running = iter(prepared)
+        next(running), next(running)
+        states[name] = prepared.state_dict()
+    ranks = run_distributed(taken_over, 2, states)
+    for i, name in enumerate(names):
+        for epoch, behind in enumerate((8, 0)):
+            steps = zip(*(rank[i][epoch] for rank in ranks), strict=True)
+            rows = [row for step in steps for batch in step for row in batch]
+            expected = plain[name][epoch][behind:]
+            assert rows[: len(expected)] == expected, (name, epoch)
+
+
+def test_ranks_that_continue_have_the_order_of_one_process(run_distributed):
+    ranks = run_distributed(resumed_part, 2, ON_RANKS)
+    for i, name in enumerate(ON_RANKS):
+        seed_all()
+        loader = drawing_nothing(name)
+        for epoch in range(2):
+            plain = [row for batch in loader for row in batch[..., 0].tolist()]
+            parts = [[rank[i][0], *rank[i][1]] if epoch == 0 else rank[i][2] for rank in ranks]
+            rows = [row for step in zip(*parts, strict=True) for batch in step for row in batch]
+            assert rows[: len(plain)] == plain, (name, epoch)

@@ -12,7 +12,7 @@ import copy
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -34,7 +34,6 @@ from lockstep.data.rng import (
     Generators,
     PrivateDraws,
     States,
-    check_own,
     epoch_seed,
     plain_states,
     states_of,
@@ -89,6 +88,12 @@ def generators_of(loader: DataLoader[Any]) -> Generators:
     return Generators(found)
 
 
+def of_samplers(loader: DataLoader[Any], generators: Generators) -> int:
+    """How many of the own ``generators`` are those of the loader and its samplers; they come first."""
+    held = [getattr(holder, "generator", None) for holder in (loader, *samplers_of(loader))]
+    return sum(any(own is generator for generator in held) for own in generators.own)
+
+
 def draws_nothing(sampler: Any) -> bool:
     """Whether the order is the same from any state of the generators."""
     if type(sampler) is BatchSampler:
@@ -116,7 +121,8 @@ class Drawing:
     ``start``: the generators before the iteration began. ``first``: before the samplers were asked for the first
     sample (None: they were not). ``is_replay``: the epoch was begun elsewhere, and is drawn again up to where it
     stands. ``private``: several processes draw. ``digest``: the checksum of the samples behind a loaded position.
-    ``shown``: where a stream that is read privately has brought the generators last.
+    ``shown``: where a stream that is read privately has brought the generators last. ``retraced``: so many of the own
+    generators stand after a replay where it has brought them, because the saved run drew further ahead, or less far.
     """
 
     generators: Generators
@@ -126,12 +132,24 @@ class Drawing:
     is_replay: bool = False
     digest: int | None = None
     shown: States | None = None
+    retraced: int = 0
 
-    def beginning(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def beginning(self) -> Iterator[None]:
         """In which torch's loader begins the iteration, and a replay comes to where the epoch stands."""
-        if self.private is not None:
-            return self._replayed(self.private) if self.is_replay else self.private.followed()
-        return self.generators.at(self.start) if self.is_replay else nullcontext()
+        if not self.is_replay:
+            with nullcontext() if self.private is None else self.private.followed():
+                yield
+            return
+        # The generators do not follow: they have done so where the epoch was begun.
+        draws = self.private or PrivateDraws(self.generators, self.start)
+        with draws.hidden():
+            yield
+        draws.shown = draws.states
+        if self.retraced:
+            end = 3 + self.retraced
+            now = self.generators.read()
+            self.generators.write(now[:3] + draws.states[3:end] + now[end:])
 
     def first_is_asked_for(self) -> None:
         if self.first is None:
@@ -139,20 +157,16 @@ class Drawing:
         elif self.is_replay:
             self.generators.write(self.first)
 
-    def _replayed(self, private: PrivateDraws) -> AbstractContextManager[None]:
-        return _Replayed(private)
-
 
 @dataclass(frozen=True)
 class SavedDraws:
     """What the state of a loader says of a ``Drawing``; ``start`` is None between epochs.
 
-    ``own``: the states of the loader's own generators when it was saved. ``seedable``: a ``RandomSampler`` is seeded
-    for each epoch.
+    ``now``: the states of the generators when it was saved. ``seedable``: a ``RandomSampler`` is seeded for each epoch.
     """
 
     seedable: bool
-    own: list[torch.Tensor]
+    now: States
     start: States | None
     first: States | None
     digest: int | None
@@ -162,7 +176,7 @@ class SavedDraws:
     def plain(self) -> dict[str, Any]:
         return {
             "seedable": self.seedable,
-            "own": self.own,
+            "now": plain_states(self.now),
             "start": None if self.start is None else plain_states(self.start),
             "first": None if self.first is None else plain_states(self.first),
             "digest": self.digest,
@@ -175,7 +189,7 @@ class SavedDraws:
         """What ``plain`` returned. Raises CheckpointError if that is not what this is."""
         kinds = {
             "seedable": bool,
-            "own": list,
+            "now": dict,
             "start": dict,
             "first": dict,
             "digest": int,
@@ -192,28 +206,30 @@ class SavedDraws:
                 raise CheckpointError(
                     f"'{name}' of the draws in the state of a loader is {value!r}. {_UNCHANGED}"
                 )
-        start, first, shown = plain["start"], plain["first"], plain["shown"]
-        for states in (start, first, shown):
-            if states is not None and len(states_of(states)) != 3 + len(plain["own"]):
-                raise CheckpointError(
-                    f"The state of a loader has the states of {len(plain['own'])} generators of its own, but at the "
-                    f"beginning of the epoch of {len(states_of(states)) - 3}. {_UNCHANGED}"
-                )
+        named = {name: plain[name] for name in ("now", "start", "first", "shown")}
+        read = {name: None if states is None else states_of(states) for name, states in named.items()}
+        if len({len(states) for states in read.values() if states is not None}) > 1:
+            raise CheckpointError(
+                "The state of a loader has now more, now fewer generators of the loader's own: "
+                f"{ {name: len(states) - 3 for name, states in read.items() if states is not None} }. {_UNCHANGED}"
+            )
+        assert read["now"] is not None
+        workers = None if plain["workers"] is None else WorkerStates.read(plain["workers"])
         return cls(
             plain["seedable"],
-            check_own(plain["own"]),
-            None if start is None else states_of(start),
-            None if first is None else states_of(first),
+            read["now"],
+            read["start"],
+            read["first"],
             plain["digest"],
-            None if shown is None else states_of(shown),
-            None if plain["workers"] is None else WorkerStates.read(plain["workers"]),
+            read["shown"],
+            workers,
         )
 
     def check_fits(self, seedable: bool, own: int, is_midway: bool, reads: bool) -> None:
         """Raise CheckpointError if a loader with so many generators of its own cannot continue here."""
-        if len(self.own) != own:
+        if len(self.now) - 3 != own:
             raise CheckpointError(
-                f"The position was saved of a loader that, with its samplers and its dataset, holds {len(self.own)} "
+                f"The position was saved of a loader that, with samplers and dataset, holds {len(self.now) - 3} "
                 f"generators, but this one holds {own}. Give it the generators of the saved run."
             )
         if is_midway and self.seedable != seedable:
@@ -227,21 +243,6 @@ class SavedDraws:
                 "The position was saved by a rank that got its batches from rank 0, but here this rank reads for "
                 "itself. Use dispatch_batches=True until the epoch is over."
             )
-
-
-class _Replayed(AbstractContextManager[None]):
-    """Draws in which the generators do not follow, as they have done so where the epoch was begun."""
-
-    def __init__(self, private: PrivateDraws) -> None:
-        self.private = private
-        self.hidden = private.hidden()
-
-    def __enter__(self) -> None:
-        self.hidden.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.hidden.__exit__(*error)
-        self.private.shown = self.private.states
 
 
 class DrawnOrder:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lockstep.comm.tree import send_to_device
-from lockstep.data.drawn import Drawing, SavedDraws, SeedableRandomSampler, generators_of
+from lockstep.data.drawn import Drawing, SavedDraws, SeedableRandomSampler, generators_of, of_samplers
 from lockstep.data.map_reader import MapReader
 from lockstep.data.order import announce_epoch
 from lockstep.data.position import Epochs, Iteration, Position, Setup, read_state, state_of
@@ -230,7 +230,7 @@ class PreparedLoader(DataLoader[Any]):
             return None
         return SavedDraws(
             seedable=parts.seedable is not None,
-            own=generators.read()[3:],
+            now=generators.read(),
             start=None if drawing is None else drawing.start,
             first=None if drawing is None else drawing.first,
             digest=position.digest,
@@ -253,8 +253,12 @@ class PreparedLoader(DataLoader[Any]):
             draws.check_fits(parts.seedable is not None, len(generators.own), position.is_midway, parts.reads)
             if position.is_midway and draws.start is not None:
                 drawing = Drawing(generators, draws.start, draws.first, None, True, draws.digest, draws.shown)
+                if not position.same_world or state_dict["num_workers"] != self.inner.num_workers:
+                    drawing.retraced = of_samplers(self.original, generators)
                 position = replace(position, drawing=drawing, digest=draws.digest)
-            generators.write(generators.read()[:3] + draws.own)
+            # A checkpoint restores the global ones, but not in another world, where those of rank 0 give the order.
+            decides = parts.rank == 0 and not position.same_world and parts.generators is not None
+            generators.write(draws.now if decides else generators.read()[:3] + draws.now[3:])
         same_run = draws is not None and position.same_world
         parts.reader.load_worker_states(draws.workers if draws is not None and same_run else None)
         # With a data_seed only the epoch that was begun goes on in the order that was drawn for it.

@@ -93,9 +93,14 @@ def cut(order: list[int], sizes: tuple[int, ...]) -> list[list[int]]:
     return batches
 
 
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def permuted(count: int, epoch: int, seed: int) -> list[int]:
-    """What ``shuffle=True`` gives, as torch's ``DistributedSampler`` draws it."""
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+    """What ``shuffle=True`` gives in torch's own loader, from a generator of the loader."""
+    loader = DataLoader(range(count), batch_size=None, shuffle=True, generator=generator(seed))  # type: ignore[arg-type]
+    return [list(loader) for _ in range(epoch + 1)][-1]
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,11 @@ class Kind:
 
 def shuffled(count: int, **options: Any) -> Callable[[int, bool], DataLoader[Any]]:
     return lambda world, noise: DataLoader(
-        Samples(count, noise), GLOBAL_BATCH // world, shuffle=True, **options
+        Samples(count, noise),
+        GLOBAL_BATCH // world,
+        shuffle=True,
+        generator=generator(torch.initial_seed()),  # of each rank another one
+        **options,
     )
 
 
@@ -158,7 +167,9 @@ KINDS = {
     "drop last": Kind(shuffled(85, drop_last=True), by_epoch(85, 80), even=True),
     "ragged end": Kind(shuffled(75), by_epoch(75)),
     "split": Kind(
-        lambda world, noise: DataLoader(Samples(75, noise), GLOBAL_BATCH, shuffle=True),
+        lambda world, noise: DataLoader(
+            Samples(75, noise), GLOBAL_BATCH, shuffle=True, generator=generator(torch.initial_seed())
+        ),
         by_epoch(75),
         {"split_batches": True},
     ),
