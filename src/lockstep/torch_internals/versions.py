@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
 
 from lockstep.errors import UsageError
 
@@ -33,13 +37,29 @@ def probed(engine: str, does: str) -> Callable[[Probe], Probe]:
         @functools.wraps(function)
         def probe() -> None:
             try:
-                function()
+                with _undisturbed():
+                    function()
             except Exception as error:
                 raise unknown(engine, does) from error
 
         return probe
 
     return decorate
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """torch as it is by default: a probe is not to see what the user has switched on, nor to change his random numbers."""
+    dtype, numbers = torch.get_default_dtype(), torch.get_rng_state()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with warnings.catch_warnings(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+            warnings.simplefilter("ignore")
+            with torch.inference_mode(False), torch.enable_grad():
+                yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_rng_state(numbers)
 
 
 def expect(holds: bool, what: str) -> None:

@@ -10,6 +10,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from lockstep.config.enums import Schedule
 from lockstep.parallel.pipeline.stage import Stage
+from lockstep.torch_internals import pipelining
 
 _CLASSES = {
     Schedule.GPIPE: "ScheduleGPipe",
@@ -36,7 +37,7 @@ def run(schedule: Any, micro_batches: int) -> list[torch.Tensor]:
     return losses
 
 
-class FillDrain(torch_schedules._PipelineScheduleRuntime):  # private; runs actions with sends and receives
+class FillDrain(pipelining.ScheduleRuntime):
     """All forwards, stage after stage; then, when it is asked to, all backwards (GPipe's order).
 
     ``keep``: whether there will be a backward.
@@ -45,76 +46,27 @@ class FillDrain(torch_schedules._PipelineScheduleRuntime):  # private; runs acti
     def __init__(
         self, stages: list[Stage], ranks: Callable[[int], int], micro_batches: int, keep: bool
     ) -> None:
-        super().__init__(stages, micro_batches, loss_fn=lambda output, _: output, scale_grads=False)
-        action, kinds = torch_schedules._Action, torch_schedules._ComputationType
+        super().__init__(stages, micro_batches, loss_fn=lambda output, _: output)
+        action, kinds = pipelining.Action, pipelining.Kind
         every = range(stages[0].num_stages)
         order: dict[int, list[Any]] = {rank: [] for rank in range(stages[0].group_size)}
         for kind, direction in ((kinds.FORWARD, every), (kinds.FULL_BACKWARD, reversed(every))):
             for stage in direction:
                 order[ranks(stage)] += [action(stage, kind, index) for index in range(micro_batches)]
-        self.pipeline_order = order
-        self._prepare_schedule_with_comms(order)
-        actions = self.pipeline_order_with_comms[self.rank]
+        actions = self.with_communication(order)
         # Nothing of a backward comes before the last forward anywhere, because the last stage's needs them all.
         forward = (kinds.FORWARD, kinds.RECV_F, kinds.SEND_F)
         backward = (kinds.FULL_BACKWARD, kinds.RECV_B, kinds.SEND_B)
-        self._fill = _with_parameters([a for a in actions if a.computation_type in forward])
-        self._drain = _with_parameters([a for a in actions if a.computation_type in backward])
-        self._has_backward = keep
-        for one in stages:
-            one.has_backward = keep
+        self._fill = pipelining.complete([a for a in actions if a.computation_type in forward])
+        self._drain = pipelining.complete([a for a in actions if a.computation_type in backward])
+        self.expect_backward(keep)
 
     def fill(self) -> None:
         """All forwards."""
-        for stage in self._stages:
+        for stage in self.own_stages:
             stage.clear_runtime_states()
-        self._run(self._fill)
+        self.carry_out(self._fill)
 
     def drain(self, losses: Sequence[torch.Tensor]) -> None:
         """All backwards; ``losses``: of the micro-batches, where the last stage is."""
-        self._internal_losses = list(losses)
-        self._run(self._drain)
-
-    def _run(self, actions: list[Any]) -> None:
-        self.pipeline_order_with_comms = {self.rank: actions}
-        self._step_microbatches(target_mbs=[None] * self._n_microbatches, return_outputs=False)
-
-    def _initialize_stages(self, args: Any, kwargs: Any, target: Any = None, loss_kwargs: Any = None) -> None:
-        if self._stages_forward_initialized:
-            return
-        static = getattr(torch_schedules, "InferenceMode", None)
-        if static is None:  # torch 2.11: shapes are known, so that it sends nothing but a first greeting
-            super()._initialize_stages(args, kwargs, target)
-            return
-        # torch would vote on whether shapes are known, one message from each stage to the next, at each forward.
-        stages: Any = self._stages
-        for stage in stages:
-            stage._inference_mode = static.STATIC
-            stage._prepare_forward_infra(self._n_microbatches, (), {}, has_backward=self._has_backward)
-            if self._has_backward:
-                stage._prepare_backward_infra(self._n_microbatches)
-        self._stages_forward_initialized = True
-
-
-def _with_parameters(actions: list[Any]) -> list[Any]:
-    """``actions`` with those around each stage's own by which sharded parameters are gathered and given back."""
-    kinds = torch_schedules._ComputationType
-    computing = [a.stage_index for a in actions if a.computation_type in (kinds.FORWARD, kinds.FULL_BACKWARD)]
-    last = {stage: len(computing) - computing[::-1].index(stage) for stage in computing}
-    result: list[Any] = []
-    seen: set[int] = set()
-    count = 0
-    for action in actions:
-        computes = action.computation_type in (kinds.FORWARD, kinds.FULL_BACKWARD)
-        stage = action.stage_index
-        if computes and stage not in seen:
-            seen.add(stage)
-            result.append(torch_schedules._Action(stage, kinds.UNSHARD, None))
-        result.append(action)
-        if computes:
-            count += 1
-            if count == last[stage]:
-                if action.computation_type == kinds.FULL_BACKWARD:
-                    result.append(torch_schedules._Action(stage, kinds.REDUCE_GRAD, None))
-                result.append(torch_schedules._Action(stage, kinds.RESHARD, None))
-    return result
+        self.carry_out(self._drain, losses)

@@ -1,0 +1,66 @@
+"""autograd's engine: which backward is under way, what happens at its end, and what is saved for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from lockstep.torch_internals.versions import expect, probed
+
+NO_BACKWARD = -1
+
+
+def current_backward() -> int:
+    """A number of the backward in which this thread is; ``NO_BACKWARD`` in none.
+
+    Relies on: ``_current_graph_task_id``; numbers are not used again.
+    """
+    return int(torch._C._current_graph_task_id())
+
+
+def is_in_backward() -> bool:
+    """Whether this thread is inside a backward, as when checkpointing repeats a forward."""
+    return current_backward() != NO_BACKWARD
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Have it called once when the backward that is under way has come to its end, before ``backward`` returns.
+
+    Relies on: ``Variable._execution_engine.queue_callback``. A backward that raises calls none.
+    """
+    engine: Any = Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def saved_tensors_hooks_now() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """(pack, unpack) of the innermost ``saved_tensors_hooks`` around; None outside of all.
+
+    Relies on: ``_top_saved_tensors_default_hooks(True)``, where True asks for those that tracing would ignore, too.
+    """
+    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    return found
+
+
+@probed("autograd", "tells where a backward begins and ends")
+def probe() -> None:
+    """Run a backward of one number."""
+    leaf = torch.ones(1, requires_grad=True)
+    seen: list[Any] = [is_in_backward()]
+
+    def during(gradient: torch.Tensor) -> None:
+        seen.append(is_in_backward())
+        at_end_of_backward(lambda: seen.append(("end", leaf.grad is not None)))
+
+    doubled = leaf * 2
+    doubled.register_hook(during)
+    doubled.sum().backward()
+    seen.append(is_in_backward())
+    expect(seen == [False, True, ("end", True), False], "where a backward begins and ends")
+    pack, unpack = (lambda tensor: tensor), (lambda packed: packed)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        found = saved_tensors_hooks_now()
+    expect(found is not None and found[0] is pack and found[1] is unpack, "the hooks of saved tensors")
+    expect(saved_tensors_hooks_now() is None or found != saved_tensors_hooks_now(), "no such hooks outside")

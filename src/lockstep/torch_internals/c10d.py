@@ -1,0 +1,112 @@
+"""``torch.distributed``: groups, stores, DDP's reducer, and collectives that can be traced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.torch_internals.versions import expect, probed
+
+CPU = torch.device("cpu")
+
+if dist.is_available():
+    import torch.distributed._functional_collectives  # registers the operators of ``traced``
+    from torch._C._distributed_c10d import GradBucket as GradBucket  # what DDP hands to a communication hook
+
+
+def group_named(name: str) -> Any:
+    """Relies on: ``_resolve_process_group`` finds the group of a ``group_name``, as collectives in a graph have it."""
+    return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
+
+
+def names_of_groups() -> dict[Any, str]:
+    """Process group -> its name, as the flight recorder has it. Relies on: ``_world.pg_names``; none if it is gone."""
+    world = getattr(dist.distributed_c10d, "_world", None)
+    names = getattr(world, "pg_names", None)
+    return dict(names) if isinstance(names, dict) else {}
+
+
+def default_store() -> Any:
+    """The store of the main group. Relies on: ``_get_default_store``."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def has_backend_for(group: Any, device: torch.device) -> bool:
+    """Whether the group communicates tensors of the device. Relies on: ``_get_backend`` raises RuntimeError if not."""
+    try:
+        group._get_backend(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def broadcast_coalesced(group: Any, tensors: Sequence[torch.Tensor], most_bytes: int, source: int) -> None:
+    """In place, in messages of at most so many bytes, from a rank of the group: DDP's own way for buffers.
+
+    Relies on: ``_broadcast_coalesced``.
+    """
+    dist._broadcast_coalesced(group, tensors, most_bytes, source)  # type: ignore[attr-defined]
+
+
+def form_buckets(replica: Any) -> None:
+    """Let DDP put gradients into the buckets that it would form after the first backward.
+
+    Relies on: ``reducer._rebuild_buckets`` after a ``prepare_for_backward`` in which every gradient has arrived.
+    """
+    replica.reducer._rebuild_buckets()
+
+
+def traced() -> Any:
+    """Operators on tensors and group names that ``torch.compile`` and fake tensors know.
+
+    Relies on: ``all_reduce``, ``all_gather_into_tensor``, ``reduce_scatter_tensor`` and ``wait_tensor`` of
+    ``torch.ops._c10d_functional``.
+    """
+    return torch.ops._c10d_functional
+
+
+def reduction_of(op: Any) -> tuple[Any, Any]:
+    """(kind, factor or None) of a reduction. Relies on: ``ReduceOp.__getstate__`` tells the factor of PREMUL_SUM."""
+    kind, factor = (op, None) if isinstance(op, dist.ReduceOp.RedOpType) else op.__getstate__()
+    return kind, factor
+
+
+TRACED = {
+    "all_reduce": ["input", "reduce_op", "group_name"],
+    "all_gather_into_tensor": ["input", "group_size", "group_name"],
+    "reduce_scatter_tensor": ["input", "reduce_op", "group_size", "group_name"],
+    "wait_tensor": ["tensor"],
+}
+
+
+@probed("torch.distributed", "names groups and collectives")
+def probe() -> None:
+    """Look at reductions and operators; with no process group of its own, and nothing sent."""
+    if not dist.is_available():
+        return
+    for given, kind, factor in (
+        (dist.ReduceOp.SUM, dist.ReduceOp.SUM, None),
+        (dist.ReduceOp(dist.ReduceOp.AVG), dist.ReduceOp.AVG, None),
+    ):
+        found, number = reduction_of(given)
+        expect(found == kind and number == factor, "the kind of a reduction")
+    for name, arguments in TRACED.items():
+        schema = getattr(traced(), name).default._schema
+        expect([argument.name for argument in schema.arguments] == arguments, f"the arguments of {name}")
+    for owner, name in (
+        (torch._C._distributed_c10d, "_resolve_process_group"),
+        (dist.distributed_c10d, "_get_default_store"),
+        (dist, "_broadcast_coalesced"),
+        (dist.Reducer, "_rebuild_buckets"),
+        (dist.ProcessGroup, "_get_backend"),
+    ):
+        expect(callable(getattr(owner, name)), f"the function {name}")
+    expect(isinstance(dist.distributed_c10d._world.pg_names, dict), "the names of groups")
+    if dist.is_initialized():
+        main = dist.group.WORLD
+        name = names_of_groups().get(main, "")
+        expect(group_named(name) is main or group_named(name) == main, "the group of a name")
+        expect(isinstance(default_store(), dist.Store), "the store of the main group")

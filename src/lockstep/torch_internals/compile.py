@@ -1,0 +1,47 @@
+"""``torch.compile``: what it returns, and what it is to leave alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+
+from lockstep.torch_internals.versions import expect, probed
+
+disable: Any = _disable_dynamo
+"""Decorator of a function that is called as it is, also by compiled code. Relies on: it imports nothing before that."""
+
+FRAMES = frozenset({"_fn"})
+"""Relies on: the names of compiled modules' own functions in a stack."""
+
+
+def original(module: Any) -> Any:
+    """The module inside of what ``torch.compile`` returned, else itself. Relies on: ``_orig_mod``."""
+    return getattr(module, "_orig_mod", module)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` returned it."""
+    return hasattr(module, "_orig_mod")
+
+
+@probed("torch.compile", "wraps modules and functions")
+def probe() -> None:
+    """Call a function that is left alone. To wrap a module would import the compiler, which takes seconds."""
+    called: list[Any] = []
+
+    def function(value: int) -> int:
+        called.append(value)
+        return value + 1
+
+    expect(callable(disable(function)), "a function that is left alone")
+    expect(original(nn) is nn and torch.compile is not None, "what was not compiled")
+
+
+def check_compiled(compiled: Any, module: nn.Module) -> None:
+    """Raise UsageError unless ``module`` is found again in what ``torch.compile`` made of it."""
+    probed("torch.compile", "wraps modules and functions")(
+        lambda: expect(is_compiled(compiled) and original(compiled) is module, "the module inside")
+    )()

@@ -1,0 +1,58 @@
+"""Operators on their way through torch's dispatcher: modes that see them, their schemas, and tensors without values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from lockstep.torch_internals.versions import expect, probed
+
+
+def schema_of(operator: Any) -> Any:
+    """Name and arguments of an operator; None if it has no schema. Relies on: ``_schema``."""
+    return getattr(operator, "_schema", None)
+
+
+def argument_names(operator: Any) -> list[str]:
+    """In the order in which they may be given by position."""
+    return [argument.name for argument in operator._schema.arguments]
+
+
+def operators_of(names: Sequence[str]) -> list[Any]:
+    """Those of these names that ``torch.ops.aten`` has."""
+    return [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+
+
+PRODUCTS = (
+    *("mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "convolution"),
+    *("_int_mm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    *("_flash_attention_forward", "_efficient_attention_forward"),
+)
+"""Matrix products and attention of ``torch.ops.aten``. Relies on: a name that is missing is of no operator that is
+called; what is computed again in its place is the same."""
+
+
+@probed("dispatcher", "shows operators")
+def probe() -> None:
+    """See one operator from a mode."""
+    seen: list[str] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(schema_of(func).name)
+            seen.extend(argument_names(func))
+            return func(*args, **(kwargs or {}))
+
+    left = torch.ones(1, 1)
+    with Mode():
+        torch.mm(left, left)
+    expect(seen == ["aten::mm", "self", "mat2"], "the schema of an operator")
+    expect(len(operators_of(("mm", "_scaled_mm"))) == 2, "operators by name")

@@ -1,0 +1,90 @@
+"""DTensor and device meshes. Imports them at first use only: that takes most of a second."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.torch_internals.versions import expect, probed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def local_tensor(tensor: Any) -> torch.Tensor:
+    """This rank's part of a DTensor, without a graph. Relies on: ``_local_tensor``; what ``to_local`` wraps."""
+    part: torch.Tensor = tensor._local_tensor
+    return part
+
+
+def strided_shard(dim: int, pieces: int) -> Any:
+    """A placement that cuts a dimension into pieces first, and each of these into the ranks' parts.
+
+    Relies on: ``_StridedShard(dim, split_factor=pieces)``.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=pieces)
+
+
+def handle_operators(handlers: dict[Any, Any]) -> None:
+    """Let DTensor call ``handler(operator, args, kwargs)`` for these operators, from now on.
+
+    Relies on: ``DTensor._op_dispatcher._custom_op_handlers``, which torch's ``loss_parallel`` fills and empties.
+    """
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher
+    dispatcher._custom_op_handlers.update(handlers)
+
+
+def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """One axis for all of the mesh's, in row-major order; the axis can be used in slices of the whole mesh.
+
+    Relies on: ``_flatten(name)``. Collective the first time.
+    """
+    return mesh._flatten(name)
+
+
+def forget_meshes() -> None:
+    """Empty what DTensor remembers: a mesh of the next process group would be taken for an equal one of this group.
+
+    Relies on: ``debug._clear_sharding_prop_cache``; versions without it do not remember in a way that goes wrong.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import debug
+
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
+
+
+@probed("DTensor", "lays out and dispatches tensors")
+def probe() -> None:
+    """Look at the placement and the dispatcher; no mesh is made, which would need a process group."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    strided = strided_shard(1, 3)
+    expect(strided.dim == 1 and strided.split_factor == 3, "a shard of pieces")
+    expect(strided != Shard(1) and not strided.is_replicate(), "a shard of pieces is no plain one")
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    expect(isinstance(handlers, dict), "what handles operators")
+    of_operators = all(isinstance(operator, torch._ops.OpOverload) for operator in handlers)
+    expect(bool(handlers) and of_operators, "handlers of operators")
+    nothing: Any = object()
+    handle_operators({nothing: _probe_handler})
+    expect(
+        DTensor._op_dispatcher._custom_op_handlers.pop(nothing) is _probe_handler, "a handler that was added"
+    )
+    expect(callable(DeviceMesh._flatten), "meshes of one axis")
+    expect(
+        "_local_tensor" in DTensor.__slots__ or "_local_tensor" in DTensor.__annotations__, "a rank's part"
+    )
+
+
+def _probe_handler(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Is never called."""

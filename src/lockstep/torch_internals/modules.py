@@ -1,0 +1,168 @@
+"""``nn.Module``: what a module is made of, and the base classes of layers that torch has no public name for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from lockstep.torch_internals.versions import expect, probed
+
+BatchNorm: Any = _BatchNorm
+"""Base class. Relies on: it has no other subclasses than batch normalisation, synchronised or lazy ones among them."""
+Convolution: Any = _ConvNd
+"""Base class. Relies on: ``kernel_size`` has a number for each dimension."""
+Dropout: Any = _DropoutNd
+"""Base class. Relies on: ``p`` is the probability of all dropout layers."""
+InstanceNorm: Any = _InstanceNorm
+"""Base class of instance normalisation."""
+
+FLAT_WEIGHTS = "_flat_weights"
+"""Relies on: the attribute of a recurrent module that its forward reads its weights from, as a list."""
+EXTRA_STATE = "_extra_state"
+"""Relies on: the last part of the key under which ``get_extra_state()`` stands in a state dictionary."""
+CALLS = frozenset({"_wrapped_call_impl", "_call_impl"})
+"""Relies on: the names of the functions between a call of a module and its forward, in a stack."""
+
+
+def parameters_of(module: nn.Module) -> dict[str, Any]:
+    """The module's own. Relies on: ``_parameters`` is what attributes, ``parameters()`` and state dictionaries read."""
+    return module._parameters
+
+
+def set_parameters_of(module: nn.Module, registered: dict[str, Any]) -> None:
+    """Let the module have this very dictionary, which another one may have as well."""
+    module._parameters = registered
+
+
+def buffers_of(module: nn.Module) -> dict[str, Any]:
+    """The module's own. Relies on: ``_buffers``, as ``_parameters``."""
+    return module._buffers
+
+
+def children_of(module: nn.Module) -> dict[str, Any]:
+    """The module's own. Relies on: ``_modules``, as ``_parameters``."""
+    return module._modules
+
+
+def registered_of(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """The dictionaries of its parameters and its buffers."""
+    yield module._parameters
+    yield module._buffers
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """Whether it is saved. Relies on: ``_non_persistent_buffers_set`` has the names of those that are not."""
+    return buffer not in module._non_persistent_buffers_set
+
+
+def forward_pre_hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    """In the order of their calls. Relies on: ``_forward_pre_hooks`` is a dictionary of them."""
+    return list(module._forward_pre_hooks.values())
+
+
+def clear_forward_hooks(module: nn.Module) -> None:
+    """Take off hooks before and after the forward. Relies on: there are no others that a forward calls than
+    ``_forward_hooks`` and ``_forward_pre_hooks``."""
+    module._forward_hooks.clear()
+    module._forward_pre_hooks.clear()
+
+
+def reset_method(module: Any) -> Callable[[], None] | None:
+    """What gives a module its first values. Relies on: ``_reset_parameters`` where it is not public (attention)."""
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
+def has_flat_weights(module: nn.Module) -> bool:
+    """Whether it is recurrent, and keeps its weights in a list as well."""
+    return hasattr(module, "_flat_weights_names")
+
+
+def flat_weights(module: Any) -> list[Any]:
+    """That list, made anew. Relies on: ``_flat_weights_names`` has their names, in order."""
+    return [getattr(module, name, None) for name in module._flat_weights_names]
+
+
+def renew_flat_weights(module: Any) -> None:
+    """Let the forward use the weights that are the module's attributes now."""
+    module._flat_weights = flat_weights(module)
+
+
+def intercept_apply(module: nn.Module, apply: Callable[..., nn.Module]) -> None:
+    """Relies on: ``to``, ``cuda``, ``half`` and the like all go through ``_apply``, looked up in the object first."""
+    module.__dict__["_apply"] = apply
+
+
+def restore_apply(module: nn.Module) -> None:
+    """Undo ``intercept_apply``."""
+    module.__dict__.pop("_apply", None)
+
+
+@probed("nn.Module", "keeps parameters, buffers and hooks")
+def probe() -> None:
+    """Build a module, and ask and change it through the functions above."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.ones(2))
+    module.register_buffer("kept", torch.ones(1))
+    module.register_buffer("passing", torch.ones(1), persistent=False)
+    module.child = nn.Linear(1, 1)
+    expect(parameters_of(module) == {"weight": module.weight}, "own parameters")
+    expect(list(buffers_of(module)) == ["kept", "passing"], "own buffers")
+    expect(children_of(module) == {"child": module.child}, "own modules")
+    expect(is_persistent(module, "kept") and not is_persistent(module, "passing"), "which buffers are saved")
+    other = nn.Parameter(torch.zeros(2))
+    parameters_of(module)["weight"] = other
+    expect(module.weight is other and next(module.parameters()) is other, "a parameter that was replaced")
+    set_parameters_of(module, {"bias": other})
+    expect(
+        [name for name, _ in module.named_parameters(recurse=False)] == ["bias"],
+        "parameters of another module",
+    )
+    _probe_calls()
+    _probe_layers()
+
+
+def _probe_calls() -> None:
+    called: list[str] = []
+    layer = nn.Linear(1, 1)
+    layer.register_forward_pre_hook(lambda *_: called.append("before"))
+    layer.register_forward_hook(lambda *_: called.append("after"))
+    for hook in forward_pre_hooks_of(layer):
+        hook(layer, ())
+    layer(torch.ones(1))
+    clear_forward_hooks(layer)
+    layer(torch.ones(1))
+    expect(called == ["before", "before", "after"], "hooks of a forward")
+    intercept_apply(layer, lambda *_, **__: called.append("moved") or layer)
+    expect(layer.half() is layer and called[-1] == "moved", "what moves and converts a module")
+    restore_apply(layer)
+    expect(layer.double().weight.dtype == torch.float64, "what moves and converts a module again")
+
+
+def _probe_layers() -> None:
+    expect(
+        issubclass(nn.BatchNorm1d, BatchNorm) and issubclass(nn.SyncBatchNorm, BatchNorm),
+        "batch normalisation",
+    )
+    expect(
+        not issubclass(nn.LayerNorm, BatchNorm) and issubclass(nn.InstanceNorm1d, InstanceNorm), "other norms"
+    )
+    expect(issubclass(nn.Conv1d, Convolution) and len(nn.Conv2d(1, 1, 3).kernel_size) == 2, "convolutions")
+    expect(issubclass(nn.Dropout, Dropout) and nn.Dropout(0.25).p == 0.25, "dropout")
+    expect(reset_method(nn.MultiheadAttention(2, 1)) is not None, "the first values of attention")
+    recurrent = nn.RNN(1, 1)
+    expect(
+        has_flat_weights(recurrent) and not has_flat_weights(nn.Linear(1, 1)), "which modules are recurrent"
+    )
+    same = [a is b for a, b in zip(flat_weights(recurrent), recurrent.parameters(), strict=True)]
+    expect(all(same) and len(same) == 4, "the weights of a recurrent module")
+    before: Tensor = recurrent(torch.ones(1, 1, 1))[0]
+    parameters_of(recurrent)["bias_ih_l0"] = nn.Parameter(recurrent.bias_ih_l0.detach() + 1)
+    renew_flat_weights(recurrent)
+    expect(not torch.equal(before, recurrent(torch.ones(1, 1, 1))[0]), "weights that were replaced")

@@ -1,0 +1,127 @@
+"""Optimizers, schedulers and the gradient scaler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.torch_internals.versions import expect, probed
+
+GROWTH_TRACKER = "_growth_tracker"
+"""Relies on: the key of a scaler's state under which the number of good steps since the last change stands."""
+
+
+def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply all by a 0-d tensor of their device and dtype. Relies on: ``_foreach_mul_`` takes one without waiting."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def note_step(optimizer: Any) -> None:
+    """Relies on: schedulers warn unless ``_opt_called`` says that their optimizer has stepped before them."""
+    optimizer._opt_called = True
+
+
+def is_wrapped_by_scheduler(step: Any) -> bool:
+    """Whether a scheduler put its note around this ``step``. Relies on: it then has ``_wrapped_by_lr_sched``."""
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
+def take_for_wrapped(step: Any) -> None:
+    """Let schedulers leave this ``step`` as it is, as one that calls ``note_step`` itself."""
+    step._wrapped_by_lr_sched = True
+    step.hooked = True  # by ``profile_hook_step``, which does it once
+
+
+def with_step_hooks(step: Callable[..., Any]) -> Any:
+    """``step`` with the optimizer's hooks before and after it. Relies on: ``Optimizer.profile_hook_step``."""
+    return Optimizer.profile_hook_step(step)
+
+
+def step_post_hooks_of(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """Its own and those of all optimizers.
+
+    Relies on: ``_optimizer_step_post_hooks``, and ``_global_optimizer_post_hooks`` of a module that is hidden by the
+    class of the same name.
+    """
+    everywhere = import_module("torch.optim.optimizer")._global_optimizer_post_hooks
+    return [*optimizer._optimizer_step_post_hooks.values(), *everywhere.values()]
+
+
+def counts_steps(scheduler: Any) -> bool:
+    """Relies on: torch's schedulers count their steps in ``_step_count``; others need not."""
+    return hasattr(scheduler, "_step_count")
+
+
+def count_step(scheduler: Any) -> None:
+    """One more, without a step: torch warns where it has not one more than the optimizer made."""
+    scheduler._step_count += 1
+
+
+def scale_of(scaler: torch.amp.GradScaler) -> Tensor | None:
+    """The loss scale, 0-d on its device; None before the first use. Relies on: ``_get_scale_async``."""
+    return scaler._get_scale_async()
+
+
+class HookedGradScaler(torch.amp.GradScaler):
+    """A scaler that asks ``unscale_gradients`` to unscale.
+
+    Relies on: ``_unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)`` looks at nothing of the optimizer but
+    the gradients of its groups, and gives a flag for each device: 1.0 where one is not finite.
+    """
+
+    def unscale_gradients(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """To be overridden; as torch does it."""
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        return self.unscale_gradients(optimizer, inv_scale, found_inf, allow_fp16)
+
+
+@probed("optimizer", "counts steps, scales gradients and calls hooks")
+def probe() -> None:
+    """A step of plain SGD with a hook, a schedule and a scaler."""
+    tensors = [torch.ones(2), torch.ones(1)]
+    scale_in_place(tensors, torch.tensor(3.0))
+    expect([tensor.tolist() for tensor in tensors] == [[3.0, 3.0], [3.0]], "tensors times one number")
+    leaf = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([leaf], lr=1.0)
+
+    def hook(*_: Any) -> None:
+        """Changes nothing."""
+
+    everywhere = step_post_hooks_of(optimizer)
+    optimizer.register_step_post_hook(hook)
+    expect(step_post_hooks_of(optimizer) == [hook, *everywhere], "the hooks after a step")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    expect(is_wrapped_by_scheduler(optimizer.step), "a step that a scheduler knows of")
+    expect(counts_steps(scheduler), "a scheduler that counts its steps")
+    before = scheduler._step_count
+    count_step(scheduler)
+    expect(scheduler._step_count == before + 1, "the count of a scheduler")
+    note_step(optimizer)
+    expect(optimizer._opt_called is True, "the note that an optimizer has stepped")
+    _probe_scaler(leaf)
+
+
+def _probe_scaler(leaf: Tensor) -> None:
+    scaler = HookedGradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(1))
+    scale = scale_of(scaler)
+    expect(
+        scale is not None and scale.item() == 4.0 and GROWTH_TRACKER in scaler.state_dict(), "the loss scale"
+    )
+    group: Any = type("_Group", (), {"param_groups": [{"params": [leaf]}]})
+    for gradient, flag in ((8.0, 0.0), (float("inf"), 1.0)):
+        leaf.grad = torch.full((1,), gradient)
+        found = scaler._unscale_grads_(group, torch.tensor(0.25), torch.zeros(()), False)
+        expect([one.item() for one in found.values()] == [flag], "the flag of gradients that are not finite")
+        expect(leaf.grad.item() == gradient / 4, "gradients without their scale")
