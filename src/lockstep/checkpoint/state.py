@@ -26,6 +26,8 @@ from lockstep.comm.collectives import as_bytes
 from lockstep.comm.dtensor import boxes_of, is_dtensor, local
 from lockstep.errors import UsageError
 from lockstep.runtime.seed import rng_state
+from lockstep.torch_internals import modules as torch_modules
+from lockstep.torch_internals import tensors as torch_tensors
 
 COMMON, OF_RANK = ("scheduler", "scaler"), ("loader", "object", "window")
 
@@ -150,13 +152,13 @@ def collect_weights(
 
 def is_extra(name: str) -> bool:
     """Whether an entry of a module's ``state_dict`` is what its ``get_extra_state`` returned."""
-    return name.split(".")[-1] == "_extra_state"
+    return name.split(".")[-1] == torch_modules.EXTRA_STATE
 
 
 def place_of(tensor: torch.Tensor) -> Any:
     """Equal for tensors that are the same elements of memory."""
     part = local(tensor)
-    return part.untyped_storage()._cdata, part.storage_offset(), tensor.shape, part.stride(), part.dtype
+    return torch_tensors.storage_key(part), part.storage_offset(), tensor.shape, part.stride(), part.dtype
 
 
 def digests_of(found: Collected) -> dict[str, str]:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from lockstep.comm.call_record import CheckedCall, Record, checked_call, splits_fit, tensors_in
 from lockstep.comm.call_signatures import SIGNATURES, Signature
 from lockstep.errors import CollectiveMismatchError
+from lockstep.torch_internals import c10d
 
 ASYNC_LIMIT_S = 1.0
 FOR_EVER = timedelta(days=20)  # as long as a store can wait: 2^31 ms
@@ -252,7 +253,7 @@ class Meetings:
 
 def store_of_its_own() -> Any:
     """A connection to the main group's store that may wait without holding up others who use the store."""
-    store = dist.distributed_c10d._get_default_store()
+    store = c10d.default_store()
     if not hasattr(store, "clone"):
         return store
     own = store.clone()
@@ -280,8 +281,4 @@ def is_library(caller: FrameType) -> bool:
 
 def has_cpu(group: Any) -> bool:
     """Whether the group communicates CPU tensors."""
-    try:
-        group._get_backend(CPU)
-    except RuntimeError:
-        return False
-    return True
+    return c10d.has_backend_for(group, CPU)

@@ -17,6 +17,7 @@ from lockstep.comm.collectives import all_gather_into_tensor, as_bytes
 from lockstep.comm.layout import Box, boxes, dim_of, is_partial, is_plain, local_shape, whole_box
 from lockstep.comm.tree import map_tensors
 from lockstep.errors import UsageError
+from lockstep.torch_internals import tensors as torch_tensors
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -55,7 +56,7 @@ def whole(tree: Any, keep: bool = True) -> Any:
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors that share memory. All ranks agree on which, also where a shard is empty."""
     part = local(tensor)
-    return part.untyped_storage()._cdata, part.storage_offset(), tensor.shape, part.dtype
+    return torch_tensors.storage_key(part), part.storage_offset(), tensor.shape, part.dtype
 
 
 @torch.no_grad()

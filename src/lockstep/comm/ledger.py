@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.torch_internals import c10d, dispatch
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ OPERATORS: dict[str, tuple[str, str, bool]] = {
 CALLED_BY_HOOKS = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all_single", "broadcast")
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(dispatch.TorchDispatchMode):
     """Appends a record per collective operator of the thread in which it is active."""
 
     def __init__(self, records: list[Record]) -> None:
@@ -108,7 +109,7 @@ class _Recorder(TorchDispatchMode):
             hasattr(kind, "device_mesh") for kind in types
         ):  # DTensor, whose import takes most of a second
             return NotImplemented  # it comes first, and issues its collectives as operators of their own
-        known = OPERATORS.get(func._schema.name)
+        known = OPERATORS.get(dispatch.schema_of(func).name)
         if known is not None:
             self.records.append(record(func, known, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -127,6 +128,7 @@ class CommunicationLedger:
         self._exits = ExitStack()
 
     def __enter__(self) -> CommunicationLedger:
+        dispatch.probe()
         owner = threading.get_ident()
         for name in CALLED_BY_HOOKS:
             original = getattr(dist, name)
@@ -178,7 +180,7 @@ class CommunicationLedger:
 
 def record(func: Any, known: tuple[str, str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
     operation, name, is_part = known
-    names = [argument.name for argument in func._schema.arguments]
+    names = dispatch.argument_names(func)
     given = dict(zip(names, args, strict=False)) | kwargs
     size = group_size(given)
     tensors = list(tensors_in(given.get(name)))
@@ -200,7 +202,7 @@ def group_size(given: dict[str, Any]) -> int:
     if "group_name" in given:
         name: Any = given["group_name"]
         is_name = isinstance(name, str)
-        group: Any = torch._C._distributed_c10d._resolve_process_group(name) if is_name else name
+        group: Any = c10d.group_named(name) if is_name else name
     else:
         group = dist.ProcessGroup.unbox(given["process_group"])
     return int(group.size())

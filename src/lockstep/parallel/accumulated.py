@@ -15,6 +15,7 @@ from lockstep.parallel.prepared import unwrap
 from lockstep.parallel.replicate import mark_used
 from lockstep.parallel.sharding import sharding_of
 from lockstep.parallel.unreduced import PartialSum, put_unreduced, take_unreduced
+from lockstep.torch_internals import tensors as torch_tensors
 
 
 @dataclass
@@ -209,9 +210,10 @@ def _fitted(gradient: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
 def _as_parts(gradient: torch.Tensor) -> Any:
     if not gradient.is_sparse:
         return gradient
+    indices, values = torch_tensors.sparse_parts(gradient)
     return {
-        "indices": gradient._indices(),
-        "values": gradient._values(),
+        "indices": indices,
+        "values": values,
         "size": list(gradient.shape),
         "is_coalesced": gradient.is_coalesced(),
     }

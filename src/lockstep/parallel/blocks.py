@@ -11,6 +11,7 @@ from torch import nn
 from lockstep.config.parallel import BlockRule
 from lockstep.config.values import shown, suggestion
 from lockstep.errors import UsageError
+from lockstep.torch_internals import modules as torch_modules
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -165,7 +166,7 @@ def _list_members(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]
     """(list, name of the member in the model, member); a member as often as it is in the list."""
     for name, module in model.named_modules():
         if isinstance(module, _LISTS):
-            for key, member in module._modules.items():
+            for key, member in torch_modules.children_of(module).items():
                 if member is not None:
                     yield module, _join(name, key), member
 
@@ -173,7 +174,7 @@ def _list_members(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]
 def _repeated(module: nn.Module, name: str, in_lists: Counter[str]) -> set[str]:
     """Names of the blocks inside ``module``: of lists' members, those whose class is repeated."""
     found: set[str] = set()
-    alone = name != "" and isinstance(module, _LISTS) and len(module._modules) == 1
+    alone = name != "" and isinstance(module, _LISTS) and len(torch_modules.children_of(module)) == 1
     for key, child in module.named_children():
         child_name = _join(name, key)
         is_block = isinstance(module, _LISTS) and _has_layers(child) and (alone or in_lists[_kind(child)] > 1)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.config.axes import Axes
 from lockstep.config.enums import Activation, DDPCommunicationHookType, Strategy
 from lockstep.config.handlers import AutocastKwargs, DistributedDataParallelKwargs
 from lockstep.config.parallel import Parallel
@@ -27,6 +28,10 @@ from lockstep.parallel.replicate import data_parallel, distributed_data_parallel
 from lockstep.runtime.mesh import Meshes
 from lockstep.runtime.process import Runtime
 from lockstep.stream.homes import FileHomes
+from lockstep.torch_internals import autograd as torch_autograd
+from lockstep.torch_internals import compile as torch_compile
+from lockstep.torch_internals import modules as torch_modules
+from lockstep.torch_internals import tensors as torch_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +63,7 @@ def spread(
     its part of it.
     """
     parallel, axes = options.parallel, options.meshes.axes
+    _probe(parallel, axes)
     divides_weights = parallel.divides_weights
     shards = _shards(model, options) and not evaluation_mode
     needs_blocks = shards or axes.pp * axes.cp > 1 or parallel.activation is not Activation.NONE
@@ -176,6 +182,35 @@ def _tensor_options(
         is_main=runtime.is_main,
         blocks=blocks or None,
     )
+
+
+def _probe(parallel: Parallel, axes: Axes) -> None:
+    """Refuse a torch of unknown shape before anything is changed: on every rank, as all have the same.
+
+    Raises:
+        UsageError: an engine that this model needs does not behave as it is relied on.
+    """
+    torch_modules.probe()
+    torch_tensors.probe()
+    torch_autograd.probe()
+    torch_compile.probe()
+    if axes.pp > 1:
+        from lockstep.torch_internals import fake, pipelining
+
+        pipelining.probe()
+        fake.probe()
+    if axes.cp > 1:
+        from lockstep.torch_internals import kernels
+
+        kernels.probe()
+    if parallel.activation is not Activation.NONE:
+        from lockstep.torch_internals import dispatch
+
+        dispatch.probe()
+    if axes.splits_model:
+        from lockstep.torch_internals import dtensor
+
+        dtensor.probe()
 
 
 def _compile(modules: dict[str, nn.Module], options: ModelOptions) -> None:

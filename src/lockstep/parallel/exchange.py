@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.comm.collectives import all_gather_into_tensor, reduce_scatter_tensor
 from lockstep.errors import UsageError
+from lockstep.torch_internals import c10d
 
 MOST_RANKS = 8
 """Groups above this use gloo's own: nobody has measured them."""
@@ -91,7 +92,7 @@ class ExchangeReduceScatter(Collective):
 
 def factor_of(op: Any, world_size: int) -> Any:
     """What the sum over the ranks is multiplied by: a number, or a tensor inside PREMUL_SUM."""
-    kind, factor = (op, None) if isinstance(op, dist.ReduceOp.RedOpType) else op.__getstate__()
+    kind, factor = c10d.reduction_of(op)
     if kind == dist.ReduceOp.SUM:
         return 1
     if kind == dist.ReduceOp.AVG:

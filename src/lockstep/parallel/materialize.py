@@ -11,6 +11,7 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.stream.homes import FileHomes
+from lockstep.torch_internals import modules as torch_modules
 
 InitWeights = Callable[[nn.Module], object]
 """Called with each module that has parameters or buffers of its own; fills these."""
@@ -39,7 +40,7 @@ def initialisers(model: nn.Module, init_weights: InitWeights | None = None) -> d
             if enclosing is not None and _is_bare(module) and _all_on_meta(module):
                 found[module] = enclosing
             continue
-        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        reset = torch_modules.reset_method(module)
         initialise = init_weights or enclosing or (reset and _call_reset)
         if initialise:
             found[module] = initialise
@@ -112,7 +113,7 @@ class GroupValues:
         assert self._homes is not None
         if was_made:
             _check_filled(module)
-        for parameter in module._parameters.values():
+        for parameter in torch_modules.parameters_of(module).values():
             if parameter is not None and id(parameter) not in self._at_home:
                 parameter.data = self._homes.keep(parameter.data)
                 self._at_home.add(id(parameter))
@@ -177,7 +178,10 @@ def check_same_model(model: nn.Module, world_size: int) -> None:
 def _tensors(modules: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that belong to the modules themselves, not to modules inside them."""
     for module in modules:
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        for name, tensor in (
+            *torch_modules.parameters_of(module).items(),
+            *torch_modules.buffers_of(module).items(),
+        ):
             if tensor is not None:
                 yield name, tensor
 
@@ -220,7 +224,9 @@ def _check_filled(module: nn.Module) -> None:
 
 
 def _call_reset(module: Any) -> None:
-    (getattr(module, "reset_parameters", None) or module._reset_parameters)()
+    reset = torch_modules.reset_method(module)
+    assert reset is not None  # as was found before
+    reset()
 
 
 def _enclosing_initialiser(model: nn.Module, name: str) -> InitWeights | None:

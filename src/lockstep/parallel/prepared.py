@@ -13,6 +13,8 @@ from lockstep.comm.dtensor import local
 from lockstep.parallel.autocast import remove_autocast
 from lockstep.parallel.gradient_mean import gradient_mean_of
 from lockstep.parallel.sharding import sharding_of
+from lockstep.torch_internals import compile as torch_compile
+from lockstep.torch_internals import modules as torch_modules
 
 
 def hold_back(model: nn.Module, inside_window: bool) -> AbstractContextManager[Any]:
@@ -75,7 +77,7 @@ def loss_of(
     args, keywords = ((), dict(inputs)) if isinstance(inputs, Mapping) else (_as_tuple(inputs), {})
     if is_pipeline(model):
         pipeline: Any = model
-        for hook in list(pipeline._forward_pre_hooks.values()):  # as a call of the model would
+        for hook in torch_modules.forward_pre_hooks_of(pipeline):  # as a call of the model would
             hook(pipeline, args)
         with autocast():
             loss: torch.Tensor = pipeline.train_step(loss_function, _as_tuple(targets), args, keywords)
@@ -100,7 +102,7 @@ def unwrap(model: nn.Module, keep_autocast: bool = True, keep_compile: bool = Tr
     """The user's own model inside what ``spread`` returned."""
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or is_pipeline(model):
         model = model.module  # type: ignore[assignment]
-    inner: nn.Module = getattr(model, "_orig_mod", model)  # of what torch.compile returns
+    inner: nn.Module = torch_compile.original(model)
     if not keep_autocast:
         remove_autocast(inner)
     return model if keep_compile else inner
@@ -108,7 +110,7 @@ def unwrap(model: nn.Module, keep_autocast: bool = True, keep_compile: bool = Tr
 
 def is_compiled_module(module: nn.Module) -> bool:
     """Whether ``torch.compile`` returned this module."""
-    return hasattr(module, "_orig_mod")
+    return torch_compile.is_compiled(module)
 
 
 def extract_model_from_parallel(

@@ -26,6 +26,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.recompute_buffers import BuffersOnce
 from lockstep.parallel.subclass import Subclassed, subclass
 from lockstep.stream.activations import HostActivations
+from lockstep.torch_internals import dispatch
 
 logger = logging.getLogger(__name__)
 
@@ -187,21 +188,11 @@ class _Both:
 
 # -- what is kept ----------------------------------------------------------------------------------------
 
-_PRODUCTS = (
-    *("mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "convolution"),
-    *("_int_mm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_fused_attention_overrideable",
-    *("_flash_attention_forward", "_efficient_attention_forward"),
-)
 _KEPT = frozenset(
-    getattr(operators, name)
-    for operators, names in ((torch.ops.aten, _PRODUCTS), (torch.ops.higher_order, ("flex_attention",)))
-    for name in names
-    if hasattr(operators, name)
+    [
+        *dispatch.operators_of(dispatch.PRODUCTS),
+        *filter(None, [getattr(torch.ops.higher_order, "flex_attention", None)]),
+    ]
 )
 
 
@@ -214,7 +205,7 @@ def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 def _drops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether it applies dropout: skipping it would give the operators after it other random numbers."""
-    schema = getattr(operator, "_schema", None)
+    schema = dispatch.schema_of(operator)
     for index, argument in enumerate(schema.arguments if schema else ()):
         if argument.name == "dropout_p":
             given = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)

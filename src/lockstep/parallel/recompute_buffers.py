@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+from lockstep.torch_internals import modules as torch_modules
+from lockstep.torch_internals import tensors as torch_tensors
+
 
 class BuffersOnce:
     """Inside this context, those buffers that a forward changes are copies, as they were before the forward.
@@ -57,8 +60,8 @@ class BuffersOnce:
 
     def _set(self, name: str, tensor: torch.Tensor) -> None:
         path, _, key = name.rpartition(".")
-        self.block.get_submodule(path)._buffers[key] = tensor
+        torch_modules.buffers_of(self.block.get_submodule(path))[key] = tensor
 
 
 def _version(tensor: Any) -> int:
-    return 0 if tensor.is_inference() else int(tensor._version)
+    return 0 if tensor.is_inference() else torch_tensors.version(tensor)

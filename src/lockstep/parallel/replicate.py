@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -17,8 +16,10 @@ from lockstep.config.enums import DDPCommunicationHookType as Hook
 from lockstep.config.handlers import DistributedDataParallelKwargs
 from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.process import Runtime
+from lockstep.torch_internals import c10d
+from lockstep.torch_internals import tensors as torch_tensors
 
-GradientHook = Callable[[Any, GradBucket], "torch.futures.Future[torch.Tensor]"]
+GradientHook = Callable[[Any, c10d.GradBucket], "torch.futures.Future[torch.Tensor]"]
 
 
 class DistributedDataParallel(TorchDDP):
@@ -72,7 +73,10 @@ def _settle_buckets(replica: TorchDDP, runtime: Runtime) -> None:
     if runtime.world_size <= 2 or replica.find_unused_parameters or replica.static_graph or sparse:
         return
     trained = [p for p in replica.module.parameters() if p.requires_grad]
-    busy = any(p._backward_hooks or p._post_accumulate_grad_hooks or p.grad is not None for p in trained)
+    busy = any(
+        torch_tensors.gradient_hooks_of(p) or torch_tensors.post_accumulate_hooks_of(p) or p.grad is not None
+        for p in trained
+    )
     busy_anywhere = torch.tensor(int(busy), device=runtime.device)  # one rank alone may have a hook
     dist.all_reduce(busy_anywhere, dist.ReduceOp.MAX)
     if busy_anywhere.item():
@@ -82,7 +86,7 @@ def _settle_buckets(replica: TorchDDP, runtime: Runtime) -> None:
         torch.autograd.backward(parameter, torch.zeros_like(parameter))
     for parameter in trained:
         parameter.grad = None
-    replica.reducer._rebuild_buckets()
+    c10d.form_buckets(replica)
 
 
 def mark_used(model: nn.Module, parameters: list[torch.Tensor]) -> None:
@@ -154,7 +158,7 @@ def _arguments(options: DistributedDataParallelKwargs) -> dict[str, Any]:
 def _half_all_reduce(dtype: torch.dtype) -> GradientHook:
     """Average gradients in a 16-bit type. Torch's own bf16 hook refuses to run without CUDA."""
 
-    def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(state: Any, bucket: c10d.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         compressed = buffer.to(dtype).div_(dist.get_world_size())
         future = dist.all_reduce(compressed, async_op=True).get_future()
@@ -166,7 +170,7 @@ def _half_all_reduce(dtype: torch.dtype) -> GradientHook:
 def _in_half(inner: GradientHook, dtype: torch.dtype) -> GradientHook:
     """Cast a bucket to ``dtype``, run ``inner`` on it, and cast the result back."""
 
-    def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(state: Any, bucket: c10d.GradBucket) -> torch.futures.Future[torch.Tensor]:
         original = bucket.buffer()
         bucket.set_buffer(original.to(dtype))
 

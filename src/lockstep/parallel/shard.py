@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.comm.dtensor import is_dtensor, shard_like
 from lockstep.config.parallel import Parallel
@@ -41,6 +40,7 @@ from lockstep.parallel.sharding import Sharding, send_shards_home, sharding_of, 
 from lockstep.runtime.process import Runtime
 from lockstep.stream.homes import FileHomes
 from lockstep.torch_internals import fsdp2, fsdp2_probe
+from lockstep.torch_internals import modules as torch_modules
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +244,9 @@ def _shard_group(module: nn.Module, members: list[nn.Module], options: ShardOpti
     if compute is not None:
         # Kernels of batch normalisation want their weights in the type of the running statistics.
         norms: list[nn.Module] = [
-            member for member in members if isinstance(member, _BatchNorm) and member is not module
+            member
+            for member in members
+            if isinstance(member, torch_modules.BatchNorm) and member is not module
         ]
         if any(True for norm in norms for _ in norm.parameters()):
             fully_shard(norms, mp_policy=MixedPrecisionPolicy(), **arguments)

@@ -13,7 +13,8 @@ from torch import nn
 from lockstep.comm.dtensor import local
 from lockstep.errors import UsageError
 from lockstep.stream.homes import FileHomes
-from lockstep.torch_internals import fsdp2
+from lockstep.torch_internals import c10d, fsdp2
+from lockstep.torch_internals import modules as torch_modules
 
 BROADCAST_BYTES = 250 * 2**20  # of one message, as in DDP
 
@@ -211,9 +212,8 @@ def sharding_of(model: nn.Module) -> Sharding | None:
 @torch.no_grad()
 def broadcast_buffers(buffers: list[tuple[nn.Module, str]], group: dist.ProcessGroup | None) -> None:
     """Give all ranks of ``group`` the first one's values, in place. Collective."""
-    tensors = [module._buffers[name] for module, name in buffers]
-    broadcast: Any = dist._broadcast_coalesced  # type: ignore[attr-defined]  # private; DDP's own way
-    broadcast(group or dist.group.WORLD, tensors, BROADCAST_BYTES, 0)
+    tensors = [torch_modules.buffers_of(module)[name] for module, name in buffers]
+    c10d.broadcast_coalesced(group or dist.group.WORLD, tensors, BROADCAST_BYTES, 0)
 
 
 def synchronised_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -221,8 +221,6 @@ def synchronised_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return [
         (module, name)
         for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-        and name not in module._non_persistent_buffers_set
-        and buffer.dtype is not torch.bool
+        for name, buffer in torch_modules.buffers_of(module).items()
+        if buffer is not None and torch_modules.is_persistent(module, name) and buffer.dtype is not torch.bool
     ]

@@ -10,22 +10,23 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
+from lockstep.torch_internals import modules as torch_modules
 
 
 def guard(model: nn.Module) -> None:
     """Refuse ``to``, ``cuda``, ``half`` and the like on ``model``, unless they would change nothing."""
-    model.__dict__["_apply"] = partial(_apply_or_refuse, model)
+    torch_modules.intercept_apply(model, partial(_apply_or_refuse, model))
 
 
 def unguard(model: nn.Module) -> None:
     """Allow them again."""
-    model.__dict__.pop("_apply", None)
+    torch_modules.restore_apply(model)
 
 
 def _apply_or_refuse(
     model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True, **_: Any
 ) -> nn.Module:
-    """In place of ``Module._apply``, through which all of them go."""
+    """In place of what all of them go through."""
     tensors = [*model.parameters(), *model.buffers()]
     if all(_changes_nothing(fn, device, dtype) for device, dtype in {(t.device, t.dtype) for t in tensors}):
         return model

@@ -13,10 +13,11 @@ from lockstep.errors import CheckpointError
 from lockstep.placement.sizes import is_converted
 from lockstep.placement.stored import Stored
 from lockstep.placement.ties import Place
+from lockstep.torch_internals import modules as torch_modules
 
 logger = logging.getLogger(__name__)
 
-_EXTRA_STATE = "_extra_state"
+_EXTRA_STATE = torch_modules.EXTRA_STATE
 
 
 def match(

@@ -15,6 +15,8 @@ from lockstep.placement.loading import Path
 from lockstep.placement.offload_folder import Kept, keep
 from lockstep.placement.stored import pieces_on_cpu
 from lockstep.placement.ties import like
+from lockstep.torch_internals import modules as torch_modules
+from lockstep.torch_internals import tensors as torch_tensors
 
 
 def offload_state_dict(save_dir: Path, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -58,17 +60,17 @@ def align_module_device(
         return
     device = torch.device(execution_device)
     moved = {}
-    for key, parameter in module._parameters.items():
+    for key, parameter in torch_modules.parameters_of(module).items():
         if parameter is not None and parameter.device != device:
             there = like(parameter, parameter.detach().to(device))
-            moved[key] = (parameter, there, there._version)
+            moved[key] = (parameter, there, torch_tensors.version(there))
     try:
         for key, (_, there, _) in moved.items():
-            module._parameters[key] = there  # type: ignore[assignment]
+            torch_modules.parameters_of(module)[key] = there
         yield
     finally:
         for key, (parameter, there, version) in moved.items():
-            module._parameters[key] = parameter
-            if there._version != version:
+            torch_modules.parameters_of(module)[key] = parameter
+            if torch_tensors.version(there) != version:
                 with torch.no_grad():
                     parameter.copy_(there)

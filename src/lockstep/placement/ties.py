@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
+from lockstep.torch_internals import modules as torch_modules
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
@@ -39,7 +40,7 @@ class Place:
         """Let every holder have ``data`` instead; a parameter stays of its class, and keeps its attributes."""
         tensor = like(self.tensor, data) if self.is_parameter else data
         for module, key in self.holders:
-            (module._parameters if self.is_parameter else module._buffers)[key] = tensor  # type: ignore[assignment]
+            _registered(module, self.is_parameter)[key] = tensor
         self.tensor = tensor
 
 
@@ -52,7 +53,7 @@ def find_places(model: nn.Module) -> list[Place]:
     places: dict[int, Place] = {}
     for is_parameter in (True, False):
         for module_name, module in model.named_modules(remove_duplicate=False):
-            for key, tensor in (module._parameters if is_parameter else module._buffers).items():
+            for key, tensor in _registered(module, is_parameter).items():
                 if tensor is None:
                     continue
                 name = f"{module_name}.{key}" if module_name else key
@@ -60,13 +61,17 @@ def find_places(model: nn.Module) -> list[Place]:
                     raise UsageError(
                         f"{name} has no shape yet: {type(module).__name__} is lazy. Run the model once, then place it."
                     )
-                persistent = is_parameter or key not in module._non_persistent_buffers_set
+                persistent = is_parameter or torch_modules.is_persistent(module, key)
                 place = places.setdefault(id(tensor), Place(tensor, is_parameter, persistent))
                 place.names.append(name)
                 place.is_persistent |= persistent
                 if not any(holder is module and held == key for holder, held in place.holders):
                     place.holders.append((module, key))
     return list(places.values())
+
+
+def _registered(module: nn.Module, is_parameter: bool) -> dict[str, Any]:
+    return torch_modules.parameters_of(module) if is_parameter else torch_modules.buffers_of(module)
 
 
 def like(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
@@ -83,12 +88,15 @@ def like(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def undone_on_error(model: nn.Module, undo: Callable[[nn.Module], None]) -> Iterator[None]:
     """Give the model back the tensors that it has now if there is an error inside, after ``undo(model)``."""
-    held = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+    held = [
+        (module, dict(torch_modules.parameters_of(module)), dict(torch_modules.buffers_of(module)))
+        for module in model.modules()
+    ]
     try:
         yield
     except BaseException:
         undo(model)
         for module, parameters, buffers in held:
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
+            _registered(module, True).update(parameters)
+            _registered(module, False).update(buffers)
         raise

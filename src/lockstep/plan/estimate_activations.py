@@ -67,7 +67,8 @@ def _count(
     names: Mapping[str, Any],
 ) -> Activations:
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from lockstep.torch_internals.fake import FakeTensorMode
 
     with FakeTensorMode() as mode:
         fake = _faked(model, mode, getattr(torch, weights))
@@ -155,7 +156,8 @@ class _Counter:
 
     def _enters(self, name: str) -> Any:
         import torch
-        from torch.utils._pytree import tree_leaves
+
+        from lockstep.torch_internals.fake import tree_leaves
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._current = name
@@ -175,4 +177,6 @@ class _Counter:
 
 
 def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    from lockstep.torch_internals.tensors import storage_key
+
+    return storage_key(tensor)

@@ -39,6 +39,7 @@ from lockstep.runtime.mesh import Meshes
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
 from lockstep.torch_internals.whole_steps import complete_optimizer
+from lockstep.torch_internals import optim as torch_optim
 from lockstep.train.clipping import OtherStages, clip_norm
 from lockstep.train.loss_scale import LossScaler
 from lockstep.train.optimizer import PreparedOptimizer
@@ -205,6 +206,7 @@ class Preparation:
         self._seen.refuse(optimizer)
         self._seen.add(optimizer)
         complete_optimizer(optimizer)
+        torch_optim.probe()
         self._shards.add_optimizer(optimizer)
         if self._runtime.world_size > 1 and not self._options.parallel.replaces_parameters:
             self._draws.watch(optimizer)

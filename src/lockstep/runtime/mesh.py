@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lockstep.config.axes import Axes, axes_of
 from lockstep.config.parallel import Parallel
 from lockstep.runtime.process import Runtime
+from lockstep.torch_internals import dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -107,7 +108,7 @@ class Meshes:
             if axes.cp > 1:
                 shard = "shard_cp" if axes.shard > 1 else "cp"
                 if axes.shard > 1:
-                    mesh["shard", "cp"]._flatten(shard)
+                    dtensor.flatten(mesh["shard", "cp"], shard)
             return mesh[("replicate", shard) if axes.replicate > 1 else (shard,)]
         if axes.replicate == 1:
             return self._make({"shard": axes.shard})
@@ -130,4 +131,4 @@ class Meshes:
     def _group(self, *names: str) -> dist.ProcessGroup:
         present = tuple(name for name in names if getattr(self.axes, name) > 1)
         mesh = self._mesh[present]
-        return mesh.get_group() if len(present) == 1 else mesh._flatten("_".join(present)).get_group()
+        return mesh.get_group() if len(present) == 1 else dtensor.flatten(mesh, "_".join(present)).get_group()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from lockstep.errors import UsageError
 from lockstep.runtime.departures import Departures
 from lockstep.runtime.device import choose_backend, choose_device
 from lockstep.runtime.failure import install_excepthook
+from lockstep.torch_internals import c10d, dtensor
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,7 @@ def start(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Runt
         torch.cuda.set_device(device)
     backend = _join_process_group(environment, device, init)
     joined = dist.is_available() and dist.is_initialized()
+    c10d.probe()
     _Process.runtime = Runtime(
         rank=dist.get_rank() if joined else environment.rank,
         world_size=dist.get_world_size() if joined else environment.world_size,
@@ -157,14 +158,7 @@ def leave_process_group() -> None:
 
 
 def _forget_meshes() -> None:
-    """Empty what DTensor remembers: a mesh of the next group would be taken for an equal one of this group."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return
-    from torch.distributed.tensor import debug
-
-    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # private, of 2.13
-    if clear is not None:
-        clear()
+    dtensor.forget_meshes()
 
 
 def _join_process_group(

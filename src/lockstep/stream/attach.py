@@ -16,6 +16,9 @@ from lockstep.stream.mapped import MappedMover
 from lockstep.stream.mover import Mover, least_budget
 from lockstep.stream.streamer import Streamer
 from lockstep.stream.units import Unit
+from lockstep.torch_internals import autograd as torch_autograd
+from lockstep.torch_internals import modules as torch_modules
+from lockstep.torch_internals import tensors as torch_tensors
 
 
 def stream_weights(
@@ -42,6 +45,9 @@ def stream_weights(
         OffloadError: The budget is less than what is used at once.
         UsageError: The model is streamed already. Later, by a forward: the model was changed meanwhile.
     """
+    torch_modules.probe()
+    torch_tensors.probe()
+    torch_autograd.probe()
     if streamer_of(model) is not None:
         raise UsageError(
             f"The weights of this {type(model).__name__} are streamed already. Call stop_streaming(model) first."
@@ -114,7 +120,7 @@ def _to_device(
             found.use(unit, in_backward=True)
 
     def settle() -> None:
-        if torch._C._current_graph_task_id() == -1:  # otherwise backward computes a forward once more
+        if not torch_autograd.is_in_backward():  # otherwise backward computes a forward once more
             mover.settle()
 
     mover.request = request

@@ -9,6 +9,7 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.stream.units import Unit
+from lockstep.torch_internals import modules as torch_modules
 
 
 class Edits:
@@ -21,12 +22,14 @@ class Edits:
         streamed = {id(tensor) for unit in units for tensor in unit.tensors.values()}
         for name, module in model.named_modules():
             prefix = f"{name}." if name else ""
-            for key, child in module._modules.items():
-                self._modules.append((module._modules, key, child, prefix + key))
-            for key, parameter in module._parameters.items():
+            for key, child in torch_modules.children_of(module).items():
+                self._modules.append((torch_modules.children_of(module), key, child, prefix + key))
+            for key, parameter in torch_modules.parameters_of(module).items():
                 # fully_shard puts whole ones in the place of DTensors, and may leave them there.
                 if id(parameter) in streamed and not hasattr(parameter, "__tensor_flatten__"):
-                    self._parameters.append((module._parameters, key, parameter, prefix + key))
+                    self._parameters.append(
+                        (torch_modules.parameters_of(module), key, parameter, prefix + key)
+                    )
 
     def check(self) -> None:
         """Raise UsageError where something else is there now, or nothing."""

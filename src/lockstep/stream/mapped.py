@@ -13,6 +13,7 @@ import torch
 from lockstep.errors import OffloadError, UsageError
 from lockstep.stream.pages import FileMapping, Pages, file_mappings
 from lockstep.stream.units import Unit
+from lockstep.torch_internals import tensors as torch_tensors
 
 
 def map_file(path: str | PathLike[str], writable: bool = False) -> torch.Tensor:
@@ -139,4 +140,4 @@ class _Weight:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else torch_tensors.version(tensor)

@@ -40,7 +40,7 @@ def saved_tensors_hooks_now() -> tuple[Callable[..., Any], Callable[..., Any]] |
 
     Relies on: ``_top_saved_tensors_default_hooks(True)``, where True asks for those that tracing would ignore, too.
     """
-    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ if dist.is_available():
 
 def group_named(name: str) -> Any:
     """Relies on: ``_resolve_process_group`` finds the group of a ``group_name``, as collectives in a graph have it."""
-    return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
+    found: Any = torch._C._distributed_c10d
+    return found._resolve_process_group(name)
 
 
 def names_of_groups() -> dict[Any, str]:
@@ -43,7 +43,7 @@ def has_backend_for(group: Any, device: torch.device) -> bool:
     return True
 
 
-def broadcast_coalesced(group: Any, tensors: Sequence[torch.Tensor], most_bytes: int, source: int) -> None:
+def broadcast_coalesced(group: Any, tensors: list[torch.Tensor], most_bytes: int, source: int) -> None:
     """In place, in messages of at most so many bytes, from a rank of the group: DDP's own way for buffers.
 
     Relies on: ``_broadcast_coalesced``.
@@ -100,7 +100,7 @@ def probe() -> None:
         (torch._C._distributed_c10d, "_resolve_process_group"),
         (dist.distributed_c10d, "_get_default_store"),
         (dist, "_broadcast_coalesced"),
-        (dist.Reducer, "_rebuild_buckets"),
+        (torch._C._distributed_c10d.Reducer, "_rebuild_buckets"),
         (dist.ProcessGroup, "_get_backend"),
     ):
         expect(callable(getattr(owner, name)), f"the function {name}")
@@ -109,4 +109,4 @@ def probe() -> None:
         main = dist.group.WORLD
         name = names_of_groups().get(main, "")
         expect(group_named(name) is main or group_named(name) == main, "the group of a name")
-        expect(isinstance(default_store(), dist.Store), "the store of the main group")
+        expect(isinstance(default_store(), torch._C._distributed_c10d.Store), "the store of the main group")

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+LOG_SOFTMAX: Any = torch.ops.aten._log_softmax.default
+"""Relies on: (input, dim, half_to_float)."""
+LOG_SOFTMAX_BACKWARD: Any = torch.ops.aten._log_softmax_backward_data.default
+"""Relies on: (gradient, output, dim, input_dtype)."""
+
+
 def local_tensor(tensor: Any) -> torch.Tensor:
     """This rank's part of a DTensor, without a graph. Relies on: ``_local_tensor``; what ``to_local`` wraps."""
     part: torch.Tensor = tensor._local_tensor
@@ -80,6 +86,11 @@ def probe() -> None:
     expect(
         DTensor._op_dispatcher._custom_op_handlers.pop(nothing) is _probe_handler, "a handler that was added"
     )
+    for operator, arguments in (
+        (LOG_SOFTMAX, ["self", "dim", "half_to_float"]),
+        (LOG_SOFTMAX_BACKWARD, ["grad_output", "output", "dim", "input_dtype"]),
+    ):
+        expect([one.name for one in operator._schema.arguments] == arguments, f"the arguments of {operator}")
     expect(callable(DeviceMesh._flatten), "meshes of one axis")
     expect(
         "_local_tensor" in DTensor.__slots__ or "_local_tensor" in DTensor.__annotations__, "a rank's part"

@@ -6,10 +6,14 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor as FakeTensor,
-    FakeTensorMode as FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
+)
+from torch._subclasses.fake_tensor import (
+    FakeTensor as FakeTensor,
+)
+from torch._subclasses.fake_tensor import (
+    FakeTensorMode as FakeTensorMode,
 )
 from torch.utils._pytree import tree_leaves as tree_leaves
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
@@ -51,10 +51,8 @@ def children_of(module: nn.Module) -> dict[str, Any]:
     return module._modules
 
 
-def registered_of(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """The dictionaries of its parameters and its buffers."""
-    yield module._parameters
-    yield module._buffers
+REGISTERED = (parameters_of, buffers_of)
+"""What has the tensors of a module."""
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:
@@ -139,7 +137,12 @@ def _probe_calls() -> None:
     clear_forward_hooks(layer)
     layer(torch.ones(1))
     expect(called == ["before", "before", "after"], "hooks of a forward")
-    intercept_apply(layer, lambda *_, **__: called.append("moved") or layer)
+
+    def moved(*_: Any, **__: Any) -> nn.Module:
+        called.append("moved")
+        return layer
+
+    intercept_apply(layer, moved)
     expect(layer.half() is layer and called[-1] == "moved", "what moves and converts a module")
     restore_apply(layer)
     expect(layer.double().weight.dtype == torch.float64, "what moves and converts a module again")
@@ -156,13 +159,13 @@ def _probe_layers() -> None:
     expect(issubclass(nn.Conv1d, Convolution) and len(nn.Conv2d(1, 1, 3).kernel_size) == 2, "convolutions")
     expect(issubclass(nn.Dropout, Dropout) and nn.Dropout(0.25).p == 0.25, "dropout")
     expect(reset_method(nn.MultiheadAttention(2, 1)) is not None, "the first values of attention")
-    recurrent = nn.RNN(1, 1)
+    recurrent: Any = nn.RNN(1, 1)
     expect(
         has_flat_weights(recurrent) and not has_flat_weights(nn.Linear(1, 1)), "which modules are recurrent"
     )
     same = [a is b for a, b in zip(flat_weights(recurrent), recurrent.parameters(), strict=True)]
     expect(all(same) and len(same) == 4, "the weights of a recurrent module")
-    before: Tensor = recurrent(torch.ones(1, 1, 1))[0]
+    before = recurrent(torch.ones(1, 1, 1))[0]
     parameters_of(recurrent)["bias_ih_l0"] = nn.Parameter(recurrent.bias_ih_l0.detach() + 1)
     renew_flat_weights(recurrent)
     expect(not torch.equal(before, recurrent(torch.ones(1, 1, 1))[0]), "weights that were replaced")

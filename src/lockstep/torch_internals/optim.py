@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -16,8 +16,8 @@ GROWTH_TRACKER = "_growth_tracker"
 """Relies on: the key of a scaler's state under which the number of good steps since the last change stands."""
 
 
-def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply all by a 0-d tensor of their device and dtype. Relies on: ``_foreach_mul_`` takes one without waiting."""
+def scale_in_place(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply all by a 0-d tensor of theirs. Relies on: ``_foreach_mul_`` takes one without waiting for it."""
     torch._foreach_mul_(tensors, factor)
 
 
@@ -108,7 +108,7 @@ def probe() -> None:
     count_step(scheduler)
     expect(scheduler._step_count == before + 1, "the count of a scheduler")
     note_step(optimizer)
-    expect(optimizer._opt_called is True, "the note that an optimizer has stepped")
+    expect(vars(optimizer)["_opt_called"] is True, "the note that an optimizer has stepped")
     _probe_scaler(leaf)
 
 

@@ -27,6 +27,9 @@ class ScheduleRuntime(schedules._PipelineScheduleRuntime):
 
     def __init__(self, stages: Sequence[Any], micro_batches: int, loss_fn: Callable[..., Any]) -> None:
         super().__init__(list(stages), micro_batches, loss_fn=loss_fn, scale_grads=False)
+        wait_for_gradients = getattr(Kind, "WAIT_REDUCE_GRAD", None)
+        if wait_for_gradients is not None:
+            self.register_custom_function(wait_for_gradients, self._wait_for_gradients)
 
     @property
     def own_stages(self) -> list[Any]:
@@ -36,14 +39,14 @@ class ScheduleRuntime(schedules._PipelineScheduleRuntime):
     def with_communication(self, order: dict[int, list[Any]]) -> list[Any]:
         """This rank's actions with sends and receives; ``order``: rank -> forwards and backwards of all stages."""
         self.pipeline_order = order
-        self._prepare_schedule_with_comms(order)  # type: ignore[arg-type]
+        self._prepare_schedule_with_comms(order)
         return list(self.pipeline_order_with_comms[self.rank])
 
     def expect_backward(self, expected: bool) -> None:
         """Whether forwards keep what backwards need."""
         self._has_backward = expected
         for stage in self._stages:
-            stage.has_backward = expected  # type: ignore[attr-defined]
+            stage.has_backward = expected
 
     def carry_out(self, actions: list[Any], losses: Sequence[torch.Tensor] | None = None) -> None:
         """``losses``: those that backwards begin with, where the last stage is."""
@@ -51,6 +54,18 @@ class ScheduleRuntime(schedules._PipelineScheduleRuntime):
             self._internal_losses = list(losses)
         self.pipeline_order_with_comms = {self.rank: actions}
         self._step_microbatches(target_mbs=[None] * self._n_microbatches, return_outputs=False)
+
+    def _wait_for_gradients(self, action: Any, ctx: Any) -> None:
+        """As torch's, which also ends the stage's manual finalization; that cannot be changed inside of a backward,
+        from which this may be called, and every forward sets it anew.
+
+        Relies on: ``_gradient_reduction_handle``, set by REDUCE_GRAD of a sharded stage, from 2.15 on.
+        """
+        for stage in self.own_stages:
+            handle = stage._gradient_reduction_handle
+            if stage.stage_index == action.stage_index and handle is not None:
+                handle.wait()
+                stage._gradient_reduction_handle = None
 
     def _initialize_stages(self, args: Any, kwargs: Any, target: Any = None, loss_kwargs: Any = None) -> None:
         if self._stages_forward_initialized:
@@ -129,7 +144,6 @@ def probe() -> None:
     for method, arguments in (
         ("_step_microbatches", {"target_mbs", "return_outputs"}),
         ("_initialize_stages", {"args", "kwargs"}),
-        ("__init__", {"stages", "n_microbatches", "loss_fn", "scale_grads"}),
     ):
         given = inspect.signature(getattr(runtime, method)).parameters
         expect(arguments <= set(given), f"the arguments of {method}")
@@ -152,6 +166,7 @@ def _probe_communication() -> None:
     validate = getattr(schedules, "_validate_send_waits", None)
     waits = {name for name in Kind.__members__ if name.startswith("WAIT")}
     expect(waits in (set(), {"WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD"}), "what is waited for")
+    expect((validate is not None) == bool(waits), "waiting for what was sent")
     if validate is not None:
         validate(
             {

@@ -82,7 +82,7 @@ def probe() -> None:
     expect(is_view(view) and not is_view(tensor), "what is a view")
     expect(negated_lazily(view).is_neg() and not view.is_neg(), "lazy negation")
     sparse = torch.sparse_coo_tensor(
-        [[1, 1]], torch.tensor([1.0, 2.0]), (3,), is_coalesced=False, check_invariants=True
+        torch.tensor([[1, 1]]), torch.tensor([1.0, 2.0]), (3,), is_coalesced=False, check_invariants=True
     )
     indices, values = sparse_parts(sparse)
     expect((indices.tolist(), values.tolist()) == ([[1, 1]], [1.0, 2.0]), "the parts of a sparse tensor")

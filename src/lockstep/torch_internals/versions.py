@@ -49,7 +49,7 @@ def probed(engine: str, does: str) -> Callable[[Probe], Probe]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """torch as it is by default: a probe is not to see what the user has switched on, nor to change his random numbers."""
+    """torch as it is by default: a probe sees nothing that the user has set, and draws none of his random numbers."""
     dtype, numbers = torch.get_default_dtype(), torch.get_rng_state()
     torch.set_default_dtype(torch.float32)
     try:

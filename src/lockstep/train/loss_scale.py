@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from lockstep.comm.dtensor import is_dtensor, local, max_over_shards
 from lockstep.config.handlers import GradScalerKwargs
+from lockstep.torch_internals import optim as torch_optim
 
 
-class _ShardScaler(torch.amp.GradScaler):
+class _ShardScaler(torch_optim.HookedGradScaler):
     """A GradScaler for sharded gradients, beside whole ones and in host memory too.
 
     torch's own does not mix the first two, and does not wait for its copies of the scale to host memory.
@@ -31,13 +32,13 @@ class _ShardScaler(torch.amp.GradScaler):
         # Process groups belong to one run, which neither a copy nor a file should carry along.
         return {**super().__getstate__(), "_other_stages": _nobody}
 
-    def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    def unscale_gradients(
+        self, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         gradients = [p.grad for p in _with_gradients(optimizer)]
         if not any(map(is_dtensor, gradients)):
             return self._everywhere(
-                super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16), found_inf
+                super().unscale_gradients(optimizer, inv_scale, found_inf, allow_fp16), found_inf
             )
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for part in map(local, gradients):
@@ -45,7 +46,7 @@ class _ShardScaler(torch.amp.GradScaler):
         found = found_inf
         for device, parts in by_device.items():
             stand_in: Any = SimpleNamespace(param_groups=[{"params": parts}])
-            here = super()._unscale_grads_(
+            here = super().unscale_gradients(
                 stand_in, inv_scale.to(device), torch.zeros_like(found_inf, device=device), allow_fp16
             )
             found = torch.maximum(found, here[device].to(found.device))
@@ -155,7 +156,7 @@ class LossScaler:
 
     def _scale(self) -> torch.Tensor:
         """A copy of the scale, 0-d on the device: reading it as a number would wait for the device."""
-        scale = self.scaler._get_scale_async()
+        scale = torch_optim.scale_of(self.scaler)
         assert scale is not None  # an optimizer has stepped, so a loss was scaled
         return scale.clone()
 

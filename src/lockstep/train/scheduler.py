@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from lockstep.runtime.step import StepState
+from lockstep.torch_internals import optim as torch_optim
 from lockstep.train.optimizer import PreparedOptimizer
 
 
@@ -45,9 +46,9 @@ class PreparedScheduler:
             self.scheduler.step(*args, **kwargs)
             return
         if not self._step_state.sync_gradients:
-            if self._step_state.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
+            if self._step_state.adjust_scheduler and torch_optim.counts_steps(self.scheduler):
                 # torch warns of a scheduler that steps without its optimizer: keep its count right.
-                self.scheduler._step_count += 1
+                torch_optim.count_step(self.scheduler)
             return
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from lockstep.errors import UsageError
 from lockstep.runtime.process import Runtime
+from lockstep.torch_internals import optim as torch_optim
 
 
 class WeightedMean:
@@ -153,4 +154,4 @@ def rescale(gradients: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
     for gradient in gradients:
         groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, dtype), group in groups.items():
-        torch._foreach_mul_(group, factor.to(device=device, dtype=dtype))
+        torch_optim.scale_in_place(group, factor.to(device=device, dtype=dtype))

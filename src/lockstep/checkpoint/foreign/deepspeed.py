@@ -28,6 +28,7 @@ from lockstep.checkpoint.foreign.zero import (
     spans_of_stage_3,
 )
 from lockstep.errors import CheckpointError
+from lockstep.torch_internals import optim as torch_optim
 
 _OPTIMIZER = r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"
 _MODEL = r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt"
@@ -291,7 +292,7 @@ def _scaler(reader: Reader, file: str, saved: Any) -> dict[str, Any] | None:
             "growth_factor": factor,
             "backoff_factor": 1 / factor,
             "growth_interval": window,
-            "_growth_tracker": good_steps % window,
+            torch_optim.GROWTH_TRACKER: good_steps % window,
         }
     except (TypeError, ValueError, ZeroDivisionError):
         raise reader.broken(file, "its loss scale is incomplete") from None

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.collectives import Communicator
+from lockstep.torch_internals import optim as torch_optim
 
 BUCKET_BYTES = 25 * 2**20  # as DDP's: large enough for bandwidth, small beside the model
 
@@ -55,5 +56,5 @@ def agree_on_loss_scale(communicator: Communicator, scaler: torch.amp.GradScaler
     state = scaler.state_dict()
     if not state:  # it is switched off
         return
-    scale, growth = min(communicator.gather_object([(state["scale"], state["_growth_tracker"])]))
-    scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": growth})
+    scale, growth = min(communicator.gather_object([(state["scale"], state[torch_optim.GROWTH_TRACKER])]))
+    scaler.load_state_dict({**state, "scale": scale, torch_optim.GROWTH_TRACKER: growth})

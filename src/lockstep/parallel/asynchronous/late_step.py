@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.torch_internals import optim as torch_optim
+
 SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
 """What schedules change in an optimizer's groups. An update is applied with the values of its own step."""
 
 
 def mark_as_stepped(optimizer: Any) -> None:
     """Set torch's own mark: schedulers warn if they advance before their optimizer has, which is late here."""
-    getattr(optimizer, "optimizer", optimizer)._opt_called = True
+    torch_optim.note_step(getattr(optimizer, "optimizer", optimizer))
 
 
 def settings_of(optimizer: Any) -> list[dict[str, Any]]:

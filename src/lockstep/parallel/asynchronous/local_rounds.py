@@ -16,6 +16,7 @@ from lockstep.parallel.asynchronous.block import TrainingBlock
 from lockstep.parallel.asynchronous.meeting import meet
 from lockstep.parallel.asynchronous.trainer import Trainer, check_count, check_replicas
 from lockstep.runtime.failure import is_consequence
+from lockstep.torch_internals import compile as torch_compile
 
 
 class LocalRounds(TrainingBlock):
@@ -48,7 +49,7 @@ class LocalRounds(TrainingBlock):
         self._in_round = 0
         self._optimizer = optimizer
         inner = getattr(model, "module", model) if accelerator.runtime.world_size > 1 else model
-        plain = getattr(inner, "_orig_mod", inner)  # whose names are the same in every world, compiled or not
+        plain = torch_compile.original(inner)  # whose names are the same in every world, compiled or not
         self._trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
         self._others_know = False
 

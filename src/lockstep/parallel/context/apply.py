@@ -14,6 +14,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.context.layout import layout_on
 from lockstep.parallel.context.region import ContextParallelBlock, ContextParallelModel, Region, regions_of
 from lockstep.parallel.subclass import subclass
+from lockstep.torch_internals import modules as torch_modules
 
 logger = logging.getLogger(__name__)
 
@@ -94,11 +95,11 @@ def _check_module(block: str, name: str, module: nn.Module, size: int) -> None:
     """
     where = f"'{name}' ({type(module).__name__}) in block '{block}'"
     remedy = "Leave its block out with blocks=..., or use another module."
-    if isinstance(module, nn.modules.conv._ConvNd) and any(size > 1 for size in module.kernel_size):
+    if isinstance(module, torch_modules.Convolution) and any(size > 1 for size in module.kernel_size):
         what = f"has a kernel of {list(module.kernel_size)} and would need the neighbours of each rank's positions"
     elif isinstance(module, nn.RNNBase):
         what = "is recurrent and would begin anew at each rank's positions"
-    elif isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)):
+    elif isinstance(module, (torch_modules.BatchNorm, torch_modules.InstanceNorm)):
         what = "takes statistics of all positions, but would see those of one rank"
     elif isinstance(module, nn.MultiheadAttention) and not module.batch_first:
         what = "expects [sequence, batch, width]"

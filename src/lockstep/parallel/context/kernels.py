@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_aten = torch.ops.aten
+from lockstep.torch_internals import kernels
+
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -43,13 +44,11 @@ def kernel_for(q: Tensor) -> Kernel:
 
 class CpuFlash:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Merged:
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        out, lse = kernels.flash_for_cpu(q, k, v, 0.0, causal, scale=scale)
         return out, lse
 
     def backward(self, gradient: Tensor, qkv: Three, merged: Merged, causal: bool, scale: float) -> Three:
-        gradients: Three = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, *qkv, *merged, 0.0, causal, scale=scale
-        )
+        gradients: Three = kernels.flash_for_cpu_backward(gradient, *qkv, *merged, 0.0, causal, scale=scale)
         return gradients
 
 
@@ -58,7 +57,7 @@ class CudaFlash:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Merged:
         padded = [_fill(tensor, 8) for tensor in (q, k, v)]
-        out, lse, *_ = _aten._scaled_dot_product_flash_attention(*padded, 0.0, causal, False, scale=scale)
+        out, lse, *_ = kernels.flash(*padded, 0.0, causal, False, scale=scale)
         return out[..., : q.shape[-1]], lse
 
     def backward(self, gradient: Tensor, qkv: Three, merged: Merged, causal: bool, scale: float) -> Three:
@@ -66,7 +65,7 @@ class CudaFlash:
         out, lse = merged
         # Without dropout the random state is not read; without nested tensors neither are cumulated lengths.
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        gradients = _aten._scaled_dot_product_flash_attention_backward(
+        gradients = kernels.flash_backward(
             _fill(gradient, 8),
             *(_fill(tensor, 8) for tensor in (*qkv, out)),
             lse.contiguous(),
@@ -81,9 +80,7 @@ class CudaEfficient:
     """Log-sum-exps of this kernel come in rows of a multiple of 32."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Merged:
-        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, 0.0, causal, scale=scale
-        )
+        out, lse, *_ = kernels.efficient(q, k, v, None, True, 0.0, causal, scale=scale)
         return out, lse[..., : q.shape[2]]
 
     def backward(self, gradient: Tensor, qkv: Three, merged: Merged, causal: bool, scale: float) -> Three:
@@ -91,7 +88,7 @@ class CudaEfficient:
         lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
         state = torch.zeros((), dtype=torch.int64, device=out.device)
         needed = [True, True, True, False]
-        dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        dq, dk, dv, _ = kernels.efficient_backward(
             gradient, *qkv, None, out, lse, state, state, 0.0, needed, causal, scale=scale
         )
         return dq, dk, dv

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from lockstep.comm.tree import leaves, map_leaves, map_tensors
 from lockstep.config.enums import CPMethod
@@ -24,6 +23,8 @@ from lockstep.parallel.context.interception import SplitSequence
 from lockstep.parallel.context.layout import SequenceLayout
 from lockstep.parallel.context.position_ids import arguments_on_chunks
 from lockstep.parallel.subclass import Subclassed
+from lockstep.torch_internals import autograd as torch_autograd
+from lockstep.torch_internals import compile as torch_compile
 
 
 @dataclass
@@ -96,7 +97,7 @@ class ContextParallelBlock(Subclassed):
     _block_name: str
     _argument_names: tuple[str, ...]
 
-    @_disable_dynamo
+    @torch_compile.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call: Any = super().__call__  # type: ignore[misc]
         region, name = self._region, self._block_name
@@ -114,7 +115,7 @@ class ContextParallelBlock(Subclassed):
         output = call(*args, **{key: split(key, value) for key, value in kwargs.items()})
         return _leave(region, name, output, hidden.shape[0], length // region.layout.size)
 
-    @_disable_dynamo
+    @torch_compile.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward = super().forward  # type: ignore[misc]
         region, name = self._region, self._block_name
@@ -133,7 +134,7 @@ class ContextParallelBlock(Subclassed):
 
 
 def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
+    return torch_autograd.is_in_backward()
 
 
 def _with_names(names: tuple[str, ...], args: tuple[Any, ...]) -> list[tuple[str, Any]]:

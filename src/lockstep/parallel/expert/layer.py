@@ -20,6 +20,7 @@ from lockstep.parallel.expert.collectives import AllToAll, Ranks, SumOverRanks
 from lockstep.parallel.expert.dispatch import capacity, count_choices, kept_slots, traffic, within_capacity
 from lockstep.parallel.expert.experts import Activation, Experts
 from lockstep.parallel.expert.router import Router, Routing, balance_loss, sum_of_squared_logsumexp
+from lockstep.torch_internals import autograd as torch_autograd
 
 
 @dataclass(frozen=True)
@@ -211,8 +212,7 @@ def router_z_loss(model: nn.Module) -> torch.Tensor:
 
 def is_recomputing() -> bool:
     """Whether this is a forward inside a backward, as activation checkpointing repeats it."""
-    current = getattr(torch._C, "_current_graph_task_id", None)
-    return current is not None and current() != -1
+    return torch_autograd.is_in_backward()
 
 
 def _some_layers(model: nn.Module) -> list[MixtureOfExperts]:

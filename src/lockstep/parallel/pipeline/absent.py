@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UsageError
+from lockstep.torch_internals import dtensor
+from lockstep.torch_internals import modules as torch_modules
+from lockstep.torch_internals.fake import FakeTensor, FakeTensorMode
 
 _CARRIED = "_lockstep_carried"
 
@@ -37,7 +39,7 @@ class StandIns:
 def is_stand_in(value: Any) -> bool:
     """Whether ``value`` is a tensor without values."""
     if isinstance(value, DTensor):
-        value = value._local_tensor
+        value = dtensor.local_tensor(value)
     return isinstance(value, FakeTensor)
 
 
@@ -62,7 +64,7 @@ class Instead(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self._modules["replaced"], name)
+            return getattr(torch_modules.children_of(self)["replaced"], name)
 
 
 class AbsentBlock(nn.Module):
@@ -94,9 +96,9 @@ def copy_without_values(module: nn.Module, memo: dict[int, Any], keep_buffers: b
     """
     new = copy.deepcopy(module, memo)
     for inner in new.modules():
-        _attributes_instead(inner, inner._parameters)
+        _attributes_instead(inner, torch_modules.parameters_of(inner))
         if keep_buffers:
-            _attributes_instead(inner, inner._buffers)
+            _attributes_instead(inner, torch_modules.buffers_of(inner))
     return new
 
 
@@ -110,6 +112,6 @@ def _attributes_instead(module: nn.Module, registered: dict[str, Any]) -> None:
 def slots(model: nn.Module, module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
     """(dict, key) of each place in ``model`` where ``module`` is registered."""
     for parent in model.modules():
-        for key, child in parent._modules.items():
+        for key, child in torch_modules.children_of(parent).items():
             if child is module:
-                yield parent._modules, key
+                yield torch_modules.children_of(parent), key

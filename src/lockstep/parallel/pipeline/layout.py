@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lockstep.parallel.pipeline.absent import AbsentBlock, StandIns, copy_without_values, slots
 from lockstep.parallel.pipeline.segment import Change
+from lockstep.torch_internals import modules as torch_modules
 
 
 @dataclass
@@ -89,7 +90,7 @@ class Layout:
             )
             for owner, module in model.named_modules()
             if owner in trunk
-            for key, parameter in module._parameters.items()
+            for key, parameter in torch_modules.parameters_of(module).items()
             if parameter is not None
         ]
         self.parts: dict[str, Part] = {}
@@ -144,8 +145,8 @@ class Layout:
                 for entries, key in part.slots:
                     entries[key] = part.copy
         for single in self.singles:
-            if not single.stages & keep and single.key in single.module._parameters:
-                del single.module._parameters[single.key]
+            if not single.stages & keep and single.key in torch_modules.parameters_of(single.module):
+                del torch_modules.parameters_of(single.module)[single.key]
                 single.module.__dict__[single.key] = single.stand_in
 
     def holders(self) -> dict[str, set[int]]:
@@ -184,11 +185,13 @@ class Layout:
         for owner in dict.fromkeys(single.owner for single in self.singles):
             mine = [single for single in self.singles if single.owner == owner]
             used = [single for single in mine if stage in single.stages]
-            present = [single for single in mine if single.key in single.module._parameters]
+            present = [single for single in mine if single.key in torch_modules.parameters_of(single.module)]
             if used and used == present:
-                found[owner] = used[0].module._parameters
+                found[owner] = torch_modules.parameters_of(used[0].module)
             elif used:  # several stages of this rank use parameters of one module
-                found[owner] = {single.key: single.module._parameters[single.key] for single in used}
+                found[owner] = {
+                    single.key: torch_modules.parameters_of(single.module)[single.key] for single in used
+                }
         return found
 
     def _trunk(self) -> set[str]:

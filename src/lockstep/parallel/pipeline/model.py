@@ -26,6 +26,7 @@ from lockstep.parallel.pipeline.options import PipelineOptions
 from lockstep.parallel.pipeline.passes import Autocast, LossFunction, evaluate, forward_now, train
 from lockstep.parallel.pipeline.plan import Plan, Signature, check_same_batch, signature, trace
 from lockstep.parallel.pipeline.stage import Executed, StageModule
+from lockstep.torch_internals import modules as torch_modules
 
 PLANS = 16  # shapes of batches that are remembered
 
@@ -143,7 +144,7 @@ class PipelineModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self._modules["module"], name)
+            return getattr(torch_modules.children_of(self)["module"], name)
 
     def convert_at_cuts(self, leave: Callable[[Tensor], Tensor], enter: Callable[[Tensor], Tensor]) -> None:
         """``leave`` makes a plain tensor of what is sent to another stage, ``enter`` undoes that (tensor parallel)."""

@@ -15,6 +15,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.absent import AbsentBlock, Instead, carried, carry, is_stand_in
 from lockstep.parallel.pipeline.micro_batch import Call
 from lockstep.parallel.pipeline.trace import Argument, Cut, Kind
+from lockstep.torch_internals import tensors as torch_tensors
 
 _MISSING = object()
 Change = tuple[dict[str, Any], str, Any]
@@ -204,4 +205,8 @@ class Segment:
             )
         value = value.to(kind.dtype).contiguous()
         # torch detaches what was sent in place, which a view does not allow; a leaf is another stage's.
-        return value.clone() if value._is_view() or (value.is_leaf and value.requires_grad) else value
+        return (
+            value.clone()
+            if torch_tensors.is_view(value) or (value.is_leaf and value.requires_grad)
+            else value
+        )

@@ -13,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from lockstep.errors import LockstepError
 from lockstep.parallel.pipeline.segment import Segment
 from lockstep.parallel.pipeline.trace import Cut, Kind
+from lockstep.torch_internals import modules as torch_modules
 
 Executed = tuple[int, int, str, int]
 """(rank, stage, kind, micro-batch); kinds ``F``, ``B``, ``I``, ``W``."""
@@ -30,9 +31,8 @@ class StageModule(nn.Module):
         self.segment: Segment | None = None
         self.micro_batch = 0
         for name, registered in parameters.items():
-            self._at(
-                name
-            )._parameters = registered  # the same dict: whoever replaces one replaces it in the model
+            # The same dict: whoever replaces one replaces it in the model.
+            torch_modules.set_parameters_of(self._at(name), registered)
         for name, module in modules.items():
             path, _, key = name.rpartition(".")
             self._at(path).add_module(key, module)
@@ -40,9 +40,9 @@ class StageModule(nn.Module):
     def _at(self, name: str) -> nn.Module:
         module: nn.Module = self
         for key in name.split(".") if name else ():
-            if key not in module._modules:
+            if key not in torch_modules.children_of(module):
                 module.add_module(key, nn.Module())
-            module = module._modules[key]  # type: ignore[assignment]
+            module = torch_modules.children_of(module)[key]
         return module
 
     def forward(self, *received: torch.Tensor) -> Any:

@@ -13,25 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.comm.tree import leaves, map_leaves
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.absent import StandIns, carried, carry, is_stand_in
-
-UNKNOWN_VALUE = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+from lockstep.torch_internals import tensors as torch_tensors
+from lockstep.torch_internals.dispatch import TorchDispatchMode
+from lockstep.torch_internals.fake import UNKNOWN_VALUE
 
 
 @dataclass(frozen=True)
@@ -276,6 +265,6 @@ class Tracer(TorchDispatchMode):
 def _key(tensor: Tensor) -> int:
     """The same for a tensor and its views."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return torch_tensors.storage_key(tensor)
     except (NotImplementedError, RuntimeError):  # sparse tensors and wrappers have no storage of their own
         return id(tensor)

@@ -35,6 +35,7 @@ from lockstep.parallel.tensor.plan import (
 )
 from lockstep.parallel.tensor.randomness import Drops
 from lockstep.parallel.tensor.sequence import SequenceBlock, check_blocks
+from lockstep.torch_internals import modules as torch_modules
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +192,7 @@ def _split(
     for name, role in roles.items():
         module = modules[name]
         is_called = type(module).forward is not nn.Module.forward
-        if (is_called or module._parameters) and not isinstance(module, ParallelLayer):
+        if (is_called or torch_modules.parameters_of(module)) and not isinstance(module, ParallelLayer):
             take_role(module, role, classes)
     if options.loss_parallel:
         handle_split_logits()

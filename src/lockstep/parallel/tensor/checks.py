@@ -23,6 +23,7 @@ from lockstep.parallel.tensor.plan import (
     features,
 )
 from lockstep.parallel.tensor.rehearse import Different, Rehearsal
+from lockstep.torch_internals import modules as torch_modules
 
 
 def complete(model: nn.Module, plan: TensorPlan, ranks: int) -> TensorPlan:
@@ -95,7 +96,7 @@ def with_ties(model: nn.Module, plan: TensorPlan) -> TensorPlan:
     entries = {entry.name: entry for entry in plan.entries}
     owners: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
+        weight = torch_modules.parameters_of(module).get("weight")
         if weight is not None:
             owners.setdefault(id(weight), []).append((name, module))
     for sharing in owners.values():
@@ -166,7 +167,9 @@ def check_plan(model: nn.Module, plan: TensorPlan, ranks: int) -> None:
         elif style in EMBEDDING_STYLES:
             _check_embedding(name, module, style, ranks)
     for name, module in modules.items():
-        if any(type(p).__name__.startswith("Uninitialized") for p in module._parameters.values()):
+        if any(
+            type(p).__name__.startswith("Uninitialized") for p in torch_modules.parameters_of(module).values()
+        ):
             raise UsageError(
                 f"'{name}' has weights whose shape is not known before its first call. Run a batch through the model "
                 "first, or give the layer its input size."
@@ -188,7 +191,7 @@ def _check_linear(name: str, module: nn.Module, style: str, ranks: int) -> None:
 
 
 def _check_embedding(name: str, module: Any, style: str, ranks: int) -> None:
-    rows, width = module._parameters["weight"].shape
+    rows, width = torch_modules.parameters_of(module)["weight"].shape
     if module.max_norm is not None or module.sparse:
         raise UsageError(
             f"'{name}' has {'max_norm' if module.max_norm is not None else 'sparse gradients'}, which a split "

@@ -20,9 +20,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from lockstep.torch_internals import c10d
 
 
 def part_of(size: int, mesh: Any) -> tuple[int, int]:
@@ -69,7 +70,7 @@ def scatter_sequence(x: Tensor, mesh: Any, dim: int = 1) -> Tensor:
 
 def all_reduce(x: Tensor, mesh: Any, operation: str = "sum") -> Tensor:
     """The sum (or "max") over the ranks, without a gradient."""
-    operators = torch.ops._c10d_functional
+    operators = c10d.traced()
     return operators.wait_tensor(operators.all_reduce(x.contiguous(), operation, _group(mesh)))
 
 
@@ -81,7 +82,7 @@ def _all_gather(x: Tensor, mesh: Any, dim: int, size: int) -> Tensor:
         missing[dim] = chunk - x.shape[dim]
         x = torch.cat([x, x.new_zeros(missing)], dim)
     # Gathered along the first dimension, which alone needs no copy.
-    operators = torch.ops._c10d_functional
+    operators = c10d.traced()
     first = x.movedim(dim, 0).contiguous()
     parts = operators.wait_tensor(operators.all_gather_into_tensor(first, mesh.size(), _group(mesh)))
     return parts.narrow(0, 0, size).movedim(0, dim).contiguous()
@@ -89,7 +90,7 @@ def _all_gather(x: Tensor, mesh: Any, dim: int, size: int) -> Tensor:
 
 def _reduce_scatter(x: Tensor, mesh: Any, dim: int) -> Tensor:
     first = x.movedim(dim, 0).contiguous()
-    operators = torch.ops._c10d_functional
+    operators = c10d.traced()
     part = operators.wait_tensor(operators.reduce_scatter_tensor(first, "sum", mesh.size(), _group(mesh)))
     return part.movedim(0, dim).contiguous()
 

@@ -18,6 +18,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.tensor.attention import check_heads, heads_of, region_of
 from lockstep.parallel.tensor.plan import AttentionRegion, Entry, TensorPlan, features, is_linear
 from lockstep.parallel.tensor.rehearse import Passed, Rehearsal, rehearse
+from lockstep.torch_internals import modules as torch_modules
 
 QUERY = (
     "q",
@@ -220,7 +221,9 @@ def _find_pairs(name: str, module: nn.Module, findings: _Findings) -> None:
     layers = {
         child: layer
         for child, layer in module.named_children()
-        if is_linear(layer) and _join(name, child) not in taken and "weight" in layer._parameters
+        if is_linear(layer)
+        and _join(name, child) not in taken
+        and "weight" in torch_modules.parameters_of(layer)
     }
     while len(layers) > 1:
         found = next(_pairs(layers, isinstance(module, nn.Sequential)), None)
@@ -307,7 +310,8 @@ def _find_vocabulary(
             continue
         findings.entries.append(Entry(name, "embedding_rowwise", f"vocabulary of {rows}"))
         for head in heads[:1]:
-            tie = ", tied" if modules[head]._parameters["weight"] is table._parameters["weight"] else ""
+            of_head = torch_modules.parameters_of(modules[head])["weight"]
+            tie = ", tied" if of_head is torch_modules.parameters_of(table)["weight"] else ""
             findings.entries.append(Entry(head, "colwise_gather_output", f"vocabulary of {rows}{tie}"))
             taken.add(head)
 
@@ -317,7 +321,7 @@ def _linear(module: nn.Module, name: str) -> nn.Module | None:
         found = module.get_submodule(name)
     except AttributeError:
         return None
-    return found if is_linear(found) and "weight" in found._parameters else None
+    return found if is_linear(found) and "weight" in torch_modules.parameters_of(found) else None
 
 
 def _join(parent: str, name: str) -> str:

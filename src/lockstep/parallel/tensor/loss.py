@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor.communication import all_reduce, part_of
+from lockstep.torch_internals import dtensor
 
 MEAN, SUM = 1, 2  # as in the schemas of aten
 
@@ -106,15 +107,8 @@ def handle_split_logits() -> None:
     torch's ``loss_parallel`` does the same inside a context that must span forward and backward; leaving such a
     context forgets these handlers, so this is called as each forward ends. The loss is a plain tensor.
     """
-    from torch.distributed.tensor import DTensor
-
-    dispatcher: Any = getattr(DTensor, "_op_dispatcher", None)
-    if not hasattr(dispatcher, "_custom_op_handlers"):
-        raise UsageError(
-            f"loss_parallel cannot teach torch {torch.__version__} to take split logits in F.cross_entropy. "
-            "Use torch 2.11 to 2.13, or turn loss_parallel off."
-        )
-    dispatcher._custom_op_handlers.update(_HANDLERS)
+    dtensor.probe()
+    dtensor.handle_operators(_HANDLERS)
 
 
 def _is_split(x: Any, dim: int) -> bool:
@@ -141,7 +135,7 @@ def _like(local: Tensor, x: Any, dtype: torch.dtype | None = None) -> Any:
 def _log_softmax(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, dim, half_to_float = args
     dim = _dim(x, dim)
-    local = x._local_tensor
+    local = dtensor.local_tensor(x)
     if not _is_split(x, dim):
         return _like(torch.log_softmax(_on_whole(x, dim), dim), x)
     wide = local.to(torch.promote_types(local.dtype, torch.float32))
@@ -153,11 +147,11 @@ def _log_softmax(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _log_softmax_backward(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     gradient, output, dim, dtype = args
     dim = _dim(output, dim)
-    given = gradient.redistribute(output.device_mesh, output.placements)._local_tensor
+    given = dtensor.local_tensor(gradient.redistribute(output.device_mesh, output.placements))
     total = given.sum(dim, keepdim=True)
     if _is_split(output, dim):
         total = all_reduce(total, output.device_mesh)
-    return _like(given - output._local_tensor.exp() * total, output, dtype)
+    return _like(given - dtensor.local_tensor(output).exp() * total, output, dtype)
 
 
 def _nll_loss(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -194,7 +188,7 @@ def _rows(x: Any, target: Any) -> tuple[Tensor, Tensor, Any, int]:
             "loss_parallel off."
         )
     plain = target.full_tensor() if is_dtensor(target) else target
-    return x._local_tensor.movedim(dim, -1), plain, x.device_mesh, x.shape[dim]
+    return dtensor.local_tensor(x).movedim(dim, -1), plain, x.device_mesh, x.shape[dim]
 
 
 def _counts(target: Tensor, weight: Tensor | None, ignored: int, like: Tensor) -> Tensor:
@@ -209,13 +203,13 @@ def _on_whole(x: Any, dim: int) -> Tensor:
             f"A softmax over dimension {dim} of a DTensor laid out as {x.placements} is not known. "
             "Redistribute it first."
         )
-    local: Tensor = x._local_tensor
+    local: Tensor = dtensor.local_tensor(x)
     return local
 
 
 _HANDLERS = {
-    torch.ops.aten._log_softmax.default: _log_softmax,
-    torch.ops.aten._log_softmax_backward_data.default: _log_softmax_backward,
+    dtensor.LOG_SOFTMAX: _log_softmax,
+    dtensor.LOG_SOFTMAX_BACKWARD: _log_softmax_backward,
     torch.ops.aten.nll_loss_forward.default: _nll_loss,
     torch.ops.aten.nll_loss2d_forward.default: _nll_loss,
     torch.ops.aten.nll_loss_backward.default: _nll_loss_backward,

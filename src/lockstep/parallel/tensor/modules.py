@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.parallel.subclass import Subclassed, subclass
 from lockstep.parallel.tensor import communication
+from lockstep.torch_internals import modules as torch_modules
 
 
 class Group:
@@ -114,7 +115,7 @@ class TensorParallelForward(Subclassed):
 def take_role(module: nn.Module, role: Role, classes: dict[Any, type]) -> None:
     """Give ``module`` the mixin; ``classes`` are those made so far."""
     module._tensor_role = role  # type: ignore[assignment]
-    names = tuple(module._parameters)
+    names = tuple(torch_modules.parameters_of(module))
     # Rows of other modules' forwards read a weight as an attribute: `F.linear(x, self.token.weight)`.
     key = (type(module), names, isinstance(module, nn.Embedding))
     if key not in classes:
@@ -122,7 +123,7 @@ def take_role(module: nn.Module, role: Role, classes: dict[Any, type]) -> None:
         if isinstance(module, nn.Embedding):
             properties["padding_idx"] = _padding_property()
         if isinstance(module, nn.RNNBase):
-            properties["_flat_weights"] = _flat_weights_property()
+            properties[torch_modules.FLAT_WEIGHTS] = _flat_weights_property()
         classes[key] = subclass(type(module), TensorParallelForward, **properties)
     module.__class__ = classes[key]
 
@@ -132,7 +133,7 @@ def _parameter_property(name: str) -> property:
 
     def get(module: Any) -> Any:
         try:
-            parameter = module._parameters[name]
+            parameter = torch_modules.parameters_of(module)[name]
         except KeyError:
             raise AttributeError(name) from None
         role = module._tensor_role
@@ -159,7 +160,7 @@ def _flat_weights_property() -> property:
     """A recurrent module has its weights in a list, too."""
 
     def get(module: Any) -> Any:
-        return [getattr(module, name, None) for name in module._flat_weights_names]
+        return torch_modules.flat_weights(module)
 
     def set_(module: Any, weights: Any) -> None:
         """They are read from the parameters."""

@@ -8,12 +8,13 @@ from torch import nn
 
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.parallel.tensor.plan import COLUMN_STYLES, PACKED, ROW_STYLES, TensorPlan, is_conv1d
+from lockstep.torch_internals import dtensor
+from lockstep.torch_internals import modules as torch_modules
 
 
 def placement(module: nn.Module, name: str, style: str) -> Any:
     """How a parameter of a module with this style lies on the mesh."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
 
     is_weight = name == "weight"
     if style in PACKED and name == "bias":
@@ -21,7 +22,7 @@ def placement(module: nn.Module, name: str, style: str) -> Any:
     if style in COLUMN_STYLES and name in ("weight", "bias"):
         dim = 1 if is_weight and is_conv1d(module) else 0
         pieces = PACKED.get(style, 1)
-        return Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)
+        return Shard(dim) if pieces == 1 else dtensor.strided_shard(dim, pieces)
     if style in ROW_STYLES and is_weight:
         return Shard(0 if is_conv1d(module) else 1)
     if style == "embedding_rowwise" and is_weight:
@@ -49,18 +50,18 @@ def replace_parameters(modules: dict[str, nn.Module], plan: TensorPlan, mesh: An
     made: dict[int, nn.Parameter] = {}
     placements: dict[int, Any] = {}
     for module_name, module in modules.items():
-        for name, parameter in module._parameters.items():
+        for name, parameter in torch_modules.parameters_of(module).items():
             if parameter is not None and not is_dtensor(parameter):
                 wanted = placement(module, name, styles.get(module_name, ""))
                 if id(parameter) not in placements or not wanted.is_replicate():
                     placements[id(parameter)] = wanted
     for module_name, module in modules.items():
-        for name, parameter in module._parameters.items():
+        for name, parameter in torch_modules.parameters_of(module).items():
             if parameter is None or is_dtensor(parameter):
                 continue
             if id(parameter) not in made:
                 made[id(parameter)] = distribute(parameter, mesh, placements[id(parameter)])
-            module._parameters[name] = made[id(parameter)]
+            torch_modules.parameters_of(module)[name] = made[id(parameter)]
         if is_conv1d(module) and styles.get(module_name) in COLUMN_STYLES:
             module.nf = module.nf // mesh.size()
 

@@ -22,6 +22,7 @@ from lockstep.parallel.tensor.modules import Group, Part, first_tensor, with_arg
 from lockstep.parallel.tensor.randomness import Drops, Stream, stream_of_group, stream_of_rank
 from lockstep.parallel.tensor.weights import WeightElsewhere, leave_logits
 from lockstep.parallel.tensor.width import ReportedWidth
+from lockstep.torch_internals import modules as torch_modules
 
 
 class Region(Part):
@@ -194,7 +195,7 @@ class Row(Layer):
             output = communication.scatter_sequence(output, mesh)
         else:
             output = communication.reduce(output, mesh)
-        bias = module._parameters.get("bias")
+        bias = torch_modules.parameters_of(module).get("bias")
         if bias is None:
             return output
         return output + module._tensor_role.whole_value(bias).to(output.dtype)

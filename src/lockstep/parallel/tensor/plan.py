@@ -11,6 +11,7 @@ from torch import nn
 
 from lockstep.config.values import suggestion
 from lockstep.errors import UsageError
+from lockstep.torch_internals import modules as torch_modules
 
 # style -> what it does with the weight of a module. The names are those of transformers' plans.
 STYLES: dict[str, str] = {
@@ -175,7 +176,7 @@ def check_fits(name: str, module: nn.Module, style: str, source: str) -> None:
             f"'{name}' is a {type(module).__name__}, but '{style}' in {source} is for {wanted}. Name such a layer, or "
             "leave it out."
         )
-    if "weight" not in module._parameters:
+    if "weight" not in torch_modules.parameters_of(module):
         raise UsageError(
             f"The weight of '{name}' is computed from other tensors (a parametrization), so that it cannot be split as "
             f"'{style}'. Leave it out of {source}."
@@ -206,7 +207,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def features(module: nn.Module) -> tuple[int, int]:
     """(input, output) features of a linear layer."""
-    rows, columns = module._parameters["weight"].shape  # type: ignore[union-attr]
+    rows, columns = torch_modules.parameters_of(module)["weight"].shape
     return (rows, columns) if is_conv1d(module) else (columns, rows)
 
 

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
+
+from lockstep.torch_internals import modules as torch_modules
 
 LARGEST = 2**62
 
@@ -67,7 +68,7 @@ class Drops:
             (inner, name)
             for inner in module.modules()
             for name, value in vars(inner).items()
-            if isinstance(value, float) and (isinstance(inner, _DropoutNd) or "drop" in name)
+            if isinstance(value, float) and (isinstance(inner, torch_modules.Dropout) or "drop" in name)
         ]
 
     def __call__(self) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lockstep.parallel.tensor.communication import part_of_pieces
 from lockstep.parallel.tensor.plan import PACKED, features
 from lockstep.parallel.tensor.width import ReportedWidth
+from lockstep.torch_internals import modules as torch_modules
 
 BATCH, LENGTH = 2, 4
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -83,7 +84,7 @@ def _own_parameters(rehearsal: Rehearsal) -> str:
     """Of what is around the layers: nobody can see whether such parameters are used on parts."""
     for name, inner in rehearsal.module.named_modules():
         is_around = not name or name == rehearsal.holder or rehearsal.row.startswith(f"{name}.")
-        own = [key for key, parameter in inner._parameters.items() if parameter is not None]
+        own = [key for key, parameter in torch_modules.parameters_of(inner).items() if parameter is not None]
         if is_around and own:
             return f"it has parameters of its own ({', '.join(own)})"
     return ""
@@ -107,7 +108,7 @@ class _DifferentError(Exception):
 def _compare(rehearsal: Rehearsal, attributes: Mapping[str, int], reports_width: bool, call: Any) -> Passed:
     layers = {name: rehearsal.module.get_submodule(name) for name in rehearsal.columns}
     first = next(iter(layers.values()))
-    weight: Any = first._parameters["weight"]
+    weight: Any = torch_modules.parameters_of(first)["weight"]
     device = torch.device("cpu") if weight.device.type == "meta" else weight.device
     numbers = torch.Generator().manual_seed(0)
 
@@ -193,8 +194,7 @@ def _without_weights(rehearsal: Rehearsal) -> nn.Module:
             memo[id(parameter)] = parameter
     copied = copy.deepcopy(module, memo).eval()
     for inner in copied.modules():
-        inner._forward_hooks.clear()
-        inner._forward_pre_hooks.clear()
+        torch_modules.clear_forward_hooks(inner)
     return copied
 
 

@@ -12,6 +12,7 @@ import torch
 from lockstep.errors import UsageError
 from lockstep.stream.device.copies import Copies, Event, HostPool, dense_strides, view_of
 from lockstep.stream.device.working import Working
+from lockstep.torch_internals import tensors as torch_tensors
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class GradientsHome:
                 "gradients are moved to host memory without a graph. Train it without offload of parameters."
             )
         self._arrives()
-        for hook in (working.home._backward_hooks or {}).values():
+        for hook in torch_tensors.gradient_hooks_of(working.home):
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
         if gradient.layout is not torch.strided:
@@ -102,6 +103,6 @@ def _add(home: torch.Tensor, gradient: torch.Tensor) -> bool:
         home.grad.add_(gradient)  # type: ignore[union-attr]
     else:
         home.grad = gradient
-    for hook in (getattr(home, "_post_accumulate_grad_hooks", None) or {}).values():
+    for hook in torch_tensors.post_accumulate_hooks_of(home):
         hook(home)
     return is_added

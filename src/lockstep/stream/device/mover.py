@@ -19,6 +19,7 @@ from lockstep.stream.device.slots import Slot, Slots
 from lockstep.stream.device.staging import Staging
 from lockstep.stream.device.working import Places, Working, lay_out, write_home
 from lockstep.stream.units import Unit
+from lockstep.torch_internals import autograd as torch_autograd
 
 
 class DeviceMover:
@@ -290,14 +291,14 @@ class DeviceMover:
 
     def _settle_what_failed(self) -> None:
         """What is left of a backward that ended in an exception, or of a use outside of both passes."""
-        if (self._later or self._backward != -1) and torch._C._current_graph_task_id() == -1:
+        if (self._later or self._backward != -1) and not torch_autograd.is_in_backward():
             self.settle()
 
     def _settle_after_backward(self) -> None:
-        task = torch._C._current_graph_task_id()
+        task = torch_autograd.current_backward()
         if task not in (-1, self._backward):
             self._backward = task
-            torch.autograd.Variable._execution_engine.queue_callback(AtEnd(self.settle))
+            torch_autograd.at_end_of_backward(AtEnd(self.settle))
 
     def _load_and_bind(self, unit: Unit) -> None:
         self.load(unit)

@@ -10,6 +10,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lockstep.stream.device.slots import storage_of
 from lockstep.stream.device.working import Working
+from lockstep.torch_internals import autograd as torch_autograd
+from lockstep.torch_internals import tensors as torch_tensors
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class SavedView:
     def marked(self, view: torch.Tensor) -> torch.Tensor:
         """With the bits of lazy conjugation and negation."""
         view = view.conj() if self.conjugated else view
-        return torch._neg_view(view) if self.negated else view
+        return torch_tensors.negated_lazily(view) if self.negated else view
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Weights(Protocol):
 
 def hooks_of(weights: Weights) -> saved_tensors_hooks:
     """Replace what autograd saves of ``weights``. Other tensors are left to the hooks around these, if any."""
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    outer = torch_autograd.saved_tensors_hooks_now()
 
     def pack(tensor: torch.Tensor) -> _Packed:
         saved = _recipe(weights, tensor)
@@ -86,7 +88,9 @@ def hooks_of(weights: Weights) -> saved_tensors_hooks:
             return _Weight(weights, saved, working, working.version)
         if outer is not None:
             return _Other(outer[1], outer[0](tensor))
-        return _Kept(tensor.detach(), tensor._version)  # itself it would keep its own graph alive
+        return _Kept(
+            tensor.detach(), torch_tensors.version(tensor)
+        )  # itself it would keep its own graph alive
 
     return saved_tensors_hooks(pack, lambda packed: packed.unpack())
 
@@ -126,18 +130,18 @@ class _Kept(_Packed):
     version: int
 
     def unpack(self) -> torch.Tensor:
-        if self.tensor._version != self.version:  # torch leaves this check to hooks
+        if torch_tensors.version(self.tensor) != self.version:  # torch leaves this check to hooks
             raise _modified(tuple(self.tensor.shape))
         return self.tensor
 
 
 def _recipe(weights: Weights, tensor: torch.Tensor) -> SavedView | SavedCast | None:
-    if tensor.layout is not torch.strided or not torch._C._has_storage(tensor):
+    if tensor.layout is not torch.strided or not torch_tensors.has_storage(tensor):
         return None
     unit = weights.unit_of_storage(storage_of(tensor))
     if unit is not None:
         return SavedView.of(unit, tensor)
-    base = tensor if tensor._base is None else tensor._base
+    base = torch_tensors.base_of(tensor)
     leaf = _cast_parameter(base)
     found = None if leaf is None else weights.unit_of_parameter(leaf)
     if found is None or tensor.dtype != base.dtype or not _lies_like(base, found[1]):
@@ -149,7 +153,7 @@ def _recipe(weights: Weights, tensor: torch.Tensor) -> SavedView | SavedCast | N
 def _cast_parameter(tensor: torch.Tensor) -> torch.Tensor | None:
     """The parameter that ``tensor`` was cast from, and not been written to since."""
     cast: Any = tensor.grad_fn
-    if type(cast).__name__ != "ToCopyBackward0" or tensor._version:
+    if type(cast).__name__ != "ToCopyBackward0" or torch_tensors.version(tensor):
         return None
     return getattr(cast.next_functions[0][0], "variable", None)
 

@@ -9,6 +9,7 @@ import torch
 
 from lockstep.errors import OffloadError
 from lockstep.stream.device.copies import Copies, Event
+from lockstep.torch_internals import tensors as torch_tensors
 
 ALIGNMENT = 256
 """Of each tensor in a slot, in bytes; as good as an allocation of its own to the kernels that read it."""
@@ -103,10 +104,9 @@ class Slots:
 
 def storage_of(tensor: torch.Tensor) -> int:
     """The address of what holds a tensor's memory: equal for views of one tensor."""
-    return tensor.untyped_storage()._cdata
+    return torch_tensors.storage_key(tensor)
 
 
 def _uses(tensor: torch.Tensor) -> int | None:
     """How many hold the tensor's storage; None if this torch does not tell."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return None if count is None else int(count(storage_of(tensor)))
+    return torch_tensors.storage_uses(tensor)

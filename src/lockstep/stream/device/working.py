@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,8 @@ from lockstep.errors import UsageError
 from lockstep.stream.device.copies import Copies, dense_strides, view_of
 from lockstep.stream.device.slots import ALIGNMENT
 from lockstep.stream.units import Unit
+from lockstep.torch_internals import modules as torch_modules
+from lockstep.torch_internals import tensors as torch_tensors
 
 
 class Working:
@@ -43,7 +46,7 @@ class Working:
         else:
             self.tensor = self._nothing.detach()
         self.edits = 0  # of the home, that its version does not tell of
-        self._written = self.tensor._version
+        self._written = torch_tensors.version(self.tensor)
 
     @property
     def nbytes(self) -> int:
@@ -51,12 +54,12 @@ class Working:
 
     def state_of_home(self) -> tuple[int, ...]:
         """Changes whenever the home is written to or gets other memory."""
-        return self.home.data_ptr(), self.home._version, self.edits
+        return self.home.data_ptr(), torch_tensors.version(self.home), self.edits
 
     @property
     def version(self) -> tuple[int, int]:
         """Changes whenever it is written to, here or at home, other than through ``.data``."""
-        return self.home._version, self.tensor._version
+        return torch_tensors.version(self.home), torch_tensors.version(self.tensor)
 
     def part_of(self, buffer: torch.Tensor) -> torch.Tensor:
         return view_of(buffer, self.home.dtype, self.home.shape, self.stride, self.offset)
@@ -69,18 +72,18 @@ class Working:
 
     def take_note(self) -> None:
         """What is written to it from now on is to get home."""
-        self._written = self.tensor._version
+        self._written = torch_tensors.version(self.tensor)
 
     @property
     def is_written(self) -> bool:
-        return self.tensor._version != self._written
+        return torch_tensors.version(self.tensor) != self._written
 
 
 class Places:
     """Where a unit's modules have its tensors."""
 
     def __init__(self, unit: Unit, working: dict[int, Working]) -> None:
-        self._places: list[tuple[nn.Module, str, str, Working]] = []
+        self._places: list[tuple[nn.Module, Callable[[nn.Module], dict[str, Any]], str, Working]] = []
         self._flat: list[nn.Module] = []
         visited: set[int] = set()
         for root in unit.modules:
@@ -89,11 +92,11 @@ class Places:
                     continue
                 visited.add(id(module))
                 before = len(self._places)
-                for attribute in ("_parameters", "_buffers"):
-                    for key, tensor in getattr(module, attribute).items():
+                for registered in torch_modules.REGISTERED:
+                    for key, tensor in registered(module).items():
                         if id(tensor) in working:
-                            self._places.append((module, attribute, key, working[id(tensor)]))
-                if len(self._places) > before and hasattr(module, "_flat_weights_names"):
+                            self._places.append((module, registered, key, working[id(tensor)]))
+                if len(self._places) > before and torch_modules.has_flat_weights(module):
                     self._flat.append(module)
 
     def check(self) -> None:
@@ -106,19 +109,19 @@ class Places:
 
     def put_working(self) -> None:
         self.check()
-        for module, attribute, key, working in self._places:
-            getattr(module, attribute)[key] = working.tensor
+        for module, registered, key, working in self._places:
+            registered(module)[key] = working.tensor
         self._renew_flat_weights()
 
     def put_home(self) -> None:
-        for module, attribute, key, working in self._places:
-            getattr(module, attribute)[key] = working.home
+        for module, registered, key, working in self._places:
+            registered(module)[key] = working.home
         self._renew_flat_weights()
 
     def replaced(self) -> Iterator[tuple[Working, torch.Tensor | None]]:
         """What a forward has put in the place of the working tensor, and of which."""
-        for module, attribute, key, working in self._places:
-            tensor = getattr(module, attribute).get(key)
+        for module, registered, key, working in self._places:
+            tensor = registered(module).get(key)
             if tensor is not working.tensor and tensor is not working.home:
                 yield working, tensor
 
@@ -128,8 +131,7 @@ class Places:
 
     def _renew_flat_weights(self) -> None:
         for module in self._flat:  # recurrent modules keep a list of their own
-            names = module._flat_weights_names
-            module._flat_weights = [getattr(module, name, None) for name in names]  # type: ignore[assignment, union-attr]
+            torch_modules.renew_flat_weights(module)
 
 
 def lay_out(unit: Unit, device: torch.device) -> tuple[list[Working], int]:

@@ -18,6 +18,7 @@ from lockstep.comm.dtensor import is_dtensor, local
 from lockstep.stream.direct import OffloadFile, aligned, aligned_buffer, region_of
 from lockstep.stream.step.heap import FreedMemory
 from lockstep.stream.step.states import like_parameter
+from lockstep.torch_internals import autograd as torch_autograd
 
 
 class GradientFile:
@@ -136,9 +137,7 @@ class GradientFile:
 
 def _end_of_backward() -> Callable[[Callable[[], None]], None] | None:
     """Has a function called when the backward that is under way ends; None if torch cannot do that."""
-    engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
-    queue: Callable[[Callable[[], None]], None] | None = getattr(engine, "queue_callback", None)
-    return queue
+    return torch_autograd.at_end_of_backward
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from lockstep.stream.device.copies import Copies
 from lockstep.stream.step.device import keep_on_host
 from lockstep.stream.step.offloaded import OffloadedStep
 from lockstep.stream.units import Unit
+from lockstep.torch_internals import optim as torch_optim
 
 _CPU = torch.device("cpu")
 
@@ -55,7 +55,7 @@ def offload_step(
 
 def _refuse_replaced_step(optimizer: Optimizer) -> None:
     replaced = vars(optimizer).get("step")
-    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
+    if replaced is not None and not torch_optim.is_wrapped_by_scheduler(replaced):
         raise UsageError(
             f"The step of this {type(optimizer).__name__} was replaced by {replaced}, which an offloaded step would "
             "not call. Use optimizer.register_step_pre_hook or register_step_post_hook in its place."
@@ -117,7 +117,7 @@ class _Offloaded(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         self._offloaded_step.finish()  # hooks, too, are to see the parameters after the step before
-        self._opt_called = True  # as schedulers look for
+        torch_optim.note_step(self)
         return _hooked_step(self, closure)
 
     @property
@@ -156,8 +156,7 @@ class _Offloaded(Optimizer):
 
 
 # Schedulers put a note around a step that lacks this mark; see ``step``.
-_Offloaded.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-_Offloaded.step.hooked = True  # type: ignore[attr-defined]
+torch_optim.take_for_wrapped(_Offloaded.step)
 
 
 def _begin(self: _Offloaded, closure: Callable[[], Any] | None = None) -> Any:
@@ -167,13 +166,11 @@ def _begin(self: _Offloaded, closure: Callable[[], Any] | None = None) -> Any:
     return loss
 
 
-_hooked_step = Optimizer.profile_hook_step(_begin)
+_hooked_step = torch_optim.with_step_hooks(_begin)
 
 
 def _has_hook_that_reads(optimizer: Optimizer) -> bool:
-    # ``torch.optim.optimizer`` is a module that cannot be reached as an attribute.
-    everywhere = getattr(import_module("torch.optim.optimizer"), "_global_optimizer_post_hooks", {})
-    hooks = [*optimizer._optimizer_step_post_hooks.values(), *everywhere.values()]
+    hooks = torch_optim.step_post_hooks_of(optimizer)
     return not all(getattr(hook, HOOK_READS_NOTHING, False) for hook in hooks)
 
 

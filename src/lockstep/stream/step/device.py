@@ -21,6 +21,7 @@ from lockstep.errors import UsageError
 from lockstep.stream.device.copies import Copies, Event, HostPool, dense_strides, view_of
 from lockstep.stream.direct import OffloadFile, aligned
 from lockstep.stream.step.states import write_tensor
+from lockstep.torch_internals import tensors as torch_tensors
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class HostSide:
             write_tensor(self._file, offset, master)
             master = _like(self._file.tensor(offset, (nbytes,), torch.uint8), parameter)
         self._masters[id(parameter)] = master
-        self._versions[id(parameter)] = parameter._version
+        self._versions[id(parameter)] = torch_tensors.version(parameter)
         self._handles.append(parameter.register_post_accumulate_grad_hook(self._appeared))
 
     def serves(self, parameter: torch.Tensor) -> bool:
@@ -117,14 +118,16 @@ class HostSide:
         if id(parameter) not in self._masters:
             self._add(parameter)
         master = self._masters[id(parameter)]
-        if self._versions[id(parameter)] != parameter._version:  # it was loaded, or changed by the user
+        if self._versions[id(parameter)] != torch_tensors.version(
+            parameter
+        ):  # it was loaded, or changed by the user
             master.copy_(parameter)
             self.note_version(parameter)
         return master
 
     def note_version(self, parameter: torch.Tensor) -> None:
         """What was changed by now in a parameter is, or will be, in its copy."""
-        self._versions[id(parameter)] = parameter._version
+        self._versions[id(parameter)] = torch_tensors.version(parameter)
 
     @torch.no_grad()
     def _appeared(self, parameter: torch.Tensor) -> None:
@@ -136,7 +139,7 @@ class HostSide:
         # What was copied of it in an earlier micro-batch is of no use; copies are made in order.
         self._drop_early(parameter)
         fetched = self._fetch(gradient.detach())
-        self._early[id(parameter)] = _Early(weakref.ref(gradient), gradient._version, fetched)
+        self._early[id(parameter)] = _Early(weakref.ref(gradient), torch_tensors.version(gradient), fetched)
 
     def _drop_early(self, parameter: torch.Tensor) -> None:
         early = self._early.pop(id(parameter), None)
@@ -147,7 +150,11 @@ class HostSide:
     def fetch(self, parameter: torch.Tensor, watched: torch.Tensor, gradient: torch.Tensor) -> Fetched:
         """Begin to copy a gradient to the host, unless that was done when it appeared. ``watched``: as in ``Entry``."""
         early = self._early.get(id(parameter))
-        if early is not None and early.gradient() is watched and early.version == watched._version:
+        if (
+            early is not None
+            and early.gradient() is watched
+            and early.version == torch_tensors.version(watched)
+        ):
             return self._early.pop(id(parameter)).fetched
         self._drop_early(parameter)
         return self._fetch(gradient)

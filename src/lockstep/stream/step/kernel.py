@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.errors import OffloadError
+from lockstep.torch_internals import tensors as torch_tensors
 
 _OWN = ("state", "param_groups", "step", "_offloaded_step")
 """Attributes of an optimizer that are its own, not those of a copy that steps a part of it."""
@@ -89,7 +90,7 @@ def step_some(
     afterwards: dict[Any, dict[str, Any]] = defaultdict(dict)
     _part_of(settings, entries, parameters, states, afterwards)
     for entry in entries:
-        if entry.watched._version != entry.version:
+        if torch_tensors.version(entry.watched) != entry.version:
             raise OffloadError(
                 f"A gradient of shape {tuple(entry.parameter.shape)} was written to while the step that reads it was "
                 "still under way. Zero gradients with optimizer.zero_grad(), which waits, or set them to None."

@@ -15,6 +15,7 @@ from lockstep.stream.step.kernel import Entry, step_some
 from lockstep.stream.step.regions import region_to_move
 from lockstep.stream.step.states import StateFiles, is_large, like_parameter
 from lockstep.stream.step.threads import Item, Run
+from lockstep.torch_internals import tensors as torch_tensors
 
 
 class StepWork:
@@ -54,7 +55,7 @@ class StepWork:
         value = local(parameter.detach()).data
         if (host := self._host_of(parameter)) is not None:
             value = host.master(parameter)
-        return Entry(parameter, group, value, gradient.data, gradient, gradient._version)
+        return Entry(parameter, group, value, gradient.data, gradient, torch_tensors.version(gradient))
 
     def _host_of(self, parameter: torch.Tensor) -> HostSide | None:
         return self.host if self.host is not None and self.host.serves(parameter) else None

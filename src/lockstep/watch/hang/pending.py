@@ -11,17 +11,16 @@ receives, which it does not list. What counts is the flag "retired" and ``collec
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
+from lockstep.torch_internals import c10d, flight_recorder
 from lockstep.watch.hang.evidence import Collective
 from lockstep.watch.hang.stacks import Seen
 
-DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of gloo and others, of NCCL
 DTYPES = {
     "Float": "float32",
     "Double": "float64",
@@ -80,15 +79,9 @@ def pending_collectives(seen: Seen) -> Found:
 def recorded() -> list[Mapping[str, Any]]:
     """The flight recorders' entries, oldest first; none where this torch has no recorder or it is off."""
     entries: list[Mapping[str, Any]] = []
-    for name in DUMPS:
-        dump = getattr(torch_c10d(), name, None)
-        if dump is None:
-            continue
-        try:
-            trace = json.loads(dump(True, False))
-            entries += [one for one in trace.get("entries", ()) if isinstance(one, dict)]
-        except Exception:  # a private function: whatever it does elsewhere, the Python stack remains
-            continue
+    for trace in flight_recorder.traces():
+        found = trace.get("entries")
+        entries += [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
     return sorted(entries, key=lambda one: one.get("time_created_ns") or 0)
 
 
@@ -105,14 +98,6 @@ def of_living_groups(entries: list[Mapping[str, Any]], main: str) -> list[Mappin
 
 def group_of(entry: Mapping[str, Any]) -> str:
     return str((entry.get("process_group") or [""])[0])
-
-
-def torch_c10d() -> Any:
-    try:
-        from torch._C import _distributed_c10d
-    except ImportError:
-        return None
-    return _distributed_c10d
 
 
 def collective(
@@ -176,9 +161,7 @@ def checked_call(seen: Seen, last: Mapping[str, int], is_recorded: bool) -> Coll
 
 def group_names() -> dict[Any, str]:
     """Process group -> its name, as the flight recorder has it; empty where torch keeps them elsewhere."""
-    world = getattr(dist.distributed_c10d, "_world", None)
-    names = getattr(world, "pg_names", None)
-    return dict(names) if isinstance(names, Mapping) else {}
+    return c10d.names_of_groups()
 
 
 def default_name(names: Mapping[Any, str]) -> str:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lockstep.comm.call_check import CallCheck
 from lockstep.config.sources import control_link, process_environment
-from lockstep.errors import LinkError
+from lockstep.errors import LinkError, UsageError
 from lockstep.link.client import Client
 from lockstep.link.secret import Secret, new_secret
 from lockstep.link.server import Server
@@ -23,6 +23,7 @@ from lockstep.runtime import failure, process
 from lockstep.runtime.exit_codes import PREEMPTED, of_signal
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step_clock import StepClock
+from lockstep.torch_internals import dataloader, flight_recorder
 from lockstep.watch.hang.coordinator import Coordinator, WatchSettings
 from lockstep.watch.hang.signals import StopSignals
 from lockstep.watch.hang.worker import WorkerWatch, nothing_to_save
@@ -86,6 +87,12 @@ class ProcessWatch:
     # Starting ----------------------------------------------------------------------------------------
 
     def _start(self, runtime: Runtime, grace_s: float) -> None:
+        for probe in (flight_recorder.probe, dataloader.probe):
+            try:
+                probe()
+            except UsageError as error:  # nobody's numbers depend on it: stacks still tell where a rank is
+                if runtime.is_main:
+                    sys.stderr.write(f"lockstep: a hang will be explained less well: {error}\n")
         client = self._connect(runtime)
         self._speaks = runtime.is_main and control_link() is None
         self._worker = WorkerWatch(

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from lockstep.torch_internals import compile as torch_compile
+from lockstep.torch_internals import dataloader
+from lockstep.torch_internals import modules as torch_modules
 from lockstep.watch.hang.evidence import LONGEST_STACK, Place
 
 MOST_FRAMES = 200
@@ -23,8 +26,8 @@ CALL_CHECK = os.path.join("comm", "call_check.py")
 INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 STANDARD_LIBRARY = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
 # Frames between a user's call and the function that it called.
-WRAPPERS = {"wrapper", "decorate_context", "inner", "__call__", "_fn"}
-MODULE_CALL = {"_wrapped_call_impl", "_call_impl"}
+WRAPPERS = {"wrapper", "decorate_context", "inner", "__call__", *torch_compile.FRAMES}
+MODULE_CALL = torch_modules.CALLS
 # Methods written in C, which have no frame, in which the caller waits for a collective or for the device's queue.
 WAITING = {"wait", "synchronize", "item", "tolist", "cpu", "numpy"}
 PROCESS_STATES = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}
@@ -191,7 +194,7 @@ def loader_wait(below: Sequence[FrameType]) -> str:
     """What there is to say where the thread waits for the worker processes of a data loader; "": it does not."""
     for frame in below:
         if frame.f_code.co_filename.endswith(os.path.join("utils", "data", "dataloader.py")):
-            workers = getattr(frame.f_locals.get("self"), "_workers", None)
+            workers = dataloader.workers_of(frame.f_locals.get("self"))
             if workers:
                 return "waiting for its data-loader workers (" + workers_shown(workers) + ")"
     return ""
