@@ -33,8 +33,8 @@ ENGINES = (
     "torch.utils.data",
     "torch._subclasses.fake_tensor",
 )
-# Names that are no torch object's here: of named tuples, of Python, and words of file formats and foreign settings.
-OF_OTHERS = {"_fields", "_replace", "_exit", "_getframe"}
+# Names of named tuples, of Python, and of frames; below, words of file formats and foreign settings.
+OF_OTHERS = {"_fields", "_replace", "_exit", "_getframe", "_fn"}
 WORDS = {
     "checkpoint/foreign/": "names in files that others have written, which are read without importing anything",
     "config/": "keys of other libraries' settings",

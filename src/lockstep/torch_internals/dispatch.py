@@ -40,6 +40,12 @@ PRODUCTS = (
 called; what is computed again in its place is the same."""
 
 
+CONVERSIONS = ("_to_copy",)
+"""Relies on: what ``to`` calls to change a type or a device."""
+COMBINING_LISTS = frozenset({"_foreach_norm", "_foreach_max", "_foreach_powsum"})
+"""Relies on: the operators on lists that do more than element by element; all others on lists do only that."""
+
+
 @probed("dispatcher", "shows operators")
 def probe() -> None:
     """See one operator from a mode."""
@@ -56,3 +62,4 @@ def probe() -> None:
         torch.mm(left, left)
     expect(seen == ["aten::mm", "self", "mat2"], "the schema of an operator")
     expect(len(operators_of(("mm", "_scaled_mm"))) == 2, "operators by name")
+    expect(len(operators_of((*CONVERSIONS, *("_foreach_norm", "_foreach_max")))) == 3, "operators on lists")

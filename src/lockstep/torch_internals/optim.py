@@ -42,6 +42,11 @@ def with_step_hooks(step: Callable[..., Any]) -> Any:
     return Optimizer.profile_hook_step(step)
 
 
+def takes_step_hooks(optimizer: Any) -> bool:
+    """Whether it was made by torch's own ``__init__``. Relies on: hooks are kept in ``_optimizer_step_pre_hooks``."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
 def step_post_hooks_of(optimizer: Optimizer) -> list[Callable[..., Any]]:
     """Its own and those of all optimizers.
 
@@ -98,6 +103,7 @@ def probe() -> None:
     def hook(*_: Any) -> None:
         """Changes nothing."""
 
+    expect(takes_step_hooks(optimizer), "hooks before a step")
     everywhere = step_post_hooks_of(optimizer)
     optimizer.register_step_post_hook(hook)
     expect(step_post_hooks_of(optimizer) == [hook, *everywhere], "the hooks after a step")
