@@ -7,23 +7,30 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.comm.tree import map_tensors
 from lockstep.errors import UsageError
+from lockstep.torch_internals import dispatch
 from lockstep.torch_internals.whole_steps import operation_name
 from lockstep.train.whole.lines import line_of_step
 from lockstep.train.whole.methods import methods_with_parameters
 
 _ALLOWED = {
-    *("copy_", "clone", "detach", "alias", "fill_", "zero_", "_to_copy", "lift_fresh", "is_same_size"),
+    *(
+        "copy_",
+        "clone",
+        "detach",
+        "alias",
+        "fill_",
+        "zero_",
+        *dispatch.CONVERSIONS,
+        "lift_fresh",
+        "is_same_size",
+    ),
     *("empty_like", "zeros_like", "ones_like", "full_like", "new_zeros", "new_empty", "new_ones", "new_full"),
 }
 """What gives each element by itself, besides the operations that torch marks as pointwise."""
-
-_COMBINE = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
-"""Operations on lists that do more than element by element."""
 
 
 def declares_elementwise(optimizer: Optimizer) -> bool:
@@ -67,7 +74,7 @@ def _checked(function: Any, optimizer: Optimizer | None = None) -> Any:
     return method
 
 
-class _Elementwise(TorchDispatchMode):
+class _Elementwise(dispatch.TorchDispatchMode):
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__()
         self._optimizer = optimizer
@@ -87,7 +94,7 @@ class _Elementwise(TorchDispatchMode):
 def _is_elementwise(func: Any) -> bool:
     name = operation_name(func)
     if name.startswith("_foreach_"):
-        return name not in _COMBINE
+        return name not in dispatch.COMBINING_LISTS
     return (
         name in _ALLOWED
         or name.startswith("_fused_")
