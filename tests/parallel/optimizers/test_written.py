@@ -1,4 +1,4 @@
-"""Optimizers that people write x {ddp, zero=1, zero=2, zero=3, tp}: plain torch's numbers in one process."""
+"""Optimizers that people write x {ddp, zero=1, zero=2, zero=3}: plain torch's numbers in one process."""
 
 from __future__ import annotations
 
