@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import lockstep
 from lockstep.config.environment_check import problems_of_environment
 from lockstep.config.options import Options, resolve_options
-from lockstep.config.sources import DEEPSPEED_VARIABLES, SETTINGS, control_link, process_environment
+from lockstep.config.sources import (
+    DEEPSPEED_VARIABLES,
+    SETTINGS,
+    control_link,
+    process_environment,
+    unknown_variables,
+)
 from lockstep.errors import ConfigError
 from tests.cli.calling import call
 
@@ -94,6 +102,17 @@ def worker() -> Options:
 def test_the_table_has_every_variable_that_is_read() -> None:
     read = {name for source in SETTINGS.values() for name in source.names} | {*DEEPSPEED_VARIABLES}
     assert read <= {*VARIABLES, *FREE, *WITHOUT_EFFECT}
+
+
+def test_no_variable_of_our_own_is_said_to_be_unknown() -> None:
+    source = Path(lockstep.__file__).parent
+    names = {
+        name
+        for path in source.rglob("*.py")
+        for name in re.findall(r"LOCKSTEP_[A-Z_]*[A-Z]", path.read_text(encoding="utf-8"))
+    }
+    assert len(names) > 15
+    assert unknown_variables(dict.fromkeys(names, "x")) == ()
 
 
 @pytest.mark.parametrize("name", VARIABLES)

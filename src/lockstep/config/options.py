@@ -192,15 +192,15 @@ def resolve_options(
         optimizer=value.get("optimizer"),
         scheduler=value.get("scheduler"),
         batch=BatchSizes.of(says),
-        config_warnings=(*elsewhere.warnings, *unknown_variables(), *_file_in_vain()),
+        config_warnings=(*elsewhere.warnings, *_in_vain()),
         deepspeed_plugin=elsewhere.plugin,
         watch=settings.watch,
         grace_s=settings.grace,
     )
 
 
-def _file_in_vain() -> tuple[str, ...]:
-    """What to say when LOCKSTEP_CONFIG_FILE names a file, and no launcher of ours has read it.
+def _in_vain() -> tuple[str, ...]:
+    """Variables that nothing reads; a launcher of ours has said them. Also what to say when LOCKSTEP_CONFIG_FILE names a file, and no launcher of ours has read it.
 
     Raises:
         ConfigError: the file cannot be read, or is no configuration.
@@ -209,7 +209,7 @@ def _file_in_vain() -> tuple[str, ...]:
         return ()
     path = named_config_file()
     if path is None:
-        return ()
+        return unknown_variables()
     from lockstep.config.accelerate import load  # here, because it needs pydantic
 
     try:
@@ -217,6 +217,7 @@ def _file_in_vain() -> tuple[str, ...]:
     except ConfigError as error:
         raise ConfigError(f"{CONFIG_VARIABLE}: {error}") from None
     return (
+        *unknown_variables(),
         f"{CONFIG_VARIABLE}={path} has no effect: only `lockstep launch` reads a configuration file. Start the script "
         f"with it, or unset {CONFIG_VARIABLE}.",
     )
