@@ -13,7 +13,9 @@ from lockstep.config.values import shown
 from lockstep.errors import CheckpointError
 from lockstep.placement.safetensors_file import read_header
 from lockstep.placement.stored import PickledTensor, Stored
+from lockstep.runtime.plain_file import check_plain_file, check_shard, read_plain_file
 
+LARGEST_INDEX_BYTES = 128 << 20
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 """What is taken from a folder, the first before the second; else its one ``*.index.json``."""
 
@@ -54,8 +56,7 @@ def stored_tensors(checkpoint: str | os.PathLike[str]) -> Mapping[str, Stored]:
 def _indexed(index_path: str) -> Mapping[str, Stored]:
     """The tensors of all shards that an index names."""
     try:
-        with open(index_path, encoding="utf-8") as file:
-            index = json.load(file)
+        index = json.loads(read_plain_file(index_path, LARGEST_INDEX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"The index {index_path} cannot be read: {error}. Copy or download it again."
@@ -73,8 +74,12 @@ def _indexed(index_path: str) -> Mapping[str, Stored]:
                 f"The index {index_path} names the file {shown(file)}, which is not in its folder. Move shards there."
             )
         path = os.path.join(folder, file)
-        if not os.path.isfile(path):
-            raise CheckpointError(f"{path} is missing, which {index_path} names. Copy or download it again.")
+        try:
+            check_shard(folder, file)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} is missing, which {index_path} names. Copy or download it again."
+            ) from error
         for name, tensor in _tensors_of(path).items():
             if name in found:
                 raise CheckpointError(
@@ -91,6 +96,12 @@ def _indexed(index_path: str) -> Mapping[str, Stored]:
 
 
 def _tensors_of(path: str) -> Mapping[str, Stored]:
+    try:
+        check_plain_file(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}. Check the path and permissions."
+        ) from error
     if path.endswith(".safetensors"):
         return read_header(path)
     return _unpickled(path)

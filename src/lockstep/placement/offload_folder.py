@@ -27,8 +27,10 @@ from lockstep.placement.file_writer import FileWriter
 from lockstep.placement.safetensors_file import header_bytes, read_header
 from lockstep.placement.sizes import dtype_of
 from lockstep.placement.stored import FileRegion, MappedFiles, as_bytes, read
+from lockstep.runtime.plain_file import check_plain_file, read_plain_file
 
 INDEX = "index.json"
+LARGEST_INDEX_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,11 @@ def index_of(folder: str) -> dict[str, dict[str, Any]]:
     """
     path = os.path.join(folder, INDEX)
     try:
-        with open(path, encoding="utf-8") as file:
-            index = json.load(file)
+        index = json.loads(read_plain_file(path, LARGEST_INDEX_BYTES))
     except FileNotFoundError:
         return {}
+    except CheckpointError as error:
+        raise OffloadError(str(error)) from error
     except (OSError, ValueError, RecursionError) as error:
         raise _unfit(folder, f"its index cannot be read ({error})") from error
     if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
@@ -81,6 +84,7 @@ def regions_of(index: Mapping[str, Mapping[str, Any]], folder: str | None) -> di
                 continue
             path = os.path.join(folder or "", str(file))
             if path not in headers:
+                check_plain_file(path)
                 headers[path] = read_header(path)
             found[name] = headers[path][str(entry.get("weight_name", name))]
         except CheckpointError as error:
@@ -95,7 +99,11 @@ def regions_of(index: Mapping[str, Mapping[str, Any]], folder: str | None) -> di
 def _raw_region(path: str, entry: Mapping[str, Any]) -> FileRegion:
     dtype = dtype_of(str(entry["dtype"]))
     assert dtype is not None
-    region = FileRegion(path, 0, dtype, torch.Size(entry["shape"]))
+    check_plain_file(path)
+    shape = entry["shape"]
+    if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 2**60 for size in shape):
+        raise ValueError(f"its shape is {shown(shape)}")
+    region = FileRegion(path, 0, dtype, torch.Size(shape))
     if os.path.getsize(path) < region.nbytes:
         raise ValueError(f"{path} has {os.path.getsize(path)} bytes instead of {region.nbytes}")
     return region

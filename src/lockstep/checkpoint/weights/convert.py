@@ -33,7 +33,9 @@ from lockstep.checkpoint.weights.model import INDEX, WEIGHTS
 from lockstep.checkpoint.weights.slabs import PiecedTensors
 from lockstep.checkpoint.weights.weightfile import check_room, write_tensor_file
 from lockstep.errors import CheckpointError, LockstepError, UsageError
+from lockstep.runtime.plain_file import check_plain_file, check_shard, read_plain_file
 
+LARGEST_CONFIGURATION_BYTES = 64 << 20
 Seen = Callable[[int], Any]
 """Is told of bytes that were read or written."""
 
@@ -99,6 +101,8 @@ def _of_folder(folder: str, dtype: torch.dtype | None) -> Weights:
     """What transformers would take: ``model.safetensors`` first, then an index; else the only such file there."""
     store = LocalStore()
     if not os.path.isdir(folder):
+        if os.path.exists(folder):
+            check_plain_file(folder)
         raise UsageError(
             f"{folder} does not exist. Name a checkpoint, a folder of weights or a safetensors file."
         )
@@ -125,8 +129,7 @@ def _of_folder(folder: str, dtype: torch.dtype | None) -> Weights:
 def _of_index(folder: str, name: str) -> Index:
     path = f"{folder}/{name}"
     try:
-        with open(path, "rb") as file:
-            document = parse_json(file.read(LARGEST_JSON_BYTES), path)
+        document = parse_json(read_plain_file(path, LARGEST_JSON_BYTES), path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Copy it again.") from error
     places = document.get("weight_map") if isinstance(document, dict) else None
@@ -134,7 +137,13 @@ def _of_index(folder: str, name: str) -> Index:
         raise CheckpointError(f"{path} has no 'weight_map' from tensors to files. Copy it again.")
     found: Index = {}
     for file in sorted(set(places.values())):
-        there = _of_files(f"{folder}/{check_name(file)}", file)
+        try:
+            check_shard(folder, check_name(file))
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder}/{file} cannot be read, which {name} names: {error}. Copy it again."
+            ) from error
+        there = _of_files(f"{folder}/{file}", file)
         named = {tensor for tensor, other in places.items() if other == file}
         if named != there.keys():
             raise CheckpointError(
@@ -154,6 +163,7 @@ def _of_files(path: str, file: str | None = None) -> Index:
     """The tensors of one safetensors file, each a piece of its own; the library checks header and size."""
     found: Index = {}
     try:
+        check_plain_file(path)
         with safe_open(path, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118  (not a mapping)
                 piece = opened.get_slice(key)
@@ -177,8 +187,7 @@ def _documents(folder: str, dtype: torch.dtype | None) -> dict[str, bytes]:
     for name in CONFIGURATIONS:
         path = f"{folder}/{name}"
         if os.path.isfile(path):
-            with open(path, "rb") as file:
-                found[name] = file.read(LARGEST_JSON_BYTES)
+            found[name] = read_plain_file(path, LARGEST_CONFIGURATION_BYTES)
     if dtype is not None and CONFIGURATIONS[0] in found:
         config = parse_json(found[CONFIGURATIONS[0]], f"{folder}/{CONFIGURATIONS[0]}")
         if isinstance(config, dict):
