@@ -17,7 +17,7 @@ import torch
 
 from lockstep.checkpoint.format.digest import digest_of
 from lockstep.checkpoint.format.index import Index, Piece, TensorEntry, index_to_bytes, overlap
-from lockstep.checkpoint.format.tensorfile import dtype_name
+from lockstep.checkpoint.format.tensorfile import dtype_name, free_key
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import boxes_of, is_dtensor, local
 from lockstep.comm.layout import Box, whole_box
@@ -139,8 +139,10 @@ def _global_plan(held: list[list[Held]], rank: int, ranks: list[int]) -> Plan:
     boxes: dict[tuple[str, str], Box] = {}
     for writer, items in zip(ranks, _dealt(held), strict=True):
         for file, of_file in _into_files(items, writer).items():
+            taken: set[str] = set()
             for item in of_file:
-                piece = _piece_of(item, file)
+                piece = _piece_of(item, file, taken)
+                taken.add(piece.key)
                 _add_piece(index, item, piece)
                 if writer == rank:
                     mine.setdefault(file, {})[piece.key] = item.held.name
@@ -235,9 +237,9 @@ def group_of(name: str) -> str:
     return "model" if match[1] == "0" else f"model_{match[1]}"
 
 
-def _piece_of(item: Item, file: str) -> Piece:
+def _piece_of(item: Item, file: str, taken: Collection[str]) -> Piece:
     name, (offsets, shape, _) = item.held.name, item.box
     key = name if file.startswith("state") else name.split(".", 2)[2]
     if shape != item.held.shape:
         key += "@" + "x".join(str(offset) for offset in offsets)
-    return Piece(file=file, key=key, offsets=offsets, shape=shape)
+    return Piece(file=file, key=free_key(key, taken), offsets=offsets, shape=shape)

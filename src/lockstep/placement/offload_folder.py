@@ -24,7 +24,7 @@ import torch
 from lockstep.config.values import shown
 from lockstep.errors import CheckpointError, OffloadError
 from lockstep.placement.file_writer import FileWriter
-from lockstep.placement.safetensors_file import header_bytes, read_header
+from lockstep.placement.safetensors_file import METADATA, header_bytes, read_header
 from lockstep.placement.sizes import dtype_of
 from lockstep.placement.stored import FileRegion, MappedFiles, as_bytes, read
 from lockstep.runtime.plain_file import check_plain_file, read_plain_file
@@ -124,11 +124,12 @@ def keep(folder: str, tensors: list[Kept]) -> dict[str, FileRegion]:
                 _check_fits(folder, item, there[item.name], str(index[item.name].get("source", "")))
         new = [item for item in tensors if item.name not in there]
         if new:
-            part = _write_part(folder, new)
+            keys = _keys([item.name for item in new])
+            part = _write_part(folder, new, keys)
             for item in new:
                 index[item.name] = {
                     "safetensors_file": part,
-                    "weight_name": item.name,
+                    "weight_name": keys[item.name],
                     "dtype": str(item.dtype).removeprefix("torch."),
                     "shape": list(item.shape),
                     "source": item.source,
@@ -165,14 +166,25 @@ def _holds(region: FileRegion, pieces: Iterator[torch.Tensor]) -> bool:
     return True
 
 
-def _write_part(folder: str, tensors: list[Kept]) -> str:
-    """Write a new file of these tensors, one at a time, and return its name."""
+def _keys(names: list[str]) -> dict[str, str]:
+    """The names by which a file holds these tensors: their own, but for the one that the format keeps for itself."""
+    keys = {name: name for name in names}
+    if METADATA in keys:
+        key = METADATA
+        while key in names:
+            key += "'"
+        keys[METADATA] = key
+    return keys
+
+
+def _write_part(folder: str, tensors: list[Kept], keys: Mapping[str, str]) -> str:
+    """Write a new file of these tensors, one at a time, with these keys for their names, and return its name."""
     needed = sum(item.nbytes for item in tensors)
     partial = ""
     try:
         descriptor, partial = tempfile.mkstemp(prefix="offload-", suffix=".partial", dir=folder)
         try:
-            header = header_bytes({item.name: (item.dtype, item.shape) for item in tensors})
+            header = header_bytes({keys[item.name]: (item.dtype, item.shape) for item in tensors})
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(
                     descriptor, 0, len(header) + needed

@@ -17,6 +17,7 @@ from lockstep.config.values import shown
 from lockstep.errors import CheckpointError
 from lockstep.placement.stored import FileRegion
 
+METADATA = "__metadata__"
 LONGEST_HEADER = 100_000_000  # the limit of the format's own reader
 
 DTYPES: dict[str, torch.dtype] = {
@@ -67,7 +68,7 @@ def read_header(path: str) -> dict[str, FileRegion]:
         raise _damaged(path, f"its header is no JSON ({error})") from error
     if not isinstance(header, dict):
         raise _damaged(path, "its header is no mapping")
-    metadata = header.pop("__metadata__", None)
+    metadata = header.pop(METADATA, None)
     if isinstance(metadata, dict) and metadata.get("format", "pt") != "pt":
         raise CheckpointError(
             f"{path} was saved for {shown(metadata['format'])}, not for PyTorch. Convert it with transformers first."
@@ -80,7 +81,7 @@ def read_header(path: str) -> dict[str, FileRegion]:
 
 def header_bytes(tensors: dict[str, tuple[torch.dtype, torch.Size]]) -> bytes:
     """The first bytes of a file of these tensors, one after another."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
         begin, end = end, end + prod(shape) * dtype.itemsize

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,11 @@ from safetensors import SafetensorError, safe_open
 from lockstep.checkpoint.format.index import DTYPE_NAMES
 from lockstep.comm.collectives import as_bytes
 from lockstep.errors import CheckpointError, UsageError
+
+METADATA = "__metadata__"
+"""The key of a header that is no tensor's."""
+LONGEST_HEADER = 100_000_000
+"""Bytes that readers of the format accept."""
 
 
 @dataclass
@@ -37,9 +42,10 @@ class TensorFile:
 
     def header(self) -> bytes:
         """The file's first bytes: their number, and where each tensor will be."""
-        header: dict[str, object] = {"__metadata__": self.metadata}
+        header: dict[str, object] = {METADATA: self.metadata}
         end = 0
         for name, tensor in self.tensors.items():
+            check_key(name)
             dtype = dtype_name(tensor, name)
             begin, end = end, end + tensor.nbytes
             header[name] = {
@@ -49,7 +55,38 @@ class TensorFile:
             }
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8 bytes
+        if len(text) > LONGEST_HEADER:
+            raise UsageError(
+                f"The names and shapes of {len(self.tensors)} tensors take {len(text)} bytes, but a safetensors file "
+                f"has room for {LONGEST_HEADER}. Use fewer tensors, or shorter names."
+            )
         return struct.pack("<Q", len(text)) + text
+
+
+def check_key(name: str) -> None:
+    """Raise UsageError for a name that no tensor in a safetensors file can have."""
+    if name == METADATA or not _is_unicode(name):
+        raise UsageError(
+            f"A tensor is named {name[:80]!r}, which safetensors files "
+            f"{'keep for themselves' if name == METADATA else 'cannot hold, as it is no text in Unicode'}. Give the "
+            "parameter or buffer another name."
+        )
+
+
+def free_key(name: str, taken: Collection[str]) -> str:
+    """``name``, or one like it that a safetensors file can hold and that is not ``taken``."""
+    key = name if _is_unicode(name) else name.encode("utf-8", "backslashreplace").decode()
+    while key == METADATA or key in taken:
+        key += "'"
+    return key
+
+
+def _is_unicode(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
 
 
 def dtype_name(tensor: torch.Tensor, name: str) -> str:

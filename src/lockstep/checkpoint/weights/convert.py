@@ -19,6 +19,7 @@ from lockstep.checkpoint import retain
 from lockstep.checkpoint.format.digest import Chunk
 from lockstep.checkpoint.format.index import DTYPES, Index, Piece, TensorEntry
 from lockstep.checkpoint.format.json_text import LARGEST_JSON_BYTES, parse_json
+from lockstep.checkpoint.format.tensorfile import check_key
 from lockstep.checkpoint.read import Checkpoint
 from lockstep.checkpoint.store.local import MANIFEST, LocalStore, check_name, sync
 from lockstep.checkpoint.verify import read_manifest, verify
@@ -90,6 +91,8 @@ def _of_checkpoint(directory: str, number: int, dtype: torch.dtype | None, seen:
         for name, entry in checkpoint.index.items()
         if name.startswith(prefix)
     }
+    for name in index:
+        check_key(name)
     notes = [
         f"{name} is left out, as it is tied to {first}" for name, first in models[str(number)]["ties"].items()
     ]

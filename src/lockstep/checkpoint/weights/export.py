@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.checkpoint.format.tensorfile import dtype_name
+from lockstep.checkpoint.format.tensorfile import check_key, dtype_name
 from lockstep.checkpoint.training import Whole
 from lockstep.checkpoint.weights.folder import local_directory, write_folder
 from lockstep.checkpoint.weights.model import parse_size
@@ -106,9 +106,10 @@ def checked_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """``state``, if safetensors files can hold it.
 
     Raises:
-        UsageError: a value is no tensor, has no elements in memory, or a dtype that these files lack.
+        UsageError: a value is no tensor, has no elements in memory, or a name or dtype that these files lack.
     """
     for name, value in state.items():
+        check_key(name)
         if not isinstance(value, torch.Tensor):
             raise UsageError(
                 f"{name} is a {type(value).__name__}, but files of weights hold tensors only. Let the module's "

@@ -32,6 +32,10 @@ def refuse_pickle(method: str, safe_serialization: bool) -> None:
 def save_object(value: Any, file: Any, safe_serialization: bool) -> None:
     """``safetensors.torch.save_file`` for a dict of tensors, or ``torch.save`` for any object."""
     if safe_serialization:
+        from lockstep.checkpoint.format.tensorfile import check_key  # with pydantic, as below
+
+        for name in value:
+            check_key(name)
         save_file(_without_ties(value), file, metadata={"format": "pt"})
     else:
         torch.save(value, file)

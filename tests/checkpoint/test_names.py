@@ -1,0 +1,118 @@
+"""Names of parameters and buffers that the format of the files keeps for itself, or that collide there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from lockstep import Accelerator
+from lockstep.checkpoint.store.local import LocalStore
+from lockstep.checkpoint.verify import verify
+from lockstep.checkpoint.weights.convert import open_weights
+from lockstep.errors import UsageError
+from lockstep.placement.offload_folder import Kept, keep
+from lockstep.placement.stored import MappedFiles, read
+from lockstep.utils import save
+
+ODD = [
+    "__metadata__",
+    "__metadata__'",
+    "\ud800",
+    "\\ud800",
+    "ä\0\n\x1b[2J",
+    "weight@0x0",
+    "weight@2x0",
+    "weight@0",
+    "x" * 5000,
+]
+
+
+class Odd(nn.Module):
+    """A layer with parameters and buffers of odd names."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 3))
+        for number, name in enumerate(names):
+            if number % 2 or "@" in name:
+                self.register_buffer(name, torch.full((4, 3), float(number)))
+            else:
+                self.register_parameter(name, nn.Parameter(torch.full((4, 3), float(number))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((x @ tensor.T).sum() for tensor in (*self.parameters(), *self.buffers()))
+
+
+def trained(parallel: str | None) -> tuple[Accelerator, Any]:
+    accelerator = Accelerator(cpu=True, parallel=parallel)
+    # torch's own DDP cannot hold half of a pair.
+    model = Odd([name for name in ODD if parallel != "ddp" or name != "\ud800"])
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(2, 3)))
+    optimizer.step()
+    optimizer.zero_grad()
+    return accelerator, model
+
+
+def whole(accelerator: Accelerator, model: Any) -> dict[str, torch.Tensor]:
+    found = accelerator.unwrap_model(model).state_dict()
+    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in found.items()}
+
+
+def save_and_load(directory: str, parallel: str | None) -> list[str]:
+    accelerator, model = trained(parallel)
+    before = whole(accelerator, model)
+    accelerator.save_state(directory)
+    with torch.no_grad():
+        for tensor in accelerator.unwrap_model(model).state_dict().values():
+            (tensor.to_local() if hasattr(tensor, "to_local") else tensor).fill_(-7.0)
+    verify(LocalStore(), directory)
+    accelerator.load_state(directory)
+    after = whole(accelerator, model)
+    with pytest.raises(
+        UsageError, match=r"named '__metadata__', which safetensors files keep for themselves"
+    ):
+        accelerator.save_model(model, f"{directory}-weights")
+    assert not list(Path(f"{directory}-weights").glob("*.safetensors*"))
+    return [name for name in before if not torch.equal(before[name], after[name])]
+
+
+@pytest.mark.parametrize(("world_size", "parallel"), [(1, None), (2, "ddp"), (2, "zero=3")])
+def test_any_name_of_a_tensor_is_saved_and_loaded(
+    run_distributed: Any, tmp_path: Path, world_size: int, parallel: str | None
+) -> None:
+    directory = str(tmp_path / "state")
+    for differing in run_distributed(save_and_load, world_size, directory, parallel):
+        assert differing == []
+    with pytest.raises(UsageError, match="named '__metadata__'"):
+        open_weights(directory)
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "\udfff"])
+def test_names_that_other_programs_could_not_read_are_refused_before_a_file_is_there(
+    tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(UsageError, match="Give the parameter or buffer another name"):
+        save({name: torch.ones(1)}, tmp_path / "file", safe_serialization=True)
+    assert not (tmp_path / "file").exists()
+
+
+def test_an_offload_folder_holds_any_name(tmp_path: Path) -> None:
+    values = {
+        name: torch.full((2,), float(i)) for i, name in enumerate(["__metadata__", "__metadata__'", "a"])
+    }
+    kept = [
+        Kept(name, value.dtype, value.shape, lambda value=value: iter([value]))
+        for name, value in values.items()
+    ]
+    regions = keep(str(tmp_path), kept)
+    file = load_file(next(tmp_path.glob("offload*.safetensors")))
+    assert len(file) == 3
+    files = MappedFiles()
+    found = {name: read(region, files, torch.float32) for name, region in regions.items()}
+    assert all(torch.equal(found[name], value) for name, value in values.items())
