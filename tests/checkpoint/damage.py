@@ -153,26 +153,6 @@ def missing_files(rng: random.Random, newest: Path, older: Path) -> tuple[str, .
 
 
 @kind
-def extra_file(rng: random.Random, newest: Path, older: Path) -> tuple[str, ...]:
-    name = rng.choice(
-        ["extra", ".hidden", "state.json~", "model-00001.safetensors", "deep/er/file", ".git/HEAD", "a b"]
-    )
-    path = newest / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(rng.randbytes(rng.choice([0, 1, 100])))
-    return (name,)
-
-
-@kind
-def extra_link(rng: random.Random, newest: Path, older: Path) -> tuple[str, ...]:
-    name = rng.choice(["link", ".link", "deep/link"])
-    path = newest / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.symlink_to(rng.choice(["/dev/null", "/", "state.json", str(older), "nowhere"]))
-    return (name,)
-
-
-@kind
 def file_that_is_a_link(rng: random.Random, newest: Path, older: Path) -> tuple[str, ...]:
     """To its own content, elsewhere."""
     path = _any(rng, newest)

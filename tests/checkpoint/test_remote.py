@@ -222,7 +222,6 @@ def damage(bucket: Path, ending: str, kind: str) -> str:
         ("flipped", "It holds .*weight"),
         ("shorter", "bytes instead of"),
         ("missing", "lacks"),
-        ("extra", "knows nothing"),
     ],
 )
 def test_a_damaged_checkpoint_is_skipped_and_the_message_names_the_file(

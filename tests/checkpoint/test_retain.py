@@ -121,7 +121,7 @@ def test_a_limit_below_one_is_refused(tmp_path: Path, limit: Any) -> None:
 
 def test_pruning_removes_what_it_is_told_and_what_an_earlier_one_left(tmp_path: Path) -> None:
     folders(tmp_path, "checkpoint_1", "checkpoint_2", "checkpoint_0.removed", "mine.removed")
-    (tmp_path / "checkpoints" / "checkpoint_1" / "file").write_text("x")
+    (tmp_path / "checkpoints" / "checkpoint_1" / "state.json").write_text("x")
     folder = str(tmp_path / "checkpoints")
     retain.prune([f"{folder}/checkpoint_1"], folder, STORE)
     assert sorted(path.name for path in Path(folder).iterdir()) == ["checkpoint_2", "mine.removed"]
@@ -260,15 +260,6 @@ def test_what_was_found_damaged_goes_first(tmp_path: Path) -> None:
         "checkpoint_1",
         "checkpoint_3",
     ]
-
-
-def test_files_that_were_added_to_a_checkpoint_are_not_replaced(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True)
-    accelerator.save_state(tmp_path / "state")
-    (tmp_path / "state" / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match="notes.txt was added to it"):
-        accelerator.save_state(tmp_path / "state")
-    assert (tmp_path / "state" / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize("iteration", [-1, 1.5, True, "3", None])

@@ -67,14 +67,14 @@ def test_more_than_the_limit_is_not_read(tmp_path: Path) -> None:
         STORE.read(str(tmp_path / "file"), 4)
 
 
-def test_files_are_listed_with_sizes_and_links_are_refused(tmp_path: Path) -> None:
+def test_files_are_listed_with_sizes_and_what_is_no_plain_file_has_none(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "c").write_bytes(b"123")
     (tmp_path / ".hidden").write_bytes(b"")
     assert STORE.files(str(tmp_path)) == {"a/b/c": 3, ".hidden": 0}
     os.mkfifo(tmp_path / "a" / "pipe")
-    with pytest.raises(CheckpointError, match="a/pipe is a link or a special file"):
-        STORE.files(str(tmp_path))
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert STORE.files(str(tmp_path)) == {"a/b/c": 3, ".hidden": 0, "a/pipe": None, "link": None}
 
 
 def test_free_bytes_are_those_of_the_file_system_also_of_folders_to_come(tmp_path: Path) -> None:
@@ -144,8 +144,10 @@ def test_links_in_a_checkpoint_are_not_followed(tmp_path: Path, kind: str) -> No
         file.rename(tmp_path / "elsewhere")
         file.symlink_to(tmp_path / "elsewhere")
     elif kind == "folder":
-        (tmp_path / "folder").mkdir()
-        (target / "more").symlink_to(tmp_path / "folder")
+        target.rename(tmp_path / "elsewhere")
+        target.mkdir()
+        (target / "manifest.json").symlink_to(tmp_path / "elsewhere" / "manifest.json")
+        (target / "more").symlink_to(tmp_path / "elsewhere")
     else:
         (target / "manifest.json").rename(tmp_path / "manifest.json")
         (target / "manifest.json").symlink_to(tmp_path / "manifest.json")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.checkpoint.added import added_files
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.format.documents import STATE, TENSORS, Saved, rank_file
 from lockstep.checkpoint.format.json_text import canonical
@@ -25,7 +26,7 @@ from lockstep.checkpoint.store.local import LocalStore, Store
 from lockstep.checkpoint.store.place import UnreachableError
 from lockstep.checkpoint.training import Hooks, Training
 from lockstep.checkpoint.union import gather_documents, joined_names, joined_state, names_here, refuse_untold
-from lockstep.checkpoint.verify import verify
+from lockstep.checkpoint.verify import listed, verify
 from lockstep.checkpoint.write import Members, Snapshot, Transaction, now
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import whole
@@ -60,6 +61,7 @@ class Checkpointer:
         self._background = Background(runtime)
         self._members = _members(runtime, project)
         self._places = Places(project, self._members, communicator)
+        self._has_told_of_added = False
 
     def wait(self) -> None:
         """Wait for a save that runs in the background. Raises CheckpointError if it failed."""
@@ -243,11 +245,26 @@ class Checkpointer:
                 if len(places) > 1 and self._members.is_first:
                     logger.warning("Skipped %s: %s", directory, error)
                 continue
+            self._tell_of_added(store, directory)
             if first_failure is not None and self._members.is_first:
                 logger.warning("Loading %s instead.", directory)
             return directory, folder
         assert first_failure is not None
         raise first_failure
+
+    def _tell_of_added(self, store: Store, directory: str) -> None:
+        """Say, once a run, that files were put into a checkpoint which are no part of it."""
+        # In other stores files of a checkpoint lie in a folder of their own.
+        if not self._members.is_first or self._has_told_of_added or not isinstance(store, LocalStore):
+            return
+        names = added_files(store, directory)
+        if names:
+            self._has_told_of_added = True
+            logger.warning(
+                "%s holds %s, which was added after it was saved: passed over. All that was saved is there, unchanged.",
+                directory,
+                listed(names),
+            )
 
     @contextmanager
     def _verified(self, store: Store, directory: str) -> Iterator[str]:

@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lockstep.checkpoint import retain
-from lockstep.checkpoint.store.local import MANIFEST, LocalStore, Lock, Store
+from lockstep.checkpoint import added, retain
+from lockstep.checkpoint.store.local import LocalStore, Lock, Store
 from lockstep.checkpoint.store.place import UnreachableError, store_for
-from lockstep.checkpoint.verify import read_manifest, root_of, verify
+from lockstep.checkpoint.verify import verify
 from lockstep.checkpoint.write import ELSEWHERE, Members, explained
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.together import together
@@ -85,7 +85,6 @@ class Places:
             # Both are there where a process was killed before it had verified the newer one.
             if len(store.candidates(directory)) > 1:
                 _settle(store, directory)
-            _refuse_added(store, directory)
             if is_numbered:
                 retain.clear_unfinished(os.path.dirname(directory), store)
             staging = store.begin(directory)
@@ -137,21 +136,6 @@ def _refuse_different(directories: list[str], members: Members) -> None:
         )
 
 
-def _refuse_added(store: Store, directory: str) -> None:
-    """Raise UsageError if a checkpoint that would be replaced holds files that were put there later."""
-    try:
-        manifest = read_manifest(store, directory)
-        found = store.files(root_of(directory, manifest))
-    except CheckpointError:  # there is none, or it is damaged
-        return
-    added = sorted(found.keys() - manifest.files.keys() - {MANIFEST})
-    if added:
-        raise UsageError(
-            f"{directory} would be replaced as a whole, but {', '.join(added[:3])} was added to it. Move that "
-            "elsewhere, or save to another directory."
-        )
-
-
 def _settle(store: Store, directory: str) -> None:
     """Of a checkpoint and the one that it replaced, keep the newer that is whole."""
     try:
@@ -159,6 +143,6 @@ def _settle(store: Store, directory: str) -> None:
     except UnreachableError:
         raise
     except CheckpointError:
-        store.remove(directory)
+        added.withdraw(store, directory)
     else:
-        store.settle(directory)
+        added.settle(store, directory)

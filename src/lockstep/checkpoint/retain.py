@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+from lockstep.checkpoint import added
 from lockstep.checkpoint.store.local import REMOVED, REPLACED, STAGING, Store
 from lockstep.checkpoint.store.place import store_for
 from lockstep.checkpoint.verify import is_published
@@ -80,9 +81,9 @@ def superfluous(
 
 
 def prune(old: list[str], folder: str, store: Store) -> None:
-    """Remove checkpoints, and what an earlier removal left in their folder."""
+    """Remove checkpoints, and what an earlier removal left in their folder; files that were added to them stay."""
     for directory in old:
-        store.remove(directory)
+        added.remove(store, directory)
     for name in store.children(folder):
         if re.fullmatch(rf"checkpoint_\d+{re.escape(REMOVED)}", name):
             store.abandon(f"{folder}/{name}")

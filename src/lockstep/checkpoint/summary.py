@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.checkpoint.added import is_rest
 from lockstep.checkpoint.format.digest import digest_of
 from lockstep.checkpoint.format.documents import STATE, TENSORS, Manifest
 from lockstep.checkpoint.format.index import Index, index_from_bytes
@@ -119,7 +120,9 @@ def checkpoints_in(store: Store, directory: str) -> list[str]:
     for folder in (directory, f"{directory}/checkpoints"):
         found = numbers(folder, store)
         if found:
-            return [f"{folder}/checkpoint_{number}" for number in reversed(found)]
+            places = [f"{folder}/checkpoint_{number}" for number in reversed(found)]
+            # Of some that were removed, files are left that others had added.
+            return [place for place in places if not is_rest(store, place)] or places
     raise NoCheckpointError(
         f"There is no checkpoint at {directory}, and none in it. Name a directory that save_state wrote, or the folder "
         "of a project's checkpoints."

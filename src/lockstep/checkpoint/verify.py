@@ -80,9 +80,8 @@ def verify(
 
     Raises:
         NoCheckpointError: nothing was published there.
-        CheckpointError: a file is missing, extra, of another size or of another content; names it.
+        CheckpointError: a file is missing, no plain file, of another size or of another content; names it.
     """
-    _refuse_links(store, directory)
     manifest = read_manifest(store, directory)
     root = root_of(directory, manifest)
     check_names(store, root, manifest)
@@ -94,39 +93,27 @@ def verify(
     return manifest
 
 
-def _refuse_links(store: Store, directory: str) -> None:
-    """Before a file is opened: links lead elsewhere, and a pipe would be waited for."""
-    try:
-        store.files(directory)
-    except FileNotFoundError:
-        return  # what is missing is said on reading
-    except OSError as error:
-        raise CheckpointError(f"{directory} cannot be listed: {error}. Load another checkpoint.") from error
-
-
 def check_names(store: Store, root: str, manifest: Manifest) -> None:
-    """Raise CheckpointError unless exactly the files of the manifest are there, each with its size."""
+    """Raise CheckpointError unless the files of the manifest are there, each with its size.
+
+    Others, which were added later, are no part of the checkpoint; see ``added``.
+    """
     try:
         found = store.files(root)
     except OSError as error:
         raise CheckpointError(f"{root} cannot be listed: {error}. Load another checkpoint.") from error
-    if not manifest.folder:
-        found.pop(MANIFEST, None)
-    missing, extra = (
-        sorted(manifest.files.keys() - found.keys()),
-        sorted(found.keys() - manifest.files.keys()),
-    )
+    missing = sorted(manifest.files.keys() - found.keys())
     if missing:
         raise CheckpointError(
-            f"{root} lacks {_list(missing)}, which the manifest lists."
+            f"{root} lacks {listed(missing)}, which the manifest lists."
             f"{_inside(store, root, manifest, missing[0])} Load another checkpoint."
         )
-    if extra:
-        raise CheckpointError(
-            f"{root} holds {_list(extra)}, of which the manifest knows nothing. Move that elsewhere, or load another "
-            "checkpoint."
-        )
     for name, entry in sorted(manifest.files.items()):
+        if found[name] is None:
+            raise CheckpointError(
+                f"{root}/{name} is a link or a special file, but a checkpoint holds plain files. Replace it by what it "
+                "stands for."
+            )
         if found[name] != entry.size:
             raise CheckpointError(
                 f"{root}/{name} has {found[name]} bytes instead of {entry.size}."
@@ -163,10 +150,11 @@ def _inside(store: Store, root: str, manifest: Manifest, name: str) -> str:
     except (LockstepError, OSError):
         return ""
     names = [tensor for tensor, entry in index.items() if any(piece.file == name for piece in entry.pieces)]
-    return f" It holds {_list(names)}." if names else ""
+    return f" It holds {listed(names)}." if names else ""
 
 
-def _list(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """The first names, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from lockstep.checkpoint.added import settle
 from lockstep.checkpoint.format.digest import FileRecord
 from lockstep.checkpoint.format.documents import Manifest, Saved, entry_of
 from lockstep.checkpoint.format.tensorfile import TensorFile
@@ -117,7 +118,13 @@ class Transaction:
 
     def _publish(self, saved: Saved, records: dict[str, FileRecord]) -> None:
         with explained(f"Rank {self.members.rank} could not publish {self.directory}", ELSEWHERE):
-            for name in sorted(self.store.files(self.staging).keys() - records.keys()):  # made by hooks
+            staged = self.store.files(self.staging)
+            for name in sorted(staged.keys() - records.keys()):  # made by hooks
+                if staged[name] is None:
+                    raise CheckpointError(
+                        f"{self.staging}/{name} is a link or a special file, but a checkpoint holds plain files. Let "
+                        "the hook that runs before save_state write files."
+                    )
                 records[check_name(name)] = self.store.seal(f"{self.staging}/{name}")
             folder = self.staging.removeprefix(self.directory + "/")
             manifest = Manifest(
@@ -139,7 +146,7 @@ class Transaction:
     def _clean_up(self, afterwards: Callable[[], None] | None) -> None:
         what = f"Rank {self.members.rank} has saved {self.directory}, but could not remove what is older"
         with explained(what, "Mend the permissions there: the next save removes it."):
-            self.store.settle(self.directory)
+            settle(self.store, self.directory)
             if afterwards is not None:
                 afterwards()
 

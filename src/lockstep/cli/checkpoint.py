@@ -88,7 +88,8 @@ def verify_command(ctx: click.Context, directory: str, every: bool) -> None:
     """Compare every file of the checkpoint DIR with its hash.
 
     Of a project, or its folder of numbered checkpoints, the newest is verified, and older ones until one is whole:
-    a resumed run would take that. The exit code is 0 if all that was verified is whole, else 1.
+    a resumed run would take that. The exit code is 0 if all that was verified is whole, else 1. Files that were added
+    to a checkpoint later are named; they are no part of it and don't make it less whole.
     """
     from lockstep.checkpoint.store.place import store_for
     from lockstep.checkpoint.summary import checkpoints_in
@@ -120,7 +121,8 @@ def verify_command(ctx: click.Context, directory: str, every: bool) -> None:
 
 def _verify(store: Store, directory: str) -> None:
     """Verify one checkpoint and print what was verified."""
-    from lockstep.checkpoint.verify import read_manifest, verify
+    from lockstep.checkpoint.added import added_files
+    from lockstep.checkpoint.verify import listed, read_manifest, verify
 
     total = sum(entry.size for entry in read_manifest(store, directory).files.values())
     with progress(f"verifying {directory}", total) as seen:
@@ -131,6 +133,12 @@ def _verify(store: Store, directory: str) -> None:
         rows.append((f"and {len(files) - MOST_ROWS} more", "", ""))
     print_table(("file", "bytes", "BLAKE3"), rows, NUMBERS)
     click.echo(f"{printable(directory)}: OK, {len(files)} files of {total:,} bytes are as they were saved.")
+    names = added_files(store, directory)
+    if names:
+        click.echo(
+            f"{len(names)} {'file was' if len(names) == 1 else 'files were'} added to it later, which loading passes "
+            f"over: {printable(listed(names))}."
+        )
 
 
 @command.command("show", epilog=SHOW_EPILOG)

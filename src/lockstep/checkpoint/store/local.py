@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import PurePosixPath
 from typing import Protocol
@@ -29,6 +29,8 @@ from lockstep.errors import CheckpointError, UsageError
 MANIFEST = "manifest.json"
 STAGING, REPLACED, REMOVED = ".partial", ".old", ".removed"
 BLOCK_BYTES = 4 << 20
+OURS = re.compile(r"(tensors|state|rank-\d{5,6})\.json|(model(_\d+)?|state)-\d{5,6}(-\d{3,})?\.safetensors")
+"""Names that ``save_state`` gives to files."""
 
 
 class Store(Protocol):
@@ -64,14 +66,17 @@ class Store(Protocol):
     def blocks(self, path: str) -> Iterator[Chunk]:
         """The file in pieces of some MB; each is valid until the next is asked for."""
 
-    def files(self, root: str) -> dict[str, int]:
-        """Sizes in bytes of all files below ``root``, by relative name."""
+    def files(self, root: str) -> dict[str, int | None]:
+        """Sizes in bytes of all files below ``root``, by relative name; None for links and special files."""
 
     def children(self, folder: str) -> list[str]:
         """Names of the directories in ``folder``; none if it does not exist."""
 
-    def remove(self, directory: str) -> None:
-        """Remove a published checkpoint, so that no half of it can be seen."""
+    def carry(self, directory: str, into: str, names: Iterable[str]) -> None:
+        """Move files from one checkpoint to another, which keeps what it has under these names."""
+
+    def remove(self, directory: str, kept: Collection[str] = ()) -> None:
+        """Remove a published checkpoint, so that no half of it can be seen; files that are ``kept`` stay there."""
 
     def free_bytes(self, directory: str) -> int | None:
         """Bytes that can be written there, where that can be known."""
@@ -172,8 +177,12 @@ class LocalStore:
             while count := file.readinto(buffer):
                 yield buffer[:count]
 
-    def files(self, root: str) -> dict[str, int]:
-        found: dict[str, int] = {}
+    def files(self, root: str) -> dict[str, int | None]:
+        if os.path.islink(root):
+            raise CheckpointError(
+                f"{root} is a link, but a checkpoint holds plain files. Replace it by what it stands for."
+            )
+        found: dict[str, int | None] = {}
         pending = [""]
         while pending:
             folder = pending.pop()
@@ -186,10 +195,7 @@ class LocalStore:
                     elif stat.S_ISREG(kind):
                         found[name] = entry.stat(follow_symlinks=False).st_size
                     else:
-                        raise CheckpointError(
-                            f"{root}/{name} is a link or a special file, but a checkpoint holds plain files. "
-                            "Replace it by what it stands for."
-                        )
+                        found[name] = None
         return found
 
     def children(self, folder: str) -> list[str]:
@@ -198,10 +204,27 @@ class LocalStore:
         with os.scandir(folder) as entries:
             return [entry.name for entry in entries if entry.is_dir()]
 
-    def remove(self, directory: str) -> None:
+    def carry(self, directory: str, into: str, names: Iterable[str]) -> None:
+        for name in names:
+            target = f"{into}/{name}"
+            if not os.path.lexists(target):
+                os.makedirs(os.path.dirname(target), exist_ok=True)
+                os.rename(f"{directory}/{name}", target)
+
+    def remove(self, directory: str, kept: Collection[str] = ()) -> None:
         removed = directory + REMOVED
         self._remove_tree(removed)
-        os.rename(directory, removed)
+        if not kept:
+            os.rename(directory, removed)
+        else:
+            os.mkdir(removed)
+            ours = self.files(directory).keys() - set(kept)
+            # First the manifest, without which it is no checkpoint.
+            self.carry(directory, removed, sorted(ours, key=lambda name: name != MANIFEST))
+            for folder, _, _ in os.walk(directory, topdown=False):
+                if not os.listdir(folder):
+                    os.rmdir(folder)
+            sync(directory)
         self._remove_tree(removed)
 
     def free_bytes(self, directory: str) -> int | None:

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 
 from lockstep.checkpoint.format.digest import Chunk, FileRecord, record_of
 from lockstep.checkpoint.format.documents import Manifest
 from lockstep.checkpoint.store.fetch import fetched
-from lockstep.checkpoint.store.local import MANIFEST, REMOVED, Lock
+from lockstep.checkpoint.store.local import MANIFEST, OURS, REMOVED, Lock
 from lockstep.checkpoint.store.objects import Objects
 from lockstep.checkpoint.store.ownership import OWNER, Ownership
 from lockstep.checkpoint.store.place import UnreachableError
@@ -83,21 +83,28 @@ class RemoteStore:
             if staging.endswith(REMOVED):  # a directory that ``children`` gave this name
                 directory = staging.removesuffix(REMOVED)
                 if not self.exists(directory):
-                    self._remove_tree(directory)
+                    self._remove_ours(directory)
             elif not self._may_be_named(directory, name):  # a put that failed may have taken effect
                 self._remove_tree(staging)
         except (CheckpointError, OSError):
             pass
 
-    def remove(self, directory: str) -> None:
+    def carry(self, directory: str, into: str, names: Iterable[str]) -> None:
+        """Nothing: what others put beside the folders of files stays where it is."""
+
+    def remove(self, directory: str, kept: Collection[str] = ()) -> None:
         """Remove what is published; what it replaced stays if it is there, and ``begin`` brings it back."""
+        manifest = self._manifest(directory)
+        copied = [] if manifest is None or manifest.folder else list(manifest.files)
         self._objects.delete(f"{directory}/{MANIFEST}")
         set_aside = self._set_aside_in(directory)
         for name in self._folders(directory):
             if name not in set_aside:
                 self._remove_tree(f"{directory}/{name}")
         if not set_aside:
-            self._remove_tree(directory)
+            self._remove_ours(directory)
+            for name in copied:
+                self._objects.delete(f"{directory}/{name}")
 
     # Reading ----------------------------------------------------------------------------------------
 
@@ -120,7 +127,7 @@ class RemoteStore:
     def blocks(self, path: str) -> Iterator[Chunk]:
         return self._objects.blocks(path)
 
-    def files(self, root: str) -> dict[str, int]:
+    def files(self, root: str) -> dict[str, int | None]:
         """Without the records that are no part of what was saved: the manifest and the owner."""
         found, _ = self._objects.tree(root)
         return {name: size for name, size in found.items() if name not in (MANIFEST, OWNER)}
@@ -210,8 +217,21 @@ class RemoteStore:
             self._objects.delete_folder(f"{root}/{folder}")
         self._objects.delete_folder(root)
 
+    def _remove_ours(self, directory: str) -> None:
+        """Remove the folders of files and the records, and the directory where nothing else is in it."""
+        for name in self._folders(directory):
+            self._remove_tree(f"{directory}/{name}")
+        # A checkpoint that was copied there has no folder of its own.
+        for name in self._objects.entries(directory):
+            if name in (MANIFEST, OWNER) or OURS.fullmatch(name):
+                self._objects.delete(f"{directory}/{name}")
+        self._objects.delete_folder(directory)
+
     def _refuse_foreign(self, directory: str) -> None:
-        """Raise UsageError where something else than a checkpoint would be mixed with one."""
+        """Raise UsageError where a checkpoint would be mixed with something else, unless it is there already."""
+        manifest = self._manifest(directory)
+        if manifest is not None and manifest.folder:  # what lies beside that folder was added, and stays
+            return
         others = [
             name
             for name, size in self._objects.entries(directory).items()
