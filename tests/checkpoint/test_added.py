@@ -48,7 +48,7 @@ def verified(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> t
 
 
 def test_what_was_added_is_passed_over_and_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run()
     run.save(tmp_path / "state", 3)
