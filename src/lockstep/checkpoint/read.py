@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class Checkpoint:
         self.directory = directory
         self.manifest = manifest or read_manifest(self._store, directory)
         self.root = root_of(directory, self.manifest)
+        self._readers: dict[str, TensorReader] = {}
         path = f"{self.root}/{TENSORS}"
         self.index: Index = index_from_bytes(self._content(TENSORS), self.manifest, path)
 
@@ -55,19 +57,14 @@ class Checkpoint:
 
     def check(self, planned: Iterable[Read]) -> None:
         """Raise CheckpointError unless the files hold, under each key, the dtype and shape that the index says."""
-        pieces = {
-            (piece.file, piece.key): (entry.dtype, list(piece.shape))
-            for entry in self.index.values()
-            for piece in entry.pieces
-        }
         keys_of: dict[str, set[str]] = {}
         for one in planned:
             keys_of.setdefault(one.file, set()).add(one.key)
 
         def check_file(file: str) -> None:
-            reader = TensorReader(f"{self.root}/{file}")
+            reader = self._reader(file)
             for key in sorted(keys_of[file]):
-                found, expected = reader.describe(key), pieces[file, key]
+                found, expected = reader.describe(key), self._pieces[file, key]
                 if found != expected:
                     raise CheckpointError(
                         f"{self.root}/{file}: {key} is {found[0]} of shape {found[1]}, but {TENSORS} says "
@@ -84,7 +81,7 @@ class Checkpoint:
             by_file.setdefault(one.file, []).append(one)
 
         def read_file(file: str) -> None:
-            reader = TensorReader(f"{self.root}/{file}")
+            reader = self._reader(file)
             for one in by_file[file]:
                 piece = reader.read(one.key, one.offsets, one.lengths)
                 if piece.shape != one.into.shape:
@@ -105,6 +102,21 @@ class Checkpoint:
             places[name] = torch.empty(self.index[name].shape, dtype=self.index[name].torch_dtype)
         self.fill(places)
         return places
+
+    @cached_property
+    def _pieces(self) -> dict[tuple[str, str], tuple[str, list[int]]]:
+        """The dtype and shape of each piece, by its file and its key there."""
+        return {
+            (piece.file, piece.key): (entry.dtype, list(piece.shape))
+            for entry in self.index.values()
+            for piece in entry.pieces
+        }
+
+    def _reader(self, file: str) -> TensorReader:
+        """An open file of tensors: its header is read once."""
+        if file not in self._readers:
+            self._readers[file] = TensorReader(f"{self.root}/{file}")
+        return self._readers[file]
 
     def _content(self, name: str) -> bytes:
         path = f"{self.root}/{name}"

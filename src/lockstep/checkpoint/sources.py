@@ -26,6 +26,7 @@ class Sources:
     def __init__(self, checkpoint: Checkpoint, rank: int, world_size: int, place: Place | None) -> None:
         self._checkpoint = checkpoint
         self._saved = checkpoint.manifest.saved.world_size
+        self._heads = {other: _head(checkpoint.of_rank(other)) for other in checkpoint.ranks}
         self._places = self._saved_places()
         here = place or Place(rank, world_size, rank, world_size)
         there = self._places.get(rank if rank in self._places else checkpoint.ranks[0])
@@ -46,10 +47,10 @@ class Sources:
             self.rank = checkpoint.ranks[0]
 
     def documents(self) -> list[dict[str, Any]]:
-        """What each rank that saved alone had."""
-        there = {other: self._checkpoint.of_rank(other) for other in self._checkpoint.ranks}
+        """What each rank that saved alone had, as far as it matters to the others."""
+        first = self._heads[self._checkpoint.ranks[0]]
         # Machines that share no file system have the states of their own ranks only.
-        return [there.get(other, there[self._checkpoint.ranks[0]]) for other in range(self._saved)]
+        return [self._heads.get(other, first) for other in range(self._saved)]
 
     def gradient_ranks(self) -> list[int]:
         """For each rank that saved, whose gradients it had: ranks with other blocks or parts of them had the same."""
@@ -60,12 +61,12 @@ class Sources:
 
     def _saved_places(self) -> dict[int, Place]:
         first, *others = self._checkpoint.ranks
-        place = _read(self._checkpoint.of_rank(first), self._checkpoint.root)
+        place = _read(self._heads[first], self._checkpoint.root)
         if place is None:
             return {rank: Place(rank, self._saved, rank, self._saved) for rank in (first, *others)}
         places = {first: place}
         for rank in others:
-            found = _read(self._checkpoint.of_rank(rank), self._checkpoint.root)
+            found = _read(self._heads[rank], self._checkpoint.root)
             if found is None or (found.data_size, found.gradient_size) != (
                 place.data_size,
                 place.gradient_size,
@@ -76,6 +77,15 @@ class Sources:
                 )
             places[rank] = found
         return places
+
+
+def _head(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What other ranks look at: its place, and its open window."""
+    return {
+        key: value
+        for key, value in document.items()
+        if key in ("place", "parts") or key.startswith("window.")
+    }
 
 
 def _read(document: Mapping[str, Any], what: str) -> Place | None:

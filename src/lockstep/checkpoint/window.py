@@ -90,12 +90,12 @@ def _drop_others(states: list[dict[str, Any]], here: set[str]) -> None:
 
 def decoded(checkpoint: Checkpoint, document: Any, like: Mapping[str, torch.Tensor] | None = None) -> Any:
     """A document with its tensors: laid out as the DTensors in ``like``, by name, else whole."""
-    places = {}
-    for name in dict.fromkeys(tensor_names(document)):
-        layout = (like or {}).get(name)
-        if layout is not None and name in checkpoint.index:
-            places[name] = empty_like(layout, checkpoint.index[name])
-        else:
-            places.update(checkpoint.whole([name]))
-    checkpoint.fill({name: place for name, place in places.items() if is_dtensor(place)})
-    return decode(document, places)
+    names = dict.fromkeys(tensor_names(document))
+    spread = {
+        name: empty_like(like[name], checkpoint.index[name])
+        for name in names
+        if like and name in like and name in checkpoint.index
+    }
+    places = checkpoint.whole(name for name in names if not is_dtensor(spread.get(name)))
+    checkpoint.fill({name: place for name, place in spread.items() if is_dtensor(place)})
+    return decode(document, {**spread, **places})
