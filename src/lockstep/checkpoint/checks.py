@@ -5,6 +5,7 @@ An object's own ``load_state_dict`` mostly takes what it gets: torch's scheduler
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Set
 from typing import Any
@@ -41,6 +42,12 @@ def check_scaler(saved: Any, scaler: Any, what: str) -> None:
     """Raise CheckpointError if a loss scaler's saved state lacks a value, or has another kind of value."""
     present = getattr(scaler, "scaler", scaler).state_dict()
     check_kinds(saved, present, present.keys(), what)
+    for key in present.keys() & {"scale", "growth_factor", "backoff_factor"}:
+        if saved[key] is None or not 0 < float(saved[key]) < math.inf:
+            raise CheckpointError(f"{what}.{key} is saved as {saved[key]!r}. Load another checkpoint.")
+    for key in present.keys() & {"growth_interval", "_growth_tracker"}:
+        if type(saved[key]) is not int or saved[key] < 0:
+            raise CheckpointError(f"{what}.{key} is saved as {saved[key]!r}. Load another checkpoint.")
 
 
 def check_kinds(saved: Any, present: Mapping[str, Any], needed: Set[str], what: str) -> None:

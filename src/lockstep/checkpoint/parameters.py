@@ -13,6 +13,7 @@ from lockstep.checkpoint.checks import check_kind
 from lockstep.checkpoint.format.codec import decode, encode, tensor_names
 from lockstep.checkpoint.format.index import Index
 from lockstep.checkpoint.pieces import empty_like
+from lockstep.checkpoint.trial import Group, keeps_shapes, try_optimizer
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import CheckpointError
 from lockstep.train.whole.step import whole_step_of
@@ -97,12 +98,6 @@ def _is_group(group: Any) -> bool:
     return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
-def _keeps_shapes(optimizer: Any) -> bool:
-    """Whether each tensor of its state is a number or has the shape of its parameter."""
-    kind = type(getattr(optimizer, "optimizer", optimizer))
-    return kind.__module__.startswith("torch.optim.") and kind.__name__ not in ("Adafactor", "LBFGS")
-
-
 def _steps_on_whole(optimizer: Any) -> bool:
     """Whether every rank has the whole of state that is not of a parameter's shape."""
     return whole_step_of(getattr(optimizer, "optimizer", optimizer)) is not None
@@ -164,6 +159,36 @@ class OptimizerPlaces:
         states = {numbers[name]: values for name, values in state["state"].items()}
         return {**state, "state": states, "param_groups": groups}
 
+    def small(self, index: Index) -> list[str]:
+        """The tensors that a step takes for numbers: those that have not the shape of a parameter."""
+        found = []
+        for name in self.tensors:
+            key, owner = self._owners.get(name, ("", None))
+            if owner is None or key == "step" or index[name].shape != tuple(owner.shape):
+                found.append(name)
+        return found if self._by_name and keeps_shapes(self._optimizer) else []
+
+    def check_step(self, small: Mapping[str, torch.Tensor]) -> None:
+        """Raise CheckpointError unless the optimizer can step with this state; ``small`` are the values of those."""
+        if not self._by_name:
+            return
+        shapes = {
+            name: small.get(name, torch.empty(tuple(place.shape), dtype=place.dtype, device="meta"))
+            for name, place in self.tensors.items()
+        }
+        value = decode(self._value, shapes)
+        groups: list[Group] = [
+            (
+                {key: option for key, option in group.items() if key not in ("params", "param_names")},
+                [
+                    (name, value["state"].get(name, {}), tuple(self._parameters[name][1].shape))
+                    for name in group["params"]
+                ],
+            )
+            for group in value["param_groups"]
+        ]
+        try_optimizer(self._optimizer, groups, self._what)
+
     def _match(self, names: list[list[str]], everywhere: list[list[str]], what: str) -> None:
         """Find the parameter of each saved name: by that name, or where other names are used, by its place."""
         saved = [list(group["params"]) for group in self._value["param_groups"]]
@@ -208,16 +233,16 @@ class OptimizerPlaces:
         key, owner = self._owners.get(name, ("", None))
         if owner is None or (key == "step" and not entry.shape):  # torch counts in plain numbers
             return torch.empty(entry.shape, dtype=entry.torch_dtype)
-        keeps_shapes = _keeps_shapes(self._optimizer)
+        has_shapes = keeps_shapes(self._optimizer)
         is_of_another_shape = bool(entry.shape) and entry.shape != tuple(owner.shape)
         if is_dtensor(owner) and is_of_another_shape:
-            if _steps_on_whole(self._optimizer) and not keeps_shapes:
+            if _steps_on_whole(self._optimizer) and not has_shapes:
                 return torch.empty(entry.shape, dtype=entry.torch_dtype, device=owner.device)
             raise CheckpointError(
                 f"{what} holds {name} of shape {entry.shape}, whose parameter has shape {tuple(owner.shape)} here. "
                 "Give it its parameters in the order of the run that saved it."
             )
-        if keeps_shapes and math.prod(entry.shape) != 1 and entry.shape != tuple(owner.shape):
+        if has_shapes and math.prod(entry.shape) != 1 and entry.shape != tuple(owner.shape):
             raise CheckpointError(
                 f"{what} holds {name} of shape {entry.shape}, whose parameter has shape {tuple(owner.shape)} here. "
                 "Give it its parameters in the order of the run that saved it."

@@ -13,7 +13,7 @@ from lockstep.checkpoint.format.index import Index, index_from_bytes
 from lockstep.checkpoint.format.json_text import LARGEST_JSON_BYTES, checked, parse_json
 from lockstep.checkpoint.format.tensorfile import TensorReader
 from lockstep.checkpoint.pieces import Read, reads
-from lockstep.checkpoint.store.local import LocalStore
+from lockstep.checkpoint.store.local import MANIFEST, LocalStore
 from lockstep.checkpoint.verify import in_parallel, read_manifest, root_of
 from lockstep.errors import CheckpointError
 
@@ -30,6 +30,7 @@ class Checkpoint:
         self.directory = directory
         self.manifest = manifest or read_manifest(self._store, directory)
         self.root = root_of(directory, self.manifest)
+        _check_ranks(self.manifest, f"{directory}/{MANIFEST}")
         self._readers: dict[str, TensorReader] = {}
         path = f"{self.root}/{TENSORS}"
         self.index: Index = index_from_bytes(self._content(TENSORS), self.manifest, path)
@@ -130,3 +131,19 @@ class Checkpoint:
         if not isinstance(document, dict):
             raise CheckpointError(f"{self.root}/{name} is no JSON object. Load another checkpoint.")
         return document
+
+
+def _check_ranks(manifest: Manifest, path: str) -> None:
+    """Raise CheckpointError unless the ranks are some of those that there were, each with a file of its own."""
+    saved = manifest.saved
+    rising = all(one < other for one, other in zip(saved.ranks, saved.ranks[1:], strict=False))
+    if not rising or saved.ranks[-1] >= saved.world_size or len(saved.ranks) > len(manifest.files):
+        raise CheckpointError(
+            f"{path} tells of ranks {str(saved.ranks)[:40]} of {saved.world_size}, which no run can have. Load another "
+            "checkpoint."
+        )
+    absent = next((rank for rank in saved.ranks if rank_file(rank) not in manifest.files), None)
+    if absent is not None:
+        raise CheckpointError(
+            f"{path} lists no file {rank_file(absent)} of rank {absent}. Load another checkpoint."
+        )

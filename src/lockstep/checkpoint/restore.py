@@ -17,6 +17,7 @@ from lockstep.checkpoint.read import Checkpoint
 from lockstep.checkpoint.sources import Sources
 from lockstep.checkpoint.state import is_extra, place_of
 from lockstep.checkpoint.training import Training
+from lockstep.checkpoint.trial import try_scheduler
 from lockstep.checkpoint.union import Everywhere
 from lockstep.checkpoint.window import decoded, plan_window
 from lockstep.comm.dtensor import is_dtensor
@@ -34,16 +35,15 @@ class Restoration:
     models: list[tuple[int, nn.Module, dict[str, Any]]] = field(default_factory=list)
     loaders: list[tuple[Any, Any]] = field(default_factory=list)
     states: list[tuple[Any, Any]] = field(default_factory=list)
+    objects: list[tuple[Any, Any]] = field(default_factory=list)
     window: tuple[Any, list[Any], int] | None = None
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     rng: Mapping[str, Any] | None = None
 
     def apply(self) -> None:
-        """Change the run. What an object's own ``load_state_dict`` refuses leaves those before it loaded."""
-        for (
-            item,
-            state,
-        ) in self.loaders:  # they refuse positions in other data, and nothing is changed by then
+        """Change the run. First the user's objects: what only their own ``load_state_dict`` can refuse leaves all else
+        as it was."""
+        for item, state in (*self.objects, *self.loaders):
             _load(item, state)
         self.checkpoint.read(self.reads)
         for number, model, state in self.models:
@@ -101,17 +101,20 @@ def plan_restoration(
         places = OptimizerPlaces(document, optimizer, groups, checkpoint.index, name, wanted)
         plan.reads += reads(places.tensors, checkpoint.index)
         plan.states.append((optimizer, places.state_dict()))
+        places.check_step(checkpoint.whole(places.small(checkpoint.index)))
     for name, item in training.stateful("scheduler"):
         plan.states.append((item, decoded(checkpoint, _part(checkpoint, state, name))))
         check_scheduler(plan.states[-1][1], item, name)
+        try_scheduler(item, plan.states[-1][1], name)
     for name, item in training.stateful("scaler"):
         plan.states.append((item, decoded(checkpoint, _part(checkpoint, state, name))))
         check_scaler(plan.states[-1][1], item, name)
     for name, item in training.stateful("loader"):
         plan.loaders.append((item, decoded(checkpoint, _part(checkpoint, own, name))))
+        item.check_state_dict(plan.loaders[-1][1])
     for name, item in training.stateful("object"):
         document = _part(checkpoint, own, name)
-        plan.states.append((item, decoded(checkpoint, document, _sharded_in(item, name, world_size))))
+        plan.objects.append((item, decoded(checkpoint, document, _sharded_in(item, name, world_size))))
     for name, item in training.stateful("window"):
         try:
             plan.window = plan_window(checkpoint, item, name, sources, set(training.whole))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -49,15 +49,22 @@ class Sources:
     def documents(self) -> list[dict[str, Any]]:
         """What each rank that saved alone had, as far as it matters to the others."""
         first = self._heads[self._checkpoint.ranks[0]]
-        # Machines that share no file system have the states of their own ranks only.
-        return [self._heads.get(other, first) for other in range(self._saved)]
+        return [self._heads.get(other, first) for other in self._told()]
 
     def gradient_ranks(self) -> list[int]:
         """For each rank that saved, whose gradients it had: ranks with other blocks or parts of them had the same."""
         return [
-            self._places[other].gradient_rank if other in self._places else other
-            for other in range(self._saved)
+            self._places[other].gradient_rank if other in self._places else other for other in self._told()
         ]
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it lacks ranks that saved: machines that share no file system have their own only."""
+        return len(self._heads) < self._saved
+
+    def _told(self) -> Iterable[int]:
+        """The ranks that are looked at: all of this world, or of another those whose state is there."""
+        return range(self._saved) if self.same_places else self._checkpoint.ranks
 
     def _saved_places(self) -> dict[int, Place]:
         first, *others = self._checkpoint.ranks

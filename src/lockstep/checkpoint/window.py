@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,16 +35,23 @@ def plan_window(
         for tensor, entry in checkpoint.index.items()
         if ".window." in tensor or tensor.startswith(name)
     }
-    states = [decode(document[name], shapes) for document in documents]
+    states = _each(documents, lambda document: _checked(decode(document[name], shapes), checkpoint))
     numbers = sources.gradient_ranks()
     unchanged = sources.same_places and item.is_unchanged(_joined(states, numbers))
-    if not unchanged and (spread or any(document.get("parts") for document in documents)):
+    if not unchanged and (sources.is_part or spread or any(document.get("parts") for document in documents)):
         _refuse_gradients(states, checkpoint)
     like = {f"{name}.{path}": place for path, place in item.places().items()}
     dtensors = {path: place for path, place in like.items() if is_dtensor(place)}
-    for other, document in enumerate(documents):
-        if not unchanged or other == sources.rank:
-            states[other] = decoded(checkpoint, document[name], dtensors)
+    mine = {id(documents[sources.rank])} if unchanged else {id(document) for document in documents}
+    read = _each(
+        documents,
+        lambda document: (
+            _checked(decoded(checkpoint, document[name], dtensors), checkpoint)
+            if id(document) in mine
+            else None
+        ),
+    )
+    states = [state if found is None else found for state, found in zip(states, read, strict=True)]
     joined = _joined(states, numbers)
     if unchanged:
         joined[sources.gradient_rank] = states[sources.rank]
@@ -51,6 +59,118 @@ def plan_window(
         _drop_others(joined, {path.removeprefix(f"{name}.") for path in like})
     item.check(joined)
     return item, joined, sources.gradient_rank
+
+
+def _each(documents: list[dict[str, Any]], work: Callable[[dict[str, Any]], Any]) -> list[Any]:
+    """``work`` of each document; of one that stands for several ranks once."""
+    done: dict[int, Any] = {}
+    for document in documents:
+        if id(document) not in done:
+            done[id(document)] = work(document)
+    return [done[id(document)] for document in documents]
+
+
+def _checked(state: Any, checkpoint: Checkpoint) -> Any:
+    """The state of a window, if it has the form that one can have; see ``preparation.window``."""
+    try:
+        _check_form(state)
+    except (TypeError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{checkpoint.root} has an accumulation window that none can be ({error}). Load another checkpoint."
+        ) from error
+    return state
+
+
+def _check_form(state: Any) -> None:
+    _has(state, "the window", {"window": dict, "layouts": list, "models": list})
+    _has(
+        state["window"],
+        "window",
+        {
+            "micro_batch": int,
+            "accumulation_steps": int,
+            "sync_gradients": bool,
+            "is_weighted": (bool, type(None)),
+            "agreed_divisor": bool,
+            "window_weight": (torch.Tensor, type(None)),
+            "divisor": (torch.Tensor, type(None)),
+        },
+    )
+    window = state["window"]
+    if not 0 <= window["micro_batch"] < 2**48 or not 1 <= window["accumulation_steps"] < 2**48:
+        raise ValueError(f"micro-batch {window['micro_batch']} of {window['accumulation_steps']}")
+    if (window["window_weight"] is None) != (window["divisor"] is None):
+        raise ValueError("it has one of window_weight and divisor")
+    for key in ("window_weight", "divisor"):
+        number = window[key]
+        if number is None:
+            continue
+        if number.shape or not number.is_floating_point():
+            raise ValueError(f"window.{key} is a tensor of {number.dtype} and shape {tuple(number.shape)}")
+        if not number.is_meta and (not math.isfinite(number) or float(number) < 0):
+            raise ValueError(f"window.{key} is {float(number)}")
+        if key == "divisor" and not number.is_meta and float(number) <= 0:
+            raise ValueError(f"window.{key} is {float(number)}")
+    if len(state["layouts"]) != len(state["models"]) or not all(isinstance(t, str) for t in state["layouts"]):
+        raise ValueError("layouts are not one text for each model")
+    for i, model in enumerate(state["models"]):
+        _has(
+            model,
+            f"models.{i}",
+            {"local": dict, "reduced": dict, "partial": dict, "spent": list, "takes_buffers": bool},
+        )
+        if not all(isinstance(name, str) for name in model["spent"]):
+            raise ValueError(f"models.{i}.spent holds no names")
+        for name, gradient in model["local"].items():
+            if isinstance(gradient, dict):
+                _check_sparse(f"models.{i}.local.{name}", gradient)
+            else:
+                _check_gradient(f"models.{i}.local.{name}", gradient)
+        for name, gradient in model["reduced"].items():
+            _check_gradient(f"models.{i}.reduced.{name}", gradient)
+        for name, group in model["partial"].items():
+            _check_partial(f"models.{i}.partial.{name}", group)
+
+
+def _check_partial(what: str, group: Any) -> None:
+    _has(group, what, {"sum": torch.Tensor, "rows": list, "factor": (int, float), "replicas": int})
+    _check_gradient(f"{what}.sum", group["sum"])
+    if group["sum"].dim() != 1 or group["replicas"] < 1 or not math.isfinite(group["factor"]):
+        raise ValueError(f"{what} is no sum over replicas")
+    for row in group["rows"]:
+        _has(row, f"{what}.rows", {"name": str, "offset": int, "start": int, "count": int})
+        if not all(0 <= row[key] <= group["sum"].numel() for key in ("offset", "start", "count")):
+            raise ValueError(f"{what} has rows outside of its sum")
+
+
+def _check_gradient(what: str, gradient: Any) -> None:
+    if not isinstance(gradient, torch.Tensor) or not (gradient.is_floating_point() or gradient.is_complex()):
+        raise TypeError(f"{what} is no gradient")
+
+
+def _check_sparse(what: str, parts: Any) -> None:
+    kinds = {"indices": torch.Tensor, "values": torch.Tensor, "size": list, "is_coalesced": bool}
+    _has(parts, what, kinds)
+    _check_gradient(f"{what}.values", parts["values"])
+    size, indices, values = parts["size"], parts["indices"], parts["values"]
+    fits = all(type(n) is int and 0 <= n < 2**60 for n in size) and indices.dim() == 2
+    fits = fits and indices.dtype == torch.int64 and indices.shape[0] <= len(size)
+    fits = fits and tuple(values.shape) == (indices.shape[1], *size[indices.shape[0] :])
+    if fits and not indices.is_meta and indices.numel():
+        bounds = torch.tensor(size[: indices.shape[0]]).unsqueeze(1)
+        fits = bool(((indices >= 0) & (indices < bounds)).all())
+    if not fits:
+        raise ValueError(f"{what} is no sparse gradient")
+
+
+def _has(value: Any, what: str, fields: Mapping[str, Any]) -> None:
+    """Raise TypeError unless ``value`` is a dict of exactly these fields, of these types."""
+    if not isinstance(value, dict) or value.keys() != fields.keys():
+        raise TypeError(f"{what} has not the fields {', '.join(fields)}")
+    for key, kind in fields.items():
+        is_bool = isinstance(value[key], bool) and kind in (int, (int, float))
+        if is_bool or not isinstance(value[key], kind):
+            raise TypeError(f"{what}.{key} is {str(value[key])[:60]!r}")
 
 
 def _joined(states: list[dict[str, Any]], numbers: list[int]) -> list[dict[str, Any]]:

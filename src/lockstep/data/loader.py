@@ -238,6 +238,10 @@ class PreparedLoader(DataLoader[Any]):
             workers=parts.reader.worker_states(position.is_midway),
         )
 
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise CheckpointError for what ``load_state_dict`` would refuse; changes nothing."""
+        read_state(state_dict, self._setup(), self._parts.keeps_inner_state)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next iteration continue at the position that ``state_dict`` says, on any number of ranks.
 

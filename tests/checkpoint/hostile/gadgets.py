@@ -44,7 +44,7 @@ def gadgets(outside: Path) -> Iterator[Case]:
         def dropped(draft: Draft, name: str = name, content: bytes = content) -> None:
             draft.then = lambda directory: (directory / name).write_bytes(content)
 
-        yield Case(f"{name} beside the files", dropped)
+        yield Case(f"{name} beside the files", dropped, "harmless")
         yield Case(
             f"{name} among the files", lambda draft, n=name, c=content: draft.raw.update({n: c}), "harmless"
         )

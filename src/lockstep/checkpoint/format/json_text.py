@@ -9,7 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lockstep.errors import CheckpointError, UsageError
 
-LARGEST_JSON_BYTES = 1 << 30
+LARGEST_JSON_BYTES = 256 << 20
+MOST_JSON_VALUES = 10_000_000
+"""Of each document: so many are read in seconds, and take less than 1 GiB of memory."""
 DEEPEST_JSON = 100
 """Containers in containers; so much fits on the stack of what decodes them."""
 
@@ -29,12 +31,24 @@ def canonical(document: Any) -> bytes:
             "state_dict() return a flatter one."
         )
     text = json.dumps(document, separators=(",", ":"), allow_nan=False)
+    if _values(text) > MOST_JSON_VALUES:
+        raise UsageError(
+            f"What a state holds beside its tensors is {_values(text)} values, but a checkpoint holds at most "
+            f"{MOST_JSON_VALUES}. Let state_dict() return tensors in place of long lists."
+        )
     if len(text) >= LARGEST_JSON_BYTES:
         raise UsageError(
             f"What a state holds beside its tensors is {len(text)} bytes of JSON, but a checkpoint holds fewer than "
             f"{LARGEST_JSON_BYTES}. Let state_dict() return tensors in place of long lists."
         )
     return text.encode("ascii") + b"\n"
+
+
+def _values(text: str | bytes) -> int:
+    """At least the number of values in a text of JSON, counted without reading it."""
+    if isinstance(text, bytes):
+        return text.count(b",") + text.count(b"[") + text.count(b"{")
+    return text.count(",") + text.count("[") + text.count("{")
 
 
 def _is_deep(document: Any) -> bool:
@@ -53,6 +67,11 @@ def parse_json(content: bytes, path: str) -> Any:
     Raises:
         CheckpointError: it is none.
     """
+    if len(content) > LARGEST_JSON_BYTES or _values(content) > MOST_JSON_VALUES:
+        raise CheckpointError(
+            f"{path} has {len(content)} bytes and {_values(content)} values, but at most {LARGEST_JSON_BYTES} and "
+            f"{MOST_JSON_VALUES} are read. Load another checkpoint."
+        )
     try:
         document = json.loads(
             content.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite

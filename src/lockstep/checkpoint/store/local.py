@@ -312,6 +312,10 @@ def check_name(name: str) -> str:
 
 def _opened(path: str) -> io.FileIO:
     """A plain file, open for reading. Raises CheckpointError for anything else, for which opening could wait."""
+    if stat.S_ISLNK(os.lstat(path).st_mode):
+        raise CheckpointError(
+            f"{path} is a link, but a checkpoint holds plain files. Replace it by what it stands for."
+        )
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
