@@ -18,9 +18,9 @@ from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import CheckpointError
 from lockstep.train.whole.step import whole_step_of
 
-HOW_TO_STEP = ("foreach", "fused", "param_names")
-"""Entries of a parameter group that a run keeps as they are: what suits whole parameters need not suit shards, and
-names that an optimizer was given are those of its own parameters."""
+HOW_TO_STEP = ("foreach", "fused", "capturable", "differentiable", "param_names")
+"""Entries of a parameter group that a run keeps as they are: what suits whole parameters need not suit shards, what
+suits a GPU not a CPU, and names that an optimizer was given are those of its own parameters."""
 
 
 class ParameterNames:
@@ -177,6 +177,11 @@ class OptimizerPlaces:
             for name, place in self.tensors.items()
         }
         value = decode(self._value, shapes)
+        other = next((name for name, held in value["state"].items() if not isinstance(held, Mapping)), None)
+        if other is not None:
+            raise CheckpointError(
+                f"{self._what} holds {str(value['state'][other])[:80]!r} as the state of {other}. Load another checkpoint."
+            )
         groups: list[Group] = [
             (
                 {key: option for key, option in group.items() if key not in ("params", "param_names")},

@@ -47,16 +47,19 @@ def try_optimizer(optimizer: Any, groups: list[Group], what: str) -> None:
     tried: list[list[tuple[str, Mapping[str, Any]]]] = []
     for _, members in groups:
         alike: dict[str, tuple[str, Mapping[str, Any]]] = {}
-        for name, state, shape in members:
-            small = {key: _small(value, shape) for key, value in state.items()}
+        for name, held, shape in members:
+            small = {key: _small(value, shape) for key, value in held.items()}
             alike.setdefault(repr(sorted((str(k), _described(v)) for k, v in small.items())), (name, small))
         tried.append(list(alike.values()))
-    names, state, saved_groups, given = [], {}, [], []
-    for (options, _), members in zip(groups, tried, strict=True):
-        numbers = range(len(names), len(names) + len(members))
-        names += [name for name, _ in members]
-        state.update({n: dict(values) for n, (_, values) in zip(numbers, members, strict=True) if values})
-        parameters = [torch.nn.Parameter(torch.ones(SMALL, dtype=dtype)) for _ in members]
+    names: list[str] = []
+    state: dict[int, dict[str, Any]] = {}
+    saved_groups: list[dict[str, Any]] = []
+    given: list[dict[str, Any]] = []
+    for (options, _), distinct in zip(groups, tried, strict=True):
+        numbers = range(len(names), len(names) + len(distinct))
+        names += [name for name, _ in distinct]
+        state.update({n: dict(values) for n, (_, values) in zip(numbers, distinct, strict=True) if values})
+        parameters = [torch.nn.Parameter(torch.ones(SMALL, dtype=dtype)) for _ in distinct]
         given.append({"params": parameters})
         plain = {key: False for key in ("foreach", "fused", "capturable", "differentiable") if key in options}
         saved_groups.append({**options, **plain, "params": list(numbers)})
@@ -127,7 +130,7 @@ def try_scheduler(scheduler: Any, saved: Any, what: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             probe.load_state_dict(copy.deepcopy(saved))
-            probe.step(1.0) if isinstance(probe, ReduceLROnPlateau) else probe.step()  # type: ignore[arg-type]
+            probe.step(1.0) if isinstance(probe, ReduceLROnPlateau) else probe.step()
     except ValueError:
         return  # some end: OneCycleLR has no step behind its last
     except Exception as error:
