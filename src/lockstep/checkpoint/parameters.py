@@ -180,7 +180,8 @@ class OptimizerPlaces:
         other = next((name for name, held in value["state"].items() if not isinstance(held, Mapping)), None)
         if other is not None:
             raise CheckpointError(
-                f"{self._what} holds {str(value['state'][other])[:80]!r} as the state of {other}. Load another checkpoint."
+                f"{self._what} holds {str(value['state'][other])[:80]!r} as the state of {other}. Load another "
+                "checkpoint."
             )
         groups: list[Group] = [
             (

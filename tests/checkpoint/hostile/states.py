@@ -41,7 +41,6 @@ def optimizers() -> Iterator[Case]:
         lambda draft: draft.optimizer["state"]["0.0.weight"],
         "exp_avg",
         [None, "x", [], 5],
-        "harmless",  # until the optimizer's next step
     )
     yield from several("by_name", lambda draft: draft.common["optimizer.0"], "by_name", [None, "x", 0, False])
 
