@@ -200,7 +200,9 @@ def resolve_options(
 
 
 def _in_vain() -> tuple[str, ...]:
-    """Variables that nothing reads; a launcher of ours has said them. Also what to say when LOCKSTEP_CONFIG_FILE names a file, and no launcher of ours has read it.
+    """What to say of variables that nothing reads, and of LOCKSTEP_CONFIG_FILE without a launcher of ours.
+
+    Where such a launcher started the process, it has read the file and said the rest.
 
     Raises:
         ConfigError: the file cannot be read, or is no configuration.
