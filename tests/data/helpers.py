@@ -94,6 +94,11 @@ def real_rows_per_step(make: Callable[[], DataLoader[Any]], world: int, **option
     return steps
 
 
+def place_of(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a loader without the states of generators, which are tensors."""
+    return {name: value for name, value in state.items() if name != "draws"}
+
+
 def chunks(rows: list[int], size: int) -> list[list[int]]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
