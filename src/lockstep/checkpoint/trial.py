@@ -30,7 +30,7 @@ def keeps_shapes(optimizer: Any) -> bool:
 
 
 def try_optimizer(optimizer: Any, groups: list[Group], what: str) -> None:
-    """Step an optimizer of torch's once with these states, on small parameters.
+    """Step an optimizer of torch's with these states, on small parameters.
 
     Tensors without values (on the meta device) stand for those with the shape of their parameter; others are taken
     with their values. States that are alike are tried once.
@@ -75,7 +75,8 @@ def try_optimizer(optimizer: Any, groups: list[Group], what: str) -> None:
             flat = [p for group in given for p in group["params"]]
             for parameter in flat:
                 parameter.grad = torch.full_like(parameter, 0.5)
-            probe.step()
+            for _ in range(3):  # what is no number yet may be one step later
+                probe.step()
     except Exception as error:
         raise CheckpointError(
             f"{what} cannot be stepped with: {type(optimizer).__name__} fails with {type(error).__name__} "
@@ -85,7 +86,7 @@ def try_optimizer(optimizer: Any, groups: list[Group], what: str) -> None:
     for name, parameter in zip(names, flat, strict=True):
         if not bool(torch.isfinite(parameter).all()):
             raise CheckpointError(
-                f"{what}: a step with the saved state of {name} and its group's options gives no number. Load another "
+                f"{what}: steps with the saved state of {name} and its group's options give no number. Load another "
                 "checkpoint."
             )
 
