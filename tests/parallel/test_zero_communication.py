@@ -22,6 +22,7 @@ ROOT = WIDTH * WIDTH
 BLOCK = 2 * WIDTH * WIDTH
 PSI = BLOCKS * BLOCK + ROOT
 GROUPS = BLOCKS + 1
+PARAMETERS = 2 * BLOCKS + 1
 QUANTIZED_BLOCK, SCALE = 256, 4
 
 
@@ -111,17 +112,23 @@ class Theory:
             again = (PSI - ROOT) * (few - 1) / few * (self.kept if self.plan.hpz else self.weight)
             gathered = k * (gathered + again)
         reduced = (1 if self.plan.zero == 1 else k) * PSI * ring * self.gradient
+        # A byte for each parameter says whether any rank has used it, 8 whether all called the same blocks.
         found = {"all_gather": gathered, "reduce_scatter": reduced}
+        found["all_reduce"] = self.agreements(k) * 2 * (self.ranks - 1) / self.ranks * (PARAMETERS + 8)
         if self.plan.replicate > 1:
             copies = self.plan.replicate
-            found["all_reduce"] = 2 * (copies - 1) / copies * PSI / shard * self.average
+            found["all_reduce"] += 2 * (copies - 1) / copies * PSI / shard * self.average
         return found
 
     def counts(self, k: int) -> dict[str, int]:
         gathers = GROUPS if self.plan.zero < 3 else k * (GROUPS + BLOCKS)
         reduces = GROUPS * (1 if self.plan.zero == 1 else k)
         found = {"all_gather": gathers, "reduce_scatter": reduces}
-        return found | ({"all_reduce": GROUPS} if self.plan.replicate > 1 else {})
+        return found | {"all_reduce": self.agreements(k) + (GROUPS if self.plan.replicate > 1 else 0)}
+
+    def agreements(self, k: int) -> int:
+        """As often as gradients reach the shards."""
+        return 1 if self.plan.zero == 1 or self.plan.replicate > 1 else k
 
 
 def merged(window: list[Sent]) -> Sent:
@@ -216,8 +223,9 @@ def test_scalars_and_buffers_add_one_small_collective_each(run_distributed: Any)
         for window in both:
             sent = merged(window)
             buffers = 2  # running statistics in fp32, and the int64 count of batches
-            assert sent.count == theory.counts(1) | {"all_reduce": 1, "all_gather": GROUPS + buffers / 2}
-            assert sent.bytes["all_reduce"] == 2 * 2 * 4  # both scalars and whether each is there
+            assert sent.count == theory.counts(1) | {"all_reduce": 2, "all_gather": GROUPS + buffers / 2}
+            scalars = 2 * 2 * 4  # both, and whether each is there
+            assert sent.bytes["all_reduce"] == theory.bytes(1)["all_reduce"] + scalars
             assert sent.bytes["all_gather"] == theory.bytes(1)["all_gather"] + (2 * WIDTH * 4 + 8) / 2
 
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin
+from lockstep import Accelerator, GradientAccumulationPlugin
 from lockstep.errors import UsageError
 from parallel import zero_problem as problem
 from parallel.zero_scenarios import WIDTH, Net, Plain, batch, loss_of, seeded, sgd, values
@@ -294,8 +294,7 @@ class Heads(nn.Module):
 
 def task_for_each_rank(parallel: str) -> dict[str, torch.Tensor]:
     torch.set_num_threads(1)
-    unused = DistributedDataParallelKwargs(find_unused_parameters=True)
-    accelerator = Accelerator(cpu=True, parallel=f"{parallel} blocks=Block", kwargs_handlers=[unused])
+    accelerator = Accelerator(cpu=True, parallel=f"{parallel} blocks=Block")
     model = seeded(Heads)
     model, optimizer = accelerator.prepare(model, sgd(model))
     for step in range(2):
@@ -306,7 +305,7 @@ def task_for_each_rank(parallel: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("parallel", ["zero=1", "zero=3"])
-def test_ranks_may_use_other_parameters_of_a_group_if_said_so(run_distributed, parallel: str) -> None:
+def test_ranks_may_use_other_parameters_of_a_group(run_distributed, parallel: str) -> None:
     model = seeded(Heads)
     optimizer = sgd(model)
     for step in range(2):

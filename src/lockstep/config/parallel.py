@@ -38,6 +38,7 @@ class Parallel:
     - ``delayed_update``: with ``offload=optimizer``, a step is applied while the next forward and backward run
       on the parameters from before it: one step late, and so another result.
     - ``forward_prefetch``: gather the next block's parameters before the current block runs.
+    - ``sync_batchnorm``: batch normalisation takes its statistics over the batches of all ranks.
     - ``activation``: what of a block's activations is kept for backward.
     - ``blocks``: names of the modules to shard and to recompute one by one: a class, a module's name, or
       a pattern such as ``layers.*``; or a rule (name, module) -> bool. Empty: found.
@@ -69,6 +70,7 @@ class Parallel:
     offload_budget: int = 0
     delayed_update: bool = False
     forward_prefetch: bool = False
+    sync_batchnorm: bool = False
     activation: Activation = Activation.NONE
     blocks: tuple[str, ...] | BlockRule = ()
     tp: int = 1
@@ -247,6 +249,12 @@ class Parallel:
             )
         self._check_split()
         self._check_offloaded()
+        if self.sync_batchnorm and (self.pp > 1 or self.strategy is Strategy.DATA_PARALLEL):
+            other = "pp" if self.pp > 1 else "dataparallel"
+            raise ConfigError(
+                f"parallel='{self}': with {other}, batch normalisation sees one part of a batch after the other, so "
+                f"that it cannot take its statistics over all ranks. Drop sync_batchnorm, or {other}."
+            )
         if not (
             self.blocks == () or self.shards or self.pp * self.cp > 1 or self.activation != Activation.NONE
         ):

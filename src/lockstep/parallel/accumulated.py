@@ -14,7 +14,7 @@ from lockstep.comm.dtensor import is_dtensor, shard_like
 from lockstep.parallel.prepared import unwrap
 from lockstep.parallel.replicate import mark_used
 from lockstep.parallel.sharding import sharding_of
-from lockstep.parallel.unreduced import PartialSum, put_unreduced, take_unreduced
+from lockstep.parallel.unreduced import PartialSum, is_used, put_unreduced, take_unreduced
 from lockstep.torch_internals import tensors as torch_tensors
 
 
@@ -51,7 +51,7 @@ class Accumulated:
 
     def names(self) -> set[str]:
         """Of the parameters whose gradients matter."""
-        partial = (row["name"] for group in self.partial.values() for row in group["rows"])
+        partial = (row["name"] for group in self.partial.values() for row in group["rows"] if is_used(row))
         return {*self.local, *self.reduced, *partial}
 
 

@@ -21,10 +21,12 @@ from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
 from lockstep.parallel.autocast import autocast_forward
 from lockstep.parallel.blocks import find_blocks
+from lockstep.parallel.changed import refuse_hooks, refuse_hooks_of_averaged
 from lockstep.parallel.gradient_mean import GradientMean, Replicas
 from lockstep.parallel.materialize import InitWeights, check_same_model, is_on_meta, materialize
 from lockstep.parallel.recompute import recompute
 from lockstep.parallel.replicate import data_parallel, distributed_data_parallel
+from lockstep.parallel.sync_batchnorm import synchronize_batchnorm
 from lockstep.runtime.mesh import Meshes
 from lockstep.runtime.process import Runtime
 from lockstep.stream.homes import FileHomes
@@ -68,6 +70,10 @@ def spread(
     shards = _shards(model, options) and not evaluation_mode
     needs_blocks = shards or axes.pp * axes.cp > 1 or parallel.activation is not Activation.NONE
     blocks = find_blocks(model, parallel.blocks) if needs_blocks else {}
+    if (shards or divides_weights) and runtime.world_size > 1 and not evaluation_mode:
+        refuse_hooks(model, parallel)
+    if parallel.sync_batchnorm and not evaluation_mode and options.meshes.gradient_size > 1:
+        _synchronize_batchnorm(model, runtime, options)
     if divides_weights:
         _refuse_hook(options)
         check_same_model(model, runtime.world_size)
@@ -96,8 +102,15 @@ def spread(
     if divides_weights:
         return _with_gradient_mean(model, experts, options)
     if runtime.world_size > 1:
+        refuse_hooks_of_averaged(model)
         return distributed_data_parallel(model, runtime, options.ddp)
     return model
+
+
+def _synchronize_batchnorm(model: nn.Module, runtime: Runtime, options: ModelOptions) -> None:
+    changed = synchronize_batchnorm(model, options.meshes.gradient_group)
+    if not changed and runtime.is_main:
+        logger.warning("sync_batchnorm changes nothing: %s has no batch normalisation.", type(model).__name__)
 
 
 def _offload(model: nn.Module, runtime: Runtime, options: ModelOptions) -> None:
@@ -312,7 +325,6 @@ def _shard(
         mixed_precision=options.mixed_precision,
         autocast=options.autocast.enabled,
         broadcast_buffers=options.ddp.broadcast_buffers,
-        find_unused_parameters=options.ddp.find_unused_parameters,
         init_weights=options.init_weights,
         group=options.meshes.gradient_group,
         is_filled=is_filled,

@@ -12,6 +12,7 @@ from torch import nn
 from lockstep.comm.dtensor import local
 from lockstep.parallel.autocast import remove_autocast
 from lockstep.parallel.gradient_mean import gradient_mean_of
+from lockstep.parallel.replica import DistributedDataParallel
 from lockstep.parallel.sharding import sharding_of
 from lockstep.torch_internals import compile as torch_compile
 from lockstep.torch_internals import modules as torch_modules
@@ -45,12 +46,28 @@ def hold_back(model: nn.Module, inside_window: bool) -> AbstractContextManager[A
     return context
 
 
+def backward_begins(model: nn.Module) -> None:
+    """Tell a model that a backward of the training loop comes, in which every rank takes part."""
+    for part in parts(model):
+        sharding = sharding_of(part)
+        if sharding is not None:
+            sharding.unused.backward_begins()
+
+
 def average_gradients(model: nn.Module) -> None:
     """Average after backward what torch's engines leave to us, unless that is held back. Collective."""
     for part in parts(model):
-        mean = gradient_mean_of(part)
+        sharding, mean = sharding_of(part), gradient_mean_of(part)
+        if sharding is not None:
+            sharding.unused.backward_ends()
         if mean is not None:
             mean.average()
+
+
+def check_reduced(model: nn.Module) -> None:
+    """Raise UsageError if a backward has left out gradients that other ranks wait for."""
+    if isinstance(model, DistributedDataParallel):
+        model.check_reduced()
 
 
 def is_pipeline(model: nn.Module) -> bool:

@@ -15,23 +15,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from lockstep.config.enums import DDPCommunicationHookType as Hook
 from lockstep.config.handlers import DistributedDataParallelKwargs
 from lockstep.errors import ConfigError, UsageError
+from lockstep.parallel.replica import DistributedDataParallel, refuse_thawed
 from lockstep.runtime.process import Runtime
 from lockstep.torch_internals import c10d
 from lockstep.torch_internals import tensors as torch_tensors
 
 GradientHook = Callable[[Any, c10d.GradBucket], "torch.futures.Future[torch.Tensor]"]
-
-
-class DistributedDataParallel(TorchDDP):
-    """torch's DDP whose missing attributes are looked up in the model it wraps."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(self.module, name)
 
 
 def distributed_data_parallel(
@@ -46,19 +35,22 @@ def distributed_data_parallel(
         ConfigError: contradictory or unknown hook options.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
+        model.register_forward_pre_hook(refuse_thawed)
         return model
     device_ids = [runtime.device.index] if runtime.device.type == "cuda" else None
     arguments = _arguments(options)
     if Hook(options.comm_hook) == Hook.POWER_SGD and runtime.device.type == "cpu":
         # Its callbacks issue further all-reduces; gloo runs those of several buckets in any order.
         arguments["bucket_cap_mb"] = 1 << 20
-    replica = DistributedDataParallel(model, device_ids=device_ids, **arguments)
     hook = gradient_hook(options)
-    if hook is None:
-        _settle_buckets(replica, runtime)
-    else:
-        replica.register_comm_hook(*hook)
-    return replica
+
+    def settle(replica: TorchDDP) -> None:
+        if hook is None:
+            _settle_buckets(replica, runtime)
+        else:
+            replica.register_comm_hook(*hook)
+
+    return DistributedDataParallel(model, {"device_ids": device_ids, **arguments}, settle)
 
 
 def _settle_buckets(replica: TorchDDP, runtime: Runtime) -> None:

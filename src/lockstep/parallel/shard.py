@@ -8,6 +8,8 @@ micro-batches they differ:
     2       forward to end of step      at each micro-batch        1 all-gather, k reduce-scatters
     3       one block at a time         at each micro-batch        2k all-gathers, k reduce-scatters
 
+With each reduction an all-reduce of a byte for each parameter says which of them no rank has used (``unused.py``).
+
 References: Rajbhandari et al., ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023.
 """
 
@@ -35,12 +37,15 @@ from lockstep.parallel.materialize import (
     initialisers,
     modules_inside_out,
 )
+from lockstep.parallel.outputs import without_views
 from lockstep.parallel.quantized import quantize_collectives
 from lockstep.parallel.sharding import Sharding, send_shards_home, sharding_of, synchronised_buffers
 from lockstep.runtime.process import Runtime
 from lockstep.stream.homes import FileHomes
 from lockstep.torch_internals import fsdp2, fsdp2_probe
 from lockstep.torch_internals import modules as torch_modules
+from lockstep.torch_internals.dtensor_reading import read_whole_numbers
+from lockstep.torch_internals.replaced_parameters import retire
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +55,6 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 @dataclass(frozen=True)
 class ShardOptions:
     """``mesh`` is that of ``Meshes.shard_mesh``; ``autocast``: forward runs under autocast;
-    ``find_unused_parameters``: parameters without a gradient count as zeros, because other ranks may have one.
     ``group``: the ranks of the mesh; None: all. ``is_filled``: the ranks of the group hold equal values already, maybe
     of one part of a model, split in other ways.
     """
@@ -60,7 +64,6 @@ class ShardOptions:
     mixed_precision: str = "no"
     autocast: bool = True
     broadcast_buffers: bool = True
-    find_unused_parameters: bool = False
     init_weights: InitWeights | None = None
     group: Any = None
     is_filled: bool = False
@@ -73,9 +76,9 @@ def shard(
 
     The parameters of a block are gathered together; what is in no block is the root group. Parameters on
     the meta device get their values group by group, so that no rank ever holds more of the whole model than
-    the root group and one block. All ranks take rank 0's values. Scalar (0-d) and empty parameters stay whole. The
-    parameter objects from before are empty afterwards. An optimizer that still holds them is refused at its first step,
-    see ``preparation/stepping.py``.
+    the root group and one block. All ranks take rank 0's values. Scalar (0-d) and empty parameters stay whole. Using a
+    parameter object from before is an error afterwards. An optimizer that still holds them is refused at its first
+    step, see ``preparation/stepping.py``.
 
     Raises:
         UsageError: the ranks' models differ, trainable parameters of one group have several types, or nothing
@@ -108,7 +111,7 @@ def shard(
     if homes is not None:
         send_shards_home(model, homes)
         homes.close()
-    whole = [parameter for parameter in model.parameters() if parameter.ndim == 0 and parameter.requires_grad]
+    whole = [parameter for parameter in model.parameters() if parameter.ndim == 0]  # frozen ones may thaw
     sharded = [module for module in model.modules() if fsdp2.is_sharded(module)]
     if options.mesh.device_type == "cpu":
         exchange_on_cpu(sharded)
@@ -117,8 +120,6 @@ def shard(
     if options.parallel.forward_prefetch:
         for this, following in itertools.pairwise(module for module in groups if module is not model):
             this.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
-    if options.find_unused_parameters:
-        _reduce_unused(model)
     for group in itertools.chain.from_iterable(map(fsdp2.param_groups, sharded)):
         fsdp2_probe.check_group(group)
     sharding = Sharding(
@@ -127,14 +128,27 @@ def shard(
         whole=whole,
         buffers=synchronised_buffers(model) if options.broadcast_buffers else [],
         group=options.group,
+        parallel=options.parallel,
     )
     model._sharding = sharding  # type: ignore[assignment]
     model._gradient_mean = GradientMean([Replicas(whole, options.group, options.mesh.size())])  # type: ignore[assignment]
     model.register_forward_pre_hook(sharding.before_forward, prepend=True)
+    model.register_forward_hook(sharding.skipped.forward_ends, prepend=True)
     model.register_forward_hook(sharding.after_forward, always_call=True)
     model.register_load_state_dict_pre_hook(_shard_whole_tensors)
+    for module in sharded:
+        type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]  # of the class that torch made
+    read_whole_numbers()
     fsdp2.lazy_init(model)
     return model
+
+
+def _refuse_copy(model: nn.Module, _: Any) -> Any:
+    raise UsageError(
+        f"{type(model).__name__.removeprefix('FSDP')} is sharded and cannot be copied with copy.deepcopy. For an "
+        "average of weights keep {name: p.detach().clone() for name, p in model.named_parameters()}, which are shards; "
+        "for a whole copy, copy the model before prepare, and load accelerator.get_state_dict(model) into it."
+    )
 
 
 def _shard_whole_tensors(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -160,15 +174,6 @@ def _homes(model: nn.Module, options: ShardOptions) -> FileHomes | None:
         [n * parameter.nbytes // parameter.shape[0] for n, parameter in zip(rows, sharded, strict=True)],
         folder,
     )
-
-
-def _reduce_unused(model: Any) -> None:
-    if not hasattr(model, "set_reduce_scatter_unused_params"):
-        raise UsageError(
-            f"find_unused_parameters of a sharded model needs torch 2.13, but this is {torch.__version__}. "
-            "Let every rank use the same parameters in each step, or use parallel='ddp'."
-        )
-    model.set_reduce_scatter_unused_params(True)
 
 
 def _groups(
@@ -207,6 +212,14 @@ def _check_types(groups: dict[nn.Module, list[nn.Module]], may_be_split: bool) -
             raise UsageError(
                 f"{type(group).__name__} has parameters that are sharded already (DTensors). Pass the model as it was "
                 "before, and leave sharding to prepare."
+            )
+        complex_ones = [p for p in own if p.is_complex() and p.requires_grad]
+        if complex_ones and len(types) > 1:
+            raise UsageError(
+                f"{type(group).__name__} trains {len(complex_ones)} complex parameters (shape "
+                f"{tuple(complex_ones[0].shape)}, ...) beside real ones, whose gradients cannot be reduced together. "
+                "Keep the real and imaginary parts as one real parameter (torch.view_as_real) and make the complex "
+                "tensor of it in forward (torch.view_as_complex), or use parallel='ddp'."
             )
         if len(types) > 1:
             names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in types))
@@ -250,14 +263,17 @@ def _shard_group(module: nn.Module, members: list[nn.Module], options: ShardOpti
         ]
         if any(True for norm in norms for _ in norm.parameters()):
             fully_shard(norms, mp_policy=MixedPrecisionPolicy(), **arguments)
+            for norm in norms:
+                norm.register_forward_hook(without_views, prepend=True)
     policy = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=not options.autocast
     )
     fully_shard(module, mp_policy=policy, **arguments)
+    module.register_forward_hook(without_views, prepend=True)  # before torch's own
     now = {id(p) for member in members for p in member.parameters(recurse=False)}
     for old in before.values():
         if id(old) not in now and not is_dtensor(old):
-            old.data = torch.empty(0, dtype=old.dtype, device=old.device)
+            retire(old)
 
 
 def _check_columns(parameters: Iterable[nn.Parameter], placement: Any, ranks: int) -> None:

@@ -12,6 +12,9 @@ from torch import nn
 
 from lockstep.comm.dtensor import local
 from lockstep.errors import UsageError
+from lockstep.parallel.changed import SameParameters
+from lockstep.parallel.skipped import SkippedBlocks
+from lockstep.parallel.unused import UnusedParameters
 from lockstep.stream.homes import FileHomes
 from lockstep.torch_internals import c10d, fsdp2
 from lockstep.torch_internals import modules as torch_modules
@@ -36,6 +39,7 @@ class Sharding:
         whole: Parameters that every rank holds whole.
         buffers: (module, name) of each buffer that rank 0 hands out before a forward.
         group: The ranks with parts of this model; None: all.
+        parallel: The line that asked for this, for messages.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Sharding:
         whole: list[nn.Parameter],
         buffers: list[tuple[nn.Module, str]],
         group: dist.ProcessGroup | None = None,
+        parallel: object = "zero",
     ) -> None:
         self.stage = stage
         self._root = groups[0]
@@ -54,6 +59,9 @@ class Sharding:
         self._group = group
         self._flags = _Flags()
         self._is_broken = False
+        self.unused = UnusedParameters(groups, self.parameter_groups(), group)
+        self.skipped = SkippedBlocks(groups[1:], self.unused.passed)
+        self._same = SameParameters(self._root, self.parameter_groups(), parallel)
 
     @property
     def modules(self) -> list[Any]:
@@ -119,13 +127,17 @@ class Sharding:
         """Give all ranks rank 0's buffers, as DDP does; not inside a window. Collective.
 
         Raises:
-            UsageError: a forward or backward raised before, and this torch cannot start again after that.
+            UsageError: a forward or backward raised before, and this torch cannot start again after that; or the
+                model has other parameters than it was sharded with.
         """
         if self._is_broken:
             raise UsageError(
                 "A forward or backward of this sharded model raised an exception before, after which only torch 2.13 "
                 f"can go on, but this is {torch.__version__}. Build and prepare the model again, or use parallel='ddp'."
             )
+        if torch.is_grad_enabled():
+            self._same.check()
+        self.skipped.forward_begins()
         if self._buffers and not self._is_held_back:
             self._broadcast_buffers()
 
@@ -135,6 +147,7 @@ class Sharding:
 
         Called after a forward that raised, too.
         """
+        self.skipped.leave()
         if fsdp2.is_in_forward(self._root):  # torch did not see its end
             self.recover()
         elif not torch.is_grad_enabled():
@@ -142,6 +155,7 @@ class Sharding:
 
     def recover(self) -> None:
         """Forget a forward or backward that raised: what it left behind would spoil the next one's gradients."""
+        self.unused.forget()
         if hasattr(self._root, "reset_iter_state"):
             self._root.reset_iter_state()
         else:
@@ -173,6 +187,7 @@ class Sharding:
     def discard_unreduced(self, of: Iterable[torch.Tensor]) -> None:
         """Forget gradients of these shards that were not reduced yet: ``zero_grad`` does not see them."""
         ids = {id(shard) for shard in of}
+        self.unused.forget(ids)
         for group in self.parameter_groups():
             found = [p for p in fsdp2.params(group) if id(fsdp2.sharded_param(p)) in ids]
             for parameter in found:

@@ -13,12 +13,16 @@ from lockstep.torch_internals import fsdp2
 
 
 class Rows(TypedDict):
-    """Where ``count`` rows of a parameter, from row ``start``, begin in a flat tensor."""
+    """Where ``count`` rows of a parameter, from row ``start``, begin in a flat tensor.
+
+    ``used``: this rank has computed a gradient of it; without one on any rank there are zeros.
+    """
 
     name: str
     offset: int
     start: int
     count: int
+    used: bool
 
 
 class PartialSum(TypedDict):
@@ -51,7 +55,7 @@ def take_unreduced(
             mesh = fsdp2.mesh_of(group)
             partial[name_of(fsdp2.params(group)[0], names)] = {
                 "sum": output.detach(),
-                "rows": _rows(group, names),
+                "rows": _rows(group, names, sharding),
                 "factor": mean_factor(output.dtype, mesh.shards, mesh.replicas),
                 "replicas": mesh.replicas,
             }
@@ -76,12 +80,19 @@ def put_unreduced(
             given = partial.get(next(iter(named)))
             if given is not None:
                 _put_partial(group, named, given)
+                of = {row["name"] for row in given["rows"] if is_used(row)} if given["rows"] else set(named)
+                sharding.unused.are_used([named[name] for name in of])
             if named.keys() & set(anywhere):
                 module.unshard()  # torch makes the tensors that have these gradients when it gathers
                 for name, parameter in named.items():
                     if name in local:
                         fsdp2.set_unreduced_grad(parameter, local[name])
                 module.reshard()
+
+
+def is_used(row: Rows) -> bool:
+    """Whether the rank that saved it had a gradient. Older checkpoints have rows of such parameters only."""
+    return row.get("used", True)
 
 
 def check_partial(partial: Mapping[str, PartialSum]) -> None:
@@ -109,7 +120,7 @@ def _put_partial(group: Any, named: Mapping[str, Any], given: PartialSum) -> Non
     fsdp2.set_partial_reduce_output(group, given["sum"], rows)
 
 
-def _rows(group: Any, names: Mapping[int, str]) -> list[Rows]:
+def _rows(group: Any, names: Mapping[int, str], sharding: Sharding) -> list[Rows]:
     """Of every parameter in the sum, its rows dealt out evenly over the shards, padded to the same number."""
     mesh = fsdp2.mesh_of(group)
     rows: list[Rows] = []
@@ -120,7 +131,8 @@ def _rows(group: Any, names: Mapping[int, str]) -> list[Rows]:
             return []  # cut in another way as well, as by tensor parallelism
         start = min(mesh.own_shard * most, shape[0])
         count = min(most, shape[0] - start)
-        rows.append({"name": name_of(parameter, names), "offset": offset, "start": start, "count": count})
+        name, used = name_of(parameter, names), sharding.unused.is_used(parameter)
+        rows.append({"name": name, "offset": offset, "start": start, "count": count, "used": used})
     return rows
 
 

@@ -20,7 +20,15 @@ from lockstep.data.prepare import prepare_loader
 from lockstep.errors import UsageError
 from lockstep.parallel.compose import ModelOptions, spread
 from lockstep.parallel.materialize import InitWeights
-from lockstep.parallel.prepared import average_gradients, gradients, is_pipeline, unwrap
+from lockstep.parallel.prepared import (
+    average_gradients,
+    backward_begins,
+    check_reduced,
+    gradients,
+    is_pipeline,
+    unwrap,
+)
+from lockstep.preparation.backward_watch import BackwardWatch
 from lockstep.preparation.checked_optimizer import CheckedOptimizer
 from lockstep.preparation.checks import (
     Seen,
@@ -97,6 +105,13 @@ class Preparation:
             optimizers=self.optimizers,
         )
         self._draws = DrawsAlike(communicator, ranks_step_together)
+        self._backward_watch = BackwardWatch(
+            step,
+            scaler is not None,
+            runtime.world_size,
+            self.gradients,
+            self._average_gradients,
+        )
         self._damage = (
             DamageWatch(options.damage, communicator, self.models, ranks_step_together)
             if options.damage.are_on
@@ -169,6 +184,8 @@ class Preparation:
             pipeline: Any = prepared
             pipeline.on_settled(lambda: self._take_over(prepared, until_settled.pop()))
         self.offload.add_model(prepared)
+        if not evaluation_mode:
+            self._backward_watch.add(prepared)
         if not self._forward_seen:
             FirstForward(prepared, self.forward_was_seen)
         self._seen.add(model, prepared)  # not before: what was refused may be mended and prepared again
@@ -221,7 +238,9 @@ class Preparation:
             if self._options.parallel.shards
             else None,
             other_stages=self.other_stages,
+            before_step=self._before_step,
         )
+        optimizer.register_step_post_hook(_after_step(self._backward_watch))
         self._seen.add(prepared)
         self.optimizers.append(prepared)
         return prepared
@@ -303,14 +322,24 @@ class Preparation:
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """``loss.backward``, and average what torch's engines leave to us."""
+        for model in self.models:
+            backward_begins(model)
         try:
             with nullcontext() if self._damage is None else self._damage.backward(loss):
-                loss.backward(**kwargs)
+                self._backward_watch.backward(partial(loss.backward, **kwargs))
         except BaseException:
             self._shards.recover()
             raise
+        self._average_gradients()
+
+    def _average_gradients(self) -> None:
         for model in self.models:
             average_gradients(model)
+
+    def _before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        for model in self.models:
+            check_reduced(model)
+        self._backward_watch.before_step(optimizer, has_closure)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """All parameters of the prepared models."""
@@ -319,7 +348,7 @@ class Preparation:
 
     def shards_of(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """The same, but the shard of each that a sharded model has gathered, as between forward and backward."""
-        return self._shards.of(parameters)
+        return self._shards.now(parameters)
 
     def check_backward(self) -> None:
         """See ``checks.check_called``."""
@@ -336,6 +365,7 @@ class Preparation:
             self._scaler.clear()
         if self._damage is not None:
             self._damage.clear()
+        self._backward_watch.clear()
         self.models.clear()
         self.optimizers.clear()
         self.schedulers.clear()
@@ -358,6 +388,14 @@ class Preparation:
         if self._runtime.world_size > 1:
             check_trained(optimizer, self._parameters_at_rest())
         self.offload.take_over(optimizer)
+
+
+def _after_step(watch: BackwardWatch) -> Callable[[Optimizer, Any, Any], None]:
+    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        watch.after_step(optimizer)
+
+    after_step.reads_no_parameter = True  # type: ignore[attr-defined]  # so that an offloaded step need not be over
+    return after_step
 
 
 def _whole(model: nn.Module) -> Whole:

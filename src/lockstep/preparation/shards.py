@@ -103,6 +103,14 @@ class Shards:
         gathered = self._gathered()
         return [gathered.get(id(parameter), parameter) for parameter in parameters]
 
+    def now(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        """As ``of``, with each parameter from before a model was spread replaced by what took its place.
+
+        Those that other ranks have now are left out.
+        """
+        found = (self._replaced.get(parameter, parameter) for parameter in parameters)
+        return self.of([parameter for parameter in found if parameter is not None])
+
     def _gathered(self) -> dict[int, nn.Parameter]:
         return {id(whole): shard for sharding in self._of_models for whole, shard in sharding.gathered()}
 

@@ -47,7 +47,8 @@ class StepState:
     """The state of the current step of one ``Accelerator``.
 
     ``sync_gradients``: this backward ends an accumulation window, so gradients are averaged over
-    the ranks and the optimizer steps. ``stepping``: a prepared optimizer is in its step.
+    the ranks and the optimizer steps. ``stepping``: a prepared optimizer is in its step. ``is_in_window``: a
+    micro-batch runs, inside of ``accumulate``.
     """
 
     accumulation_steps: int = 1
@@ -57,6 +58,7 @@ class StepState:
     sync_gradients: bool = True
     stepping: bool = False
     micro_batch: int = 0
+    is_in_window: bool = False
     clock: StepClock = field(default_factory=StepClock)
     running: list[LoaderProgress] = field(default_factory=list)
 

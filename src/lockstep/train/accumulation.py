@@ -85,11 +85,15 @@ class Accumulation:
         ends = step.sync_with_dataloader and step.end_of_data
         step.micro_batch = 0 if ends else step.micro_batch + 1
         step.sync_gradients = ends or step.micro_batch % step.accumulation_steps == 0
-        if step.sync_gradients or step.sync_each_batch:
-            yield
-            return
-        with self._held_back(models, inside_window=True):
-            yield
+        step.is_in_window = True
+        try:
+            if step.sync_gradients or step.sync_each_batch:
+                yield
+                return
+            with self._held_back(models, inside_window=True):
+                yield
+        finally:
+            step.is_in_window = False
 
     def no_sync(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """Backward inside adds to each rank's own gradients, without averaging."""

@@ -26,6 +26,7 @@ class PreparedOptimizer(Optimizer):
             2-norm is at most this; None leaves them alone.
         after_zero_grad: Clears gradients that are not at ``parameter.grad``.
         other_stages: Who else holds parameters of the same models, for ``clip_norm``.
+        before_step: Called with the optimizer, and whether there is a closure, before each step.
 
     Raises:
         ConfigError: ``clip_norm`` is not positive.
@@ -40,6 +41,7 @@ class PreparedOptimizer(Optimizer):
         clip_norm: float | None = None,
         after_zero_grad: Callable[[], None] | None = None,
         other_stages: Callable[[], OtherStages | None] | None = None,
+        before_step: Callable[[Optimizer, bool], None] | None = None,
     ) -> None:
         if clip_norm is not None and not clip_norm > 0:
             raise ConfigError(
@@ -53,6 +55,7 @@ class PreparedOptimizer(Optimizer):
         self._after_zero_grad = after_zero_grad
         self._clip_norm = clip_norm
         self._other_stages = other_stages
+        self._before_step = before_step
         self._ran = True
         self._found_inf: torch.Tensor | None = None
         if scaler is not None:
@@ -66,7 +69,8 @@ class PreparedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # The check belongs to one Accelerator, which neither a copy nor a file should carry along.
-        return {**self.__dict__, "_before_first_step": None, "_after_zero_grad": None, "_other_stages": None}
+        names = ("_before_first_step", "_after_zero_grad", "_other_stages", "_before_step")
+        return {**self.__dict__, **dict.fromkeys(names)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -130,6 +134,8 @@ class PreparedOptimizer(Optimizer):
         if self._before_first_step is not None:
             self._before_first_step(self.optimizer)
             self._before_first_step = None
+        if self._before_step is not None:
+            self._before_step(self.optimizer, closure is not None)
         if self._scaler is None:
             if closure is not None:
                 return self.optimizer.step(self._clipping_after(closure))

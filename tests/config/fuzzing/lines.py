@@ -37,6 +37,7 @@ WORDS: dict[str, Pool] = {
     "offload_to": words({"cpu": "cpu", "/scratch": "/scratch"}, "nvme", "disk", ""),
     "delayed_update": words({"true": True, "false": False}, "perhaps"),
     "forward_prefetch": words({"true": True, "no": False}, "often"),
+    "sync_batchnorm": words({"true": True, "no": False}, "often"),
     "activation": words({"none": "none", "full": "full", "offload": "offload"}, "some", "FULL_ON", "1"),
     "tp": words({"1": 1, "2": 2, "4": 4}, "0", "-1", "x", "1e3", "9" * 5000),
     "pp": words({"1": 1, "2": 2}, "0", "-1", "x"),

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.comm.dtensor import boxes_of, full, is_dtensor, local, shard_like
 from lockstep.errors import UsageError
+from lockstep.torch_internals.replaced_parameters import revive
 from lockstep.torch_internals.whole_steps import storage_key, version
 
 
@@ -91,6 +92,7 @@ class WholeParameter:
             if is_alike
             else nn.Parameter(torch.empty(0, dtype=sharded.dtype, device=device), sharded.requires_grad)
         )
+        revive(self.whole)
         if not is_alike:
             self.whole.__dict__.update(sharded.__dict__)
         self.aliases: list[Alias] = []

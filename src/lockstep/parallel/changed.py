@@ -1,0 +1,118 @@
+"""What has been done to a model that cannot be right once it is spread: hooks on its parameters, other parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from lockstep.errors import UsageError
+from lockstep.torch_internals import fsdp2_backward as engine
+from lockstep.torch_internals.parameter_hooks import kind_of_hook
+
+
+def refuse_hooks(model: nn.Module, parallel: object) -> None:
+    """Raise UsageError if a parameter has a hook: its place is taken by one that has gradients in parts.
+
+    A hook would see one rank's own gradient, or its part of the mean, where in plain torch it sees the whole.
+    """
+    for name, parameter in model.named_parameters():
+        kind = kind_of_hook(parameter)
+        if kind is not None:
+            raise _hooked(type(model).__name__, name, kind, parallel)
+
+
+def refuse_hooks_of_averaged(model: nn.Module) -> None:
+    """Raise UsageError if a parameter has a hook that would see a gradient before DDP has averaged it."""
+    for name, parameter in model.named_parameters():
+        if kind_of_hook(parameter) == "register_post_accumulate_grad_hook":
+            raise UsageError(
+                f"'{name}' of {type(model).__name__} has a hook by register_post_accumulate_grad_hook, which would see "
+                "this rank's own gradient before parallel='ddp' averages it. Change gradients between "
+                "accelerator.backward() and optimizer.step(), where they are averaged."
+            )
+
+
+def _hooked(model: str, name: str, kind: str, parallel: object) -> UsageError:
+    return UsageError(
+        f"'{name}' of {model} has a hook by {kind}, which parallel='{parallel}' cannot keep: its "
+        "gradients are in parts there, and no rank has the whole that the hook would see in plain torch. Change "
+        "gradients between accelerator.backward() and optimizer.step(), use a hook of a module "
+        "(register_full_backward_hook), or use parallel='ddp'."
+    )
+
+
+class SameParameters:
+    """Notices that a sharded model has got other parameters than it was sharded with: about 0.2 µs a parameter."""
+
+    def __init__(self, model: nn.Module, groups: list[Any], parallel: object) -> None:
+        self._model = model
+        self._kind = type(model).__name__.removeprefix("FSDP")
+        self._groups = groups
+        self._parallel = parallel
+        self._others = [p for _, p in _slots(model) if id(p) not in self._numbers(())]
+        self._known = self._numbers(self._others)
+        self._expected = [self._known[id(p)] for _, p in _slots(model)]
+        self._is_whole = {id(p) for p in self._others}
+
+    def check(self) -> None:
+        """Raise UsageError if parameters were replaced, added, removed or tied, or if a shard has a hook."""
+        try:
+            numbers = [self._known[id(p)] for p in _parameters(self._model)]
+        except KeyError:
+            numbers = []
+        if numbers != self._expected:
+            self._look_closely()
+        for parameter in _parameters(self._model):
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                self._refuse_hook(parameter)
+
+    def _look_closely(self) -> None:
+        self._known = self._numbers(self._others)  # torch may have made new objects for the same parameters
+        expected = iter(self._expected)
+        for name, parameter in _slots(self._model):
+            if self._known.get(id(parameter)) != next(expected, None):
+                raise UsageError(
+                    f"'{name}' of {self._kind} is another parameter than when the model was prepared: "
+                    f"parallel='{self._parallel}' shards the parameters that a model has in accelerator.prepare(), and "
+                    "would train neither new ones nor ties. Change the model before prepare, or use parallel='ddp'."
+                )
+        if next(expected, None) is not None:
+            raise UsageError(
+                f"{self._kind} has fewer parameters than when it was prepared with parallel='"
+                f"{self._parallel}'. Change the model before accelerator.prepare()."
+            )
+
+    def _refuse_hook(self, parameter: Any) -> None:
+        is_shard = any(parameter is p.sharded_param for group in self._groups for p in group.fsdp_params)
+        kind = kind_of_hook(parameter)
+        if kind is not None and (is_shard or id(parameter) in self._is_whole):
+            name = next(name for name, p in _slots(self._model) if p is parameter)
+            raise _hooked(self._kind, name, kind, self._parallel)
+
+    def _numbers(self, others: Any) -> dict[int, int]:
+        """By ``id`` of each tensor that may stand in the model, the number of the parameter that it is."""
+        records = [param for group in self._groups for param in group.fsdp_params]
+        numbers = {id(form): number for number, param in enumerate(records) for form in engine.forms(param)}
+        return numbers | {id(p): len(records) + number for number, p in enumerate(others)}
+
+
+def _parameters(model: nn.Module) -> Iterator[Any]:
+    """As often as they stand in the model, quicker than ``nn.Module.parameters``."""
+    waiting: list[Any] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None:
+            yield from (p for p in module._parameters.values() if p is not None)
+            waiting.extend(module._modules.values())
+
+
+def _slots(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The same in the same order, with their names."""
+    waiting: list[tuple[str, Any]] = [("", model)]
+    while waiting:
+        prefix, module = waiting.pop()
+        if module is not None:
+            yield from ((prefix + name, p) for name, p in module._parameters.items() if p is not None)
+            waiting.extend((f"{prefix}{name}.", child) for name, child in module._modules.items())

@@ -1,0 +1,203 @@
+"""A replica that goes on averaging when training changes what it averages: torch's DDP settles that once, at the start.
+
+DDP's reducer averages the parameters that were trainable when it was made, once after each forward. A replica looks at
+its module in each forward, and lets another reducer take over where other parameters are trainable now; and it lets
+the reducer average again where several backward calls follow one forward.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from lockstep.comm.tree import leaves
+from lockstep.errors import UsageError
+from lockstep.torch_internals.autograd_passes import current_pass
+
+MOST_REDUCERS = 4
+"""Kept for parts that are trained in turn. Each has buffers as large as the gradients that it averages."""
+
+
+@dataclass(frozen=True)
+class _Averaged:
+    """A reducer of torch's with the parameters that it averages."""
+
+    reducer: Any
+    logger: Any
+    parameters: list[nn.Parameter]
+
+
+class DistributedDataParallel(TorchDDP):
+    """torch's DDP that follows its module, and whose missing attributes are looked up in the module.
+
+    Args:
+        options: Of ``TorchDDP``.
+        settle: Called with each new DDP of this module, before it is used. Collective.
+    """
+
+    def __init__(
+        self, module: nn.Module, options: dict[str, Any], settle: Callable[[TorchDDP], None] = lambda _: None
+    ) -> None:
+        super().__init__(module, **options)
+        self._options = options
+        self._settle = settle
+        self._trained = trained_parameters(module)
+        self._averaged = {_key(self._trained): _Averaged(self.reducer, self.logger, self._trained)}
+        self._is_spent = False
+        self._pass = -1
+        settle(self)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_averaged": {}}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As in DDP.
+
+        Raises:
+            UsageError: the last backward left out parameters on this rank.
+        """
+        if not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        self.check_reduced()
+        self._follow_module()
+        output = super().forward(*args, **kwargs)
+        if self.require_backward_grad_sync and not self.static_graph:
+            self._is_spent = False
+            self._average_again_if_spent(output)
+        return output
+
+    def check_reduced(self) -> None:
+        """Raise UsageError if a backward left out parameters that the other ranks wait for."""
+        try:
+            self.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            rank = torch.distributed.get_rank(self.process_group)
+            raise UsageError(
+                f"Backward on rank {rank} left {self._left_out(str(error))} of {type(self.module).__name__} without a "
+                "gradient, which parallel='ddp' averages over the ranks. Pass DistributedDataParallelKwargs("
+                "find_unused_parameters=True) to the Accelerator, or freeze on all ranks what is not used; several "
+                "losses of one forward belong into one backward call."
+            ) from error
+
+    def _left_out(self, message: str) -> str:
+        """torch says it by number: "Parameter indices which did not receive grad for rank 1: 4 5"."""
+        found = re.search(r"for rank \d+: ([\d ]+)", message)
+        numbers = [int(number) for number in found[1].split()] if found else []
+        unique = list(dict.fromkeys(p for p in self._reducer_parameters() if p.requires_grad))
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        out = [names.get(id(unique[n]), "?") for n in numbers if n < len(unique)]
+        if not out:
+            return "parameters"
+        return f"{len(out)} parameters ('{out[0]}'{', ...' if len(out) > 1 else ''})"
+
+    def _reducer_parameters(self) -> list[nn.Parameter]:
+        """In the order in which torch numbers them."""
+        return [p for module in self.module.modules() for p in module.parameters(recurse=False)]
+
+    def _follow_module(self) -> None:
+        """Let a reducer of the parameters that are trainable now take over. Collective where it is a new one."""
+        now = trained_parameters(self.module)
+        if not now or (len(now) == len(self._trained) and all(map(_is, now, self._trained))):
+            return  # with nothing to train no gradient comes
+        if self.static_graph:
+            raise UsageError(
+                f"Other parameters of {type(self.module).__name__} are trainable than in the step before, but "
+                "static_graph=True says that nothing changes. Drop that option of DDP."
+            )
+        known = self._averaged.pop(_key(now), None)
+        if not self._is_spent or self.find_unused_parameters:
+            # It waits for gradients that may never come, or remembers which parameters were used.
+            self._averaged.pop(_key(self._trained), None)
+        if known is None:
+            known = self._another(now)
+        self._averaged[_key(now)] = known
+        while len(self._averaged) > MOST_REDUCERS:
+            self._averaged.pop(next(iter(self._averaged)))
+        self.reducer, self.logger, self._trained = known.reducer, known.logger, now
+        self._module_parameters = list(self.module.parameters())
+
+    def _another(self, trained: list[nn.Parameter]) -> _Averaged:
+        known = {id(p) for p in self._module_parameters}
+        has_new = any(id(p) not in known for p in self.module.parameters())
+        other = TorchDDP(self.module, **self._options, init_sync=has_new)
+        self._settle(other)
+        return _Averaged(other.reducer, other.logger, trained)
+
+    def _average_again_if_spent(self, output: Any) -> None:
+        tensors = [t for t in leaves(output).values() if isinstance(t, torch.Tensor) and t.requires_grad]
+        outputs = [weakref.ref(tensor) for tensor in tensors]
+        for tensor in tensors:
+            tensor.register_hook(partial(_backward_begins, weakref.ref(self), outputs))
+
+    def backward_begins(self, outputs: list[weakref.ref[torch.Tensor]]) -> None:
+        """A backward has come to an output of this module. The first since its forward is DDP's own business."""
+        number = current_pass()
+        if number == self._pass:
+            return
+        self._pass = number
+        if self._is_spent and self.require_backward_grad_sync:
+            self.check_reduced()
+            alive = [tensor for ref in outputs if (tensor := ref()) is not None]
+            # After its first averaging a reducer forms its buckets anew: otherwise in the next forward.
+            self._has_rebuilt_buckets = self.reducer._rebuild_buckets() or self._has_rebuilt_buckets
+            # An average of equal numbers is that number, so that what was averaged may be averaged again.
+            self.reducer.prepare_for_backward(alive if self.find_unused_parameters else [])
+        self._is_spent = True
+
+
+def _backward_begins(
+    replica: weakref.ref[DistributedDataParallel], outputs: list[weakref.ref[torch.Tensor]], _: torch.Tensor
+) -> None:
+    found = replica()
+    if found is not None:
+        found.backward_begins(outputs)
+
+
+def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters that require gradients, as often as they stand in the module: 0.1 µs each."""
+    found: list[nn.Parameter] = []
+    waiting: list[Any] = [module]
+    while waiting:
+        one = waiting.pop()
+        if one is None:
+            continue
+        found += [p for p in one._parameters.values() if p is not None and p.requires_grad]
+        waiting.extend(one._modules.values())
+    return found
+
+
+def refuse_thawed(module: nn.Module, args: Any) -> None:
+    """A forward pre-hook of models that had nothing to train when they were prepared, and so are no replicas.
+
+    Raises:
+        UsageError: they have now.
+    """
+    if torch.is_grad_enabled() and trained_parameters(module):
+        raise UsageError(
+            f"{type(module).__name__} had no trainable parameters when it was prepared, so that no gradients of it are "
+            "averaged over the ranks, but it has some now. Call requires_grad_(True) before accelerator.prepare()."
+        )
+
+
+def _key(parameters: list[nn.Parameter]) -> tuple[int, ...]:
+    return tuple(map(id, parameters))
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other

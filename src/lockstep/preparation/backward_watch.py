@@ -1,0 +1,186 @@
+"""Gradients that ``accelerator.backward`` did not make: by ``loss.backward()``, or set by hand.
+
+A plain ``loss.backward()`` is right where ``accelerator.backward`` would do the same. Inside an accumulation window it
+is not divided by the number of micro-batches, and with fp16 its loss is not scaled.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lockstep.comm.dtensor import is_dtensor
+from lockstep.comm.tree import leaves
+from lockstep.errors import UsageError
+from lockstep.runtime.step import StepState
+from lockstep.torch_internals.autograd_passes import at_end_of_pass, current_pass
+
+
+class BackwardWatch:
+    """Belongs to one ``Accelerator``.
+
+    Args:
+        step: Its state; its ``is_in_window`` says whether a micro-batch of ``accumulate`` runs.
+        scales_loss: Losses are scaled, as with fp16.
+        world_size: Ranks over which gradients are averaged.
+        gradients: The tensors in which this rank accumulates gradients now.
+        average: Averages what torch's engines leave to us. Collective.
+    """
+
+    def __init__(
+        self,
+        step: StepState,
+        scales_loss: bool,
+        world_size: int,
+        gradients: Callable[[], Iterator[torch.Tensor]],
+        average: Callable[[], None],
+    ) -> None:
+        self._step = step
+        self._scales_loss = scales_loss
+        self._world_size = world_size
+        self._gradients = gradients
+        self._average = average
+        self._is_ours = False
+        self._pass = -1
+        self._backwards = 0
+        self._ours = 0
+        self._plain_in_window = 0
+        self._plain_unscaled = 0
+        # Optimizer -> (backwards before its last step, a gradient that this step left)
+        self._stepped: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def add(self, model: nn.Module) -> None:
+        """Notice each backward through what this model returns."""
+        model.register_forward_hook(_AfterForward(self))
+
+    def backward(self, call: Callable[[], None]) -> None:
+        """Run a backward of the ``Accelerator``."""
+        self._is_ours = True
+        try:
+            call()
+        finally:
+            self._is_ours = False
+        self._backwards += 1
+        self._ours += 1
+
+    def clear(self) -> None:
+        """Forget what was seen."""
+        self._plain_in_window = self._plain_unscaled = 0
+
+    # Backward calls of the script ---------------------------------------------------------------------
+
+    def after_forward(self, output: Any) -> None:
+        """Notice when a gradient comes to these outputs."""
+        if not torch.is_grad_enabled():
+            return
+        if self._world_size == 1 and self._step.accumulation_steps == 1 and not self._scales_loss:
+            return  # nothing is averaged, divided or scaled
+        for tensor in leaves(output).values():
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._gradient_comes)
+
+    def _gradient_comes(self, _: torch.Tensor) -> None:
+        if self._is_ours or current_pass() == self._pass:
+            return
+        self._pass = current_pass()
+        before = self._state()
+        # After the callbacks of torch's engines, which are asked for later in the pass.
+        at_end_of_pass(lambda: at_end_of_pass(partial(self._pass_ends, before)))
+
+    def _pass_ends(self, before: list[tuple[torch.Tensor, int]]) -> None:
+        after = self._state()
+        if len(before) == len(after) and all(
+            a is b and m == n for (a, m), (b, n) in zip(before, after, strict=True)
+        ):
+            return  # torch.autograd.grad, which leaves no gradients
+        self._backwards += 1
+        if self._step.is_in_window and self._step.accumulation_steps > 1:
+            self._plain_in_window += 1
+        if self._scales_loss:
+            self._plain_unscaled += 1
+        self._average()
+
+    def _state(self) -> list[tuple[torch.Tensor, int]]:
+        return [(gradient, gradient._version) for gradient in self._gradients()]
+
+    # At the step --------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """Raise UsageError where a step would go wrong by gradients that ``accelerator.backward`` did not make."""
+        if self._plain_in_window:
+            count, self._plain_in_window = self._plain_in_window, 0
+            raise UsageError(
+                f"{count} of this accumulation window's gradients came by loss.backward(), which does not divide by "
+                f"gradient_accumulation_steps={self._step.accumulation_steps}. Call accelerator.backward(loss)."
+            )
+        if self._scales_loss and not has_closure and (self._plain_unscaled or not self._ours):
+            self._plain_unscaled = 0
+            raise UsageError(
+                "With mixed_precision='fp16' losses are scaled, but gradients of this step came by loss.backward(), "
+                "which does not do that. Call accelerator.backward(loss)."
+            )
+        if self._world_size > 1 and not has_closure:
+            self._check_set_by_hand(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Remember which gradients a step leaves."""
+        first = next(_dense(optimizer), None)
+        self._stepped[optimizer] = self._backwards, None if first is None else weakref.ref(first)
+
+    def _check_set_by_hand(self, optimizer: Optimizer) -> None:
+        """Gradients without a backward since the last step: right if they are equal on all ranks, as means are."""
+        backwards, left = self._stepped.get(optimizer, (0, None))
+        if backwards != self._backwards:
+            return
+        found = list(_dense(optimizer))
+        if not found or (left is not None and left() is found[0]):
+            return
+        sums = [(g.double().sum(), g.double().abs().sum()) for g in found]
+        digest = torch.stack([torch.stack(pair) for pair in sums]).flatten()
+        both = torch.cat([digest, -digest]).nan_to_num()
+        dist.all_reduce(both, dist.ReduceOp.MAX)
+        most, least = both.chunk(2)
+        if not torch.equal(most, -least):
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() was called with gradients that no backward has made, and that "
+                "differ between the ranks: p.grad was set by hand and is no average. Call accelerator.backward(loss), "
+                "or average what you set: p.grad = accelerator.reduce(gradient, 'mean')."
+            )
+
+
+def _dense(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Gradients of parameters that every rank holds whole."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is not None and not is_dtensor(gradient) and not gradient.is_sparse:
+                yield gradient
+
+
+class _AfterForward:
+    """A forward hook. Copies and pickles of the model lose it."""
+
+    def __init__(self, watch: BackwardWatch) -> None:
+        self._watch = watch
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._watch.after_forward(output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _copy_of_hook, ()
+
+
+def _copy_of_hook() -> Callable[[nn.Module, Any, Any], None]:
+    return _ignore
+
+
+def _ignore(module: nn.Module, args: Any, output: Any) -> None:
+    """What is left of ``_AfterForward`` in a copy."""

@@ -1,0 +1,158 @@
+"""``fully_shard``'s end of backward: what is reduced, when, and gradients that a rank lacks.
+
+A ``param`` is torch's ``FSDPParam``, a ``group`` its ``FSDPParamGroup``, a state the ``FSDPState`` of one module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def before_reduction(group: Any, call: Callable[[], None]) -> None:
+    """Call it before the gradients of a group are taken and reduced; not where they stay with their rank.
+
+    Relies on: all callers look ``post_backward`` up at the group, which reduces only with ``reduce_grads``.
+    """
+    post_backward = group.post_backward
+
+    def call_first(*unused: Any) -> None:
+        if group.reduce_grads:
+            call()
+        post_backward(*unused)
+
+    group.post_backward = call_first
+
+
+def keep_for_another_backward(groups: list[Any]) -> None:
+    """Leave weights gathered in a pass that makes a graph (``create_graph=True``), which goes on to use them.
+
+    Relies on: a pass through a group calls its ``pre_backward`` before any ``post_backward``, both looked up at the
+    group, and autograd has gradients enabled then if it makes a graph; ``post_backward`` lets weights go if
+    ``reshard_after_backward``.
+    """
+    makes_graph = [False]
+
+    def wrap(group: Any) -> None:
+        pre_backward, post_backward = group.pre_backward, group.post_backward
+
+        def note(*args: Any) -> None:
+            makes_graph[0] = torch.is_grad_enabled()
+            pre_backward(*args)
+
+        def keep(*unused: Any) -> None:
+            if not makes_graph[0]:
+                post_backward(*unused)
+                return
+            before, group.reshard_after_backward = group.reshard_after_backward, False
+            try:
+                post_backward(*unused)
+            finally:
+                group.reshard_after_backward = before
+
+        group.pre_backward, group.post_backward = note, keep
+
+    for group in groups:
+        wrap(group)
+
+
+def after_reductions(module: Any, call: Callable[[], None]) -> None:
+    """Call it at the end of a pass in which a module took part, once the gradients are reduced.
+
+    Relies on: ``_root_post_backward_final_callback`` is looked up at the state, queued once in each pass, and reduces
+    what is left.
+    """
+    state = module._get_fsdp_state()
+    final_callback = state._root_post_backward_final_callback
+
+    def call_last() -> None:
+        final_callback()
+        call()
+
+    state._root_post_backward_final_callback = call_last
+
+
+def reaches_shards(group: Any) -> bool:
+    """Whether a reduction now reaches the shards, and does not stop before the sum over replicas.
+
+    Relies on: ``all_reduce_grads``, which counts with replicas only; ``mesh_info.replicate_mesh_size``.
+    """
+    return bool(group.all_reduce_grads) or getattr(group.mesh_info, "replicate_mesh_size", 1) == 1
+
+
+def missing(group: Any) -> list[Any]:
+    """The params that are trained and have no gradient on this rank now; empty before they were gathered once.
+
+    Relies on: ``_unsharded_param`` with its ``grad``; up to 2.14 ``unsharded_accumulated_grad`` beside it.
+    """
+    found = []
+    for param in group.fsdp_params:
+        whole = getattr(param, "_unsharded_param", None)
+        if whole is not None and whole.requires_grad and _gradient(param) is None:
+            found.append(param)
+    return found
+
+
+def present(group: Any) -> list[Any]:
+    """The params that have a gradient on this rank now."""
+    return [param for param in group.fsdp_params if _gradient(param) is not None]
+
+
+def set_zero(params: list[Any], others: list[Any]) -> None:
+    """Give these params gradients of zeros, of the type that ``others`` of their group have.
+
+    Relies on: torch reduces the gradients of a group in one type; up to 2.14 those that do not have the type of the
+    parameter are in ``unsharded_accumulated_grad``.
+    """
+    dtype = next((gradient.dtype for other in others if (gradient := _gradient(other)) is not None), None)
+    for param in params:
+        whole = param._unsharded_param
+        in_leaf = isinstance(vars(type(param)).get("unsharded_accumulated_grad"), property)
+        if in_leaf:
+            wanted = dtype or getattr(whole, "grad_dtype", None) or whole.dtype
+            whole.grad = torch.zeros_like(whole, dtype=wanted)
+        elif dtype in (None, whole.dtype):
+            whole.grad = torch.zeros_like(whole)
+        else:
+            param.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype)
+
+
+def slots(group: Any) -> list[tuple[Any, str, Any]]:
+    """(module, name, param) of each place in the model where a param of this group stands.
+
+    Relies on: ``_module_info`` with ``module``, ``param_name``, ``shared_modules`` and ``shared_param_names``.
+    """
+    found = []
+    for param in group.fsdp_params:
+        info = param._module_info
+        modules = [info.module, *info.shared_modules]
+        names = [info.param_name, *info.shared_param_names]
+        found += [(module, name, param) for module, name in zip(modules, names, strict=True)]
+    return found
+
+
+def forms(param: Any) -> list[Any]:
+    """The tensors that stand in the model for it, at one time or other."""
+    names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+    return [form for name in names if (form := getattr(param, name, None)) is not None]
+
+
+def _gradient(param: Any) -> torch.Tensor | None:
+    accumulated: torch.Tensor | None = getattr(param, "unsharded_accumulated_grad", None)
+    if accumulated is not None:
+        return accumulated
+    whole = getattr(param, "_unsharded_param", None)
+    return None if whole is None else whole.grad
+
+
+def call_empty(module: Any, values: Any, inside: Callable[[Any], Any]) -> Any:
+    """Run torch's hooks around a call of a sharded module, and in between ``inside`` on ``values`` instead of it.
+
+    Relies on: ``_pre_forward`` takes (module, args, kwargs) and returns the last two, with what reduces gradients
+    attached; ``_post_forward`` takes (module, args, output) and returns the last, with what gathers for backward.
+    """
+    state = module._get_fsdp_state()
+    (carried,), _ = state._pre_forward(module, (values,), {})
+    return state._post_forward(module, (carried,), inside(carried))

@@ -1,0 +1,149 @@
+"""Training loops that people write, on 2 ranks: equal to plain torch on one process, or refused in a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep import Accelerator, DistributedDataParallelKwargs
+from lockstep.errors import UsageError
+from parallel.loops import IN_WINDOWS, LOOPS, Plain, Prepared
+
+EQUAL = "equal"
+TOLERANCE = 1e-5
+
+REPLACED = "is another parameter than when the model was prepared"
+HOOK = "has a hook by register_"
+LEFT_OUT = "without a gradient, which parallel='ddp' averages"
+DIVIDE = "loss.backward(), which does not divide"
+MIXED = "got mixed torch.Tensor and DTensor"
+
+OF_DDP = {
+    "a_backward_for_each_head": LEFT_OUT,
+    "heads_in_turn": LEFT_OUT,
+    "a_head_for_each_rank": LEFT_OUT,
+    "a_head_for_each_rank_from_step_3": LEFT_OUT,
+    "experts_chosen_in_python": LEFT_OUT,
+    "blocks_skipped_on_all_ranks": LEFT_OUT,
+    "heads_in_windows": LEFT_OUT,
+    "nothing_trained_at_prepare": "had no trainable parameters when it was prepared",
+    "gradients_set_by_hand": "gradients that no backward has made",
+    "weights_tied_after_prepare": "of no prepared model",
+    "a_post_accumulate_hook": HOOK,
+    "an_optimizer_in_backward": HOOK,
+    "a_post_accumulate_hook_after_prepare": HOOK,
+    "plain_backward_in_windows": DIVIDE,
+    "plain_backward_in_every_second_micro_batch": DIVIDE,
+}
+OF_ZERO = {
+    "a_head_replaced_after_prepare": REPLACED,
+    "a_module_added_after_prepare": REPLACED,
+    "weights_tied_after_prepare": REPLACED,
+    "a_hook_that_scales": HOOK,
+    "a_hook_set_after_prepare": HOOK,
+    "a_post_accumulate_hook": HOOK,
+    "a_post_accumulate_hook_after_prepare": HOOK,
+    "an_optimizer_in_backward": HOOK,
+    "parameters_captured_and_clamped": "A parameter was used that a model had before",
+    "average_in_a_deepcopy": "cannot be copied with copy.deepcopy",
+    "torch_averaged_model": "cannot be copied with copy.deepcopy",
+    "plain_backward_in_windows": DIVIDE,
+    "plain_backward_in_every_second_micro_batch": DIVIDE,
+    # torch's own words, before anything is trained
+    "regularised_by_hand": MIXED,
+    "noise_on_gradients": MIXED,
+    "average_in_a_copy_from_before": MIXED,
+    "gradients_set_by_hand": "appears to not have been used in the graph",
+}
+ONE_RANK_WAITS = (
+    "a_head_of_one_rank_alone",
+    "blocks_skipped_on_one_rank",
+    "blocks_skipped_on_one_rank_from_step_3",
+    "blocks_skipped_in_windows",
+)
+"""Under DDP the rank that has all gradients waits for the one that is refused, until that has left."""
+
+FAST = (
+    "two_losses_of_one_output",
+    "two_forwards_then_two_backwards",
+    "unfrozen_later",
+    "parts_frozen_in_turn",
+    "a_head_for_each_rank_from_step_3",
+    "heads_in_turn",
+    "experts_chosen_in_python",
+    "blocks_skipped_on_one_rank",
+    "blocks_skipped_in_windows",
+    "heads_in_windows",
+    "gradient_penalty",
+    "norm_of_gradients_by_hand",
+    "views_changed_in_place",
+    "parameters_captured_before_prepare",
+    "a_head_replaced_after_prepare",
+    "a_hook_that_scales",
+    "parameters_captured_and_clamped",
+    "gradients_set_by_hand",
+    "nothing_trained_at_prepare",
+    "plain_backward_in_windows",
+    "plain_backward_in_every_second_micro_batch",
+)
+
+
+def run_loops(parallel: str, names: list[str]) -> dict[str, str]:
+    """What became of each."""
+    torch.set_num_threads(1)
+    return {name: outcome(parallel, name) for name in names}
+
+
+def outcome(parallel: str, name: str, **options: Any) -> str:
+    steps = 2 if name in IN_WINDOWS else 1
+    wanted = LOOPS[name](Plain(steps))
+    accelerator = Accelerator(cpu=True, parallel=parallel, gradient_accumulation_steps=steps, **options)
+    try:
+        found = LOOPS[name](Prepared(accelerator))
+    except (UsageError, RuntimeError) as error:
+        return str(error)
+    finally:
+        accelerator.free_memory()
+    off = {key: (found[key] - value).abs().max().item() for key, value in wanted.items()}
+    key = max(off, key=lambda one: off[one])
+    return EQUAL if off[key] < TOLERANCE else f"{key} is off by {off[key]:.1e}"
+
+
+def check(run_distributed: Any, parallel: str, names: list[str]) -> None:
+    refused = OF_DDP if parallel == "ddp" else OF_ZERO
+    names = [name for name in names if parallel != "ddp" or name not in ONE_RANK_WAITS]
+    # Refused ones last: a reduction that a refused step has begun would be met by the next loop's.
+    names.sort(key=lambda name: name in refused)
+    for found in run_distributed(run_loops, 2, parallel, names, timeout_s=300):
+        wrong = {name: said for name, said in found.items() if refused.get(name, EQUAL) not in said}
+        assert not wrong
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "zero=3"])
+def test_a_loop_gives_plain_torchs_numbers_or_is_refused(run_distributed, parallel: str) -> None:
+    check(run_distributed, parallel, list(FAST))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("parallel", ["ddp", "zero=1", "zero=2", "zero=3"])
+def test_any_loop_gives_plain_torchs_numbers_or_is_refused(run_distributed, parallel: str) -> None:
+    check(run_distributed, parallel, list(LOOPS))
+
+
+def find_unused(names: list[str]) -> dict[str, str]:
+    torch.set_num_threads(1)
+    options = DistributedDataParallelKwargs(find_unused_parameters=True)
+    return {name: outcome("ddp", name, kwargs_handlers=[options]) for name in names}
+
+
+def test_ddp_that_looks_for_unused_parameters_takes_every_branch(run_distributed) -> None:
+    names = [
+        "heads_in_turn",
+        "a_head_for_each_rank",
+        "a_head_of_one_rank_alone",
+        "blocks_skipped_on_one_rank",
+    ]
+    for found in run_distributed(find_unused, 2, names):
+        assert set(found.values()) == {EQUAL}, found
