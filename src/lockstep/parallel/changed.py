@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.torch_internals import fsdp2_backward as engine
+from lockstep.torch_internals import fsdp2
+from lockstep.torch_internals.modules import children_of, parameters_of
 from lockstep.torch_internals.parameter_hooks import kind_of_hook
 
 
@@ -65,7 +66,7 @@ class SameParameters:
         if numbers != self._expected:
             self._look_closely()
         for parameter in _parameters(self._model):
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            if kind_of_hook(parameter) is not None:
                 self._refuse_hook(parameter)
 
     def _look_closely(self) -> None:
@@ -85,7 +86,9 @@ class SameParameters:
             )
 
     def _refuse_hook(self, parameter: Any) -> None:
-        is_shard = any(parameter is p.sharded_param for group in self._groups for p in group.fsdp_params)
+        is_shard = any(
+            parameter is fsdp2.sharded_param(p) for group in self._groups for p in fsdp2.params(group)
+        )
         kind = kind_of_hook(parameter)
         if kind is not None and (is_shard or id(parameter) in self._is_whole):
             name = next(name for name, p in _slots(self._model) if p is parameter)
@@ -93,8 +96,8 @@ class SameParameters:
 
     def _numbers(self, others: Any) -> dict[int, int]:
         """By ``id`` of each tensor that may stand in the model, the number of the parameter that it is."""
-        records = [param for group in self._groups for param in group.fsdp_params]
-        numbers = {id(form): number for number, param in enumerate(records) for form in engine.forms(param)}
+        records = [param for group in self._groups for param in fsdp2.params(group)]
+        numbers = {id(form): number for number, param in enumerate(records) for form in fsdp2.forms(param)}
         return numbers | {id(p): len(records) + number for number, p in enumerate(others)}
 
 
@@ -104,8 +107,8 @@ def _parameters(model: nn.Module) -> Iterator[Any]:
     while waiting:
         module = waiting.pop()
         if module is not None:
-            yield from (p for p in module._parameters.values() if p is not None)
-            waiting.extend(module._modules.values())
+            yield from (p for p in parameters_of(module).values() if p is not None)
+            waiting.extend(children_of(module).values())
 
 
 def _slots(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -114,5 +117,5 @@ def _slots(model: nn.Module) -> Iterator[tuple[str, Any]]:
     while waiting:
         prefix, module = waiting.pop()
         if module is not None:
-            yield from ((prefix + name, p) for name, p in module._parameters.items() if p is not None)
-            waiting.extend((f"{prefix}{name}.", child) for name, child in module._modules.items())
+            yield from ((prefix + name, p) for name, p in parameters_of(module).items() if p is not None)
+            waiting.extend((f"{prefix}{name}.", child) for name, child in children_of(module).items())

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.tree import leaves, map_leaves
+from lockstep.torch_internals.tensors import is_view
 
 
 def without_views(module: nn.Module, args: Any, output: Any) -> Any:
@@ -27,7 +28,7 @@ def without_views(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _is_view(leaf: Any) -> bool:
-    return type(leaf) is torch.Tensor and leaf.requires_grad and leaf._base is not None
+    return type(leaf) is torch.Tensor and leaf.requires_grad and is_view(leaf)
 
 
 class _Same(torch.autograd.Function):

@@ -20,7 +20,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from lockstep.comm.tree import leaves
 from lockstep.errors import UsageError
-from lockstep.torch_internals.autograd_passes import current_pass
+from lockstep.torch_internals.autograd import current_backward as current_pass
+from lockstep.torch_internals.c10d import check_reduced, rebuild_buckets
+from lockstep.torch_internals.modules import children_of, parameters_of
 
 MOST_REDUCERS = 4
 """Kept for parts that are trained in turn. Each has buffers as large as the gradients that it averages."""
@@ -85,7 +87,7 @@ class DistributedDataParallel(TorchDDP):
     def check_reduced(self) -> None:
         """Raise UsageError if a backward left out parameters that the other ranks wait for."""
         try:
-            self.reducer._check_reducer_finalized()
+            check_reduced(self.reducer)
         except RuntimeError as error:
             rank = torch.distributed.get_rank(self.process_group)
             raise UsageError(
@@ -155,7 +157,7 @@ class DistributedDataParallel(TorchDDP):
             self.check_reduced()
             alive = [tensor for ref in outputs if (tensor := ref()) is not None]
             # After its first averaging a reducer forms its buckets anew: otherwise in the next forward.
-            self._has_rebuilt_buckets = self.reducer._rebuild_buckets() or self._has_rebuilt_buckets
+            self._has_rebuilt_buckets = rebuild_buckets(self.reducer) or self._has_rebuilt_buckets
             # An average of equal numbers is that number, so that what was averaged may be averaged again.
             self.reducer.prepare_for_backward(alive if self.find_unused_parameters else [])
         self._is_spent = True
@@ -177,8 +179,8 @@ def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
         one = waiting.pop()
         if one is None:
             continue
-        found += [p for p in one._parameters.values() if p is not None and p.requires_grad]
-        waiting.extend(one._modules.values())
+        found += [p for p in parameters_of(one).values() if p is not None and p.requires_grad]
+        waiting.extend(children_of(one).values())
     return found
 
 

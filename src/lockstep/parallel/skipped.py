@@ -20,8 +20,8 @@ from torch import nn
 
 from lockstep.comm.tree import leaves, map_leaves
 from lockstep.torch_internals import fsdp2
-from lockstep.torch_internals.autograd_passes import current_pass
-from lockstep.torch_internals.fsdp2_backward import call_empty
+from lockstep.torch_internals.autograd import current_backward as current_pass
+from lockstep.torch_internals.fsdp2_backward import call_empty, is_compiled
 
 
 class SkippedBlocks:
@@ -41,7 +41,7 @@ class SkippedBlocks:
             inner is not block and inner in set(blocks) for block in blocks for inner in block.modules()
         )
         # A compiled module runs its hooks inside of what was compiled, where nothing can be counted.
-        compiled = any(getattr(block, "_compiled_call_impl", None) is not None for block in blocks)
+        compiled = any(is_compiled(block) for block in blocks)
         self._is_ordered = not (nested or compiled)
         if self._is_ordered:
             for number, block in enumerate(blocks):

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from lockstep.errors import UsageError
 from lockstep.parallel.subclass import Subclassed, subclass
+from lockstep.torch_internals.batchnorm import check_input_dim
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def synchronize_batchnorm(model: nn.Module, group: dist.ProcessGroup | None) -> list[str]:
@@ -33,7 +35,7 @@ def synchronize_batchnorm(model: nn.Module, group: dist.ProcessGroup | None) -> 
     """
     changed = []
     for name, module in model.named_modules():
-        if not isinstance(module, _BatchNorm) or isinstance(module, (nn.SyncBatchNorm, _Synchronized)):
+        if not isinstance(module, BATCH_NORMS) or isinstance(module, (nn.SyncBatchNorm, _Synchronized)):
             continue
         if isinstance(module, LazyModuleMixin):
             raise UsageError(
@@ -57,7 +59,7 @@ class _Synchronized(Subclassed, nn.Module):
         if not takes_batch or dist.get_world_size(self._group) == 1:
             plain: Tensor = super().forward(x)
             return plain
-        this._check_input_dim(x)
+        check_input_dim(this, x)
         momentum = 0.0 if this.momentum is None else this.momentum
         if this.training and this.track_running_stats and this.num_batches_tracked is not None:
             this.num_batches_tracked.add_(1)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lockstep.errors import UsageError
 from lockstep.torch_internals import fsdp2
 from lockstep.torch_internals import fsdp2_backward as engine
-from lockstep.torch_internals.autograd_passes import current_pass
+from lockstep.torch_internals.autograd import current_backward as current_pass
 
 ORDER_BYTES = 4
 """Of a number that ranks share which called the same blocks in the same order."""
@@ -36,10 +36,10 @@ class UnusedParameters:
     def __init__(self, modules: list[Any], groups: list[Any], ranks: dist.ProcessGroup | None) -> None:
         self._modules = modules
         self._ranks = ranks
-        self._device = groups[0].device if groups else torch.device("cpu")
-        params = [p for group in groups for p in group.fsdp_params]
+        self._device = fsdp2.device_of(groups[0]) if groups else torch.device("cpu")
+        params = [p for group in groups for p in fsdp2.params(group)]
         self._number = {id(p): number for number, p in enumerate(params)}
-        self._number_of_shard = {id(p.sharded_param): number for number, p in enumerate(params)}
+        self._number_of_shard = {id(fsdp2.sharded_param(p)): number for number, p in enumerate(params)}
         # Numbers of the parameters with a gradient here that has not reached the shards.
         self._used: set[int] = set()
         # Without a gradient here, nor at the shard from before: there the zeros are taken back if nobody has one.
@@ -104,7 +104,7 @@ class UnusedParameters:
                 engine.reaches_shards(group) and bool(present or missing)
             )
             for param in missing:
-                if param.sharded_param.grad is None:
+                if fsdp2.sharded_param(param).grad is None:
                     self._without[self._number[id(param)]] = param
             engine.set_zero(missing, present)
 
@@ -132,5 +132,5 @@ class UnusedParameters:
         if without:  # only then are the numbers read, because on an accelerator reading waits for them
             for number, anywhere in enumerate(used.tolist()):
                 if not anywhere and number in without:
-                    without[number].sharded_param.grad = None
+                    fsdp2.sharded_param(without[number]).grad = None
         self.forget()

@@ -21,7 +21,9 @@ from lockstep.comm.dtensor import is_dtensor
 from lockstep.comm.tree import leaves
 from lockstep.errors import UsageError
 from lockstep.runtime.step import StepState
-from lockstep.torch_internals.autograd_passes import at_end_of_pass, current_pass
+from lockstep.torch_internals.autograd import at_end_of_backward as at_end_of_pass
+from lockstep.torch_internals.autograd import current_backward as current_pass
+from lockstep.torch_internals.tensors import version
 
 
 class BackwardWatch:
@@ -109,7 +111,7 @@ class BackwardWatch:
         self._average()
 
     def _state(self) -> list[tuple[torch.Tensor, int]]:
-        return [(gradient, gradient._version) for gradient in self._gradients()]
+        return [(gradient, version(gradient)) for gradient in self._gradients()]
 
     # At the step --------------------------------------------------------------------------------------
 

@@ -110,3 +110,22 @@ def probe() -> None:
         name = names_of_groups().get(main, "")
         expect(group_named(name) is main or group_named(name) == main, "the group of a name")
         expect(isinstance(default_store(), torch._C._distributed_c10d.Store), "the store of the main group")
+
+
+# DDP's reducer ----------------------------------------------------------------------------------------
+
+
+def check_reduced(reducer: Any) -> None:
+    """Raise RuntimeError, which says which parameters by number, if a reducer waits for gradients of the last backward.
+
+    Relies on: ``_check_reducer_finalized``.
+    """
+    reducer._check_reducer_finalized()
+
+
+def rebuild_buckets(reducer: Any) -> bool:
+    """Let a reducer form its buckets anew if it is to; whether it has. Collective.
+
+    Relies on: ``_rebuild_buckets``, which DDP calls in the first forward after an averaged backward.
+    """
+    return bool(reducer._rebuild_buckets())

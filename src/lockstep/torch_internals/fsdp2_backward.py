@@ -119,24 +119,9 @@ def set_zero(params: list[Any], others: list[Any]) -> None:
             param.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype)
 
 
-def slots(group: Any) -> list[tuple[Any, str, Any]]:
-    """(module, name, param) of each place in the model where a param of this group stands.
-
-    Relies on: ``_module_info`` with ``module``, ``param_name``, ``shared_modules`` and ``shared_param_names``.
-    """
-    found = []
-    for param in group.fsdp_params:
-        info = param._module_info
-        modules = [info.module, *info.shared_modules]
-        names = [info.param_name, *info.shared_param_names]
-        found += [(module, name, param) for module, name in zip(modules, names, strict=True)]
-    return found
-
-
-def forms(param: Any) -> list[Any]:
-    """The tensors that stand in the model for it, at one time or other."""
-    names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
-    return [form for name in names if (form := getattr(param, name, None)) is not None]
+def is_compiled(module: Any) -> bool:
+    """Whether ``module.compile()`` was called. Relies on: ``_compiled_call_impl`` is None before."""
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _gradient(param: Any) -> torch.Tensor | None:
