@@ -15,6 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.errors import CheckpointError
+from lockstep.torch_internals.optim import GROWTH_TRACKER
 
 NUMPY_WORDS = 624
 
@@ -45,7 +46,7 @@ def check_scaler(saved: Any, scaler: Any, what: str) -> None:
     for key in present.keys() & {"scale", "growth_factor", "backoff_factor"}:
         if saved[key] is None or not 0 < float(saved[key]) < math.inf:
             raise CheckpointError(f"{what}.{key} is saved as {saved[key]!r}. Load another checkpoint.")
-    for key in present.keys() & {"growth_interval", "_growth_tracker"}:
+    for key in present.keys() & {"growth_interval", GROWTH_TRACKER}:
         if type(saved[key]) is not int or saved[key] < 0:
             raise CheckpointError(f"{what}.{key} is saved as {saved[key]!r}. Load another checkpoint.")
 

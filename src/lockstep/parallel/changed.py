@@ -45,7 +45,7 @@ def _hooked(model: str, name: str, kind: str, parallel: object) -> UsageError:
 
 
 class SameParameters:
-    """Notices that a sharded model has got other parameters than it was sharded with: about 0.2 µs a parameter."""
+    """Notices that a sharded model has got other parameters than it was sharded with."""
 
     def __init__(self, model: nn.Module, groups: list[Any], parallel: object) -> None:
         self._model = model

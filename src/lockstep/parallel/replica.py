@@ -172,7 +172,7 @@ def _backward_begins(
 
 
 def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters that require gradients, as often as they stand in the module: 0.1 µs each."""
+    """Parameters that require gradients, as often as they stand in the module."""
     found: list[nn.Parameter] = []
     waiting: list[Any] = [module]
     while waiting:

@@ -15,7 +15,7 @@ from lockstep.errors import UsageError
 
 _HARMLESS = ("__get__", "__repr__", "__hash__", "__format__", "__reduce_ex__", "__deepcopy__")
 _VALUES = (torch.Tensor.data, torch.Tensor.grad)
-_SHAPES = (
+_LOOKS = (
     "size",
     "dim",
     "numel",
@@ -25,6 +25,10 @@ _SHAPES = (
     "element_size",
     "nelement",
     "type",
+    "untyped_storage",
+    "data_ptr",
+    "storage_offset",
+    "is_contiguous",
 )
 
 
@@ -35,7 +39,7 @@ class ReplacedParameter(nn.Parameter):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
         reads_values = any(getattr(function, "__self__", None) is value for value in _VALUES)
-        if (name in _HARMLESS or name in _SHAPES) and not reads_values:
+        if (name in _HARMLESS or name in _LOOKS) and not reads_values:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
         raise UsageError(
