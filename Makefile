@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test check unit exhaustive test-cluster docs bench clean
+.PHONY: help demo test check unit exhaustive test-cluster test-torch docs bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -52,6 +52,22 @@ test-cluster: $(VENV)/.cluster  ## the tests with a real Ray, Slurm, Open MPI an
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge openmpi-bin openssh-server; fi
 	$(BIN)/python -m pytest -m cluster -rs tests
 
+TORCH ?= 2.15.0
+TORCH_VENV := .venv-torch-$(TORCH)
+TORCH_TESTS := torch_internals parallel train stream checkpoint data comm watch/damage examples
+
+$(TORCH_VENV)/.test: pyproject.toml
+	$(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(TORCH_VENV)/bin/python -m pip install --quiet torch==$(TORCH)
+	$(TORCH_VENV)/bin/python -m pip install --quiet torch==$(TORCH) --editable '.[test,tensorboard]'
+	touch $@
+
+test-torch: $(TORCH_VENV)/.test  ## the tests of the numbers on another torch, in an environment of its own: make test-torch TORCH=2.15.0
+	$(TORCH_VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal --junitxml $(TORCH_VENV)/results.xml \
+	  $(addprefix tests/,$(TORCH_TESTS))
+	$(TORCH_VENV)/bin/python tests/torch_versions.py $(TORCH_VENV)/results.xml
+
 docs: $(VENV)/.test  ## build the documentation; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
@@ -61,4 +77,4 @@ bench: $(VENV)/.benchmark  ## measure against bare torch, Accelerate, Lightning 
 	$(BIN)/python benchmarks/launch_time.py
 
 clean:  ## remove the environment and everything that was built
-	rm -rf $(VENV) build dist site runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-torch-* build dist site runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,45 @@
+"""The record of torch versions is complete, and the README shows it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests import torch_versions
+
+ROOT = Path(__file__).parents[1]
+RECORD = json.loads(torch_versions.RECORD.read_text())
+
+
+def test_the_readme_shows_the_record() -> None:
+    readme = torch_versions.README.read_text(encoding="utf-8")
+    assert torch_versions.with_table(readme, torch_versions.table(RECORD)) == readme
+
+
+def test_every_version_that_can_be_installed_has_passed() -> None:
+    (bounds,) = re.findall(r'"torch>=2\.(\d+),<2\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    lower, upper = map(int, bounds)
+    assert {".".join(version.split(".")[:2]) for version in RECORD} >= {
+        f"2.{minor}" for minor in range(lower, upper)
+    }
+
+
+def test_a_run_with_a_failure_is_not_taken_down(tmp_path: Path) -> None:
+    results = tmp_path / "results.xml"
+    results.write_text('<testsuites><testsuite tests="5" failures="1" errors="1" skipped="1"/></testsuites>')
+    found = torch_versions.counts(results)
+    assert found == {"passed": 2, "skipped": 1, "failed": 2}
+    with pytest.raises(ValueError, match="2 tests failed"):
+        torch_versions.with_run({}, "2.11.0", "3.10.1", "2026-01-01", found)
+
+
+def test_versions_are_in_order_and_keep_their_last_run() -> None:
+    found = {"passed": 7, "skipped": 0, "failed": 0}
+    record = torch_versions.with_run({}, "2.11.0", "3.10.1", "2026-01-01", found)
+    record = torch_versions.with_run(record, "2.9.1", "3.10.1", "2026-01-01", found)
+    record = torch_versions.with_run(record, "2.11.0+cpu", "3.12.1", "2026-01-02", found)
+    assert list(record) == ["2.9.1", "2.11.0"]
+    assert record["2.11.0"]["date"] == "2026-01-02"
