@@ -1,7 +1,7 @@
 """The versions of torch on which the tests have passed: ``torch_versions.json``, and the README's table made of it.
 
 ``make test-torch TORCH=2.15.0`` runs the tests in an environment with that torch. When all of them have passed it calls
-``python tests/torch_versions.py RESULTS``, with pytest's results in JUnit's XML, which takes the run down in both files.
+``python tests/torch_versions.py RESULTS``, with pytest's results in JUnit's XML, which puts the run into both files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def counts(results: Path) -> dict[str, int]:
     return {"passed": total("tests") - failed - skipped, "skipped": skipped, "failed": failed}
 
 
-def with_run(record: dict[str, dict], torch: str, python: str, day: str, found: dict[str, int]) -> dict[str, dict]:
+def with_run(
+    record: dict[str, dict], torch: str, python: str, day: str, found: dict[str, int]
+) -> dict[str, dict]:
     """The record with one more run, of which each version of torch keeps the last.
 
     Raises:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from checkpoint.draft import Draft
-from checkpoint.subject import FEATURES, Subject
+from checkpoint.subject import FEATURES
 from lockstep import Accelerator
 from lockstep.checkpoint.format.json_text import canonical, parse_json
 from lockstep.errors import CheckpointError, LockstepError
@@ -254,16 +254,3 @@ def test_a_huge_document_is_refused_before_it_is_parsed(
 def test_what_is_too_large_to_be_read_is_not_written() -> None:
     with pytest.raises(LockstepError, match="10000001 values"):
         canonical([0] * 10_000_001)
-
-
-def test_what_a_users_object_refuses_leaves_the_run_as_it_was(tmp_path: Path) -> None:
-    subject = Subject(tmp_path / "project")
-    draft = Draft(subject.train_and_save(2))
-    draft.own["object.0"] = 5
-    draft.write(tmp_path / "forged")
-    subject.scramble(3)
-    before = {**subject.fingerprint(), **subject.writes()}
-    with pytest.raises(CheckpointError, match="History refused its state"):
-        subject.accelerator.load_state(str(tmp_path / "forged"))
-    after = {**subject.fingerprint(), **subject.writes()}
-    assert {part for part in before if before[part] != after[part]} <= {"history"}

@@ -41,9 +41,8 @@ class Restoration:
     rng: Mapping[str, Any] | None = None
 
     def apply(self) -> None:
-        """Change the run. First the user's objects: what only their own ``load_state_dict`` can refuse leaves all else
-        as it was."""
-        for item, state in (*self.objects, *self.loaders):
+        """Change the run. The user's objects come last: their ``load_state_dict`` may count on loaded models."""
+        for item, state in self.loaders:
             _load(item, state)
         self.checkpoint.read(self.reads)
         for number, model, state in self.models:
@@ -55,7 +54,7 @@ class Restoration:
                 }
             )
             model.load_state_dict(state, strict=False)
-        for item, state in self.states:
+        for item, state in (*self.states, *self.objects):
             _load(item, state)
 
     def open_window(self) -> None:

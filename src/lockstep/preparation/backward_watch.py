@@ -35,6 +35,7 @@ class BackwardWatch:
         world_size: Ranks over which gradients are averaged.
         gradients: The tensors in which this rank accumulates gradients now.
         average: Averages what torch's engines leave to us. Collective.
+        ranks_step_together: Whether all ranks make this step with averaged gradients, unlike in asynchronous training.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class BackwardWatch:
         world_size: int,
         gradients: Callable[[], Iterator[torch.Tensor]],
         average: Callable[[], None],
+        ranks_step_together: Callable[[], bool] = lambda: True,
     ) -> None:
         self._step = step
         self._scales_loss = scales_loss
         self._world_size = world_size
         self._gradients = gradients
         self._average = average
+        self._together = ranks_step_together
         self._is_ours = False
         self._pass = -1
         self._backwards = 0
@@ -129,7 +132,7 @@ class BackwardWatch:
                 "With mixed_precision='fp16' losses are scaled, but gradients of this step came by loss.backward(), "
                 "which does not do that. Call accelerator.backward(loss)."
             )
-        if self._world_size > 1 and not has_closure:
+        if self._world_size > 1 and not has_closure and self._together():
             self._check_set_by_hand(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:

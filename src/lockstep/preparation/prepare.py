@@ -111,6 +111,7 @@ class Preparation:
             runtime.world_size,
             self.gradients,
             self._average_gradients,
+            ranks_step_together,
         )
         self._damage = (
             DamageWatch(options.damage, communicator, self.models, ranks_step_together)

@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param as param_file
 
 
 class Rows(NamedTuple):
@@ -37,6 +35,8 @@ class Rows(NamedTuple):
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was applied to this module."""
+    from torch.distributed.fsdp import FSDPModule  # imported late: it takes most of a second
+
     return isinstance(module, FSDPModule)
 
 
@@ -145,6 +145,8 @@ def move_shard(param: Any, keep: Any) -> None:
 
 def accumulates_in_leaf() -> bool:
     """Whether ``unsharded_accumulated_grad`` is only another name of ``_unsharded_param.grad``, as from 2.15 on."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param as param_file
+
     return isinstance(vars(param_file.FSDPParam).get("unsharded_accumulated_grad"), property)
 
 

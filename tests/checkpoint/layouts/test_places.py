@@ -24,9 +24,23 @@ class Kept:
     def state_dict(self) -> dict[str, Any]:
         return {"value": self.value, "rows": torch.full((2,), self.value)}
 
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["rows"].shape == (2,)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert state["rows"].tolist() == [state["value"]] * 2
         self.value = state["value"]
+
+
+FRESH = {
+    "micro_batch": 0,
+    "accumulation_steps": 1,
+    "sync_gradients": True,
+    "is_weighted": None,
+    "agreed_divisor": False,
+    "window_weight": None,
+    "divisor": None,
+}
 
 
 class Window:
@@ -39,8 +53,14 @@ class Window:
         self.loaded: tuple[Any, int] = ([], -1)
 
     def state_dict(self) -> dict[str, Any]:
-        model = {"local": self.gradients, "reduced": {}, "partial": {}, "spent": ["embed.weight"]}
-        return {"window": {}, "layouts": [self.layout], "models": [model]}
+        model: dict[str, Any] = {
+            "local": self.gradients,
+            "reduced": {},
+            "partial": {},
+            "spent": ["embed.weight"],
+        }
+        model["takes_buffers"] = True
+        return {"window": FRESH, "layouts": [self.layout], "models": [model]}
 
     def places(self) -> dict[str, torch.Tensor]:
         return {f"models.0.reduced.{name}": value for name, value in self.parameters.items()}
