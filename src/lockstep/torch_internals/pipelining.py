@@ -72,7 +72,7 @@ class ScheduleRuntime(schedules._PipelineScheduleRuntime):
             return
         static = getattr(schedules, "InferenceMode", None)
         if static is None:  # torch 2.11: shapes are known, so that it sends nothing but a first greeting
-            super()._initialize_stages(args, kwargs, target)
+            super()._initialize_stages(args, kwargs)
             return
         # torch would vote on whether shapes are known, one message from each stage to the next, at each forward.
         stages: Any = self._stages
