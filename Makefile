@@ -54,7 +54,10 @@ test-cluster: $(VENV)/.cluster  ## the tests with a real Ray, Slurm, Open MPI an
 
 TORCH ?= 2.15.0
 TORCH_VENV := .venv-torch-$(TORCH)
-TORCH_TESTS := torch_internals parallel train stream checkpoint data comm watch/damage examples
+TORCH_TESTS := torch_internals parallel/test_parity.py parallel/test_window_sharded.py parallel/test_zero_parity.py \
+  parallel/test_zero_models.py parallel/test_zero_optimizers.py parallel/optimizers parallel/test_loops.py \
+  parallel/test_split_parity.py parallel/pipeline parallel/tensor checkpoint/test_sharded_state.py \
+  checkpoint/test_parameters.py checkpoint/test_rank_state.py data/test_plain_order.py train examples
 
 $(TORCH_VENV)/.test: pyproject.toml
 	$(PYTHON) -m venv $(TORCH_VENV)
