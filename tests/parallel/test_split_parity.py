@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from lockstep import Accelerator
 from parallel import split_problem as problem
+from parallel.pipeline.problem import schedules
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,10 @@ CASES = [
     Case(2, "cp=2 cp_method=ulysses", "llama"),
     Case(2, "pp=2"),
     Case(2, "pp=2", "llama"),
-    Case(2, "pp=2 schedule=gpipe", "llama"),
-    Case(2, "pp=2 schedule=interleaved", "llama"),
-    Case(2, "pp=2 schedule=zero_bubble", "llama"),
-    Case(2, "pp=2 schedule=zbv", "llama"),
-    Case(2, "pp=2 schedule=dualpipev", "llama"),
+    *(
+        Case(2, f"pp=2 schedule={name}", "llama")
+        for name in schedules("gpipe", "interleaved", "zero_bubble", "zbv", "dualpipev")
+    ),
     Case(4, "pp=4", "llama"),
     Case(4, "zero=3 tp=2", accumulation=2),
     Case(4, "pp=2", accumulation=2),

@@ -16,6 +16,7 @@ from lockstep.errors import ConfigError, UsageError
 from lockstep.inference import prepare_pippy
 from lockstep.plan.schedule import by_rank, simulate
 from parallel import split_problem as problem
+from parallel.pipeline.problem import schedules
 
 LARGE = {"vocabulary": 32, "context": 8, "width": 96, "layers": 8, "heads": 4}
 TEACHER = {"vocabulary": problem.VOCABULARY, "context": problem.LENGTH, "width": 64, "layers": 2, "heads": 2}
@@ -60,7 +61,14 @@ def resume(parallel: str, folder: str) -> list[float]:
 @pytest.mark.parametrize(
     ("saved_as", "loaded_as"),
     [
-        ((2, "pp=2"), [(1, ""), (2, "tp=2"), (2, "pp=2 schedule=zbv")]),
+        (
+            (2, "pp=2"),
+            [
+                (1, ""),
+                (2, "tp=2"),
+                *((2, f"pp=2 schedule={name}") for name in schedules("interleaved", "zbv")[-1:]),
+            ],
+        ),
         ((2, "tp=2"), [(2, "zero=3"), (2, "pp=2")]),
         ((4, "pp=2 tp=2"), [(1, ""), (4, "zero=3 tp=2")]),
         ((4, "zero=3 tp=2"), [(1, ""), (2, "cp=2"), (4, "pp=2 tp=2")]),
@@ -146,7 +154,11 @@ def executed(schedule: str) -> list[tuple[int, int, str, int]]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zbv", 2)]
+    ("schedule", "stages"),
+    [
+        (name, 2 if name in ("interleaved", "zbv") else 1)
+        for name in schedules("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
+    ],
 )
 def test_the_bubble_of_what_ran_is_that_of_the_formula(run_distributed, schedule: str, stages: int) -> None:
     records = [each for rank in run_distributed(executed, 2, schedule, timeout_s=120) for each in rank]

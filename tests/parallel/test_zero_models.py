@@ -6,12 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from lockstep import Accelerator
 from parallel import zero_problem as problem
 from parallel.zero_scenarios import SCENARIOS, Plain
 
 WORDS = ("zero=1", "zero=2", "zero=3")
+
+
+needs_a_restart = pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"),
+    reason="only torch 2.13 or newer can go on; that older ones are refused is tested in test_zero_refusals.py",
+)
 
 
 def check(actual: dict[str, Any], expected: dict[str, Any], where: object) -> None:
@@ -36,7 +43,10 @@ def run_stages(name: str, words: tuple[str, ...], accumulation: int) -> list[dic
     return [run_scenario(name, parallel, accumulation) for parallel in words]
 
 
-CASES = [(2, 1, WORDS, name) for name in SCENARIOS] + [
+CASES = [
+    pytest.param(2, 1, WORDS, name, marks=[needs_a_restart] if name == "interrupted" else [])
+    for name in SCENARIOS
+] + [
     (2, 3, WORDS, name)
     for name in (
         *("adversaries", "two_optimizers", "evaluation_everywhere"),

@@ -76,7 +76,8 @@ def shard(
 
     The parameters of a block are gathered together; what is in no block is the root group. Parameters on
     the meta device get their values group by group, so that no rank ever holds more of the whole model than
-    the root group and one block. All ranks take rank 0's values. Scalar (0-d) and empty parameters stay whole. Using a
+    the root group and one block. All ranks take rank 0's values. Scalar (0-d) and empty parameters stay whole,
+    under torch 2.11 those of whole numbers too. Using a
     parameter object from before is an error afterwards. An optimizer that still holds them is refused at its first
     step, see ``preparation/stepping.py``.
 
@@ -288,8 +289,9 @@ def _check_columns(parameters: Iterable[nn.Parameter], placement: Any, ranks: in
 
 
 def _stays_whole(parameter: nn.Parameter) -> bool:
-    """Scalars, which have no rows, and empty parameters, which torch does not reduce."""
-    return parameter.ndim == 0 or parameter.numel() == 0
+    """Scalars, which have no rows; empty ones, which torch does not reduce; whole numbers, where it cannot."""
+    trains = parameter.is_floating_point() or parameter.is_complex()
+    return parameter.ndim == 0 or parameter.numel() == 0 or not (trains or fsdp2.shards_whole_numbers())
 
 
 def _reshard_after_forward(parallel: Parallel, is_root: bool) -> bool | int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +34,30 @@ def strided_shard(dim: int, pieces: int) -> Any:
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 
+    _plan_for_pieces()
     return _StridedShard(dim, split_factor=pieces)
+
+
+@functools.cache
+def _plan_for_pieces() -> None:
+    """Let torch 2.11 gather a shard of pieces, as later versions do: it takes each for an order of mesh axes.
+
+    Relies on: ``_redistribute._gen_transform_infos_non_cached(source, target, use_graph)``, and there on a
+    ValueError for what is no such order; ``generate_greedy_transform_infos`` of the planner, which gathers it.
+    """
+    planning: Any = importlib.import_module("torch.distributed.tensor._redistribute")
+    if hasattr(planning, "_StridedShardNotDecodableError"):  # from torch 2.12 on
+        return
+    by_order = planning._gen_transform_infos_non_cached
+
+    def plan(source: Any, target: Any, use_graph: bool | None = None) -> Any:
+        try:
+            return by_order(source, target, use_graph)
+        except ValueError:
+            planner = planning.get_redistribute_planner(source.device_mesh, source.tensor_meta)
+            return planner.generate_greedy_transform_infos(source, target)
+
+    planning._gen_transform_infos_non_cached = plan
 
 
 def handle_operators(handlers: dict[Any, Any]) -> None:

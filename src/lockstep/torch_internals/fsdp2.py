@@ -47,6 +47,11 @@ def param_groups(module: Any) -> list[Any]:
     return [group for group in ([state._fsdp_param_group] if many is None else many) if group is not None]
 
 
+def shards_whole_numbers() -> bool:
+    """Whether parameters of integers can be sharded: up to 2.11 torch makes each shard one that trains, then asks."""
+    return torch.torch_version.TorchVersion(torch.__version__) >= "2.12"
+
+
 def params(group: Any) -> list[Any]:
     """Relies on: ``fsdp_params`` are the group's records, in the order in which they are packed for collectives."""
     return list(group.fsdp_params)

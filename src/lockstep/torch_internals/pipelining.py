@@ -71,7 +71,7 @@ class ScheduleRuntime(schedules._PipelineScheduleRuntime):
         if self._stages_forward_initialized:
             return
         static = getattr(schedules, "InferenceMode", None)
-        if static is None:  # torch 2.11: shapes are known, so that it sends nothing but a first greeting
+        if static is None:  # torch 2.11 does not vote
             super()._initialize_stages(args, kwargs)
             return
         # torch would vote on whether shapes are known, one message from each stage to the next, at each forward.

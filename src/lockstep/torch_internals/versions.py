@@ -37,7 +37,7 @@ def probed(engine: str, does: str) -> Callable[[Probe], Probe]:
         @functools.wraps(function)
         def probe() -> None:
             try:
-                with _undisturbed():
+                with undisturbed():
                     function()
             except Exception as error:
                 raise unknown(engine, does) from error
@@ -48,7 +48,7 @@ def probed(engine: str, does: str) -> Callable[[Probe], Probe]:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """torch as it is by default: a probe sees nothing that the user has set, and draws none of his random numbers."""
     dtype, numbers = torch.get_default_dtype(), torch.get_rng_state()
     torch.set_default_dtype(torch.float32)

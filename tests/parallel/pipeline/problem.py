@@ -9,7 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.config.enums import Schedule
+from lockstep.torch_internals.pipelining_stage import splits_backward_exactly
+
 VOCABULARY, LENGTH, ROWS, WIDTH = 31, 12, 8, 16
+
+
+def schedules(*names: str) -> list[str]:
+    """Those of ``names``, of all schedules without any, that are not refused with the installed torch."""
+    split = () if splits_backward_exactly() else ("zero_bubble", "zbv", "dualpipev")
+    return [name for name in names or Schedule.list() if name not in split]
 
 
 class Attention(nn.Module):

@@ -63,11 +63,12 @@ def trained(
 
 
 def schedules() -> dict[str, Any]:
-    found = {word: trained(word, 4) for word in Schedule.list()}
+    found = {word: trained(word, 4) for word in problem.schedules()}
     is_main = process.start(cpu=True).is_main
     with pytest.warns(UserWarning, match="use train_step") if is_main else nullcontext():
         found["outside"] = trained("1f1b", 4, outside)
-        found["outside of a V"] = trained("zbv", 4, outside, steps=4)
+        for word in problem.schedules("zbv"):
+            found["outside of a V"] = trained(word, 4, outside, steps=4)
     found["train_step"] = trained("interleaved", 4, in_steps, steps=4)
     return found
 
@@ -174,7 +175,7 @@ def models() -> dict[str, Any]:
     wanted["loss"].backward()
     expected = problem.gradients(plain)
     found: dict[str, Any] = {}
-    for word in ("1f1b", "zero_bubble", "dualpipev"):
+    for word in problem.schedules("1f1b", "zero_bubble", "dualpipev"):
         model = pipeline(
             seeded(Uneven), PipelineOptions(Schedule(word), micro_batches=4, outputs="all"), ("BiasedBlock",)
         )
@@ -214,7 +215,10 @@ def _recomputed() -> float:
     from lockstep.parallel.recompute import recompute
 
     batch = next(problem.tokens(1))
-    plain, model = seeded(GPT), pipeline(seeded(GPT), PipelineOptions(Schedule.ZBV, 4))
+    plain, model = (
+        seeded(GPT),
+        pipeline(seeded(GPT), PipelineOptions(Schedule(problem.schedules("interleaved", "zbv")[-1]), 4)),
+    )
     recompute(model.module, Activation.FULL, model.local_blocks())
     inside(plain, batch).backward()
     inside(model, batch).backward()
@@ -236,7 +240,8 @@ def sharded() -> dict[str, tuple[float, float]]:
     plain = seeded(GPT)
     expected = problem.train(plain, plain.named_parameters, inside, steps=3)
     found = {}
-    for word, how in (("1f1b", inside), ("1f1b", outside), ("zero_bubble", in_steps)):
+    last = problem.schedules("interleaved", "zero_bubble")[-1]
+    for word, how in (("1f1b", inside), ("1f1b", outside), (last, in_steps)):
         model = seeded(GPT)
         piped = split_model(model, find_blocks(model), mesh["pp"], PipelineOptions(Schedule(word), 4))
 
@@ -328,11 +333,12 @@ def refusals() -> dict[str, str]:
     }
     with torch.no_grad():
         found["history"] = run(History())
-    found["few blocks"] = run(GPT(layers=3), PipelineOptions(Schedule.ZBV))
+    found["few blocks"] = run(GPT(layers=3), PipelineOptions(Schedule.INTERLEAVED))
     found["bare"] = refused(lambda: pipeline(_bare(), PipelineOptions(), ("Block", "Bare")))
     found["divide"] = run(GPT(), PipelineOptions(micro_batches=3))
     found["few"] = run(GPT(), PipelineOptions(micro_batches=1))
-    found["few for dualpipev"] = run(GPT(), PipelineOptions(Schedule.DUALPIPEV, 2))
+    for word in problem.schedules("dualpipev"):
+        found["few for dualpipev"] = run(GPT(), PipelineOptions(Schedule(word), 2))
     found["batch"] = run(GPT(), rows=batch[:1])
     found["split"] = run(GPT(), PipelineOptions(split=("blocks.9",)))
     found["splits"] = run(GPT(), PipelineOptions(split=("blocks.1", "blocks.2")))
@@ -352,12 +358,13 @@ def _bare() -> nn.Module:
 def divided() -> dict[str, Any]:
     """Parameters of each rank for splits that are named, balanced by bytes and balanced by cost."""
     held = {}
+    v_shaped = [Schedule(name) for name in problem.schedules("zbv")]
     costs = {f"blocks.{index}": 1.0 + 5 * (index == 0) for index in range(4)}
     for name, options in {
         "bytes": PipelineOptions(),
         "named": PipelineOptions(split=("blocks.3",)),
         "costs": PipelineOptions(block_costs=costs),
-        "V": PipelineOptions(Schedule.ZBV),
+        **dict.fromkeys(["V"] * len(v_shaped), PipelineOptions(*v_shaped)),
     }.items():
         model = pipeline(seeded(GPT), options)
         held[name] = list(model.local_blocks())

@@ -81,6 +81,11 @@ def make_model(kind: str) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+def plan_splits_embedding(model: Any) -> bool:
+    """Whether the plan that transformers brings has the embedding; that of version 5.20 for an untied Llama did not."""
+    return "model.embed_tokens" in model.tp_plan
+
+
 def batches(steps: int) -> list[tuple[Tensor, Tensor]]:
     numbers = torch.Generator().manual_seed(1)
     shape = (BATCH, LENGTH)

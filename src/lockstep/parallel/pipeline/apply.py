@@ -9,10 +9,11 @@ from torch import nn
 
 from lockstep.config.pipeline_stages import stages_per_rank
 from lockstep.errors import UsageError
-from lockstep.parallel.pipeline.assign import balanced, begin_at, rank_of_stage
+from lockstep.parallel.pipeline.assign import SPLIT_BACKWARD, balanced, begin_at, rank_of_stage
 from lockstep.parallel.pipeline.layout import Layout
 from lockstep.parallel.pipeline.model import PipelineModel
 from lockstep.parallel.pipeline.options import PipelineOptions
+from lockstep.torch_internals.pipelining_stage import splits_backward_exactly
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,9 +36,15 @@ def split_model(
         device: Where the model runs; None: where its first parameter is.
 
     Raises:
-        UsageError: fewer blocks than stages, a stage without parameters, an unknown name in ``split``.
+        UsageError: fewer blocks than stages, a stage without parameters, an unknown name in ``split``, or a schedule
+            that splits backwards with a torch that gives wrong gradients then.
     """
     options = options or PipelineOptions()
+    if options.schedule in SPLIT_BACKWARD and not splits_backward_exactly():
+        raise UsageError(
+            f"schedule='{options.schedule}' takes backwards apart, which torch {torch.__version__} does with wrong "
+            "gradients for a weight that is used twice. Use torch 2.13 or newer, or schedule='1f1b' or 'interleaved'."
+        )
     ranks = mesh.size()
     stages = ranks * stages_per_rank(options.schedule, options.stages_per_rank)
     starts = _starts(model, blocks, stages, options)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
 
 from lockstep.errors import LockstepError
 from lockstep.parallel.pipeline.segment import Segment
 from lockstep.parallel.pipeline.trace import Cut, Kind
 from lockstep.torch_internals import modules as torch_modules
+from lockstep.torch_internals.pipelining_stage import StageBase
 
 Executed = tuple[int, int, str, int]
 """(rank, stage, kind, micro-batch); kinds ``F``, ``B``, ``I``, ``W``."""
@@ -50,7 +50,7 @@ class StageModule(nn.Module):
         return self.segment(self.micro_batch, received)
 
 
-class Stage(PipelineStage):
+class Stage(StageBase):
     """torch's stage, with static shapes, which notes what it did."""
 
     def __init__(

@@ -118,7 +118,7 @@ class _Copy(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: Any) -> Tensor:
-        return all_reduce(x, mesh)
+        return all_reduce(x, mesh).view_as(x)  # compiled, torch 2.11 loses the gradient without a view
 
     @staticmethod
     @once_differentiable

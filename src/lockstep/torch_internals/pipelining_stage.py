@@ -1,0 +1,123 @@
+"""torch's record of one stage in a pipeline; for torch 2.11 with what later versions do between stages."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, _backward, schedules
+from torch.distributed.pipelining import stage as stages
+
+from lockstep.torch_internals.versions import undisturbed
+
+_Stage: Any = PipelineStage
+
+
+class _StageOf211(_Stage):
+    """A stage of torch 2.11, where only those tensors have gradients whose examples do, as from 2.12 on.
+
+    Relies on: ``_prepare_forward_infra`` makes of ``inputs_meta`` the records ``args_recv_info``, whose buffers all
+    require gradients if ``has_backward``; ``_create_grad_send_info`` and ``_create_grad_recv_info`` say for each input
+    and output where its gradient goes and comes from; a record other than ``_RecvInfo`` is not received.
+    """
+
+    def _prepare_forward_infra(self, num_microbatches: int, args: Any, kwargs: Any = None) -> Any:
+        stage: Any = self
+        wanted = stage.has_backward
+        stage.has_backward = False
+        try:
+            outputs = super()._prepare_forward_infra(num_microbatches, args, kwargs)
+        finally:
+            stage.has_backward = wanted
+        for records in self.args_recv_info.values():
+            for record, example in zip(records, self.inputs_meta, strict=True):
+                if isinstance(record, stages._RecvInfo) and record.buffer is not None:
+                    record.buffer.requires_grad_(wanted and example.requires_grad)
+        return outputs
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        given = (prev_stage_outputs,) if isinstance(prev_stage_outputs, torch.Tensor) else prev_stage_outputs
+        for record, tensor, example in zip(
+            self.args_recv_info[mb_index], given, self.inputs_meta, strict=True
+        ):
+            record.buffer = tensor.detach().requires_grad_(example.requires_grad)
+
+    def _create_grad_send_info(self, args_recv_info: Any) -> list[int | None]:
+        found = super()._create_grad_send_info(args_recv_info)
+        return [
+            to if example.requires_grad else None for to, example in zip(found, self.inputs_meta, strict=True)
+        ]
+
+    def _create_grad_recv_info(self, act_send_info: Any) -> Any:
+        found = super()._create_grad_recv_info(act_send_info)
+        examples = self.get_outputs_meta()
+        return tuple(
+            record if example.requires_grad else None
+            for record, example in zip(found, examples[: len(found)], strict=True)
+        )
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
+        return tuple(record and record.buffer for record in self.grad_recv_info[bwd_chunk_id])
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        for record, tensor in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=True):
+            if record is not None:
+                record.buffer = tensor
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        """The shapes are those of a forward that was looked at; nobody receives what the last stage returns."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """A first message in both directions is for NCCL; gloo of torch 2.11 may not be connected yet."""
+        return [] if self.device.type == "cpu" else super()._get_init_p2p_neighbors_ops()
+
+
+StageBase: Any = PipelineStage if hasattr(schedules, "InferenceMode") else _StageOf211
+
+
+class _Both(torch.autograd.Function):
+    """A product and a sum, by one node of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, x: torch.Tensor) -> Any:
+        ctx.save_for_backward(weight, x)
+        return weight * x, weight + x
+
+    @staticmethod
+    def backward(ctx: Any, product: torch.Tensor, total: torch.Tensor) -> Any:
+        weight, x = ctx.saved_tensors
+        return product * x + total, product * weight + total
+
+
+def _of_both(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    product, total = _Both.apply(weight, x)
+    return 5 * product + 7 * total
+
+
+@functools.cache
+def splits_backward_exactly() -> bool:
+    """Whether the backward of weights may come apart from that of inputs: up to torch 2.12 the gradient of a weight
+    that is used twice is wrong then, and one whose result has two parts fails.
+
+    Relies on: ``stage_backward_input(outputs, output_grads, inputs, weights)`` gives what
+    ``stage_backward_weight(weights, groups)`` goes on from.
+    """
+    with undisturbed():
+        try:
+            twice = _split_gradients(lambda weight, x: weight * (weight * x))
+            both = _split_gradients(_of_both)
+        except RuntimeError:
+            return False
+    return twice == (9.0, 12.0) and both == (22.0, 17.0)
+
+
+def _split_gradients(function: Callable[..., torch.Tensor]) -> tuple[float, float]:
+    """Those of x = 2 and of weight = 3."""
+    x, weight = (nn.Parameter(torch.tensor([value])) for value in (2.0, 3.0))
+    _, groups = _backward.stage_backward_input([function(weight, x)], None, [x], iter([weight]))
+    _backward.stage_backward_weight(iter([weight]), groups)
+    found: Any = x.grad, weight.grad
+    return found[0].item(), found[1].item()
