@@ -102,7 +102,7 @@ class Subject:
             "groups": repr(groups),
             "scheduler": repr(sorted(self.scheduler.scheduler.state_dict().items())),
             "scaler": repr(None if scaler is None else sorted(scaler.state_dict().items())),
-            "position": repr(self.loader.state_dict()),
+            "position": repr(_by_digest(self.loader.state_dict())),
             "history": repr((self.history.mean, self.history.seen, self.history.losses)),
             **generators(),
         }
@@ -134,6 +134,15 @@ def generators() -> dict[str, str]:
         "numpy": f"{hashlib.sha256(np.asarray(words).tobytes()).hexdigest()} {position} {gauss}",
         "torch": _digest([torch.get_rng_state()]),
     }
+
+
+def _by_digest(value: Any) -> Any:
+    """Lists and dicts with a digest in place of each tensor, whose repr takes milliseconds."""
+    if isinstance(value, dict):
+        return {key: _by_digest(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_by_digest(one) for one in value]
+    return _digest([value]) if isinstance(value, torch.Tensor) else value
 
 
 def _digest(tensors: Iterable[torch.Tensor]) -> str:

@@ -1013,6 +1013,32 @@ def a_hook_that_scales(run: Run) -> Values:
     return values(run, model=model)
 
 
+def a_hook_that_clips(run: Run) -> Values:
+    """One before prepare, one after it, and one in front of that."""
+    model = make(Net)
+    for parameter in model.layers[1].parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    model, optimizer = run.prepare(model, sgd(model))
+    head = run.unwrap(model).head.weight
+    head.register_hook(lambda gradient: gradient / (gradient.norm() + 1e-3))
+    head.register_hook(lambda gradient: gradient.sign() * gradient.square())
+    for step in range(4):
+        run.backward(run.mean(mse(model), step))
+        run.step(optimizer)
+    return values(run, model=model)
+
+
+def a_hook_that_clips_in_windows(run: Run) -> Values:
+    model = make(Net)
+    model.layers[1].up.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    model, optimizer = run.prepare(model, adamw(model))
+    for step in range(8):
+        with run.accumulate(model):
+            run.backward(run.mean(mse(model), step))
+            run.step(optimizer)
+    return values(run, model=model)
+
+
 def a_hook_set_after_prepare(run: Run) -> Values:
     model = make(Net)
     model, optimizer = run.prepare(model, sgd(model))
@@ -1023,9 +1049,13 @@ def a_hook_set_after_prepare(run: Run) -> Values:
     return values(run, model=model)
 
 
+def twentyfold(parameter: Any) -> None:
+    parameter.grad.mul_(20)
+
+
 def a_post_accumulate_hook(run: Run) -> Values:
     model = make(Net)
-    model.layers[1].up.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(20))
+    model.layers[1].up.weight.register_post_accumulate_grad_hook(twentyfold)
     model, optimizer = run.prepare(model, sgd(model))
     for step in range(4):
         run.backward(run.mean(mse(model), step))
@@ -1036,7 +1066,7 @@ def a_post_accumulate_hook(run: Run) -> Values:
 def a_post_accumulate_hook_after_prepare(run: Run) -> Values:
     model = make(Net)
     model, optimizer = run.prepare(model, sgd(model))
-    run.unwrap(model).layers[1].up.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(20))
+    run.unwrap(model).layers[1].up.weight.register_post_accumulate_grad_hook(twentyfold)
     for step in range(4):
         run.backward(run.mean(mse(model), step))
         run.step(optimizer)

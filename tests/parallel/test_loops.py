@@ -42,6 +42,8 @@ OF_ZERO = {
     "a_module_added_after_prepare": REPLACED,
     "weights_tied_after_prepare": REPLACED,
     "a_hook_that_scales": HOOK,
+    "a_hook_that_clips": HOOK,
+    "a_hook_that_clips_in_windows": HOOK,
     "a_hook_set_after_prepare": HOOK,
     "a_post_accumulate_hook": HOOK,
     "a_post_accumulate_hook_after_prepare": HOOK,
@@ -52,7 +54,6 @@ OF_ZERO = {
     "plain_backward_in_windows": DIVIDE,
     "plain_backward_in_every_second_micro_batch": DIVIDE,
     # torch's own words, before anything is trained
-    "regularised_by_hand": MIXED,
     "noise_on_gradients": MIXED,
     "average_in_a_copy_from_before": MIXED,
     "gradients_set_by_hand": "appears to not have been used in the graph",
@@ -81,7 +82,8 @@ FAST = (
     "views_changed_in_place",
     "parameters_captured_before_prepare",
     "a_head_replaced_after_prepare",
-    "a_hook_that_scales",
+    "a_hook_that_clips",
+    "a_hook_that_clips_in_windows",
     "parameters_captured_and_clamped",
     "gradients_set_by_hand",
     "nothing_trained_at_prepare",
@@ -113,6 +115,8 @@ def outcome(parallel: str, name: str, **options: Any) -> str:
 
 def check(run_distributed: Any, parallel: str, names: list[str]) -> None:
     refused = OF_DDP if parallel == "ddp" else OF_ZERO
+    if parallel == "zero=3":  # below, parameters are whole from forward to step
+        refused = {**refused, "regularised_by_hand": MIXED}
     names = [name for name in names if parallel != "ddp" or name not in ONE_RANK_WAITS]
     # Refused ones last: a reduction that a refused step has begun would be met by the next loop's.
     names.sort(key=lambda name: name in refused)

@@ -24,17 +24,6 @@ def refuse_hooks(model: nn.Module, parallel: object) -> None:
             raise _hooked(type(model).__name__, name, kind, parallel)
 
 
-def refuse_hooks_of_averaged(model: nn.Module) -> None:
-    """Raise UsageError if a parameter has a hook that would see a gradient before DDP has averaged it."""
-    for name, parameter in model.named_parameters():
-        if kind_of_hook(parameter) == "register_post_accumulate_grad_hook":
-            raise UsageError(
-                f"'{name}' of {type(model).__name__} has a hook by register_post_accumulate_grad_hook, which would see "
-                "this rank's own gradient before parallel='ddp' averages it. Change gradients between "
-                "accelerator.backward() and optimizer.step(), where they are averaged."
-            )
-
-
 def _hooked(model: str, name: str, kind: str, parallel: object) -> UsageError:
     return UsageError(
         f"'{name}' of {model} has a hook by {kind}, which parallel='{parallel}' cannot keep: its "

@@ -21,7 +21,7 @@ from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
 from lockstep.parallel.autocast import autocast_forward
 from lockstep.parallel.blocks import find_blocks
-from lockstep.parallel.changed import refuse_hooks, refuse_hooks_of_averaged
+from lockstep.parallel.changed import refuse_hooks
 from lockstep.parallel.gradient_mean import GradientMean, Replicas
 from lockstep.parallel.materialize import InitWeights, check_same_model, is_on_meta, materialize
 from lockstep.parallel.recompute import recompute
@@ -102,7 +102,6 @@ def spread(
     if divides_weights:
         return _with_gradient_mean(model, experts, options)
     if runtime.world_size > 1:
-        refuse_hooks_of_averaged(model)
         return distributed_data_parallel(model, runtime, options.ddp)
     return model
 
