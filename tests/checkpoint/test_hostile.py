@@ -47,13 +47,15 @@ def described(results: list[dict[str, Any]], *keys: str) -> list[Any]:
     return [[result["name"], *(result[key] for key in keys)] for result in results]
 
 
-def test_what_may_load_loads_and_all_else_is_refused_in_our_words(results: list[dict[str, Any]]) -> None:
+def check_that_what_may_load_loads_and_all_else_is_refused_in_our_words(
+    results: list[dict[str, Any]],
+) -> None:
     wrong = [result for result in results if result["is_ours"] == (result["fate"] == "harmless")]
     assert described(wrong, "error_type", "error") == []
     assert results[0]["name"] == "nothing is wrong" and "weights" in results[0]["changed"]
 
 
-def test_nothing_is_changed_by_what_is_refused(results: list[dict[str, Any]]) -> None:
+def check_that_nothing_is_changed_by_what_is_refused(results: list[dict[str, Any]]) -> None:
     changed = [result for result in results if result["fate"] == "refused" and result["changed"]]
     assert described(changed, "changed", "error") == []
     late = [result["name"] for result in results if result["fate"] == "refused late"]
@@ -62,15 +64,23 @@ def test_nothing_is_changed_by_what_is_refused(results: list[dict[str, Any]]) ->
     )  # what the user's own class alone can judge
 
 
-def test_no_code_is_run_and_nothing_outside_is_opened(results: list[dict[str, Any]]) -> None:
+def check_that_no_code_is_run_and_nothing_outside_is_opened(results: list[dict[str, Any]]) -> None:
     heard = [result for result in results if result["events"]]
     assert described(heard, "events") == []
 
 
-def test_memory_stays_within_twice_the_files_and_a_constant(results: list[dict[str, Any]]) -> None:
+def check_that_memory_stays_within_twice_the_files_and_a_constant(results: list[dict[str, Any]]) -> None:
     allowed = hostile_run.CONSTANT_BYTES
     large = [result for result in results if result["grown_bytes"] > 2 * result["file_bytes"] + allowed]
     assert described(large, "grown_bytes", "file_bytes") == []
+
+
+def test_hostile_checkpoints_are_refused_and_do_nothing(results: list[dict[str, Any]]) -> None:
+    """One test, because the cases take a minute, and another worker would run them again."""
+    check_that_what_may_load_loads_and_all_else_is_refused_in_our_words(results)
+    check_that_nothing_is_changed_by_what_is_refused(results)
+    check_that_no_code_is_run_and_nothing_outside_is_opened(results)
+    check_that_memory_stays_within_twice_the_files_and_a_constant(results)
 
 
 def test_the_watch_hears_what_it_must_hear(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import json
 import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,6 @@ import yaml
 from lockstep.cli.main import COMMANDS, main
 from lockstep.config.accelerate import load
 from tests.config.accelerate_examples import TWO_PROCESSES
-
-LIMIT_S = 0.4
 
 
 @pytest.fixture(autouse=True)
@@ -44,21 +41,16 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["env", "--no-torch"], ["config", "--help"], ["launch", "--help"]]
 )
-def test_light_commands_do_not_import_torch_and_are_quick(arguments: list[str], tmp_path: Path) -> None:
+def test_light_commands_import_nothing_that_takes_long(arguments: list[str], tmp_path: Path) -> None:
     code = (
         "import sys\nfrom lockstep.cli.main import main\n"
         "try: main(sys.argv[1:])\n"
-        "finally: assert not {'torch', 'pydantic'} & set(sys.modules), 'imported'"
+        "finally: assert not {'torch', 'pydantic', 'numpy', 'transformers'} & set(sys.modules), 'imported'"
     )
-    times = []
-    for _ in range(3):
-        started = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=30, check=False
-        )
-        times.append(time.monotonic() - started)
-        assert done.returncode == 0, done.stderr
-    assert min(times) < LIMIT_S
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_config_writes_a_file_without_importing_torch(tmp_path: Path) -> None:
@@ -69,9 +61,7 @@ def test_config_writes_a_file_without_importing_torch(tmp_path: Path) -> None:
         "finally: assert 'torch' not in sys.modules"
     )
     arguments = ["config", "--num-processes", "2", "--cpu", "--config-file", str(path)]
-    started = time.monotonic()
     subprocess.run([sys.executable, "-c", code, *arguments], timeout=30, check=True)
-    assert time.monotonic() - started < 3 * LIMIT_S  # a loose bound on one cold run
     assert load(path).config.num_processes == 2
 
 
@@ -290,9 +280,7 @@ def test_random_command_lines_end_in_a_plan_or_one_message(
             line.append(dice.choice(FLAGS))
             if dice.random() < 0.8:
                 line.append(dice.choice(WORDS))
-        started = time.monotonic()
         code, out, err = call(capsys, "launch", "--dry-run", *line, script)
-        assert time.monotonic() - started < 1, line
         assert code in (0, 2), line
         if code == 2:
             assert err.count("Error: ") == 1, line

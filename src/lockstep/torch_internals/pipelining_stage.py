@@ -1,4 +1,4 @@
-"""torch's record of one stage in a pipeline; for torch 2.11 with what later versions do between stages."""
+"""torch's record of one stage in a pipeline; up to torch 2.12 with what later versions do between stages."""
 
 from __future__ import annotations
 
@@ -16,12 +16,40 @@ from lockstep.torch_internals.versions import undisturbed
 _Stage: Any = PipelineStage
 
 
-class _StageOf211(_Stage):
-    """A stage of torch 2.11, where only those tensors have gradients whose examples do, as from 2.12 on.
+class _StageUpTo212(_Stage):
+    """A stage that sends zeros where an input has no gradient but the stage before waits for one, as from 2.13 on.
 
-    Relies on: ``_prepare_forward_infra`` makes of ``inputs_meta`` the records ``args_recv_info``, whose buffers all
-    require gradients if ``has_backward``; ``_create_grad_send_info`` and ``_create_grad_recv_info`` say for each input
-    and output where its gradient goes and comes from; a record other than ``_RecvInfo`` is not received.
+    Relies on: ``bwd_cache`` has the gradients of the inputs of a micro-batch after its backward;
+    ``_create_grad_send_info`` says for each input where its gradient goes, None: nowhere.
+    """
+
+    def __init__(self, *args: Any, input_args: tuple[torch.Tensor, ...], **options: Any) -> None:
+        super().__init__(*args, input_args=input_args, **options)
+        self._examples = input_args
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **options)
+        if bwd_chunk_id in self.bwd_cache and not self.is_first:
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                torch.zeros(example.shape, dtype=example.dtype, device=self.device)
+                if example.requires_grad and gradient is None
+                else gradient
+                for gradient, example in zip(self.bwd_cache[bwd_chunk_id], self._examples, strict=True)
+            )
+
+    def _create_grad_send_info(self, args_recv_info: Any) -> list[int | None]:
+        found = super()._create_grad_send_info(args_recv_info)
+        return [
+            to if example.requires_grad else None for to, example in zip(found, self._examples, strict=True)
+        ]
+
+
+class _StageOf211(_StageUpTo212):
+    """A stage where only those tensors have gradients whose examples do, as from 2.12 on.
+
+    Relies on: ``_prepare_forward_infra`` makes of the examples the records ``args_recv_info``, whose buffers all
+    require gradients if ``has_backward``; ``_create_grad_recv_info`` says for each output where its gradient comes
+    from; a record other than ``_RecvInfo`` is not received.
     """
 
     def _prepare_forward_infra(self, num_microbatches: int, args: Any, kwargs: Any = None) -> Any:
@@ -33,23 +61,15 @@ class _StageOf211(_Stage):
         finally:
             stage.has_backward = wanted
         for records in self.args_recv_info.values():
-            for record, example in zip(records, self.inputs_meta, strict=True):
+            for record, example in zip(records, self._examples, strict=True):
                 if isinstance(record, stages._RecvInfo) and record.buffer is not None:
                     record.buffer.requires_grad_(wanted and example.requires_grad)
         return outputs
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         given = (prev_stage_outputs,) if isinstance(prev_stage_outputs, torch.Tensor) else prev_stage_outputs
-        for record, tensor, example in zip(
-            self.args_recv_info[mb_index], given, self.inputs_meta, strict=True
-        ):
+        for record, tensor, example in zip(self.args_recv_info[mb_index], given, self._examples, strict=True):
             record.buffer = tensor.detach().requires_grad_(example.requires_grad)
-
-    def _create_grad_send_info(self, args_recv_info: Any) -> list[int | None]:
-        found = super()._create_grad_send_info(args_recv_info)
-        return [
-            to if example.requires_grad else None for to, example in zip(found, self.inputs_meta, strict=True)
-        ]
 
     def _create_grad_recv_info(self, act_send_info: Any) -> Any:
         found = super()._create_grad_recv_info(act_send_info)
@@ -75,7 +95,13 @@ class _StageOf211(_Stage):
         return [] if self.device.type == "cpu" else super()._get_init_p2p_neighbors_ops()
 
 
-StageBase: Any = PipelineStage if hasattr(schedules, "InferenceMode") else _StageOf211
+def _stage_of_this_torch() -> Any:
+    if hasattr(PipelineStage, "_get_grad_send_meta"):
+        return PipelineStage
+    return _StageUpTo212 if hasattr(schedules, "InferenceMode") else _StageOf211
+
+
+StageBase: Any = _stage_of_this_torch()
 
 
 class _Both(torch.autograd.Function):

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.pool import free_port
 
 SCRIPT = Path(__file__).parent / "ending.py"
@@ -36,27 +38,32 @@ class Launch:
         return self.process.returncode, text
 
 
-def test_rank_0_may_work_alone_after_training_as_long_as_it_likes(tmp_path: Path) -> None:
-    launches = [
-        Launch(command, "export", tmp_path / name)
-        for name, command in (("ours", LAUNCH), ("torchrun", [*TORCHRUN, str(free_port())]))
-    ]
-    for launch in launches:
-        code, text = launch.end()
-        assert code == 0, text
-        assert "lockstep" not in text, text
-        assert (launch.out / "result").read_text() == "kept"
+def by(launcher: str) -> list[str]:
+    return LAUNCH if launcher == "ours" else [*TORCHRUN, str(free_port())]
 
 
-def test_what_one_rank_calls_after_the_others_have_ended_is_said_in_one_sentence(tmp_path: Path) -> None:
-    ours, torchrun = "ours", "torchrun"
-    launches = {
-        (how, who): Launch(
-            LAUNCH if who == ours else [*TORCHRUN, str(free_port())], how, tmp_path / f"{how}-{who}"
-        )
-        for how, who in (("save", ours), ("save", torchrun), ("exit", ours), ("collective", ours))
-    }
-    for (how, _), launch in launches.items():
+@pytest.mark.parametrize("launcher", ["ours", pytest.param("torchrun", marks=pytest.mark.exhaustive)])
+def test_rank_0_may_work_alone_after_training_as_long_as_it_likes(tmp_path: Path, launcher: str) -> None:
+    launch = Launch(by(launcher), "export", tmp_path / "out")
+    code, text = launch.end()
+    assert code == 0, text
+    assert "lockstep" not in text, text
+    assert (launch.out / "result").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "endings"),
+    [
+        ("ours", ("save", "collective")),
+        pytest.param("ours", ("exit",), marks=pytest.mark.exhaustive),
+        pytest.param("torchrun", ("save", "exit", "collective"), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_what_one_rank_calls_after_the_others_have_ended_is_said_in_one_sentence(
+    tmp_path: Path, launcher: str, endings: tuple[str, ...]
+) -> None:
+    launches = {how: Launch(by(launcher), how, tmp_path / how) for how in endings}
+    for how, launch in launches.items():
         code, text = launch.end()
         assert code in (1, 124), text
         assert "another machine" not in text

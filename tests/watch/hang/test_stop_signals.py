@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.pool import free_port
 
 SCRIPT = Path(__file__).parent / "training.py"
@@ -98,18 +100,21 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
 # When rank 0 sends the signal, whether there is a place to save, and whether a checkpoint must be there afterwards.
 MOMENTS = [
     ("import", "SIGTERM", True, False),
-    ("prepared", "SIGUSR1", False, False),
     ("step 0", "SIGUSR2", True, True),
+]
+MORE_MOMENTS = [
+    ("prepared", "SIGUSR1", False, False),
     ("step 0", "SIGTERM", False, False),
     ("step 1", "SIGUSR1", True, True),
 ]
 
 
+@pytest.mark.parametrize("moments", [MOMENTS, pytest.param(MORE_MOMENTS, marks=pytest.mark.exhaustive)])
 def test_a_signal_to_the_launcher_around_the_first_step_ends_with_75_and_keeps_what_was_done(
-    tmp_path: Path,
+    tmp_path: Path, moments: list[tuple[str, str, bool, bool]]
 ) -> None:
     launches = []
-    for number, (when, name, has_place, _) in enumerate(MOMENTS):
+    for number, (when, name, has_place, _) in enumerate(moments):
         out = tmp_path / str(number)
         command = [
             sys.executable,
@@ -125,7 +130,7 @@ def test_a_signal_to_the_launcher_around_the_first_step_ends_with_75_and_keeps_w
         command += [str(int(signal.Signals[name])), str(out), *([] if has_place else ["plain"])]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         launches.append((out, subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)))
-    for (when, name, _, is_saved), (out, launch) in zip(MOMENTS, launches, strict=True):
+    for (when, name, _, is_saved), (out, launch) in zip(moments, launches, strict=True):
         error = launch.communicate(timeout=4 * LIMIT_S)[1]
         assert launch.returncode == 75, (when, error)
         assert name in error
