@@ -1014,13 +1014,13 @@ def a_hook_that_scales(run: Run) -> Values:
 
 
 def a_hook_that_clips(run: Run) -> Values:
-    """One before prepare, one after it, and one in front of that."""
+    """Hooks set before prepare, and one more after it."""
     model = make(Net)
     for parameter in model.layers[1].parameters():
         parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    model.head.weight.register_hook(lambda gradient: gradient / (gradient.norm() + 1e-3))
     model, optimizer = run.prepare(model, sgd(model))
     head = run.unwrap(model).head.weight
-    head.register_hook(lambda gradient: gradient / (gradient.norm() + 1e-3))
     head.register_hook(lambda gradient: gradient.sign() * gradient.square())
     for step in range(4):
         run.backward(run.mean(mse(model), step))
@@ -1036,6 +1036,24 @@ def a_hook_that_clips_in_windows(run: Run) -> Values:
         with run.accumulate(model):
             run.backward(run.mean(mse(model), step))
             run.step(optimizer)
+    return values(run, model=model)
+
+
+def hooks_that_look(run: Run) -> Values:
+    """As loggers set them, on the main process, before and after prepare."""
+    model = make(Net)
+    is_main = run.ranks[0] == 0
+    seen: list[float] = []
+    if is_main:
+        model.head.weight.register_hook(lambda gradient: seen.append(gradient.norm().item()))
+    model, optimizer = run.prepare(model, sgd(model))
+    if is_main:
+        for parameter in run.unwrap(model).layers.parameters():
+            parameter.register_hook(lambda gradient: seen.append(gradient.mean().item()))
+            parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.mean().item()))
+    for step in range(4):
+        run.backward(run.mean(mse(model), step))
+        run.step(optimizer)
     return values(run, model=model)
 
 

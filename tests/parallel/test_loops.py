@@ -16,6 +16,7 @@ TOLERANCE = 1e-5
 
 REPLACED = "is another parameter than when the model was prepared"
 HOOK = "has a hook by register_"
+CHANGED = "changed this rank's own gradient"
 LEFT_OUT = "without a gradient, which parallel='ddp' averages"
 DIVIDE = "loss.backward(), which does not divide"
 MIXED = "got mixed torch.Tensor and DTensor"
@@ -31,9 +32,10 @@ OF_DDP = {
     "nothing_trained_at_prepare": "had no trainable parameters when it was prepared",
     "gradients_set_by_hand": "gradients that no backward has made",
     "weights_tied_after_prepare": "of no prepared model",
-    "a_post_accumulate_hook": HOOK,
-    "an_optimizer_in_backward": HOOK,
-    "a_post_accumulate_hook_after_prepare": HOOK,
+    "a_hook_set_after_prepare": CHANGED,
+    "a_post_accumulate_hook": CHANGED,
+    "an_optimizer_in_backward": CHANGED,
+    "a_post_accumulate_hook_after_prepare": CHANGED,
     "plain_backward_in_windows": DIVIDE,
     "plain_backward_in_every_second_micro_batch": DIVIDE,
 }
@@ -45,6 +47,7 @@ OF_ZERO = {
     "a_hook_that_clips": HOOK,
     "a_hook_that_clips_in_windows": HOOK,
     "a_hook_set_after_prepare": HOOK,
+    "hooks_that_look": HOOK,
     "a_post_accumulate_hook": HOOK,
     "a_post_accumulate_hook_after_prepare": HOOK,
     "an_optimizer_in_backward": HOOK,
@@ -84,6 +87,8 @@ FAST = (
     "a_head_replaced_after_prepare",
     "a_hook_that_clips",
     "a_hook_that_clips_in_windows",
+    "hooks_that_look",
+    "a_post_accumulate_hook",
     "parameters_captured_and_clamped",
     "gradients_set_by_hand",
     "nothing_trained_at_prepare",

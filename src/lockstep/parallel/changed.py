@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from lockstep.errors import UsageError
@@ -13,15 +14,18 @@ from lockstep.torch_internals.modules import children_of, parameters_of
 from lockstep.torch_internals.parameter_hooks import kind_of_hook
 
 
-def refuse_hooks(model: nn.Module, parallel: object) -> None:
-    """Raise UsageError if a parameter has a hook: its place is taken by one that has gradients in parts.
+def refuse_hooks(model: nn.Module, parallel: object, world_size: int) -> None:
+    """Raise UsageError if a parameter has a hook on any rank: its place is taken by one that has gradients in parts.
 
     A hook would see one rank's own gradient, or its part of the mean, where in plain torch it sees the whole.
+    Collective.
     """
-    for name, parameter in model.named_parameters():
-        kind = kind_of_hook(parameter)
-        if kind is not None:
-            raise _hooked(type(model).__name__, name, kind, parallel)
+    mine = ((name, kind_of_hook(parameter)) for name, parameter in model.named_parameters())
+    first = next(((name, kind) for name, kind in mine if kind is not None), None)
+    of_ranks: list[Any] = [None] * world_size
+    dist.all_gather_object(of_ranks, first)
+    for name, kind in filter(None, of_ranks):
+        raise _hooked(type(model).__name__, name, kind, parallel)
 
 
 def _hooked(model: str, name: str, kind: str, parallel: object) -> UsageError:

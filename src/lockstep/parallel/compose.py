@@ -71,7 +71,7 @@ def spread(
     needs_blocks = shards or axes.pp * axes.cp > 1 or parallel.activation is not Activation.NONE
     blocks = find_blocks(model, parallel.blocks) if needs_blocks else {}
     if (shards or divides_weights) and runtime.world_size > 1 and not evaluation_mode:
-        refuse_hooks(model, parallel)
+        refuse_hooks(model, parallel, runtime.world_size)
     if parallel.sync_batchnorm and not evaluation_mode and options.meshes.gradient_size > 1:
         _synchronize_batchnorm(model, runtime, options)
     if divides_weights:

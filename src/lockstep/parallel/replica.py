@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from lockstep.comm.tree import leaves
 from lockstep.errors import UsageError
-from lockstep.parallel.averaged_hooks import average_before_hooks
+from lockstep.parallel.replica_hooks import average_before_hooks, guard_hooks
 from lockstep.torch_internals.autograd import current_backward as current_pass
 from lockstep.torch_internals.c10d import check_reduced, rebuild_buckets
 from lockstep.torch_internals.modules import children_of, parameters_of
@@ -53,7 +53,7 @@ class DistributedDataParallel(TorchDDP):
         self._options = options
         self._settle = settle
         self._trained = trained_parameters(module)
-        average_before_hooks(self, self._trained)
+        average_before_hooks(self, self._trained, self.device)
         self._averaged = {_key(self._trained): _Averaged(self.reducer, self.logger, self._trained)}
         self._is_spent = False
         self._pass = -1
@@ -117,7 +117,7 @@ class DistributedDataParallel(TorchDDP):
     def _follow_module(self) -> None:
         """Let a reducer of the parameters that are trainable now take over. Collective where it is a new one."""
         now = trained_parameters(self.module)
-        average_before_hooks(self, now)
+        guard_hooks(self, now)
         if not now or (len(now) == len(self._trained) and all(map(_is, now, self._trained))):
             return  # with nothing to train no gradient comes
         if self.static_graph:
@@ -141,6 +141,7 @@ class DistributedDataParallel(TorchDDP):
         known = {id(p) for p in self._module_parameters}
         has_new = any(id(p) not in known for p in self.module.parameters())
         other = TorchDDP(self.module, **self._options, init_sync=has_new)
+        average_before_hooks(self, trained, self.device)
         self._settle(other)
         return _Averaged(other.reducer, other.logger, trained)
 

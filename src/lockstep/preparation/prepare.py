@@ -47,7 +47,7 @@ from lockstep.runtime.mesh import Meshes
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
 from lockstep.torch_internals import optim as torch_optim
-from lockstep.torch_internals.whole_steps import complete_optimizer
+from lockstep.torch_internals.optim import complete_optimizer
 from lockstep.train.clipping import OtherStages, clip_norm
 from lockstep.train.loss_scale import LossScaler
 from lockstep.train.optimizer import PreparedOptimizer

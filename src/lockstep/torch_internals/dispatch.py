@@ -16,6 +16,11 @@ def schema_of(operator: Any) -> Any:
     return getattr(operator, "_schema", None)
 
 
+def operation_name(operator: Any) -> str:
+    """Such as "add_". Relies on: ``_schema.name`` of an operation is that after its namespace."""
+    return str(operator._schema.name).removeprefix("aten::")
+
+
 def argument_names(operator: Any) -> list[str]:
     """In the order in which they may be given by position."""
     return [argument.name for argument in operator._schema.arguments]
@@ -61,5 +66,6 @@ def probe() -> None:
     with Mode():
         torch.mm(left, left)
     expect(seen == ["aten::mm", "self", "mat2"], "the schema of an operator")
+    expect(operation_name(torch.ops.aten.add_.Tensor) == "add_", "the name of an operation")
     expect(len(operators_of(("mm", "_scaled_mm"))) == 2, "operators by name")
     expect(len(operators_of((*CONVERSIONS, *("_foreach_norm", "_foreach_max")))) == 3, "operators on lists")

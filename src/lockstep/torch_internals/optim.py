@@ -37,6 +37,21 @@ def take_for_wrapped(step: Any) -> None:
     step.hooked = True  # by ``profile_hook_step``, which does it once
 
 
+def step_without_hooks(cls: Any) -> Any:
+    """A class's ``step`` as it was written. Relies on: hooks around it have ``hooked`` and ``__wrapped__``."""
+    step = cls.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def complete_optimizer(optimizer: Optimizer) -> None:
+    """Give an optimizer whose class does not call ``super().__init__`` what torch gives one that was unpickled.
+
+    Relies on: ``__setstate__`` adds the dictionaries of hooks where they are missing.
+    """
+    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        Optimizer.__setstate__(optimizer, {})
+
+
 def with_step_hooks(step: Callable[..., Any]) -> Any:
     """``step`` with the optimizer's hooks before and after it. Relies on: ``Optimizer.profile_hook_step``."""
     return Optimizer.profile_hook_step(step)
@@ -115,6 +130,11 @@ def probe() -> None:
     expect(scheduler._step_count == before + 1, "the count of a scheduler")
     note_step(optimizer)
     expect(vars(optimizer)["_opt_called"] is True, "the note that an optimizer has stepped")
+    expect(step_without_hooks(torch.optim.SGD) is not torch.optim.SGD.step, "a step with hooks around it")
+    bare = object.__new__(torch.optim.SGD)
+    bare.defaults = {}
+    complete_optimizer(bare)
+    expect(bare.register_step_post_hook(hook) is not None, "hooks of an optimizer without any")
     _probe_scaler(leaf)
 
 

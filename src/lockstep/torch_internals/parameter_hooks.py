@@ -1,4 +1,4 @@
-"""Hooks that a user has set on a parameter."""
+"""Hooks of parameters: the user's, and Lockstep's own before and after them."""
 
 from __future__ import annotations
 
@@ -6,33 +6,50 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+TENSOR, POST_ACCUMULATE = "register_hook", "register_post_accumulate_grad_hook"
+"""The kinds of hooks, by the methods that set them."""
+_HOOKS = {TENSOR: "_backward_hooks", POST_ACCUMULATE: "_post_accumulate_grad_hooks"}
+"""Relies on: these attributes are None or dictionaries with the hooks as values."""
+
+
+def kinds_of_hooks(parameter: Any) -> list[str]:
+    """Of which kinds this tensor has hooks, other than Lockstep's own."""
+    return [kind for kind in _HOOKS if has_hook(parameter, kind)]
+
+
+def has_hook(parameter: Any, kind: str) -> bool:
+    """Whether the user has set one of this kind."""
+    hooks = getattr(parameter, _HOOKS[kind])
+    return bool(hooks) and not all(map(_is_ours, hooks.values()))
+
 
 def kind_of_hook(parameter: Any) -> str | None:
-    """The method that set a hook on this tensor; None: there is none but Lockstep's own.
+    """The method that set a hook on this tensor; None: there is none but Lockstep's own."""
+    return next((kind for kind in _HOOKS if has_hook(parameter, kind)), None)
 
-    Relies on: ``_backward_hooks`` and ``_post_accumulate_grad_hooks`` are None or mappings with the hooks as values.
+
+def hooks_of(parameter: Any, kind: str) -> list[Any]:
+    """All of this kind, in the order in which they are called."""
+    return list((getattr(parameter, _HOOKS[kind]) or {}).values())
+
+
+def call_around_others(
+    parameter: Any, kind: str, first: Callable[..., Any], last: Any, replaced: tuple[type, ...]
+) -> None:
+    """Set a hook before all others and, unless it is None, one after them; those of the ``replaced`` types go.
+
+    Relies on: hooks are called in the order in which the dictionary, not ``move_to_end`` of it, has them, each with
+    what the one before has returned.
     """
-    for kind, hooks in (
-        ("register_post_accumulate_grad_hook", parameter._post_accumulate_grad_hooks),
-        ("register_hook", parameter._backward_hooks),
-    ):
-        if hooks and not all(map(_is_ours, hooks.values())):
-            return kind
-    return None
-
-
-def call_before_others(parameter: Any, hook: Callable[[Any], Any]) -> None:
-    """Relies on: ``_backward_hooks`` are called as they were inserted, each with what the one before has returned."""
-    parameter.register_hook(hook)
-    hooks = parameter._backward_hooks
-    *others, (number, ours) = hooks.items()
-    hooks.clear()  # the order of the dict counts, which move_to_end does not change
-    hooks.update({number: ours, **dict(others)})
-
-
-def hooks_of(parameter: Any) -> list[Any]:
-    """What ``register_hook`` has set, in the order in which it is called."""
-    return list((parameter._backward_hooks or {}).values())
+    hooks = getattr(parameter, _HOOKS[kind])
+    others = {number: hook for number, hook in hooks.items() if not isinstance(hook, replaced)}
+    hooks.clear()
+    for hook in (first, last):
+        if hook is not None:
+            getattr(parameter, kind)(hook)
+    ours = list(hooks.items())
+    hooks.clear()
+    hooks.update([ours[0], *others.items(), *ours[1:]])
 
 
 def _is_ours(hook: Any) -> bool:

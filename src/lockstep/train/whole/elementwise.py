@@ -12,7 +12,7 @@ from lockstep.comm.dtensor import is_dtensor
 from lockstep.comm.tree import map_tensors
 from lockstep.errors import UsageError
 from lockstep.torch_internals import dispatch
-from lockstep.torch_internals.whole_steps import operation_name
+from lockstep.torch_internals.dispatch import operation_name
 from lockstep.train.whole.lines import line_of_step
 from lockstep.train.whole.methods import methods_with_parameters
 

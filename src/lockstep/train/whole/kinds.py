@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.stream.step.classes import SEPARABLE, Separable
-from lockstep.torch_internals.whole_steps import is_noted_by_scheduler
+from lockstep.torch_internals.optim import is_wrapped_by_scheduler
 from lockstep.train.whole.elementwise import declares_elementwise
 
 _CHANGES_NO_STEP = {"__init__", "__repr__", "__str__", "zero_grad", "state_dict", "load_state_dict"}
@@ -40,7 +40,7 @@ def _is_step_of(value: Any, name: str, base: type[Optimizer]) -> bool:
 def _replaced_step(optimizer: Optimizer) -> bool:
     """Whether this object has a step of its own; one that a scheduler notes is its class's."""
     own = vars(optimizer).get("step")
-    return own is not None and not is_noted_by_scheduler(own)
+    return own is not None and not is_wrapped_by_scheduler(own)
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:

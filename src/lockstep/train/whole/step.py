@@ -26,13 +26,8 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.comm.dtensor import is_dtensor, local, max_over_shards
 from lockstep.errors import UsageError
-from lockstep.torch_internals.whole_steps import (
-    note_step,
-    probe,
-    step_without_hooks,
-    storage_key,
-    take_for_noted,
-)
+from lockstep.torch_internals import optim as torch_optim
+from lockstep.torch_internals.tensors import storage_key
 from lockstep.train.whole.lines import line_of_step, place_of
 from lockstep.train.whole.methods import methods_with_parameters
 from lockstep.train.whole.random import SharedRandom
@@ -63,7 +58,7 @@ def step_on_whole(
         before_gathering: Called before each step.
         gathered: By ``id`` of a parameter that a model has gathered at the moment: the sharded one.
     """
-    probe()
+    torch_optim.probe()
     whole = whole_step_of(optimizer)
     if whole is None:
         whole = WholeStep(optimizer, storages, before_gathering)
@@ -168,10 +163,10 @@ class WholeStep:
                 self._by_shard[id(parameter)] = self._by_whole[id(whole.whole)] = whole
 
     def step(self, unhooked: bool, cls: type[Optimizer], *args: Any, **kwargs: Any) -> Any:
-        note_step(self._optimizer)
+        torch_optim.note_step(self._optimizer)
         step: Any = self._own_step
         if step is None:
-            function: Any = step_without_hooks(cls) if unhooked else cls.step
+            function: Any = torch_optim.step_without_hooks(cls) if unhooked else cls.step
             step = function.__get__(self._optimizer)
         return self.run(step, *args, **kwargs)
 
@@ -388,7 +383,7 @@ def _step_of(cls: type[Optimizer]) -> Any:
     def unhooked(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         return _required(self).step(True, cls, *args, **kwargs)
 
-    take_for_noted(step)  # hooks are the class's own, inside
+    torch_optim.take_for_wrapped(step)  # hooks are the class's own, inside
     step.__wrapped__ = unhooked
     return step
 

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lockstep.comm.dtensor import boxes_of, full, is_dtensor, local, shard_like
 from lockstep.errors import UsageError
 from lockstep.torch_internals.replaced_parameters import revive
-from lockstep.torch_internals.whole_steps import storage_key, version
+from lockstep.torch_internals.tensors import storage_key, version
 
 
 class Storages:
