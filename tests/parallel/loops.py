@@ -777,6 +777,54 @@ def noise_on_gradients(run: Run) -> Values:
     return values(run, model=model)
 
 
+def noise_like_gradients(run: Run) -> Values:
+    model = make(Net)
+    model, optimizer = run.prepare(model, sgd(model))
+    torch.manual_seed(7)
+    for step in range(4):
+        run.backward(run.mean(mse(model), step))
+        for p in model.parameters():
+            p.grad.add_(torch.randn_like(p.grad), alpha=0.01)
+            p.grad.mul_(torch.rand_like(p) < 0.7)
+            p.grad.add_(torch.empty_like(p.grad).uniform_(-0.01, 0.01))
+        run.step(optimizer)
+    return values(run, model=model)
+
+
+def layers_drawn_anew(run: Run) -> Values:
+    """After prepare, by what torch offers for it."""
+    model = make(Net)
+    model, optimizer = run.prepare(model, sgd(model))
+    torch.manual_seed(7)
+    for step in range(5):
+        run.backward(run.mean(mse(model), step))
+        run.step(optimizer)
+        inner = run.unwrap(model)
+        if step == 1:
+            inner.head.reset_parameters()
+        elif step == 2:
+            torch.nn.init.trunc_normal_(inner.layers[0].up.weight, std=0.1)
+            torch.nn.init.kaiming_normal_(inner.layers[1].up.weight)
+        elif step == 3:
+            with torch.no_grad():
+                for p in inner.layers[2].parameters():
+                    p.mul_(torch.bernoulli(torch.full_like(p, 0.5)))
+                    p.add_(torch.empty_like(p).exponential_(), alpha=0.01)
+    return values(run, model=model)
+
+
+def regularised_outside(run: Run) -> Values:
+    """Terms of weights that are taken before the forward, beside the loss and as a factor of it."""
+    model = make(Net)
+    model, optimizer = run.prepare(model, sgd(model))
+    for step in range(4):
+        penalty = sum(p.abs().sum() for name, p in model.named_parameters() if "bias" not in name)
+        norm = sum(p.square().sum() for p in model.parameters()).sqrt()
+        run.backward(run.mean(mse(model), step) * (1 + 1e-3 * norm) + 1e-4 * penalty)
+        run.step(optimizer)
+    return values(run, model=model)
+
+
 def weights_clamped(run: Run) -> Values:
     model = make(Net)
     model, optimizer = run.prepare(model, sgd(model))

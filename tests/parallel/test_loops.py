@@ -19,7 +19,7 @@ HOOK = "has a hook by register_"
 CHANGED = "changed this rank's own gradient"
 LEFT_OUT = "without a gradient, which parallel='ddp' averages"
 DIVIDE = "loss.backward(), which does not divide"
-MIXED = "got mixed torch.Tensor and DTensor"
+MIXED = "got mixed torch.Tensor and DTensor"  # in torch's own words, before anything is trained
 
 OF_DDP = {
     "a_backward_for_each_head": LEFT_OUT,
@@ -56,7 +56,6 @@ OF_ZERO = {
     "torch_averaged_model": "cannot be copied with copy.deepcopy",
     "plain_backward_in_windows": DIVIDE,
     "plain_backward_in_every_second_micro_batch": DIVIDE,
-    # torch's own words, before anything is trained
     "noise_on_gradients": MIXED,
     "average_in_a_copy_from_before": MIXED,
     "gradients_set_by_hand": "appears to not have been used in the graph",
@@ -88,6 +87,10 @@ FAST = (
     "a_hook_that_clips",
     "a_hook_that_clips_in_windows",
     "hooks_that_look",
+    "noise_like_gradients",
+    "layers_drawn_anew",
+    "regularised_by_hand",
+    "regularised_outside",
     "a_post_accumulate_hook",
     "parameters_captured_and_clamped",
     "gradients_set_by_hand",
@@ -120,8 +123,6 @@ def outcome(parallel: str, name: str, **options: Any) -> str:
 
 def check(run_distributed: Any, parallel: str, names: list[str]) -> None:
     refused = OF_DDP if parallel == "ddp" else OF_ZERO
-    if parallel == "zero=3":  # below, parameters are whole from forward to step
-        refused = {**refused, "regularised_by_hand": MIXED}
     names = [name for name in names if parallel != "ddp" or name not in ONE_RANK_WAITS]
     # Refused ones last: a reduction that a refused step has begun would be met by the next loop's.
     names.sort(key=lambda name: name in refused)

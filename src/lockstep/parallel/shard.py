@@ -44,7 +44,7 @@ from lockstep.runtime.process import Runtime
 from lockstep.stream.homes import FileHomes
 from lockstep.torch_internals import fsdp2, fsdp2_probe
 from lockstep.torch_internals import modules as torch_modules
-from lockstep.torch_internals.dtensor_reading import read_whole_numbers
+from lockstep.torch_internals.dtensor_operators import behave_like_plain
 from lockstep.torch_internals.replaced_parameters import retire
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ def shard(
     model.register_load_state_dict_pre_hook(_shard_whole_tensors)
     for module in sharded:
         type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]  # of the class that torch made
-    read_whole_numbers()
+    behave_like_plain(shard_like)
     fsdp2.lazy_init(model)
     return model
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.checkpoint.training import Place, Training, Whole
 from lockstep.comm.collectives import Communicator
+from lockstep.comm.dtensor import is_dtensor
 from lockstep.config.options import Options
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.prepare import prepare_loader
@@ -47,6 +48,7 @@ from lockstep.runtime.mesh import Meshes
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
 from lockstep.torch_internals import optim as torch_optim
+from lockstep.torch_internals.dtensor_operators import keep_plain_gradients
 from lockstep.torch_internals.optim import complete_optimizer
 from lockstep.train.clipping import OtherStages, clip_norm
 from lockstep.train.loss_scale import LossScaler
@@ -323,6 +325,8 @@ class Preparation:
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """``loss.backward``, and average what torch's engines leave to us."""
+        if is_dtensor(loss):  # of a term of sharded parameters, such as their norm
+            keep_plain_gradients(loss)
         for model in self.models:
             backward_begins(model)
         try:

@@ -9,12 +9,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.comm.dtensor import is_dtensor
+from lockstep.comm.dtensor import is_dtensor, shard_like
 from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
 from lockstep.parallel.prepared import parts
 from lockstep.parallel.sharding import Sharding, sharding_of
-from lockstep.torch_internals.dtensor_reading import read_whole_numbers
+from lockstep.torch_internals.dtensor_operators import behave_like_plain
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.sharded import check_optimizer, choose_implementation, replace_parameters
 from lockstep.train.whole.elementwise import check_elementwise, declares_elementwise
@@ -68,7 +68,7 @@ class Shards:
             if sharding is not None and sharding not in self._of_models:
                 self._of_models.append(sharding)
         if any(map(is_dtensor, after.values())):
-            read_whole_numbers()
+            behave_like_plain(shard_like)
         self._note(before, after)
         if self._active:
             for optimizer in optimizers:
