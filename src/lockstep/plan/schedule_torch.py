@@ -31,8 +31,10 @@ def action_lists(name: str, ranks: int, micro_batches: int, stages_per_rank: int
     except (AttributeError, TypeError, ImportError) as error:
         import torch
 
+        from lockstep.torch_internals.versions import NEWEST, OLDEST
+
         raise UsageError(
-            f"The schedules of torch {torch.__version__} cannot be read ({error}). Use torch 2.11 to 2.13."
+            f"The schedules of torch {torch.__version__} cannot be read ({error}). Use torch {OLDEST} to {NEWEST}."
         ) from error
     return orders
 
