@@ -282,7 +282,8 @@ def test_experts_on_two_processes_have_the_losses_of_one(run: Run) -> None:
 def test_ranks_that_do_not_wait_learn(run: Run) -> None:
     text = run(2, "asynchronous.py", "--mode", "stale", "--steps", 40)
     losses = numbers("validation loss NUMBER nats", text)
-    assert len(losses) == 2 and losses[1] < losses[0] < 5
+    # Of bytes one knows log(256) = 5.55 at first. Which is the lower depends on how stale gradients were.
+    assert len(losses) == 2 and max(losses) < 4.5
 
 
 def test_the_gpt_with_its_state_on_disk_has_the_losses_of_training_in_memory(
