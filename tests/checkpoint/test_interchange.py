@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -131,6 +132,13 @@ def test_each_model_of_a_checkpoint_becomes_one_file(run_distributed, tmp_path: 
             assert opened.metadata() == {"format": "pt"}
     with pytest.raises(UsageError, match="no weights of model 2. Name another one; it has 0, 1"):
         open_weights(checkpoint, 2)
+    tensors, elements = (
+        [len(state) - 1 for state in states],
+        [sum(tensor.numel() for tensor in without_tie(state).values()) for state in states],
+    )
+    listed = f"0 ({tensors[0]} tensors of {elements[0]:,} elements), 1 ({tensors[1]} tensors of {elements[1]:,} elem"
+    with pytest.raises(UsageError, match=re.escape(listed)):
+        open_weights(checkpoint)
 
 
 @pytest.fixture

@@ -200,7 +200,7 @@ def broken_files(folder: Path) -> dict[str, tuple[str, str]]:
         "relative and missing": ("none.yaml", "No such file or directory"),
         "home and missing": ("~/no-such-file-of-mine.yaml", "No such file or directory"),
         "a home that is not there": ("~nobody_at_all/x.yaml", "No such file or directory"),
-        "a folder": (str(folder), "Is a directory"),
+        "a folder": (str(folder), "it is a folder"),
         "a loop": ("loop", "symbolic link"),
         "too long": ("x" * 5000, "File name too long"),
         "empty": ("empty.yaml", "the file is empty"),
@@ -251,7 +251,7 @@ def test_a_default_file_that_cannot_be_read_is_refused(
 ) -> None:
     (clean / "none" / "lockstep" / "config.yaml").mkdir(parents=True)
     code, _, err = call(capsys, "launch", "--dry-run", "--no-python", "true")
-    assert code == 2 and "config.yaml: cannot read the configuration file: Is a directory" in err
+    assert code == 2 and "config.yaml: cannot read the configuration file: it is a folder" in err
 
 
 # -- LOCKSTEP_DYNAMO_BACKEND -----------------------------------------------------------------------------

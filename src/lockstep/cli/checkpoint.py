@@ -54,6 +54,7 @@ CONVERT_EPILOG = """\b
 Examples:
   lockstep checkpoint convert run/checkpoints/checkpoint_3 weights
   lockstep checkpoint convert run/checkpoints/checkpoint_3 weights --dtype bf16 --max-shard-size 5GB
+  lockstep checkpoint convert run/checkpoints/checkpoint_3 second_weights --model 1
   lockstep checkpoint convert whole_weights sharded_weights --to weights --max-shard-size 2GB
 """
 
@@ -224,7 +225,9 @@ def _show_list(store: Store, places: list[str], as_json: bool) -> None:
 @command.command("merge", epilog=MERGE_EPILOG)
 @click.argument("source", metavar="SRC")
 @click.argument("out", metavar="OUT")
-@click.option("--model", type=IntegerRange(min=0), help="Number of the model in the checkpoint (default: 0).")
+@click.option(
+    "--model", type=IntegerRange(min=0), help="Number of the model, where the checkpoint has several."
+)
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 def merge_command(source: str, out: str, model: int | None, force: bool) -> None:
     """Write the weights of SRC, a checkpoint or a folder of sharded weights, as the one file OUT.
@@ -251,7 +254,9 @@ def merge_command(source: str, out: str, model: int | None, force: bool) -> None
 @click.option(
     "--dtype", type=click.Choice(list(DTYPES)), help="Dtype of floating-point tensors (default: as saved)."
 )
-@click.option("--model", type=IntegerRange(min=0), help="Number of the model in the checkpoint (default: 0).")
+@click.option(
+    "--model", type=IntegerRange(min=0), help="Number of the model, where the checkpoint has several."
+)
 @click.option("--force", is_flag=True, help="Replace weights that are in OUT.")
 def convert_command(
     source: str, out: str, to: str, max_shard_size: str, dtype: str | None, model: int | None, force: bool

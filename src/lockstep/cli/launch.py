@@ -74,6 +74,10 @@ def command_function(ctx: click.Context, script: str, arguments: tuple[str, ...]
         described=described.says,
         output=options["output"],
     )
+    if plan.secret_file is not None:
+        from lockstep.launch.shared_secret import check_secret_file
+
+        check_secret_file(plan)
     if options["dry_run"]:
         for warning in (*asked.warnings, *described.warnings):  # in a run, the main process says them
             click.echo(f"lockstep launch: {warning}", err=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.regular_file import read_regular_file
 from lockstep.config.values import parse_host, parse_integer, shown
 from lockstep.errors import ConfigError
 
@@ -75,8 +76,7 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
         ConfigError: the file cannot be read, or a line is not a host; with file and line.
     """
     try:
-        with Path(path).open("rb") as file:
-            text = file.read(MAX_FILE_BYTES + 1).decode("utf-8")
+        text = read_regular_file(path, MAX_FILE_BYTES + 1).decode("utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(f"hostfile {path}: cannot be read: {reason}. Name a file that can be.") from None

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lockstep.config.regular_file import read_regular_file
 from lockstep.config.rules import check_depth
 from lockstep.config.values import shown
 from lockstep.errors import ConfigError
@@ -22,8 +23,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     """
     name = str(path)
     try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_BYTES + 1)
+        content = read_regular_file(path, MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigError(f"{name}: cannot read the configuration file: {reason}. Check its path.") from None

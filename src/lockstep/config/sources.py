@@ -18,6 +18,7 @@ from lockstep.config.enums import DynamoBackend, PrecisionType
 from lockstep.config.json_file import parse_json
 from lockstep.config.parallel import Parallel
 from lockstep.config.place import Environ, ProcessEnvironment, place_in
+from lockstep.config.regular_file import read_regular_file
 from lockstep.config.training_objects import OptimizerConfig, SchedulerConfig
 from lockstep.config.values import parse_bool as parse_bool
 from lockstep.config.values import parse_endpoint, parse_seconds, plain
@@ -163,8 +164,7 @@ def _parse_path(value: Any, origin: str) -> str | None:
 def check_readable(path: str, origin: str) -> None:
     """Raise ConfigError, with the name of what says the path, unless it is a file that can be read."""
     try:
-        with open(os.path.expanduser(path), "rb"):
-            return
+        read_regular_file(os.path.expanduser(path), 0)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(

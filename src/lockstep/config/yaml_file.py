@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from lockstep.config.regular_file import read_regular_file
 from lockstep.errors import ConfigError
 
 MAX_BYTES = 64 * 1024
@@ -55,8 +56,7 @@ def read_yaml(path: str | Path) -> YamlFile:
     """
     name = str(path)
     try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_BYTES + 1)
+        content = read_regular_file(path, MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigError(f"{name}: cannot read the configuration file: {reason}. Check its path.") from None

@@ -9,6 +9,15 @@ from lockstep.launch.plan import LaunchPlan
 from lockstep.link import Secret, new_secret, read_secret
 
 
+def check_secret_file(plan: LaunchPlan) -> None:
+    """Raise ConfigError if the file that is to hold the secret does not, also where it would never be read."""
+    if plan.secret_file is not None and plan.reach.backend not in (
+        "k8s",
+        "ray",
+    ):  # which refuse it by themselves
+        read_secret(Path(plan.secret_file).expanduser())
+
+
 def secret_for_machines(plan: LaunchPlan) -> Secret:
     """That of ``secret_file`` or of LOCKSTEP_SECRET; otherwise a fresh one, which this launcher hands to all.
 

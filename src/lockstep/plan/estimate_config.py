@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.json_file import MAX_BYTES, parse_json
+from lockstep.config.regular_file import read_regular_file
 from lockstep.config.values import shown, suggestion
 from lockstep.errors import ConfigError, MissingExtraError, UsageError
 from lockstep.plan.estimate_import import last_line
@@ -99,8 +100,7 @@ def _model(config: Any, data: dict[str, Any], path: Path) -> nn.Module:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with open(path, "rb") as file:
-            content = file.read(64 * MAX_BYTES + 1)
+        content = read_regular_file(path, 64 * MAX_BYTES + 1)
         data = parse_json(content.decode("utf-8-sig"), str(path))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}. Check its path.") from None

@@ -8,15 +8,9 @@ from __future__ import annotations
 import os
 import stat
 
+from lockstep.config.regular_file import KINDS
 from lockstep.errors import CheckpointError
 
-_KINDS = {
-    stat.S_IFIFO: "a pipe (FIFO)",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 _OF_THE_SYSTEM = ("/proc/", "/sys/")
 """What lies there looks like files, but is made by the kernel while it is read."""
 
@@ -29,7 +23,7 @@ def check_plain_file(path: str) -> None:
     """
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
-        raise _refused(path, _KINDS.get(stat.S_IFMT(mode), "no plain file"))
+        raise _refused(path, KINDS.get(stat.S_IFMT(mode), "no plain file"))
     if os.path.realpath(path).startswith(_OF_THE_SYSTEM):
         raise _refused(path, "a file that the system makes while it is read")
 

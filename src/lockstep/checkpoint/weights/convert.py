@@ -6,6 +6,7 @@ Memory stays bounded whatever the size of the model: see ``slabs``.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -37,6 +38,7 @@ from lockstep.errors import CheckpointError, LockstepError, UsageError
 from lockstep.runtime.plain_file import check_plain_file, check_shard, read_plain_file
 
 LARGEST_CONFIGURATION_BYTES = 64 << 20
+MOST_SHOWN = 20
 Seen = Callable[[int], Any]
 """Is told of bytes that were read or written."""
 
@@ -58,12 +60,12 @@ class Weights:
 def open_weights(
     source: str, model: int | None = None, dtype: torch.dtype | None = None, seen: Seen = lambda count: None
 ) -> Weights:
-    """The weights in ``source``: model number ``model`` (0) of a checkpoint, which is verified as a whole, or those
-    of a folder as transformers reads it, or one file.
+    """The weights in ``source``: those of a folder as transformers reads it, or of one file, or of a checkpoint, which
+    is verified as a whole. Of several models in it ``model`` is the number of the one.
 
     Raises:
         CheckpointError: something is damaged or missing; names it.
-        UsageError: ``source`` is none of these, or has no such model.
+        UsageError: ``source`` is none of these, has no such model, or has several and none is chosen.
     """
     if "://" in source and not source.startswith("file://"):
         raise UsageError(
@@ -71,7 +73,7 @@ def open_weights(
         )
     path = os.path.normpath(os.path.expanduser(source.removeprefix("file://")))
     if os.path.isfile(f"{path}/{MANIFEST}"):
-        return _of_checkpoint(path, model or 0, dtype, seen)
+        return _of_checkpoint(path, model, dtype, seen)
     if model is not None:
         raise UsageError(f"{path} is no checkpoint, so it has no model {model}. Leave --model out.")
     if os.path.isfile(path):
@@ -79,11 +81,13 @@ def open_weights(
     return _of_folder(path, dtype)
 
 
-def _of_checkpoint(directory: str, number: int, dtype: torch.dtype | None, seen: Seen) -> Weights:
+def _of_checkpoint(directory: str, number: int | None, dtype: torch.dtype | None, seen: Seen) -> Weights:
     checkpoint = Checkpoint(directory, verify(LocalStore(), directory, seen=seen))
     models = checkpoint.state().get("models", {})
+    if number is None:
+        number = _only_one(directory, _in_order(models), checkpoint.index)
     if str(number) not in models:
-        there = ", ".join(sorted(models)) or "none"
+        there = ", ".join(_in_order(models)) or "none"
         raise UsageError(f"{directory} holds no weights of model {number}. Name another one; it has {there}.")
     prefix = f"model.{number}."
     index = {
@@ -98,6 +102,31 @@ def _of_checkpoint(directory: str, number: int, dtype: torch.dtype | None, seen:
     ]
     notes += [f"{name} is left out, as it is no tensor" for name in models[str(number)]["extra"]]
     return Weights(PiecedTensors(checkpoint.root, index, dtype), notes=notes)
+
+
+def _in_order(models: Iterable[str]) -> list[str]:
+    return sorted(models, key=lambda number: (len(number), number))
+
+
+def _only_one(directory: str, numbers: list[str], index: Index) -> int:
+    """The number of the model in a checkpoint that has one."""
+    if len(numbers) == 1:
+        return int(numbers[0])
+    if not numbers:
+        raise UsageError(f"{directory} holds no models. Name a checkpoint of a run that prepared one.")
+    sizes = [
+        [math.prod(entry.shape) for name, entry in index.items() if name.startswith(f"model.{number}.")]
+        for number in numbers
+    ]
+    described = [
+        f"{number} ({len(elements)} tensors of {sum(elements):,} elements)"
+        for number, elements in zip(numbers, sizes, strict=True)
+    ]
+    more = f" and {len(described) - MOST_SHOWN} more" if len(described) > MOST_SHOWN else ""
+    raise UsageError(
+        f"{directory} holds {len(numbers)} models, in the order in which they were prepared: "
+        f"{', '.join(described[:MOST_SHOWN])}{more}. Choose one, as with --model {numbers[-1]}."
+    )
 
 
 def _of_folder(folder: str, dtype: torch.dtype | None) -> Weights:
