@@ -38,6 +38,7 @@ def test_every_launch_of_a_page_has_a_dry_run(
     (tmp_path / "run.yaml").write_text("num_processes: 2\nuse_cpu: true\n")
     (tmp_path / "two_machines.yaml").write_text(TWO_MACHINES)
     (tmp_path / "run.secret").write_text("ab" * 32 + "\n")
+    (tmp_path / "run.secret").chmod(0o600)
     for words in commands(page):
         with pytest.raises(SystemExit) as ended:
             main(["launch", "--dry-run", *words[1:]])
