@@ -22,6 +22,7 @@ from lockstep.link.server import Server
 from lockstep.runtime import failure, process
 from lockstep.runtime.exit_codes import PREEMPTED, of_signal
 from lockstep.runtime.process import Runtime
+from lockstep.runtime.same_versions import check_same_versions
 from lockstep.runtime.step_clock import StepClock
 from lockstep.torch_internals import dataloader, flight_recorder
 from lockstep.watch.hang.coordinator import Coordinator, WatchSettings
@@ -197,8 +198,12 @@ def watch_process(runtime: Runtime, enabled: bool, grace_s: float) -> ProcessWat
     """This process's watch, started if it is not yet. Where it is not ``enabled`` it only counts steps.
 
     Collective at its first call: every rank must make it.
+
+    Raises:
+        UsageError: on all ranks at the first call, if they run different versions of torch or lockstep.
     """
     if ProcessWatch._current is None:
+        check_same_versions(runtime)
         ProcessWatch._current = ProcessWatch(StepClock())
         if enabled:
             ProcessWatch._current._start(runtime, grace_s)
