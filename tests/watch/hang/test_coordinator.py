@@ -420,3 +420,14 @@ def test_a_straggler_is_named_once() -> None:
     assert len(run.said) == 1
     assert "Rank 2" in run.said[0]
     assert "4.0 times" in run.said[0]
+
+
+def test_a_rank_that_has_failed_is_left_time_to_end_before_others_are_said_to_hang() -> None:
+    run = Run(hang_timeout_s=2)
+    run.wait(2)
+    run.tell(run.peers[1], "bye", failed=True, evidence=run.answer(1))
+    run.wait(14, but=(1,))
+    assert run.said == [] and run.coordinator.verdict is None
+    run.wait(10, but=(1,))  # its process does not end
+    assert "rank 1 has failed" in run.said[0]
+    assert run.coordinator.verdict is not None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
+
+from tests.launch import helpers as launch
 
 SCRIPT = Path(__file__).parent / "training.py"
 
@@ -19,20 +19,8 @@ def line_of(text: str) -> int:
 
 
 def test_a_rank_that_sleeps_is_named_with_its_line_and_then_the_run_is_ended(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "lockstep.cli.main",
-        "launch",
-        "--nproc",
-        "2",
-        "--cpu",
-        "--hang-timeout",
-        "8",
-    ]
-    command += [str(SCRIPT), str(tmp_path), "--steps", "20", "--pause", "0.02", "--hang", "1:6:sleep"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    script = [SCRIPT, tmp_path, "--steps", "20", "--pause", "0.02", "--hang", "1:6:sleep"]
+    process = launch.start("--nproc", 2, "--cpu", "--hang-timeout", 8, *script, OMP_NUM_THREADS="1")
     ledger = tmp_path / "rank-1.txt"
     hung_at: list[float] = []
 

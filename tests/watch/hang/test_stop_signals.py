@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.pool import free_port
+from tests.launch import helpers as launch
 
 SCRIPT = Path(__file__).parent / "training.py"
 EARLY = Path(__file__).parent / "early.py"
@@ -116,23 +117,11 @@ def test_a_signal_to_the_launcher_around_the_first_step_ends_with_75_and_keeps_w
     launches = []
     for number, (when, name, has_place, _) in enumerate(moments):
         out = tmp_path / str(number)
-        command = [
-            sys.executable,
-            "-m",
-            "lockstep.cli.main",
-            "launch",
-            "--nproc",
-            "2",
-            "--cpu",
-            str(EARLY),
-            when,
-        ]
-        command += [str(int(signal.Signals[name])), str(out), *([] if has_place else ["plain"])]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        launches.append((out, subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)))
-    for (when, name, _, is_saved), (out, launch) in zip(moments, launches, strict=True):
-        error = launch.communicate(timeout=4 * LIMIT_S)[1]
-        assert launch.returncode == 75, (when, error)
+        words = [when, int(signal.Signals[name]), out, *([] if has_place else ["plain"])]
+        launches.append((out, launch.start("--nproc", 2, "--cpu", EARLY, *words, OMP_NUM_THREADS="1")))
+    for (when, name, _, is_saved), (out, launched) in zip(moments, launches, strict=True):
+        error = launched.communicate(timeout=4 * LIMIT_S)[1]
+        assert launched.returncode == 75, (when, error)
         assert name in error
         assert bool(list(out.glob("checkpoints/checkpoint_0/*"))) == is_saved, (when, error)
         assert ("there was nothing to save" in error) == (when in ("import", "prepared")), error

@@ -27,6 +27,7 @@ SILENT_AFTER_S = 2.8
 ANSWER_LIMIT_S = 5.0
 NOBODY_WAITS_FACTOR = 12.0  # then it is mostly a long evaluation or save
 STRAGGLERS_EVERY_S = 5.0
+FAILED_LEAVE_S = 15.0  # a rank that failed ends within seconds, and then its error is what ends the run
 # What cannot be a rank that is only busy, or that starts slowly: named at once.
 CERTAIN = ("mismatch", "stopped", "ended")
 NAMED_THOUGH_NOBODY_WAITS = ("stopped", "data")
@@ -97,6 +98,7 @@ class Coordinator:
         self._named_stragglers: set[int] = set()
         self._next_stragglers = 0.0
         self._now = 0.0
+        self._failed_at: float | None = None
         self.verdict: Finding | None = None
         self.stopped: str | None = None
 
@@ -177,6 +179,8 @@ class Coordinator:
         except (KeyError, LinkError):
             last = None
         how = "has failed" if message.get("failed") is True else "has ended"
+        if message.get("failed") is True:
+            self._failed_at = self._now
         self._end(Ended(rank, how, last))
 
     def _end(self, ended: Ended) -> None:
@@ -230,7 +234,7 @@ class Coordinator:
             for rank, state in self._ranks.items()
             if rank not in self._ended and not state.is_done
         }
-        if not running:
+        if not running or (self._failed_at is not None and now - self._failed_at < FAILED_LEAVE_S):
             return
         progressed = max(state.progressed for state in running.values())
         if self._question is not None:
