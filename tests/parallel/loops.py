@@ -1047,6 +1047,122 @@ def plain_and_prepared_backward(run: Run) -> Values:
     return values(run, model=model)
 
 
+def the_bare_module_called(run: Run) -> Values:
+    """In some steps what unwrap_model gives is called, not the prepared model."""
+    model = make(Net)
+    model, optimizer = run.prepare(model, sgd(model))
+    for step in range(6):
+        run.backward(run.mean(mse(run.unwrap(model) if step % 2 else model), step))
+        run.step(optimizer)
+    return values(run, model=model)
+
+
+def features_of_the_root_alone(run: Run) -> Values:
+    """What a hook keeps is all of the loss: nothing comes back through the model's output."""
+    model = make(Net)
+    model, optimizer = run.prepare(model, sgd(model))
+    kept: list[torch.Tensor] = []
+    run.unwrap(model).embed.register_forward_hook(lambda module, args, out: kept.append(out))
+
+    def loss(_: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        model(x)
+        return F.mse_loss(kept.pop(), y)
+
+    for step in range(3):
+        run.backward(run.mean(loss, step))
+        run.step(optimizer)
+    return values(run, model=model)
+
+
+def stepped_without_a_last_backward(run: Run) -> Values:
+    model = make(Net)
+    model, optimizer = run.prepare(model, sgd(model))
+    for step in range(3):
+        with run.no_sync(model):
+            run.backward(run.mean(mse(model), step))
+        run.step(optimizer)
+    return values(run, model=model)
+
+
+def curvature_by_autograd_grad(run: Run) -> Values:
+    """A rank's own second derivatives, used beside the averaged gradients."""
+    model = make(Net)
+    model, optimizer = run.prepare(model, sgd(model))
+    for step in range(4):
+        parameters = list(model.parameters())
+        own = torch.autograd.grad(run.mean(mse(model), step), parameters)
+        run.backward(run.mean(mse(model), step))
+        for p, g in zip(parameters, own, strict=True):
+            p.grad.div_(1 + g.abs())
+        run.step(optimizer)
+    return values(run, model=model)
+
+
+def parts_assigned(run: Run) -> Values:
+    """Rows, columns and chosen elements of weights and of gradients."""
+    model = make(Net)
+    model, optimizer = run.prepare(model, sgd(model))
+    for step in range(3):
+        run.backward(run.mean(mse(model), step))
+        inner = run.unwrap(model)
+        inner.head.weight.grad[0] = 0
+        inner.embed.weight.grad[2:5] *= 0.1
+        inner.head.bias.grad[1] = 1.0
+        gradient = inner.layers[0].up.weight.grad
+        gradient[gradient.abs() < gradient.abs().mean()] = 0
+        run.step(optimizer)
+        with torch.no_grad():
+            inner.head.weight[1] = inner.head.weight[2:].mean(0)
+            inner.embed.weight[:, 1] = 0.5
+            inner.layers[1].down.weight[-1, 2] -= 0.25
+    return values(run, model=model)
+
+
+def parts_changed_in_place(run: Run) -> Values:
+    model = make(Net)
+    model, optimizer = run.prepare(model, sgd(model))
+    for step in range(3):
+        run.backward(run.mean(mse(model), step))
+        run.unwrap(model).head.weight.grad[0].zero_()
+        run.unwrap(model).layers[0].up.weight.data[3:5].mul_(0.5)
+        run.step(optimizer)
+    return values(run, model=model)
+
+
+def data_assigned(run: Run) -> Values:
+    model = make(Net)
+    model, optimizer = run.prepare(model, sgd(model))
+    for step in range(3):
+        run.backward(run.mean(mse(model), step))
+        for p in model.parameters():
+            p.grad.data = p.grad.data.clamp(-0.01, 0.01)
+        run.step(optimizer)
+        head = run.unwrap(model).head
+        head.weight.data = F.normalize(head.weight.data, dim=0)
+        head.bias.data = torch.full((WIDTH,), 0.1)
+    return values(run, model=model)
+
+
+def sharpness_by_hand(run: Run) -> Values:
+    """SAM in the loop: a scalar parameter is moved by what was computed from sharded ones too."""
+    model = make(Net)
+    model, optimizer = run.prepare(model, sgd(model))
+    for step in range(3):
+        run.backward(run.mean(mse(model), step))
+        with torch.no_grad():
+            norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+            moves = [p.grad * (0.05 / norm) for p in model.parameters()]
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.add_(move)
+        optimizer.zero_grad()
+        run.backward(run.mean(mse(model), step))
+        with torch.no_grad():
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.sub_(move)
+        run.step(optimizer)
+    return values(run, model=model)
+
+
 # Hooks -----------------------------------------------------------------------------------------------
 
 

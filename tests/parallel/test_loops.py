@@ -20,8 +20,15 @@ CHANGED = "changed this rank's own gradient"
 LEFT_OUT = "without a gradient, which parallel='ddp' averages"
 DIVIDE = "loss.backward(), which does not divide"
 MIXED = "got mixed torch.Tensor and DTensor"  # in torch's own words, before anything is trained
+PARTED = "is no longer equal on all ranks"
+OWN = "this rank's own: each backward since the last step ran inside of no_sync"
+NOT_AVERAGED = "has a gradient that was not averaged over the ranks"
 
 OF_DDP = {
+    "the_bare_module_called": PARTED,
+    "curvature_by_autograd_grad": PARTED,
+    "stepped_without_a_last_backward": OWN,
+    "features_of_the_root_alone": LEFT_OUT,
     "a_backward_for_each_head": LEFT_OUT,
     "heads_in_turn": LEFT_OUT,
     "a_head_for_each_rank": LEFT_OUT,
@@ -40,6 +47,10 @@ OF_DDP = {
     "plain_backward_in_every_second_micro_batch": DIVIDE,
 }
 OF_ZERO = {
+    "stepped_without_a_last_backward": NOT_AVERAGED,
+    "features_of_the_root_alone": NOT_AVERAGED,
+    "parts_changed_in_place": "was changed in place, as by w[0].zero_(), but was a copy",
+    "curvature_by_autograd_grad": "appears to not have been used in the graph",
     "a_head_replaced_after_prepare": REPLACED,
     "a_module_added_after_prepare": REPLACED,
     "weights_tied_after_prepare": REPLACED,
@@ -69,6 +80,14 @@ ONE_RANK_WAITS = (
 """Under DDP the rank that has all gradients waits for the one that is refused, until that has left."""
 
 FAST = (
+    "the_bare_module_called",
+    "curvature_by_autograd_grad",
+    "stepped_without_a_last_backward",
+    "features_of_the_root_alone",
+    "parts_assigned",
+    "parts_changed_in_place",
+    "data_assigned",
+    "sharpness_by_hand",
     "two_losses_of_one_output",
     "two_forwards_then_two_backwards",
     "unfrozen_later",

@@ -70,6 +70,16 @@ def check_reduced(model: nn.Module) -> None:
         model.check_reduced()
 
 
+def check_averaged(model: nn.Module) -> None:
+    """Raise UsageError before a step if gradients are this rank's own, and nothing will average them."""
+    if isinstance(model, DistributedDataParallel):
+        model.check_averaged()
+    for part in parts(model):
+        sharding = sharding_of(part)
+        if sharding is not None:
+            sharding.check_reduced()
+
+
 def is_pipeline(model: nn.Module) -> bool:
     """Whether each rank holds some stages of this model."""
     return hasattr(type(model), "stage_modules")

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from lockstep.comm.tree import leaves
 from lockstep.errors import UsageError
+from lockstep.parallel.alike import CopiesAlike
 from lockstep.parallel.replica_hooks import average_before_hooks, guard_hooks
 from lockstep.torch_internals.autograd import current_backward as current_pass
 from lockstep.torch_internals.c10d import check_reduced, rebuild_buckets
@@ -56,7 +57,9 @@ class DistributedDataParallel(TorchDDP):
         average_before_hooks(self, self._trained, self.device)
         self._averaged = {_key(self._trained): _Averaged(self.reducer, self.logger, self._trained)}
         self._is_spent = False
+        self._has_own = False
         self._pass = -1
+        self._alike = CopiesAlike(module, self.process_group)
         settle(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -74,14 +77,18 @@ class DistributedDataParallel(TorchDDP):
         """As in DDP.
 
         Raises:
-            UsageError: the last backward left out parameters on this rank.
+            UsageError: the last backward left out parameters on this rank, or the ranks' copies have parted.
         """
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
         self.check_reduced()
         self._follow_module()
+        if self.require_backward_grad_sync and not self._join_config.enable:
+            self._alike.before_forward(self._trained)
         output = super().forward(*args, **kwargs)
-        if self.require_backward_grad_sync and not self.static_graph:
+        if not self.require_backward_grad_sync:
+            self._notice_own_gradients(output)
+        elif not self.static_graph:
             self._is_spent = False
             self._average_again_if_spent(output)
         return output
@@ -98,6 +105,25 @@ class DistributedDataParallel(TorchDDP):
                 "find_unused_parameters=True) to the Accelerator, or freeze on all ranks what is not used; several "
                 "losses of one forward belong into one backward call."
             ) from error
+
+    def check_averaged(self) -> None:
+        """Raise UsageError if every backward since the last step was one of ``no_sync``."""
+        if self._has_own:
+            self._has_own = False
+            raise UsageError(
+                f"A step was to be made with gradients of {type(self.module).__name__} that are this rank's own: each "
+                "backward since the last step ran inside of no_sync. Leave no_sync for the last forward and backward "
+                "before a step, which average what has added up."
+            )
+
+    def _notice_own_gradients(self, output: Any) -> None:
+        for tensor in leaves(output).values():
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(_adds_own_gradients, weakref.ref(self)))
+
+    def own_gradients_come(self) -> None:
+        """A backward has come to an output of a forward in ``no_sync``."""
+        self._has_own = not self.require_backward_grad_sync
 
     def _left_out(self, message: str) -> str:
         """torch says it by number: "Parameter indices which did not receive grad for rank 1: 4 5"."""
@@ -153,6 +179,8 @@ class DistributedDataParallel(TorchDDP):
 
     def backward_begins(self, outputs: list[weakref.ref[torch.Tensor]]) -> None:
         """A backward has come to an output of this module. The first since its forward is DDP's own business."""
+        if self.require_backward_grad_sync:
+            self._has_own = False
         number = current_pass()
         if number == self._pass:
             return
@@ -173,6 +201,12 @@ def _backward_begins(
     found = replica()
     if found is not None:
         found.backward_begins(outputs)
+
+
+def _adds_own_gradients(replica: weakref.ref[DistributedDataParallel], _: torch.Tensor) -> None:
+    found = replica()
+    if found is not None:
+        found.own_gradients_come()
 
 
 def trained_parameters(module: nn.Module) -> list[nn.Parameter]:

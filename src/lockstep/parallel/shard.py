@@ -139,7 +139,7 @@ def shard(
     model.register_load_state_dict_pre_hook(_shard_whole_tensors)
     for module in sharded:
         type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]  # of the class that torch made
-    behave_like_plain(shard_like)
+    sharding.lost_changes = behave_like_plain(shard_like)
     fsdp2.lazy_init(model)
     return model
 

@@ -18,6 +18,7 @@ from lockstep.parallel.unused import UnusedParameters
 from lockstep.stream.homes import FileHomes
 from lockstep.torch_internals import c10d, fsdp2
 from lockstep.torch_internals import modules as torch_modules
+from lockstep.torch_internals.dtensor_operators import LostChanges
 
 BROADCAST_BYTES = 250 * 2**20  # of one message, as in DDP
 
@@ -59,6 +60,7 @@ class Sharding:
         self._group = group
         self._flags = _Flags()
         self._is_broken = False
+        self.lost_changes: LostChanges | None = None
         self.unused = UnusedParameters(groups, self.parameter_groups(), group)
         self.skipped = SkippedBlocks(groups[1:], self.unused.passed)
         self._same = SameParameters(self._root, self.parameter_groups(), parallel)
@@ -138,6 +140,7 @@ class Sharding:
             )
         if torch.is_grad_enabled():
             self._same.check()
+        self._check_changes()
         self.skipped.forward_begins()
         if self._buffers and not self._is_held_back:
             self._broadcast_buffers()
@@ -184,6 +187,32 @@ class Sharding:
         for parameter in self._whole:
             if parameter.grad is not None:
                 yield parameter.grad
+
+    def check_reduced(self) -> None:
+        """Raise UsageError before a step if gradients are this rank's own whole ones. About 0.5 µs a parameter."""
+        self._check_changes()
+        for group in self.parameter_groups():
+            for parameter in fsdp2.params(group):
+                if fsdp2.unreduced_grads(parameter):
+                    name = next(
+                        n
+                        for n, p in self._root.named_parameters()
+                        if any(p is f for f in fsdp2.forms(parameter))
+                    )
+                    raise UsageError(
+                        f"'{name}' of {type(self._root).__name__.removeprefix('FSDP')} has a gradient that was not "
+                        "averaged over the ranks, so that the step would leave it out: its backward ran inside of "
+                        "no_sync, or did not come through an output of the model. Leave no_sync for the last backward "
+                        "before a step, and return from forward what the loss is computed from."
+                    )
+
+    def _check_changes(self) -> None:
+        changed = None if self.lost_changes is None else self.lost_changes.changed()
+        if changed is not None:
+            raise UsageError(
+                f"A part of a sharded tensor of shape {changed} was changed in place, as by w[0].zero_(), but was a "
+                "copy, so that nothing has come of it. Assign it: w[0] = 0, or w[0] *= 2."
+            )
 
     def discard_unreduced(self, of: Iterable[torch.Tensor]) -> None:
         """Forget gradients of these shards that were not reduced yet: ``zero_grad`` does not see them."""

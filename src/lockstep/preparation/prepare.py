@@ -24,6 +24,7 @@ from lockstep.parallel.materialize import InitWeights
 from lockstep.parallel.prepared import (
     average_gradients,
     backward_begins,
+    check_averaged,
     check_reduced,
     gradients,
     is_pipeline,
@@ -106,6 +107,7 @@ class Preparation:
             parameters=self._parameters_at_rest,
             optimizers=self.optimizers,
         )
+        self._ranks_step_together = ranks_step_together
         self._draws = DrawsAlike(communicator, ranks_step_together)
         self._backward_watch = BackwardWatch(
             step,
@@ -344,6 +346,8 @@ class Preparation:
     def _before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         for model in self.models:
             check_reduced(model)
+            if not has_closure and self._ranks_step_together():
+                check_averaged(model)
         self._backward_watch.before_step(optimizer, has_closure)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:

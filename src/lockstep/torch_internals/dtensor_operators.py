@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from lockstep.torch_internals.tensors import storage_key
 
 aten = torch.ops.aten
 IN_PLACE = (
@@ -27,12 +30,23 @@ LIKE = (
 )
 """Those that return as many as their first argument has elements."""
 
+CHANGING = (
+    *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.copy_.default),
+    *(aten.lerp_.Scalar, aten.lerp_.Tensor, aten.addcmul_.default, aten.addcdiv_.default),
+    *(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.clamp_.default),
+)
+"""Operators that change a tensor: maybe a plain one by a DTensor (scalar parameters are never sharded), or a copy of a
+part of a DTensor, where plain torch would have a view."""
+
+VIEWS = ("select", "narrow", "diagonal", "unbind", "split", "chunk", "view")
+"""Methods whose results are parts of the tensor itself in plain torch."""
+
 Whole = Callable[[Any], torch.Tensor]
 Sharded = Callable[[torch.Tensor, Any], Any]
 
 
 @functools.cache
-def behave_like_plain(shard_like: Sharded) -> None:
+def behave_like_plain(shard_like: Sharded) -> LostChanges:
     """Let DTensors do the following, in this process from now on.
 
     A DTensor of one number gives the whole one on every rank: torch gives each rank its own part, of
@@ -42,10 +56,15 @@ def behave_like_plain(shard_like: Sharded) -> None:
     Random numbers are drawn for the whole tensor, as on one process, and are the first rank's: torch lets each rank
     draw for its part. Collective.
 
+    ``tensor[...] = value`` and ``tensor.data = value`` change it, the first by gathering it: in torch's DTensors they
+    change a copy, or nothing. A plain tensor may be changed by a DTensor in place. The object that is returned knows
+    whether a script changes copies of parts, as by ``tensor[0].zero_()``.
+
     Args:
         shard_like: Gives of a whole tensor, which every rank has, this rank's part as a DTensor laid out as another.
 
-    Relies on: ``DTensor._op_dispatcher._custom_op_handlers``, asked first by torch, with (op, args, kwargs).
+    Relies on: ``DTensor._op_dispatcher._custom_op_handlers``, asked first by torch, with (op, args, kwargs), whatever
+    argument is a DTensor, and every time, so that a handler that steps aside lets torch go on.
     """
     from torch.distributed.tensor import DTensor
 
@@ -55,6 +74,17 @@ def behave_like_plain(shard_like: Sharded) -> None:
         handlers[operator] = functools.partial(_fill, shard_like)
     for operator in LIKE:
         handlers[operator] = functools.partial(_draw_like, shard_like)
+    lost = LostChanges()
+    for operator in CHANGING:
+        handlers[operator] = functools.partial(_change, handlers, lost)
+    kind: Any = DTensor
+    data = kind.data
+    kind.data = property(data.__get__, functools.partial(_set_data, shard_like, data.__set__))
+    kind.__setitem__ = _setting_items(shard_like, kind.__setitem__, lost)
+    kind.__getitem__ = _noting(kind.__getitem__, lost)
+    for name in VIEWS:
+        setattr(kind, name, _noting(getattr(kind, name), lost))
+    return lost
 
 
 def _whole(tensor: Any) -> Any:
@@ -79,6 +109,102 @@ def _draw_like(shard_like: Sharded, op: Any, args: tuple[Any, ...], kwargs: dict
     like, *others = args
     whole = op(_whole(like), *others, **kwargs)
     return shard_like(_of_first(whole, like), like)
+
+
+def _change(
+    handlers: dict[Any, Any], lost: LostChanges, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(args[0], DTensor):
+        return op(*map(_whole, args), **{name: _whole(value) for name, value in kwargs.items()})
+    lost.changes(args[0])
+    handler = handlers.pop(op)  # so that torch does what it would have done
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = handler
+
+
+def _set_data(shard_like: Sharded, in_torch: Callable[[Any, Any], None], tensor: Any, value: Any) -> None:
+    from torch.distributed.tensor import DTensor
+
+    part = tensor._local_tensor
+    if value.shape != tensor.shape or value.dtype != tensor.dtype or value.device != tensor.device:
+        in_torch(tensor, value)
+        return
+    is_alike = isinstance(value, DTensor) and value.placements == tensor.placements
+    with torch.no_grad():
+        part.copy_(value._local_tensor if is_alike else shard_like(_whole(value), tensor)._local_tensor)
+
+
+def _setting_items(
+    shard_like: Sharded, in_torch: Callable[..., None], lost: LostChanges
+) -> Callable[..., None]:
+    @functools.wraps(in_torch)
+    def set_items(tensor: Any, index: Any, value: Any) -> None:
+        if torch.is_grad_enabled() and (tensor.requires_grad or getattr(value, "requires_grad", False)):
+            in_torch(tensor, index, value)
+            return
+        lost.forgive(value)
+        whole = tensor.detach().full_tensor().clone()
+        whole[tuple(map(_whole, index)) if isinstance(index, tuple) else _whole(index)] = _whole(value)
+        tensor._local_tensor.detach().copy_(shard_like(whole, tensor)._local_tensor)
+
+    return set_items
+
+
+def _noting(in_torch: Callable[..., Any], lost: LostChanges) -> Callable[..., Any]:
+    @functools.wraps(in_torch)
+    def view(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        found = in_torch(tensor, *args, **kwargs)
+        if in_torch.__name__ != "__getitem__" or _is_view(args[0]):
+            for part in found if isinstance(found, (tuple, list)) else (found,):
+                lost.note(tensor, part)
+        return found
+
+    return view
+
+
+def _is_view(index: Any) -> bool:
+    """Whether plain torch gives a view for this index, and no copy."""
+    of = index if isinstance(index, tuple) else (index,)
+    return all(one is None or one is Ellipsis or isinstance(one, (int, slice)) for one in of)
+
+
+class LostChanges:
+    """Parts of DTensors that torch has copied, where plain torch gives views, and whether a script changes them."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, torch.Size] = {}
+        self._changed: dict[int, torch.Size] = {}
+
+    def note(self, tensor: Any, part: Any) -> None:
+        """``part`` was taken of ``tensor``."""
+        copy = getattr(part, "_local_tensor", None)
+        if copy is not None and storage_key(copy) != storage_key(tensor._local_tensor):
+            self._parts[storage_key(copy)] = tensor.shape
+            weakref.finalize(part, self._parts.pop, storage_key(copy), None)
+
+    def changes(self, tensor: Any) -> None:
+        """``tensor`` is changed in place."""
+        if self._parts:
+            key = storage_key(tensor._local_tensor)
+            if key in self._parts:
+                self._changed[key] = self._parts[key]
+
+    def forgive(self, part: Any) -> None:
+        """It is written back: ``tensor[0] *= 2`` does so."""
+        copy = getattr(part, "_local_tensor", None)
+        if copy is not None:
+            self._changed.pop(storage_key(copy), None)
+
+    def changed(self) -> tuple[int, ...] | None:
+        """The shape of a tensor of which a copied part was changed since the last call."""
+        if not self._changed:
+            return None
+        found, self._changed = tuple(next(iter(self._changed.values()))), {}
+        return found
 
 
 def _of_first(whole: torch.Tensor, like: Any) -> torch.Tensor:
