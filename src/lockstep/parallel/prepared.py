@@ -70,14 +70,14 @@ def check_reduced(model: nn.Module) -> None:
         model.check_reduced()
 
 
-def check_averaged(model: nn.Module) -> None:
-    """Raise UsageError before a step if gradients are this rank's own, and nothing will average them."""
+def check_averaged(model: nn.Module, stepped: Callable[[], set[int]]) -> None:
+    """Raise UsageError before a step of these parameters (by ``id``) if their gradients are this rank's own."""
     if isinstance(model, DistributedDataParallel):
-        model.check_averaged()
+        model.check_averaged(stepped)
     for part in parts(model):
         sharding = sharding_of(part)
         if sharding is not None:
-            sharding.check_reduced()
+            sharding.check_reduced(stepped)
 
 
 def is_pipeline(model: nn.Module) -> bool:

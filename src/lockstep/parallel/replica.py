@@ -106,9 +106,9 @@ class DistributedDataParallel(TorchDDP):
                 "losses of one forward belong into one backward call."
             ) from error
 
-    def check_averaged(self) -> None:
-        """Raise UsageError if every backward since the last step was one of ``no_sync``."""
-        if self._has_own:
+    def check_averaged(self, stepped: Callable[[], set[int]]) -> None:
+        """Raise UsageError if every backward since the last step of these (by ``id``) was one of ``no_sync``."""
+        if self._has_own and not stepped().isdisjoint(map(id, self._trained)):
             self._has_own = False
             raise UsageError(
                 f"A step was to be made with gradients of {type(self.module).__name__} that are this rank's own: each "

@@ -347,7 +347,7 @@ class Preparation:
         for model in self.models:
             check_reduced(model)
             if not has_closure and self._ranks_step_together():
-                check_averaged(model)
+                check_averaged(model, partial(_held, optimizer))
         self._backward_watch.before_step(optimizer, has_closure)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -397,6 +397,10 @@ class Preparation:
         if self._runtime.world_size > 1:
             check_trained(optimizer, self._parameters_at_rest())
         self.offload.take_over(optimizer)
+
+
+def _held(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _after_step(watch: BackwardWatch) -> Callable[[Optimizer, Any, Any], None]:
