@@ -162,3 +162,10 @@ def test_what_grows_while_it_is_read_is_bounded(tmp_path: Path) -> None:
     assert read_plain_file(str(tmp_path / "file"), 5) == b"12345"
     with pytest.raises(LockstepError, match="has 5 bytes, but at most 4 are read"):
         read_plain_file(str(tmp_path / "file"), 4)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "config.json"])
+def test_a_pipe_beside_weights_is_named_and_not_passed_over(tmp_path: Path, name: str) -> None:
+    folder = sharded(tmp_path / "model")
+    with a_pipe(folder / name), pytest.raises(LockstepError, match=f"{name} is (a pipe|no plain file)"):
+        merged(folder)

@@ -72,7 +72,7 @@ def open_weights(
             f"{source} is a URL, but weights are read from local files. Copy it to a folder first."
         )
     path = os.path.normpath(os.path.expanduser(source.removeprefix("file://")))
-    if os.path.isfile(f"{path}/{MANIFEST}"):
+    if os.path.lexists(f"{path}/{MANIFEST}"):
         return _of_checkpoint(path, model, dtype, seen)
     if model is not None:
         raise UsageError(f"{path} is no checkpoint, so it has no model {model}. Leave --model out.")
@@ -218,7 +218,7 @@ def _documents(folder: str, dtype: torch.dtype | None) -> dict[str, bytes]:
     found = {}
     for name in CONFIGURATIONS:
         path = f"{folder}/{name}"
-        if os.path.isfile(path):
+        if os.path.lexists(path):
             found[name] = read_plain_file(path, LARGEST_CONFIGURATION_BYTES)
     if dtype is not None and CONFIGURATIONS[0] in found:
         config = parse_json(found[CONFIGURATIONS[0]], f"{folder}/{CONFIGURATIONS[0]}")
