@@ -36,6 +36,7 @@ def refusals() -> dict[str, str]:
     half = Net()
     half.layers[1].up.half()
     found["types"] = refusal(accelerator.prepare, half)
+    found["sparse"] = refusal(accelerator.prepare, nn.Sequential(nn.Embedding(4, 2, sparse=True)))
     found["ddp"] = refusal(accelerator.prepare, DistributedDataParallel(Net()))
     first, second = Net(), Net()
     second.layers[0].up.weight = first.layers[0].up.weight
@@ -58,6 +59,7 @@ def test_what_cannot_be_sharded_is_refused_on_all_ranks_in_words(run_distributed
     words = {
         "shapes": "differs between the ranks",
         "frozen": "differs between the ranks",
+        "sparse": "is an Embedding with sparse=True",
         "twice": "passed to prepare twice",
         "join": "that is sharded: every rank takes part",
         "types": "trainable parameters of types float16 and float32",

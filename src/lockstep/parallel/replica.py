@@ -23,7 +23,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.alike import CopiesAlike
 from lockstep.parallel.replica_hooks import average_before_hooks, guard_hooks
 from lockstep.torch_internals.autograd import current_backward as current_pass
-from lockstep.torch_internals.c10d import check_reduced, rebuild_buckets
+from lockstep.torch_internals.c10d import check_reduced, is_joining, rebuild_buckets
 from lockstep.torch_internals.modules import children_of, parameters_of
 
 MOST_REDUCERS = 4
@@ -83,7 +83,7 @@ class DistributedDataParallel(TorchDDP):
             return super().forward(*args, **kwargs)
         self.check_reduced()
         self._follow_module()
-        if self.require_backward_grad_sync and not self._join_config.enable:
+        if self.require_backward_grad_sync and not is_joining(self):
             self._alike.before_forward(self._trained)
         output = super().forward(*args, **kwargs)
         if not self.require_backward_grad_sync:

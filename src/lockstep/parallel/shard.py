@@ -86,6 +86,7 @@ def shard(
             says how to initialise a model on the meta device.
     """
     fsdp2_probe.probe()
+    _refuse_sparse(model, options.parallel)
     sources = 1 if options.is_filled else runtime.world_size
     if sources > 1:
         check_same_model(model, sources)
@@ -142,6 +143,16 @@ def shard(
     sharding.lost_changes = behave_like_plain(shard_like)
     fsdp2.lazy_init(model)
     return model
+
+
+def _refuse_sparse(model: nn.Module, parallel: Parallel) -> None:
+    for name, module in model.named_modules():
+        is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        if is_sparse and module.weight.requires_grad:
+            raise UsageError(
+                f"'{name}' of {type(model).__name__} is an {type(module).__name__} with sparse=True, whose gradients "
+                f"parallel='{parallel}' cannot cut into shards. Make it with sparse=False, or use parallel='ddp'."
+            )
 
 
 def _refuse_copy(model: nn.Module, _: Any) -> Any:

@@ -123,6 +123,14 @@ def check_reduced(reducer: Any) -> None:
     reducer._check_reducer_finalized()
 
 
+def is_joining(replica: Any) -> bool:
+    """Whether ranks that have ended stand in for the others' collectives: inside of DDP's ``join``.
+
+    Relies on: ``_join_config.enable``.
+    """
+    return bool(replica._join_config.enable)
+
+
 def rebuild_buckets(reducer: Any) -> bool:
     """Let a reducer form its buckets anew if it is to; whether it has. Collective.
 
