@@ -1231,6 +1231,19 @@ def a_hook_set_after_prepare(run: Run) -> Values:
     return values(run, model=model)
 
 
+def averaged_by_hand(run: Run) -> Values:
+    """Backwards of ``no_sync`` alone, whose gradients the loop averages itself."""
+    model = make(Net)
+    model, optimizer = run.prepare(model, sgd(model))
+    for step in range(3):
+        with run.no_sync(model):
+            run.backward(run.mean(mse(model), step))
+        for p in model.parameters() if not run.is_plain else ():
+            p.grad = p.grad if p.grad is None else run.accelerator.reduce(p.grad, "mean")
+        run.step(optimizer)
+    return values(run, model=model)
+
+
 def twentyfold(parameter: Any) -> None:
     parameter.grad.mul_(20)
 

@@ -47,6 +47,7 @@ OF_DDP = {
     "plain_backward_in_every_second_micro_batch": DIVIDE,
 }
 OF_ZERO = {
+    "averaged_by_hand": "that was not averaged over the ranks",
     "stepped_without_a_last_backward": NOT_AVERAGED,
     "features_of_the_root_alone": NOT_AVERAGED,
     "parts_changed_in_place": "was changed in place, as by w[0].zero_(), but was a copy",
@@ -68,7 +69,6 @@ OF_ZERO = {
     "plain_backward_in_windows": DIVIDE,
     "plain_backward_in_every_second_micro_batch": DIVIDE,
     "noise_on_gradients": MIXED,
-    "average_in_a_copy_from_before": MIXED,
     "gradients_set_by_hand": "appears to not have been used in the graph",
 }
 ONE_RANK_WAITS = (
@@ -106,6 +106,7 @@ FAST = (
     "a_hook_that_clips",
     "a_hook_that_clips_in_windows",
     "hooks_that_look",
+    "averaged_by_hand",
     "noise_like_gradients",
     "layers_drawn_anew",
     "regularised_by_hand",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,11 +42,7 @@ class CopiesAlike:
     def _compare(self, trained: list[nn.Parameter]) -> None:
         if not trained:
             return
-        found = torch.stack([torch.stack(_sums(p)) for p in trained]).to(trained[0].device)
-        both = torch.cat([found, -found]).nan_to_num()
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
-        most, least = both.chunk(2)
-        off = (most + least).amax(1) / most[:, 1].clamp_min(torch.finfo(torch.float64).tiny)
+        off = differences(trained, self._group)
         worst = int(off.argmax())
         if off[worst] <= TOLERANCE:
             return
@@ -57,6 +54,16 @@ class CopiesAlike:
             "its outputs; and average over the ranks what an optimizer or a hook has of this rank's rows: "
             "accelerator.reduce(tensor, 'mean')."
         )
+
+
+def differences(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
+    """For each tensor how far its sums on the ranks are apart, of the sum of its magnitudes. Collective."""
+    found = torch.stack([torch.stack(_sums(one)) for one in tensors]).to(tensors[0].device)
+    both = torch.cat([found, -found]).nan_to_num()
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    most, least = both.chunk(2)
+    off: torch.Tensor = (most + least).amax(1) / most[:, 1].clamp_min(torch.finfo(torch.float64).tiny)
+    return off
 
 
 def _sums(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from lockstep.comm.tree import leaves
 from lockstep.errors import UsageError
-from lockstep.parallel.alike import CopiesAlike
+from lockstep.parallel.alike import TOLERANCE, CopiesAlike, differences
 from lockstep.parallel.replica_hooks import average_before_hooks, guard_hooks
 from lockstep.torch_internals.autograd import current_backward as current_pass
 from lockstep.torch_internals.c10d import check_reduced, is_joining, rebuild_buckets
@@ -107,14 +107,21 @@ class DistributedDataParallel(TorchDDP):
             ) from error
 
     def check_averaged(self, stepped: Callable[[], set[int]]) -> None:
-        """Raise UsageError if every backward since the last step of these (by ``id``) was one of ``no_sync``."""
-        if self._has_own and not stepped().isdisjoint(map(id, self._trained)):
-            self._has_own = False
-            raise UsageError(
-                f"A step was to be made with gradients of {type(self.module).__name__} that are this rank's own: each "
-                "backward since the last step ran inside of no_sync. Leave no_sync for the last forward and backward "
-                "before a step, which average what has added up."
-            )
+        """Raise UsageError if every backward since the last step of these (by ``id``) was one of ``no_sync``.
+
+        Unless the script has averaged the gradients itself, so that they are equal. Collective in that case.
+        """
+        if not self._has_own or stepped().isdisjoint(map(id, self._trained)):
+            return
+        self._has_own = False
+        found = [p.grad for p in self._trained if p.grad is not None and p.grad.layout is torch.strided]
+        if not found or differences(found, self.process_group).max() <= TOLERANCE:
+            return
+        raise UsageError(
+            f"A step was to be made with gradients of {type(self.module).__name__} that are this rank's own: each "
+            "backward since the last step ran inside of no_sync. Leave no_sync for the last forward and backward "
+            "before a step, which average what has added up."
+        )
 
     def _notice_own_gradients(self, output: Any) -> None:
         for tensor in leaves(output).values():
@@ -167,7 +174,6 @@ class DistributedDataParallel(TorchDDP):
         known = {id(p) for p in self._module_parameters}
         has_new = any(id(p) not in known for p in self.module.parameters())
         other = TorchDDP(self.module, **self._options, init_sync=has_new)
-        average_before_hooks(self, trained, self.device)
         self._settle(other)
         return _Averaged(other.reducer, other.logger, trained)
 
