@@ -89,6 +89,26 @@ def test_all_ranks_take_the_values_of_rank_zero(run_distributed, world_size: int
             assert torch.equal(found[f"model.{name}"], expected_value)
 
 
+def kept_state(parallel: str) -> dict[str, float]:
+    """How far the tensors of a ``get_state_dict`` move in the next step; the model has a scalar and a buffer."""
+    accelerator = Accelerator(cpu=True, parallel=parallel)
+    model = seeded(lambda: nn.Sequential(Net(), nn.BatchNorm1d(3)))
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    state = accelerator.get_state_dict(model)
+    before = {name: value.clone() for name, value in state.items()}
+    accelerator.backward(loss_of(accelerator, model, 0))
+    optimizer.step()
+    moved = accelerator.get_state_dict(model)
+    assert any(not torch.equal(moved[name], value) for name, value in before.items() if value.ndim == 0)
+    return {name: (value - before[name]).abs().max().item() for name, value in state.items()}
+
+
+@pytest.mark.parametrize("parallel", ["zero=1", "zero=3"])
+def test_a_state_that_was_asked_for_stays_as_it_was(run_distributed, parallel: str) -> None:
+    for found in run_distributed(kept_state, 2, parallel):
+        assert set(found.values()) == {0}
+
+
 def goes_on_after_an_exception(where: str) -> str:
     """With a torch that cannot forget what an interrupted forward or backward left behind."""
     accelerator = Accelerator(cpu=True, parallel="zero=3")

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.checkpoint.training import LoadHook, SaveHook, Training, checked_stateful, refuse_options
 from lockstep.checkpoint.weights.model import refuse_pickle, save
 from lockstep.comm.collectives import Communicator
-from lockstep.comm.dtensor import whole
+from lockstep.comm.dtensor import is_dtensor, whole
 from lockstep.comm.together import together
 from lockstep.config.options import Options
 from lockstep.parallel import prepared
@@ -43,8 +44,9 @@ class FileMethods:
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole model's ``state_dict``, under the names of the unwrapped model.
 
-        Of a sharded model it is gathered into host memory, one tensor after the other: call it on every rank. That of
-        a pipeline is on rank 0, and empty on the others.
+        Of a sharded model it is gathered into host memory, one tensor after the other: call it on every rank. All of
+        it are copies, also what is not sharded, such as scalars. That of a pipeline is on rank 0, and empty on the
+        others. That of other models shares memory with the model, as ``state_dict`` does.
         """
         whole_model = self._preparation.whole_of(model)
         if whole_model is not None:
@@ -53,6 +55,12 @@ class FileMethods:
             return collect_stages(prepared.unwrap(model).state_dict(), self._communicator, whole_model)
         state = (prepared.unwrap(model, keep_compile=False) if unwrap else model).state_dict()
         gathered: dict[str, Any] = whole(state)
+        if not any(map(is_dtensor, state.values())):
+            return gathered
+        copies: dict[int, Any] = {}  # by what they are copies of, so that tied ones stay tied
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and not is_dtensor(value):
+                gathered[name] = copies.setdefault(id(value), gathered[name].clone())
         return gathered
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
