@@ -248,7 +248,7 @@ def test_memory_is_that_of_a_few_blocks_however_many_there_are(tmp_path: Path) -
         for blocks in (10, 40)
     )
     assert many - few < 2 * block
-    assert 40 * block > 2 * many  # in memory it would be so much; torch itself takes a part of it
+    assert 40 * block > 3 * many  # in memory it would be so much
 
 
 def continue_from_checkpoint(folder: str, parallel: str) -> list[torch.Tensor]:
