@@ -1403,6 +1403,166 @@ def thawed_between_windows(run: Run) -> Values:
     return values(run, model=model)
 
 
+# Weights changed by hand while a sharded model has them gathered --------------------------------------
+
+
+class ClampingBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.up.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Clamping(Net):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.layers = nn.ModuleList(ClampingBlock() for _ in range(3))
+
+
+def weights_clamped_in_forward(run: Run) -> Values:
+    model = make(Clamping)
+    model, optimizer = run.prepare(model, sgd(model))
+    for step in range(4):
+        run.backward(run.mean(mse(model), step))
+        run.step(optimizer)
+    return values(run, model=model)
+
+
+def weights_clamped_in_forward_in_windows(run: Run) -> Values:
+    model = make(Clamping)
+    model, optimizer = run.prepare(model, sgd(model))
+    for step in range(6):
+        with run.accumulate(model):
+            run.backward(run.mean(mse(model), step))
+            run.step(optimizer)
+    return values(run, model=model)
+
+
+def weights_normalised_by_a_hook(run: Run) -> Values:
+    """By a new tensor, which takes the place of the old one."""
+
+    def normalise(module: Any, args: Any) -> None:
+        module.up.weight.data = F.normalize(module.up.weight.data, dim=1)
+
+    model = make(Net)
+    model.layers[1].register_forward_pre_hook(normalise)
+    model, optimizer = run.prepare(model, sgd(model))
+    for step in range(4):
+        run.backward(run.mean(mse(model), step))
+        run.step(optimizer)
+    return values(run, model=model)
+
+
+class NormalisingHead(nn.Linear):
+    """In place and with gradients off, before the weight is used."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.copy_(F.normalize(self.weight, dim=1))
+        return super().forward(x)
+
+
+def prototypes_normalised_in_forward(run: Run) -> Values:
+    model = make(Net)
+    model.head = make(NormalisingHead, WIDTH, WIDTH)
+    model, optimizer = run.prepare(model, sgd(model))
+    for step in range(4):
+        rows_of = [rows(step, rank) for rank in run.ranks]
+        x, y = (torch.cat(both) for both in zip(*rows_of, strict=True))
+        run.backward(F.mse_loss(model(x), y))
+        run.step(optimizer)
+    return values(run, model=model)
+
+
+def weights_changed_before_backward(run: Run) -> Values:
+    model = make(Net)
+    model, optimizer = run.prepare(model, sgd(model))
+    for step in range(4):
+        loss = run.mean(mse(model), step)
+        plain = run.unwrap(model)
+        plain.head.bias.data.add_(0.1)
+        plain.layers[0].down.bias.data.mul_(0.5)
+        plain.embed.weight.data[0] = 0
+        run.backward(loss)
+        run.step(optimizer)
+    return values(run, model=model)
+
+
+def weights_decayed_in_windows(run: Run) -> Values:
+    model = make(Net)
+    model, optimizer = run.prepare(model, sgd(model))
+    for step in range(6):
+        with run.accumulate(model):
+            run.backward(run.mean(mse(model), step))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.95)
+            run.step(optimizer)
+    return values(run, model=model)
+
+
+def weights_of_the_optimizer_decayed_in_windows(run: Run) -> Values:
+    model = make(Net)
+    model, optimizer = run.prepare(model, sgd(model))
+    for step in range(6):
+        with run.accumulate(model):
+            run.backward(run.mean(mse(model), step))
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.mul_(0.95)
+            run.step(optimizer)
+    return values(run, model=model)
+
+
+class Codebook(Block):
+    """Goes with the mean of what it sees, which are this rank's rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.down.bias.data.lerp_(x.detach().mean(0), 0.1)
+        return super().forward(x)
+
+
+class Codebooks(Net):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.layers = nn.ModuleList(Codebook() for _ in range(2))
+
+
+def weights_that_follow_the_ranks_rows(run: Run) -> Values:
+    model = make(Codebooks)
+    model, optimizer = run.prepare(model, sgd(model))
+    for step in range(4):
+        run.backward(run.mean(mse(model), step))
+        run.step(optimizer)
+    return values(run, model=model)
+
+
+def gradients_scaled_in_windows(run: Run) -> Values:
+    model = make(Net)
+    model, optimizer = run.prepare(model, sgd(model))
+    for step in range(6):
+        with run.accumulate(model):
+            run.backward(run.mean(mse(model), step))
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+            run.step(optimizer)
+    return values(run, model=model)
+
+
+def gradients_dropped_in_windows(run: Run) -> Values:
+    """Of a micro-batch that came to nothing."""
+    model = make(Net)
+    model, optimizer = run.prepare(model, adamw(model))
+    for step in range(6):
+        with run.accumulate(model):
+            run.backward(run.mean(mse(model), step))
+            if step == 2:
+                for parameter in model.parameters():
+                    parameter.grad = None
+            run.step(optimizer)
+    return values(run, model=model)
+
+
 class Views(Net):
     """A block's output is a view, which the model changes in place."""
 

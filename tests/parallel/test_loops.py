@@ -22,9 +22,11 @@ DIVIDE = "loss.backward(), which does not divide"
 MIXED = "got mixed torch.Tensor and DTensor"  # in torch's own words, before anything is trained
 PARTED = "is no longer equal on all ranks"
 OWN = "this rank's own: each backward since the last step ran inside of no_sync"
+CHANGED_APART = "was changed by hand in this step while it was gathered"
 NOT_AVERAGED = "has a gradient that was not averaged over the ranks"
 
 OF_DDP = {
+    "weights_that_follow_the_ranks_rows": PARTED,
     "the_bare_module_called": PARTED,
     "curvature_by_autograd_grad": PARTED,
     "stepped_without_a_last_backward": OWN,
@@ -47,6 +49,7 @@ OF_DDP = {
     "plain_backward_in_every_second_micro_batch": DIVIDE,
 }
 OF_ZERO = {
+    "weights_that_follow_the_ranks_rows": CHANGED_APART,
     "averaged_by_hand": "that was not averaged over the ranks",
     "stepped_without_a_last_backward": NOT_AVERAGED,
     "features_of_the_root_alone": NOT_AVERAGED,
@@ -160,6 +163,37 @@ def test_a_loop_gives_plain_torchs_numbers_or_is_refused(run_distributed, parall
 @pytest.mark.parametrize("parallel", ["ddp", "zero=1", "zero=2", "zero=3"])
 def test_any_loop_gives_plain_torchs_numbers_or_is_refused(run_distributed, parallel: str) -> None:
     check(run_distributed, parallel, list(LOOPS))
+
+
+BY_HAND = [
+    "weights_clamped_in_forward",
+    "weights_clamped_in_forward_in_windows",
+    "weights_normalised_by_a_hook",
+    "prototypes_normalised_in_forward",
+    "weights_changed_before_backward",
+    "weights_decayed_in_windows",
+    "weights_of_the_optimizer_decayed_in_windows",
+    "gradients_scaled_in_windows",
+    "gradients_dropped_in_windows",
+    "weights_that_follow_the_ranks_rows",
+]
+
+
+def test_changes_by_hand_of_gathered_weights_hold_in_windows_too(run_distributed) -> None:
+    check(run_distributed, "zero=2", BY_HAND)
+
+
+def in_bf16(names: list[str]) -> dict[str, str]:
+    torch.set_num_threads(1)
+    return {name: outcome("zero=2", name, mixed_precision="bf16") for name in names}
+
+
+def test_changes_by_hand_of_rounded_weights_are_refused(run_distributed) -> None:
+    names = ["weights_clamped_in_forward", "weights_decayed_in_windows"]
+    for found in run_distributed(in_bf16, 2, names):
+        assert all(
+            "in bfloat16, which is too coarse for the stored float32" in said for said in found.values()
+        ), found
 
 
 def find_unused(names: list[str]) -> dict[str, str]:

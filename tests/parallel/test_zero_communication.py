@@ -114,7 +114,7 @@ class Theory:
         reduced = (1 if self.plan.zero == 1 else k) * PSI * ring * self.gradient
         # A byte for each parameter says whether any rank has used it, 8 whether all called the same blocks.
         found = {"all_gather": gathered, "reduce_scatter": reduced}
-        found["all_reduce"] = self.agreements(k) * 2 * (self.ranks - 1) / self.ranks * (PARAMETERS + 8)
+        found["all_reduce"] = self.agreements(k) * 2 * (self.ranks - 1) / self.ranks * (PARAMETERS + 16)
         if self.plan.replicate > 1:
             copies = self.plan.replicate
             found["all_reduce"] += 2 * (copies - 1) / copies * PSI / shard * self.average

@@ -131,6 +131,8 @@ def shard(
         buffers=synchronised_buffers(model) if options.broadcast_buffers else [],
         group=options.group,
         parallel=options.parallel,
+        is_exact=not options.parallel.quantized_weights,
+        steps_in_background=options.parallel.offloads_optimizer,
     )
     model._sharding = sharding  # type: ignore[assignment]
     model._gradient_mean = GradientMean([Replicas(whole, options.group, options.mesh.size())])  # type: ignore[assignment]
@@ -141,6 +143,7 @@ def shard(
     for module in sharded:
         type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]  # of the class that torch made
     sharding.lost_changes = behave_like_plain(shard_like)
+    sharding.by_hand.notice_data(sharding.lost_changes)
     fsdp2.lazy_init(model)
     return model
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from lockstep.comm.dtensor import local
 from lockstep.errors import UsageError
+from lockstep.parallel.by_hand import ChangesByHand
 from lockstep.parallel.changed import SameParameters
 from lockstep.parallel.skipped import SkippedBlocks
 from lockstep.parallel.unused import UnusedParameters
@@ -41,6 +42,8 @@ class Sharding:
         buffers: (module, name) of each buffer that rank 0 hands out before a forward.
         group: The ranks with parts of this model; None: all.
         parallel: The line that asked for this, for messages.
+        is_exact: Weights are gathered as they are: not quantised.
+        steps_in_background: Shards may be stepped while their wholes are gathered.
     """
 
     def __init__(
@@ -51,6 +54,8 @@ class Sharding:
         buffers: list[tuple[nn.Module, str]],
         group: dist.ProcessGroup | None = None,
         parallel: object = "zero",
+        is_exact: bool = True,
+        steps_in_background: bool = False,
     ) -> None:
         self.stage = stage
         self._root = groups[0]
@@ -61,7 +66,10 @@ class Sharding:
         self._flags = _Flags()
         self._is_broken = False
         self.lost_changes: LostChanges | None = None
-        self.unused = UnusedParameters(groups, self.parameter_groups(), group)
+        self._steps_in_background = steps_in_background
+        self.by_hand = ChangesByHand(self._root, self.parameter_groups(), is_exact)
+        self.unused = UnusedParameters(groups, self.parameter_groups(), group, self.by_hand)
+        self.by_hand.cleared = self.unused.forget
         self.skipped = SkippedBlocks(groups[1:], self.unused.passed)
         self._same = SameParameters(self._root, self.parameter_groups(), parallel)
 
@@ -140,6 +148,8 @@ class Sharding:
             )
         if torch.is_grad_enabled():
             self._same.check()
+            if not self._steps_in_background and self.by_hand.shards_changed():
+                self.reshard()  # a script has written to what an optimizer holds
         self._check_changes()
         self.skipped.forward_begins()
         if self._buffers and not self._is_held_back:
@@ -194,6 +204,7 @@ class Sharding:
         About 0.5 µs a parameter.
         """
         self._check_changes()
+        self.by_hand.check_lost()
         for group in self.parameter_groups():
             for parameter in fsdp2.params(group):
                 if fsdp2.unreduced_grads(parameter) and id(fsdp2.sharded_param(parameter)) in stepped():

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import UsageError
+from lockstep.parallel.by_hand import ChangesByHand
 from lockstep.torch_internals import fsdp2
 from lockstep.torch_internals import fsdp2_backward as engine
 from lockstep.torch_internals.autograd import current_backward as current_pass
@@ -31,10 +32,14 @@ class UnusedParameters:
         modules: Those that ``fully_shard`` was applied to.
         groups: torch's records of the parameters that are gathered together.
         ranks: Those with replicas or shards of the parameters; None: all.
+        changes: Weights changed by hand, which the ranks compare with the same message.
     """
 
-    def __init__(self, modules: list[Any], groups: list[Any], ranks: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, modules: list[Any], groups: list[Any], ranks: dist.ProcessGroup | None, changes: ChangesByHand
+    ) -> None:
         self._modules = modules
+        self._changes = changes
         self._ranks = ranks
         self._device = fsdp2.device_of(groups[0]) if groups else torch.device("cpu")
         params = [p for group in groups for p in fsdp2.params(group)]
@@ -115,13 +120,24 @@ class UnusedParameters:
         """Remove gradients that no rank has computed. Collective once they have reached the shards."""
         if not self._reached_shards:
             return
-        order = list((self._order & 0xFFFFFFFF).to_bytes(ORDER_BYTES, "little"))
-        opposite = [255 - byte for byte in order]
+        order = (self._order & 0xFFFFFFFF).to_bytes(ORDER_BYTES, "little")
+        shared = [*order, *self._changes.digest()]
+        opposite = [255 - byte for byte in shared]
         flags = [int(number in self._used) for number in self._number.values()]
-        message = torch.tensor([*flags, *order, *opposite], dtype=torch.uint8, device=self._device)
+        message = torch.tensor([*flags, *shared, *opposite], dtype=torch.uint8, device=self._device)
         dist.all_reduce(message, dist.ReduceOp.MAX, group=self._ranks)
-        used, most, least = message.split([len(flags), ORDER_BYTES, ORDER_BYTES])
-        if message.device.type == "cpu" and not torch.equal(most, 255 - least):
+        used, most, least = message.split([len(flags), len(shared), len(shared)])
+        is_read = message.device.type == "cpu" or self._changes.are_there  # an accelerator is waited for
+        equal = (
+            [a + b == 255 for a, b in zip(most.tolist(), least.tolist(), strict=True)] if is_read else [True]
+        )
+        if self._changes.are_there or not all(equal[ORDER_BYTES:]):
+            try:
+                self._changes.check(all(equal[ORDER_BYTES:]))
+            except UsageError:
+                self.forget()
+                raise
+        if not all(equal[:ORDER_BYTES]):
             self.forget()
             raise UsageError(
                 "In this step the ranks called different blocks of a sharded model, or called them in different "

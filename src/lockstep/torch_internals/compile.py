@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch._guards import TracingContext
 
 from lockstep.torch_internals.versions import expect, probed
 
@@ -45,3 +46,8 @@ def check_compiled(compiled: Any, module: nn.Module) -> None:
     probed("torch.compile", "wraps modules and functions")(
         lambda: expect(is_compiled(compiled) and original(compiled) is module, "the module inside")
     )()
+
+
+def is_tracing() -> bool:
+    """Whether the compiler looks at tensors now. Relies on: ``TracingContext.try_get`` gives None otherwise."""
+    return TracingContext.try_get() is not None

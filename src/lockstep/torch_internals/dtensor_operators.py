@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.torch_internals.tensors import storage_key
 
@@ -79,7 +80,9 @@ def behave_like_plain(shard_like: Sharded) -> LostChanges:
         handlers[operator] = functools.partial(_change, handlers, lost)
     kind: Any = DTensor
     data = kind.data
-    kind.data = property(data.__get__, functools.partial(_set_data, shard_like, data.__set__))
+    kind.data = property(
+        functools.partial(_data, lost, data.__get__), functools.partial(_set_data, shard_like, data.__set__)
+    )
     kind.__setitem__ = _setting_items(shard_like, kind.__setitem__, lost)
     kind.__getitem__ = _noting(kind.__getitem__, lost)
     for name in VIEWS:
@@ -124,6 +127,11 @@ def _change(
         return op(*args, **kwargs)
     finally:
         handlers[op] = handler
+
+
+def _data(lost: LostChanges, in_torch: Callable[[Any], Any], tensor: Any) -> Any:
+    lost.data_is_taken(tensor)
+    return in_torch(tensor)
 
 
 def _set_data(shard_like: Sharded, in_torch: Callable[[Any, Any], None], tensor: Any, value: Any) -> None:
@@ -178,6 +186,17 @@ class LostChanges:
     def __init__(self) -> None:
         self._parts: dict[int, torch.Size] = {}
         self._changed: dict[int, torch.Size] = {}
+        self._noticed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def notice_data(self, tensor: Any, call: Callable[[], None]) -> None:
+        """``call``, a method, before a script gets the ``data`` of this tensor, to which it can write unnoticed."""
+        self._noticed[tensor] = weakref.WeakMethod(call)
+
+    def data_is_taken(self, tensor: Any) -> None:
+        found = self._noticed.get(tensor)
+        call = None if found is None else found()
+        if call is not None:
+            call()
 
     def note(self, tensor: Any, part: Any) -> None:
         """``part`` was taken of ``tensor``."""

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lockstep.torch_internals.fsdp2_gathered import own_grad, set_own_grad
+
 
 class Rows(NamedTuple):
     """Where the shard of one parameter lies in ``partial_reduce_output``: from ``offset``, padded to ``numel``."""
@@ -162,7 +164,8 @@ def unreduced_grads(param: Any) -> list[torch.Tensor]:
     tensors, of which both count; from 2.15 on there is only ``_unsharded_param.grad``.
     """
     found = [] if accumulates_in_leaf() else [param.unsharded_accumulated_grad]
-    found.append(getattr(unsharded_param(param), "grad", None))
+    whole = unsharded_param(param)
+    found.append(None if whole is None else own_grad(whole))
     return [gradient for gradient in found if gradient is not None]
 
 
@@ -170,7 +173,7 @@ def discard_unreduced_grad(param: Any) -> None:
     """Forget them."""
     whole = unsharded_param(param)
     if whole is not None:
-        whole.grad = None
+        set_own_grad(whole, None)
     if not accumulates_in_leaf():
         param.unsharded_accumulated_grad = None
 
@@ -184,9 +187,9 @@ def set_unreduced_grad(param: Any, gradient: torch.Tensor) -> None:
     whole = param._unsharded_param
     gradient = gradient.to(whole.device, copy=True).view(whole.shape)
     if accumulates_in_leaf():
-        whole.grad = gradient if whole.grad_dtype is None else gradient.to(whole.grad_dtype)
+        set_own_grad(whole, gradient if whole.grad_dtype is None else gradient.to(whole.grad_dtype))
     elif gradient.dtype == whole.dtype:
-        whole.grad = gradient
+        set_own_grad(whole, gradient)
     else:
         param.unsharded_accumulated_grad = gradient
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from lockstep.torch_internals.fsdp2_gathered import own_grad, set_own_grad
+
 
 def before_reduction(group: Any, call: Callable[[], None]) -> None:
     """Call it before the gradients of a group are taken and reduced; not where they stay with their rank.
@@ -112,9 +114,9 @@ def set_zero(params: list[Any], others: list[Any]) -> None:
         in_leaf = isinstance(vars(type(param)).get("unsharded_accumulated_grad"), property)
         if in_leaf:
             wanted = dtype or getattr(whole, "grad_dtype", None) or whole.dtype
-            whole.grad = torch.zeros_like(whole, dtype=wanted)
+            set_own_grad(whole, torch.zeros_like(whole, dtype=wanted))
         elif dtype in (None, whole.dtype):
-            whole.grad = torch.zeros_like(whole)
+            set_own_grad(whole, torch.zeros_like(whole))
         else:
             param.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype)
 
@@ -125,11 +127,12 @@ def is_compiled(module: Any) -> bool:
 
 
 def _gradient(param: Any) -> torch.Tensor | None:
-    accumulated: torch.Tensor | None = getattr(param, "unsharded_accumulated_grad", None)
+    in_leaf = isinstance(vars(type(param)).get("unsharded_accumulated_grad"), property)
+    accumulated: torch.Tensor | None = None if in_leaf else getattr(param, "unsharded_accumulated_grad", None)
     if accumulated is not None:
         return accumulated
     whole = getattr(param, "_unsharded_param", None)
-    return None if whole is None else whole.grad
+    return None if whole is None else own_grad(whole)
 
 
 def call_empty(module: Any, values: Any, inside: Callable[[Any], Any]) -> Any:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common as common_file
 from torch.distributed.fsdp._fully_shard import _fsdp_param as param_file
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group_file
 
-from lockstep.torch_internals import fsdp2
+from lockstep.torch_internals import fsdp2, fsdp2_gathered
 from lockstep.torch_internals.versions import expect, probed
 
 ENGINE, KEEPS = "fully_shard", "keeps gradients"
@@ -28,6 +28,7 @@ def probe() -> None:
     for reduced in (torch.float32, torch.float64):  # the type of the parameter, and another one
         _probe_unreduced(reduced)
     _probe_partial()
+    fsdp2_gathered.probe()
 
 
 def check_group(group: Any) -> None:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from lockstep.torch_internals.versions import expect, probed
 
+DIGEST_COLUMNS = 256
+
 
 def version(tensor: Tensor) -> int:
     """Relies on: ``_version`` grows with every write in place, to the tensor or to a view of it; detached ones share
@@ -47,6 +49,21 @@ def base_of(tensor: Tensor) -> Tensor:
 def is_view(tensor: Tensor) -> bool:
     """Relies on: ``_is_view`` is true where torch refuses to detach in place."""
     return bool(tensor._is_view())
+
+
+def bits_digest(tensor: Tensor) -> int:
+    """A number of its bits and their places: equal for equal tensors. Waits for the device."""
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = values.detach().reshape(-1).view(kinds[values.element_size()])
+    body = bits[: bits.numel() // DIGEST_COLUMNS * DIGEST_COLUMNS].view(-1, DIGEST_COLUMNS)
+    sums = (
+        body.sum(0, dtype=torch.int64),
+        body.sum(1, dtype=torch.int64),
+        bits[body.numel() :].to(torch.int64),
+    )
+    places = (torch.arange(1, 1 + one.numel(), device=one.device) for one in sums)
+    return hash(tuple(int((one * place).sum()) for one, place in zip(sums, places, strict=True)))
 
 
 def negated_lazily(tensor: Tensor) -> Tensor:
