@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.pool import WorkerPool
+from tests.warm_interpreter import WarmInterpreter
 
 REPEATED_ON_FOUR_RANKS = {
     "test_expert_parallel.py",
@@ -24,8 +28,9 @@ REPEATED_ON_FOUR_RANKS = {
 
 
 PROVEN_ELSEWHERE = (
-    "under_torchrun",  # tests/test_readme.py starts the same script so
+    "under_torchrun",  # tests/test_readme.py starts a script in these ways
     "started[torchrun]",
+    "started[lockstep launch]",
     # two of four with replicate=2
     "predicted_and_hardly_less[4-zero=1 replicate=2-no-3]",
     "predicted_and_hardly_less[4-zero=3 replicate=2-bf16-1]",
@@ -74,3 +79,20 @@ def worker_pool() -> Iterator[WorkerPool]:
 def run_distributed(worker_pool: WorkerPool) -> Callable[..., list[Any]]:
     """``run_distributed(fn, world_size, *args, timeout_s=60, **kwargs)``: the results, rank by rank."""
     return worker_pool.run
+
+
+@pytest.fixture(scope="session")
+def warm_interpreter() -> Iterator[WarmInterpreter]:
+    """Runs scripts one after the other, without the settings of whoever runs the tests."""
+    interpreter = WarmInterpreter(
+        {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "LOCKSTEP_CONFIG_FILE": "",
+            "XDG_CONFIG_HOME": "/nonexistent",
+        }
+    )
+    yield interpreter
+    interpreter.close()

@@ -32,29 +32,48 @@ from train import problems
 # -- names ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "utils.set_seed",
-        "utils.imports.is_torch_version",
-        "utils.other.extract_model_from_parallel",
-        "utils.environment.str_to_bool",
-        "utils.operations.DistributedOperationException",
-        "state.is_initialized",
-        "logging.get_logger",
-        "tracking.GeneralTracker",
-        "data_loader.skip_first_batches",
-        "launchers.notebook_launcher",
-        "optimizer.AcceleratedOptimizer",
-        "scheduler.AcceleratedScheduler",
-    ],
-)
-def test_modules_are_found_from_the_package_alone(expression: str) -> None:
-    module, _, name = expression.rpartition(".")
-    first = module.split(".")[0]
-    source = f"import lockstep\nlockstep.{first}\nimport lockstep.{module}\nlockstep.{module}.{name}"
-    result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+FOUND_BY_NAME = [
+    "utils.set_seed",
+    "utils.imports.is_torch_version",
+    "utils.other.extract_model_from_parallel",
+    "utils.environment.str_to_bool",
+    "utils.operations.DistributedOperationException",
+    "state.is_initialized",
+    "logging.get_logger",
+    "tracking.GeneralTracker",
+    "data_loader.skip_first_batches",
+    "launchers.notebook_launcher",
+    "optimizer.AcceleratedOptimizer",
+    "scheduler.AcceleratedScheduler",
+]
+IN_A_FORK_EACH = """
+import os, sys, traceback
+import torch, torch._dynamo  # what takes the time, and nothing of lockstep
+
+for source in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        try:
+            assert not [name for name in sys.modules if name.startswith("lockstep")]
+            exec(source)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    if os.waitpid(child, 0)[1] == 0:
+        print(source.splitlines()[-1])
+"""
+
+
+def test_modules_are_found_from_the_package_alone() -> None:
+    """Each in a process where nothing else of the package has been imported."""
+    sources = []
+    for expression in FOUND_BY_NAME:
+        module, first = expression.rpartition(".")[0], expression.split(".")[0]
+        sources.append(f"import lockstep\nlockstep.{first}\nimport lockstep.{module}\nlockstep.{expression}")
+    command = [sys.executable, "-c", IN_A_FORK_EACH, *sources]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.stdout.split() == [f"lockstep.{expression}" for expression in FOUND_BY_NAME], result.stderr
 
 
 def test_facts_that_scripts_read_from_the_accelerator() -> None:

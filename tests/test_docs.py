@@ -7,11 +7,8 @@ after ``<!-- sketch -->`` or without a comment is only compiled.
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import click
@@ -25,6 +22,7 @@ from lockstep.config.run import RunConfig
 from lockstep.config.sources import SETTINGS
 from lockstep.config.yaml_file import parse_yaml
 from lockstep.watch.trackers.run import TRACKERS
+from tests.warm_interpreter import WarmInterpreter
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -49,18 +47,10 @@ def test_every_python_block_compiles(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in TEXTS if code(name)])
-def test_the_code_of_a_page_runs(name: str, tmp_path: Path) -> None:
+def test_the_code_of_a_page_runs(warm_interpreter: WarmInterpreter, name: str, tmp_path: Path) -> None:
     (tmp_path / "page.py").write_text(code(name), encoding="utf-8")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "page.py"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, f"{name}\n{done.stdout}\n{done.stderr}"
+    exit_code, output = warm_interpreter.run(tmp_path / "page.py")
+    assert exit_code == 0, f"{name}\n{output}"
 
 
 def commands() -> list[tuple[str, list[str]]]:

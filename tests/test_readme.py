@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm_interpreter import WarmInterpreter
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
@@ -81,9 +83,10 @@ def test_a_dry_run_shows_the_processes_and_where_they_meet(command: str, tmp_pat
 
 
 @pytest.mark.parametrize("code", blocks("python"), ids=lambda code: re.findall(r"\w+", code)[-1])
-def test_a_python_block_runs(code: str, tmp_path: Path) -> None:
+def test_a_python_block_runs(warm_interpreter: WarmInterpreter, code: str, tmp_path: Path) -> None:
     (tmp_path / "block.py").write_text(code)
-    run([sys.executable, "block.py"], tmp_path)
+    exit_code, output = warm_interpreter.run(tmp_path / "block.py")
+    assert exit_code == 0, output
 
 
 def test_the_five_lines_are_the_difference_of_the_two_scripts() -> None:
