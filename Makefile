@@ -40,7 +40,7 @@ check: $(VENV)/.test  ## ruff, format, types, import layers
 unit: $(VENV)/.test  ## the tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations=15
 
-exhaustive: $(VENV)/.test  ## the tests, with those that repeat on more ranks what others prove
+exhaustive: $(VENV)/.test  ## the tests, with those that repeat on more ranks or in products of settings what others prove
 	$(BIN)/python -m pytest -m "not cluster" --numprocesses 2 --dist worksteal
 
 $(VENV)/.cluster: $(VENV)/.test

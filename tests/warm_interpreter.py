@@ -1,4 +1,4 @@
-"""Scripts run as by ``python script.py``, each in a fork of one interpreter that has torch imported, nothing of ours."""
+"""Scripts run as by ``python script.py``: each in a fork of one interpreter that has torch imported, none of ours."""
 
 from __future__ import annotations
 

@@ -357,7 +357,7 @@ while True:
         ("one file", "one file"),
         ("one file", "2 shards"),
         ("2 shards", "one file"),
-        ("2 shards", "2 shards"),
+        pytest.param("2 shards", "2 shards", marks=pytest.mark.exhaustive),
         ("4 shards", "2 shards"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,15 @@ SPREADS = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "text"), SPREADS)
+def some(spreads: list[tuple[int, str]], *first: tuple[int, str]) -> list[Any]:
+    """The spreads, all but the first of which are left to ``make exhaustive``."""
+    return [pytest.param(*one, marks=() if one in first else pytest.mark.exhaustive) for one in spreads]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    some(SPREADS, (1, "ddp"), (2, "zero=1"), (2, "zero=3"), (4, "zero=2 replicate=2")),
+)
 def test_a_state_continues_under_every_other_stage_and_number_of_ranks(
     run_distributed: Any, tmp_path: Path, ranks: int, text: str
 ) -> None:
@@ -175,7 +184,7 @@ def test_a_state_continues_under_every_other_stage_and_number_of_ranks(
                 assert torch.allclose(after["weights"][name], value, rtol=1e-4, atol=1e-5), name
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_the_loss_scale_of_fp16_continues(run_distributed: Any, tmp_path: Path, stage: int) -> None:
     directory = str(tmp_path / "state")
     before = run_distributed(saved, 2, f"zero={stage}", directory, "fp16")[0]
@@ -227,7 +236,10 @@ def exported(text: str, directory: str) -> dict[str, Any]:
     return {"hook": seen, "whole": whole, "tied": tied, "state": run.state()}
 
 
-@pytest.mark.parametrize(("ranks", "text"), SPREADS[3:])
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    some(SPREADS[3:], (2, "zero=1"), (2, "zero=2"), (2, "zero=3"), (4, "zero=2 replicate=2")),
+)
 def test_saved_models_and_hooks_have_the_whole_weights_with_ties_once(
     run_distributed: Any, tmp_path: Path, ranks: int, text: str
 ) -> None:
@@ -254,8 +266,18 @@ def saved_as_it_is(text: str, directory: str, with_hook: bool) -> dict[str, torc
     return run.state()
 
 
-@pytest.mark.parametrize("with_hook", [False, True])
-@pytest.mark.parametrize(("ranks", "text"), SPREADS)
+@pytest.mark.parametrize(
+    ("ranks", "text", "with_hook"),
+    [
+        *((*one, False) for one in SPREADS if one != (4, "zero=1")),
+        *((*one, True) for one in [(2, "ddp"), (2, "zero=3"), (4, "zero=2 replicate=2")]),
+        *(
+            pytest.param(*one, True, marks=pytest.mark.exhaustive)
+            for one in [(1, "ddp"), (1, "zero=3"), (2, "zero=1"), (2, "zero=2"), (4, "zero=1"), (4, "zero=3")]
+        ),
+        pytest.param(4, "zero=1", False, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_files_hold_every_element_once_and_ties_once(
     run_distributed: Any, tmp_path: Path, ranks: int, text: str, with_hook: bool
 ) -> None:
@@ -426,20 +448,28 @@ def refused(text: str, directory: str) -> tuple[str, bool, bool]:
     return "", False, False
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("shape", "model.1.second.weight is (5, 4) in the checkpoint, but (4, 4) here"),
-        ("missing", "tensors ['second.bias'] are missing from it, and [] are not in the model"),
-        ("unknown", "[] are missing from it, and ['third.bias', 'third.weight'] are not in the model"),
-        ("groups", "groups of [1, 3] parameters, but has groups of [4] here"),
-        ("moment", "first.weight.exp_avg of shape (7, 6), whose parameter has shape (4,) here"),
-        ("no file", "lacks model_1-0000"),
-        ("generators", "rank-00001.json has 1 bytes instead of"),
-        ("whole", ""),
-    ],
-)
-@pytest.mark.parametrize("text", ["zero=1", "zero=3"])
+UNFIT = [
+    ("shape", "model.1.second.weight is (5, 4) in the checkpoint, but (4, 4) here"),
+    ("missing", "tensors ['second.bias'] are missing from it, and [] are not in the model"),
+    ("unknown", "[] are missing from it, and ['third.bias', 'third.weight'] are not in the model"),
+    ("groups", "groups of [1, 3] parameters, but has groups of [4] here"),
+    ("moment", "first.weight.exp_avg of shape (7, 6), whose parameter has shape (4,) here"),
+    ("no file", "lacks model_1-0000"),
+    ("generators", "rank-00001.json has 1 bytes instead of"),
+    ("whole", ""),
+]
+
+
+def unfit_under_a_stage() -> Iterator[Any]:
+    """Each under one stage, in turn, and under the other by ``make exhaustive``; what fits under both."""
+    for number, (kind, words) in enumerate(UNFIT):
+        for place, text in enumerate(("zero=1", "zero=3")):
+            always = kind == "whole" or place == number % 2
+            marks = () if always else pytest.mark.exhaustive
+            yield pytest.param(text, kind, words, marks=marks, id=f"{text}-{kind}")
+
+
+@pytest.mark.parametrize(("text", "kind", "words"), unfit_under_a_stage())
 def test_what_does_not_fit_is_an_error_on_all_ranks_and_changes_nothing(
     run_distributed: Any, tmp_path: Path, text: str, kind: str, words: str
 ) -> None:

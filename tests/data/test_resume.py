@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,8 @@ from lockstep.data.loader import PreparedLoader
 from tests.data.helpers import Numbers, SizedStream, Stream, consume, prepare, rows_of, shuffled
 
 SEED = 3
-WORLDS = [(1, 1), (2, 2), (2, 1), (1, 2), (2, 4)]
+SAME, CHANGED = [(1, 1), (2, 2)], [(2, 1), (1, 2), (2, 4)]
+IN_EVERY_WORLD = ("shuffled", "ragged end", "uneven", "stream")
 
 
 class Growing:
@@ -168,8 +169,17 @@ def states_for(world: int, states: list[Any]) -> list[Any]:
     return states if len(states) == world else [states[0]] * world
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize(("before", "after"), WORLDS)
+def worlds_of_kinds() -> Iterator[Any]:
+    """Each kind of loader in one world that stays and in one that changes, in turn; the rest by ``make exhaustive``."""
+    for number, name in enumerate(KINDS):
+        for worlds in (SAME, CHANGED):
+            for place, (before, after) in enumerate(worlds):
+                always = name in IN_EVERY_WORLD or place == number % len(worlds)
+                marks = () if always else pytest.mark.exhaustive
+                yield pytest.param(before, after, name, marks=marks, id=f"{before}-{after}-{name}")
+
+
+@pytest.mark.parametrize(("before", "after", "name"), worlds_of_kinds())
 def test_every_sample_comes_exactly_once_wherever_a_run_stops(name, before, after):
     kind = KINDS[name]
     draw = random.Random(f"{name} {before} {after}")

@@ -69,7 +69,7 @@ def resume(parallel: str, folder: str) -> list[float]:
                 *((2, f"pp=2 schedule={name}") for name in schedules("interleaved", "zbv")[-1:]),
             ],
         ),
-        ((2, "tp=2"), [(2, "zero=3"), (2, "pp=2")]),
+        pytest.param((2, "tp=2"), [(2, "zero=3"), (2, "pp=2")], marks=pytest.mark.exhaustive),
         ((4, "pp=2 tp=2"), [(1, ""), (4, "zero=3 tp=2")]),
         ((4, "zero=3 tp=2"), [(1, ""), (2, "cp=2"), (4, "pp=2 tp=2")]),
     ],

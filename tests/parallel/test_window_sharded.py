@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,22 @@ SAME_WORLD = [
 ]
 
 
-@pytest.mark.parametrize(("world_size", "setup"), SAME_WORLD, ids=str)
+SAME_WORLD_AGAIN = [
+    (1, Setup("zero=1")),
+    (1, Setup("zero=2")),
+    (2, Setup("zero=2", weighted=True)),
+    (2, Setup("zero=3", by_hand=True)),
+    (2, Setup("zero=2", by_hand=True, held_back=True)),
+    (2, Setup("zero=1", precision="bf16")),
+]
+"""Products of what the others prove: by ``make exhaustive``."""
+
+
+def with_marks(cases: list[Any], again: list[Any]) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.exhaustive if case in again else ()) for case in cases]
+
+
+@pytest.mark.parametrize(("world_size", "setup"), with_marks(SAME_WORLD, SAME_WORLD_AGAIN), ids=str)
 def test_training_goes_on_bit_for_bit(run_distributed, world_size: int, setup: Setup) -> None:
     assert run_distributed(windows.go_on_and_compare, world_size, setup) == [[]] * world_size
 
@@ -51,7 +67,17 @@ CHANGED = [
 ]
 
 
-@pytest.mark.parametrize(("saving", "before", "loading", "after"), CHANGED, ids=str)
+CHANGED_AGAIN = [
+    (2, Setup(), 2, Setup("zero=3")),
+    (2, Setup("zero=1"), 4, Setup("zero=2")),
+    (4, Setup("zero=3 replicate=2"), 2, Setup()),
+    (2, Setup("zero=2", weighted=True), 2, Setup(weighted=True)),
+]
+
+
+@pytest.mark.parametrize(
+    ("saving", "before", "loading", "after"), with_marks(CHANGED, CHANGED_AGAIN), ids=str
+)
 def test_another_world_goes_on_as_plain_training(
     run_distributed, saving: int, before: Setup, loading: int, after: Setup
 ) -> None:
@@ -110,7 +136,12 @@ def closed_window_over_an_open_one(setup: Setup) -> list[str]:
 
 @pytest.mark.parametrize(
     ("world_size", "parallel"),
-    [(2, "zero=1"), (2, "zero=2"), (2, "zero=3"), (4, "zero=2 replicate=2")],
+    [
+        (2, "zero=1"),
+        pytest.param(2, "zero=2", marks=pytest.mark.exhaustive),
+        (2, "zero=3"),
+        (4, "zero=2 replicate=2"),
+    ],
 )
 def test_a_closed_window_clears_the_one_that_is_open(run_distributed, world_size: int, parallel: str) -> None:
     assert run_distributed(closed_window_over_an_open_one, world_size, Setup(parallel)) == [[]] * world_size

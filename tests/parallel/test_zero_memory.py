@@ -107,11 +107,21 @@ def rest(
     )
 
 
+def again(*values: Any) -> Any:
+    """What the others prove under another stage: by ``make exhaustive``."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
 REST = [
     *((ranks, f"zero={stage}", "no", "adamw") for ranks in (2, 4) for stage in (1, 2, 3)),
-    *((2, f"zero={stage}", "bf16", "adamw") for stage in (1, 2, 3)),
-    *((2, f"zero={stage}", "no", "sgd") for stage in (1, 2, 3)),
-    *((4, f"zero={stage} replicate=2", "bf16", "adamw") for stage in (1, 3)),
+    (2, "zero=1", "bf16", "adamw"),
+    again(2, "zero=2", "bf16", "adamw"),
+    (2, "zero=3", "bf16", "adamw"),
+    again(2, "zero=1", "no", "sgd"),
+    again(2, "zero=2", "no", "sgd"),
+    (2, "zero=3", "no", "sgd"),
+    again(4, "zero=1 replicate=2", "bf16", "adamw"),
+    (4, "zero=3 replicate=2", "bf16", "adamw"),
     (4, "zero=3 hpz=2", "no", "adamw"),
     (2, "zero=3 offload", "no", "adamw"),
     (2, "zero=3 quantized_weights quantized_gradients", "no", "adamw"),
@@ -192,10 +202,10 @@ WITHIN = [
     (2, "zero=2", "no", 1),
     (2, "zero=2", "no", 3),
     (2, "zero=3", "no", 3),
-    (2, "zero=1", "bf16", 3),
+    again(2, "zero=1", "bf16", 3),
     (2, "zero=1 reduce=fp32", "bf16", 3),
     (2, "zero=2", "bf16", 3),
-    (2, "zero=3", "bf16", 3),
+    again(2, "zero=3", "bf16", 3),
     (4, "zero=3", "no", 1),
     (4, "zero=3 hpz=2", "no", 1),
     (4, "zero=1 replicate=2", "no", 3),

@@ -46,6 +46,10 @@ CASES = [
 ]
 
 
+AGAIN = {Case(4, "zero=1", 1), Case(4, "zero=2", 1), Case(4, "zero=2 replicate=2", 3)}
+"""What 2 ranks prove, and 4 under the other stages: by ``make exhaustive``."""
+
+
 def full(tensor: Any) -> torch.Tensor:
     """The whole tensor, gathered by torch."""
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
@@ -90,7 +94,11 @@ def train_with_both(case: Case) -> dict[str, problem.Result]:
     return {optimizer_name: train(case, optimizer_name) for optimizer_name in case.steps}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.exhaustive if case in AGAIN else ()) for case in CASES],
+    ids=str,
+)
 def test_training_equals_plain_single_process_training(run_distributed, case: Case) -> None:
     found = run_distributed(train_with_both, case.world_size, case)
     for optimizer_name, steps in case.steps.items():
