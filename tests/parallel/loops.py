@@ -1403,6 +1403,32 @@ def thawed_between_windows(run: Run) -> Values:
     return values(run, model=model)
 
 
+# Frozen between forward and backward ----------------------------------------------------------------
+
+
+def _frozen_before_backward(run: Run) -> Values:
+    model = make(Net)
+    model, optimizer = run.prepare(model, adamw(model))
+    for step in range(8):
+        with run.accumulate(model):
+            loss = run.mean(mse(model), step)
+            plain = run.unwrap(model)
+            plain.layers[0].requires_grad_(step not in (2, 5))
+            plain.head.requires_grad_(step % 3 > 0)
+            run.backward(loss)
+            run.step(optimizer)
+            plain.requires_grad_(True)
+    return values(run, model=model)
+
+
+def frozen_before_backward(run: Run) -> Values:
+    return _frozen_before_backward(run)
+
+
+def frozen_before_backward_in_windows(run: Run) -> Values:
+    return _frozen_before_backward(run)
+
+
 # Weights changed by hand while a sharded model has them gathered --------------------------------------
 
 

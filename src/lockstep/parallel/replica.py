@@ -22,6 +22,7 @@ from lockstep.comm.tree import leaves
 from lockstep.errors import UsageError
 from lockstep.parallel.alike import TOLERANCE, CopiesAlike, differences
 from lockstep.parallel.replica_hooks import average_before_hooks, guard_hooks
+from lockstep.torch_internals.autograd import at_end_of_backward as at_end_of_pass
 from lockstep.torch_internals.autograd import current_backward as current_pass
 from lockstep.torch_internals.c10d import check_reduced, is_joining, rebuild_buckets
 from lockstep.torch_internals.modules import children_of, parameters_of
@@ -191,6 +192,7 @@ class DistributedDataParallel(TorchDDP):
         if number == self._pass:
             return
         self._pass = number
+        self._leave_frozen_alone()
         if self._is_spent and self.require_backward_grad_sync:
             self.check_reduced()
             alive = [tensor for ref in outputs if (tensor := ref()) is not None]
@@ -199,6 +201,19 @@ class DistributedDataParallel(TorchDDP):
             # An average of equal numbers is that number, so that what was averaged may be averaged again.
             self.reducer.prepare_for_backward(alive if self.find_unused_parameters else [])
         self._is_spent = True
+
+
+    def _leave_frozen_alone(self) -> None:
+        """Parameters frozen since the forward get no gradient, as in plain torch; DDP gives them zeros of its own."""
+        frozen = [p for p in self._trained if not p.requires_grad and p.grad is None]
+        if frozen:
+            # After the callbacks of torch's engines, which are asked for later in the pass.
+            at_end_of_pass(lambda: at_end_of_pass(partial(_forget_gradients, frozen)))
+
+
+def _forget_gradients(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _backward_begins(
