@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -607,3 +608,27 @@ def test_ranks_that_continue_have_the_order_of_one_process(run_distributed):
             parts = [[rank[i][0], *rank[i][1]] if epoch == 0 else rank[i][2] for rank in ranks]
             rows = [row for step in zip(*parts, strict=True) for batch in step for row in batch]
             assert rows[: len(plain)] == plain, (name, epoch)
+
+
+class Drawn(IterableDataset):
+    """Each sample draws from torch's generator, in the process that reads it."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for i in range(24):
+            yield torch.rand(1) + i
+
+
+@pytest.mark.parametrize("taken", [(1, 99, 99), (3, 2, 99)], ids=str)
+def test_workers_that_persist_draw_as_torchs_after_an_epoch_that_was_left(taken: tuple[int, ...]) -> None:
+    """As by ``next(iter(loader))``: torch's workers have read ahead by then, and draw on from there."""
+
+    def samples(loader: DataLoader[Any]) -> list[Any]:
+        return [[batch.tolist() for batch in itertools.islice(loader, count)] for count in taken]
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Drawn(), 2, num_workers=2, persistent_workers=True)
+
+    seed_all()
+    expected = samples(loader())
+    seed_all()
+    assert samples(prepare(loader())) == expected

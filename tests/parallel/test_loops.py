@@ -95,6 +95,7 @@ FAST = (
     "two_forwards_then_two_backwards",
     "unfrozen_later",
     "parts_frozen_in_turn",
+    "frozen_before_backward",
     "a_head_for_each_rank_from_step_3",
     "heads_in_turn",
     "experts_chosen_in_python",

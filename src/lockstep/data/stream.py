@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info, graph_settings
@@ -28,6 +29,9 @@ from lockstep.data.shard import Round, ShardPlan, grouped, later, rounds
 from lockstep.data.worker_states import Told, WorkerStates
 from lockstep.runtime.step import BatchCounts
 
+MOST_AHEAD = 4
+"""Batches of which a worker remembers where its generators stood. Two are read ahead of what torch's loader reads."""
+
 # What a stream yields: number of the worker, samples in the round, batches of its ranks (None: one has none), counts.
 # A round of no samples only passes the turn to the next worker, and may say where the generators of this one stand.
 Message = tuple[int, int, "list[Any] | Told | None", "BatchCounts | None"]
@@ -41,19 +45,27 @@ class StreamStart:
 
     def __init__(self, workers: int) -> None:
         streams = max(1, workers)
-        self.numbers = torch.zeros(4 + 2 * streams, dtype=torch.int64)
+        self.streams = streams
+        self.numbers = torch.zeros(4 + 3 * streams, dtype=torch.int64)
         if workers:
             self.numbers.share_memory_()
 
-    def give(self, seed: int, epoch: int, behind: Behind, drawn: bool) -> None:
+    def give(
+        self, seed: int, epoch: int, behind: Behind, drawn: bool, before: Sequence[int] | None = None
+    ) -> None:
+        """``before``: how many batches of the epoch before torch's loader would have asked each worker for."""
         signed = (seed + 2**63) % 2**64 - 2**63
-        numbers = [signed, epoch, int(drawn), behind.turn, *behind.base, *behind.rounds]
+        asked = [-1] * self.streams if before is None else before
+        numbers = [signed, epoch, int(drawn), behind.turn, *behind.base, *behind.rounds, *asked]
         self.numbers.copy_(torch.tensor(numbers))
 
     def take(self) -> tuple[int, int, bool, Behind]:
         seed, epoch, drawn, turn, *counts = self.numbers.tolist()
-        base, done = counts[: len(counts) // 2], counts[len(counts) // 2 :]
+        base, done = counts[: self.streams], counts[self.streams : 2 * self.streams]
         return seed, epoch, bool(drawn), Behind(tuple(base), tuple(base), tuple(done), turn)
+
+    def asked_before(self, worker: int) -> int:
+        return int(self.numbers[4 + 2 * self.streams + worker])
 
 
 class ShardedStream(IterableDataset[Any]):
@@ -74,6 +86,7 @@ class ShardedStream(IterableDataset[Any]):
         "_stream_start",
         "_tells",
         "_restored",
+        "_made",
     )
 
     def __init__(
@@ -96,6 +109,8 @@ class ShardedStream(IterableDataset[Any]):
         # Whether workers say where their generators stand, and where they stand when they are made.
         self._tells = False
         self._restored: WorkerStates | None = None
+        # The last batches that a worker has made: how many there were, and where its generators stood then.
+        self._made: deque[tuple[int, States]] = deque(maxlen=MOST_AHEAD)
 
     def __getattr__(self, name: str) -> Any:
         # A state of the dataset alone would lack the first round that completes the last one.
@@ -117,6 +132,7 @@ class ShardedStream(IterableDataset[Any]):
         if worker is not None:
             if not drawn:
                 seed_generators(mixed_seed(seed, epoch, number))
+            self._go_back(number)
             self._restore(number)
             announce_epoch_to(self._dataset, seed, epoch, not drawn)
         if isinstance(self._dataset, IterDataPipe):
@@ -128,6 +144,14 @@ class ShardedStream(IterableDataset[Any]):
         tells = self._tells and drawn and worker is not None
         begun = Told(Generators().read()) if tells else None
         return self._messages(number, behind, self._samples(), begun)
+
+    def _go_back(self, number: int) -> None:
+        """To where this worker would stand under torch's loader, which reads less ahead of an epoch that is left."""
+        asked = self._stream_start.asked_before(number)
+        states = next((states for count, states in self._made if count == asked), None)
+        if states is not None:
+            Generators().write(states)
+        self._made.clear()
 
     def _restore(self, number: int) -> None:
         restored, self._restored = self._restored, None
@@ -146,6 +170,8 @@ class ShardedStream(IterableDataset[Any]):
         for i, this in enumerate(self._rounds(behind.base[number], samples)):
             parts = [this.parts[rank] for rank in self._ranks]
             batches, counts = self._collated(parts, this)
+            if begun is not None:
+                self._made.append((i + 1, Generators().read()))
             # Made although it was handed out before: it may draw random numbers.
             if i >= behind.rounds[number]:
                 yield number, this.counts.total, batches, counts
@@ -265,6 +291,8 @@ class StreamReader:
         self._loaded: WorkerStates | None = None
         self._are_made = False
         self._made_at: States | None = None
+        # Batches of this epoch that were handed over; None: all of them, or nobody knows.
+        self._handed_over: int | None = None
 
     def read(self, begin: Begin) -> Rounds:
         seed_workers(self.inner, begin, self.own)
@@ -301,7 +329,8 @@ class StreamReader:
         made_at = loaded.born if loaded is not None and loaded.born is not None else None
         with drawing.generators.at(made_at) if made_at is not None and is_new else drawing.beginning():
             shared_seed = self._shared_seed()
-            self.stream._stream_start.give(shared_seed, begin.epoch, begin.behind, True)
+            before = None if is_new else self._asked_before()
+            self.stream._stream_start.give(shared_seed, begin.epoch, begin.behind, True, before)
             source = iter(self.inner)
             if self.inner.num_workers and is_new:
                 self._shared_seed()  # torch's loader draws it for its workers once more
@@ -314,6 +343,19 @@ class StreamReader:
         if self.inner.num_workers:
             return source, None
         return source, self._private(drawing)
+
+    def _asked_before(self) -> list[int] | None:
+        """How many batches torch's loader would have asked each worker for, of an epoch that was left midway.
+
+        Of one behind another as they are taken; so many ahead from the beginning. Where a worker has come to its end
+        by then, torch's loader asks the others as they happen to answer.
+        """
+        taken, self._handed_over = self._handed_over, None
+        if taken is None or self.stream._plan.world_size > 1:
+            return None
+        workers = self.inner.num_workers
+        asked = taken + workers * cast(int, self.inner.prefetch_factor)
+        return [len(range(worker, asked, workers)) for worker in range(workers)]
 
     def _shared_seed(self) -> int:
         """What torch's loader draws for a data pipe."""
@@ -374,6 +416,8 @@ class StreamReader:
         held: Dealt | None = None
         others_go_on = False
         told: set[int] = set()
+        knows = not any((*behind.base, *behind.rounds, behind.turn, left_out))
+        self._handed_over = 0 if knows and not begin.left_out else None
         for (worker, samples, batches, counts), inner, states in messages:
             if isinstance(batches, Told):
                 known = self._ended_at if worker in told else self._begun_at
@@ -390,8 +434,15 @@ class StreamReader:
                 left_out += 1
                 continue
             if held is not None:
+                self._hands_over()
                 yield held
             held = Dealt(batches, counts, last=False, behind=behind, inner=inner, states=states)
             others_go_on = False
         if held is not None:
+            self._hands_over()
             yield held._replace(last=True, behind=held.behind if others_go_on else None)
+        self._handed_over = None
+
+    def _hands_over(self) -> None:
+        if self._handed_over is not None:
+            self._handed_over += 1

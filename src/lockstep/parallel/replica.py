@@ -202,7 +202,6 @@ class DistributedDataParallel(TorchDDP):
             self.reducer.prepare_for_backward(alive if self.find_unused_parameters else [])
         self._is_spent = True
 
-
     def _leave_frozen_alone(self) -> None:
         """Parameters frozen since the forward get no gradient, as in plain torch; DDP gives them zeros of its own."""
         frozen = [p for p in self._trained if not p.requires_grad and p.grad is None]
