@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.warm_interpreter import WarmInterpreter
 
 SCRIPTS = {
-    "place": "import sys, os; print(__name__, sys.argv == [__file__], sys.path[0] == os.getcwd())",
+    "place": "import sys, os; print(__name__, sys.argv == [__file__, 'a b'], sys.path[0] == os.getcwd())",
     "names": "import sys; print([name for name in sys.modules if name.startswith('lockstep')])",
     "sets": "import atexit, torch; torch.set_default_dtype(torch.float64); atexit.register(print, 'at exit')",
     "sees": "import torch; print(torch.get_default_dtype())",
@@ -26,7 +26,7 @@ def test_each_script_runs_as_in_an_interpreter_of_its_own(
         (tmp_path / name).mkdir()
         script = tmp_path / name / "script.py"
         script.write_text(text)
-        code, output = warm_interpreter.run(script, limit_s=1 if name == "hangs" else 60)
+        code, output = warm_interpreter.run(script, "a b", limit_s=1 if name == "hangs" else 60)
         found[name] = (code, output.strip().splitlines()[-1:])
     assert found == {
         "place": (0, ["__main__ True True"]),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -27,6 +25,7 @@ from lockstep.checkpoint.background import HostCopies
 from lockstep.checkpoint.format.tensorfile import TensorFile
 from lockstep.checkpoint.store.local import LocalStore
 from lockstep.errors import LockstepError
+from tests.warm_interpreter import WarmInterpreter
 
 
 class Counter:
@@ -324,18 +323,21 @@ SCRIPT = """
 
 
 @pytest.mark.parametrize("kind", ["ends", "raises", "fails"])
-def test_a_process_does_not_end_before_its_save(tmp_path: Path, kind: str) -> None:
+def test_a_process_does_not_end_before_its_save(
+    warm_interpreter: WarmInterpreter, tmp_path: Path, kind: str
+) -> None:
     """Also what comes after writing is done: the new one is verified, and the one that it replaces removed."""
-    target = tmp_path / "state"
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(target), kind]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == (1 if kind == "raises" else 0), ended.stderr
+    script, target = tmp_path / "script.py", tmp_path / "run" / "state"
+    script.write_text(textwrap.dedent(SCRIPT))
+    target.parent.mkdir()
+    code, output = warm_interpreter.run(script, str(target), kind)
+    assert code == (1 if kind == "raises" else 0), output
     if kind == "fails":
-        assert "state was not saved: Rank 0 could not write" in ended.stderr
-        assert "the disk is gone" in ended.stderr
+        assert "state was not saved: Rank 0 could not write" in output
+        assert "the disk is gone" in output
     else:
-        assert "was not saved" not in ended.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["state"]
+        assert "was not saved" not in output
+    assert [path.name for path in target.parent.iterdir()] == ["state"]
     saved_files.assert_manifest_tells_the_truth(target)
     bias = saved_files.tensors(target)["model.0.bias"]
     assert bias.tolist() == [1.0 if kind == "fails" else 2.0] * 3

@@ -24,6 +24,7 @@ from lockstep.checkpoint.weights.folder import WeightsFolder
 from lockstep.checkpoint.weights.model import INDEX, WEIGHTS, parse_size, write_weights
 from lockstep.comm.dtensor import whole
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, UsageError
+from tests.warm_interpreter import WarmInterpreter
 from train import problems
 
 
@@ -362,16 +363,19 @@ while True:
     ],
 )
 def test_a_save_that_is_killed_anywhere_leaves_the_earlier_weights_or_the_new_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str
+    warm_interpreter: WarmInterpreter,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: str,
+    after: str,
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)
-    command = [sys.executable, "-c", KILLED, str(tmp_path), str(SIZES[before]), str(SIZES[after])]
-    path = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    points = sorted(tmp_path.iterdir(), key=lambda place: int(place.name))
+    script, folder = tmp_path / "killed.py", tmp_path / "points"
+    script.write_text(KILLED)
+    folder.mkdir()
+    code, output = warm_interpreter.run(script, str(folder), str(SIZES[before]), str(SIZES[after]))
+    assert code == 0, output
+    points = sorted(folder.iterdir(), key=lambda place: int(place.name))
     states = []
     for point in points:
         found = loaded_as_transformers_does(point)
