@@ -25,7 +25,7 @@ from tests.distributed.pool import server_environment
 
 LEAST_KILLED, LEAST_KILLED_TWICE = 1040, 560  # points in all slices
 
-few_and_more = pytest.mark.parametrize("slices", [14, pytest.param(4, marks=pytest.mark.exhaustive)])
+few_and_more = pytest.mark.parametrize("slices", [20, pytest.param(4, marks=pytest.mark.exhaustive)])
 """Into how many slices the points are cut, one of which is taken of each trial."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,8 +20,10 @@ OFTEN = ("kill worker", "kill launcher", "stop worker")
 def test_a_run_with_four_faults_ends_as_the_one_without(tmp_path: Path) -> None:
     last = "full disk" if can_fill_a_disk(tmp_path / "probe") else "exception"
     faults = draw(4, STEPS, ranks=2, seed=3, kinds=(*OFTEN, last))
-    soak(tmp_path / "undisturbed", STEPS, [])
-    outcome = soak(tmp_path / "disturbed", STEPS, faults)
+    with ThreadPoolExecutor() as beside:  # the other one waits most of its time
+        undisturbed = beside.submit(soak, tmp_path / "undisturbed", STEPS, [])
+        outcome = soak(tmp_path / "disturbed", STEPS, faults)
+        undisturbed.result()
     compare(tmp_path / "disturbed", tmp_path / "undisturbed", outcome)
     assert outcome.struck == 4
     assert (outcome.lost, outcome.repeated) == (0, 0)
