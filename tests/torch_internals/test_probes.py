@@ -27,7 +27,7 @@ ENGINES = (
         "autograd",
         "optim",
     ),
-    *("dataloader", "dispatch", "fake", "kernels", "compile"),
+    *("dataloader", "dispatch", "fake", "gloo", "kernels", "compile"),
 )
 
 
@@ -94,6 +94,7 @@ OTHERWISE = [
     ("modules", "torch.nn:Module", "_apply", lambda self, *_, **__: self.zero_grad() or self),
     ("tensors", "torch", "_neg_view", lambda tensor: tensor.view(tensor.shape)),
     ("fake", "lockstep.torch_internals.fake", "UNKNOWN_VALUE", ()),
+    ("gloo", "lockstep.torch_internals.gloo", "NAMESPACE", "aten"),
     ("compile", "lockstep.torch_internals.compile", "original", lambda module: None),
     ("dispatch", "lockstep.torch_internals.dispatch", "argument_names", lambda operator: []),
     (

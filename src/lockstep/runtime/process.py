@@ -19,7 +19,7 @@ from lockstep.errors import UsageError
 from lockstep.runtime.departures import Departures
 from lockstep.runtime.device import choose_backend, choose_device
 from lockstep.runtime.failure import install_excepthook
-from lockstep.torch_internals import c10d, dtensor
+from lockstep.torch_internals import c10d, dtensor, gloo
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,9 @@ def start(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Runt
     backend = _join_process_group(environment, device, init)
     joined = dist.is_available() and dist.is_initialized()
     c10d.probe()
+    if joined:
+        gloo.probe()
+        gloo.gather_under_a_short_name()
     _Process.runtime = Runtime(
         rank=dist.get_rank() if joined else environment.rank,
         world_size=dist.get_world_size() if joined else environment.world_size,
