@@ -368,9 +368,22 @@ def test_a_continued_run_is_the_undisturbed_one_bit_for_bit(name):
     check_continued(lambda: prepare(LOADERS[name]()), lambda count: [0, 1, count // 2, count - 2])
 
 
-@pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize(
-    "name", without_slow_ones(LOADERS, {"generator", "own batch sampler", "stream, python", "single items"})
+    ("name", "workers"),
+    [
+        *(
+            (name, WORKERS[0])
+            for name in ("generator", "own batch sampler", "stream, python", "single items")
+        ),
+        *((name, WORKERS[1]) for name in ("own batch sampler", "stream, python")),
+        *(
+            pytest.param(name, workers, marks=pytest.mark.exhaustive)
+            for name in LOADERS
+            for workers in WORKERS
+            if name not in ("own batch sampler", "stream, python")
+            and not (workers is WORKERS[0] and name in ("generator", "single items"))
+        ),
+    ],
 )
 def test_a_continued_run_with_workers_is_the_undisturbed_one(name, workers):
     check_continued(lambda: prepare(LOADERS[name](**workers)), lambda count: [1, count // 2, count // 2 + 1])

@@ -105,7 +105,7 @@ def clipped(result: oracle.Result) -> dict[str, torch.Tensor]:
     return {name: gradient * factor for name, gradient in result.gradients.items()}
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.exhaustive), "fp16"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_training_with_reduction_in_fp32_equals_plain_torch_with_fp32_masters(
     run_distributed, world_size: int, precision: str
