@@ -35,7 +35,7 @@ from lockstep.parallel.autocast import autocast
 from lockstep.parallel.compilation import check_backend
 from lockstep.parallel.join import join_replicas
 from lockstep.parallel.materialize import InitWeights
-from lockstep.parallel.prepared import hold_back, loss_of, unwrap
+from lockstep.parallel.prepared import call_of, hold_back, is_pipeline, loss_of, unwrap
 from lockstep.preparation.files import FileMethods
 from lockstep.preparation.prepare import Preparation
 from lockstep.preparation.window import OpenWindow
@@ -351,6 +351,8 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         Returns:
             The loss, 0-d and detached, on every rank.
         """
+        if is_pipeline(model):
+            self._preparation.verify_step(model, loss_function, *call_of(inputs, targets))
         loss = loss_of(model, loss_function, inputs, targets, self.autocast)
         self.backward(loss, weight=weight)
         return loss.detach()

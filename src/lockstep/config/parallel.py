@@ -49,6 +49,8 @@ class Parallel:
       ``infer`` (from its structure), or None: the first of these that there is.
     - ``cp_method``: how attention sees the whole sequence.
     - ``schedule``, ``micro_batches``, ``stages_per_rank``: of the pipeline; 0: chosen.
+    - ``verify``: when a model whose forward is split (tp, pp, cp, ep) is compared with the whole one: ``first_step``
+      (before the first step), ``every:N`` (in every N-th training call as well), or ``off``.
     - ``split``: names of the blocks at which a stage of the pipeline begins; empty: balanced by parameters.
 
     References: Rajbhandari et al., ZeRO, SC 2020; Wang et al., ZeRO++, 2023; Zhao et al., PyTorch FSDP, VLDB 2023;
@@ -85,6 +87,7 @@ class Parallel:
     micro_batches: int = 0
     stages_per_rank: int = 0
     split: tuple[str, ...] = ()
+    verify: str = "first_step"
 
     def __post_init__(self) -> None:
         for name, parse in PARSERS.items():
@@ -193,6 +196,16 @@ class Parallel:
     def divides_weights(self) -> bool:
         """Whether ranks hold different weights between a forward and a backward too."""
         return self.tp * self.pp * self.ep > 1
+
+    @property
+    def splits_forward(self) -> list[str]:
+        """The words of what takes a user's forward apart."""
+        return [axis for axis in ("tp", "pp", "cp", "ep") if getattr(self, axis) > 1]
+
+    @property
+    def verify_interval(self) -> int:
+        """Training calls from one verification to the next; 0: only the first call is verified."""
+        return int(self.verify.partition(":")[2] or 0)
 
     def shard_size(self, world_size: int) -> int:
         """The number of ranks over which one copy of each weight is sharded; 1 in a world of one.

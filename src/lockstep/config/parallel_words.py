@@ -16,6 +16,7 @@ BlockRule = Callable[[str, Any], bool]
 
 MOST_RANKS = 2**20
 TP_PLANS = ("auto", "transformers", "infer")
+VERIFY = ("first_step", "off", "every:100")
 HOST = "cpu"
 NOT_FOLDERS = ("auto", "cuda", "disk", "gpu", "host", "meta", "none", "nvme", "ram", "ssd")
 """Words that are no places to offload to; ``./disk`` is a folder of that name."""
@@ -123,6 +124,22 @@ def _tp_plan(value: Any, origin: str) -> str | tuple[tuple[str, str], ...] | Non
     return tuple(entries)
 
 
+def _verify(value: Any, origin: str) -> str:
+    """``first_step``, ``off``, or ``every:N`` (in code also "every N")."""
+    if isinstance(value, bool):
+        return "first_step" if value else "off"
+    text = str(value)
+    word, _, number = text.replace(" ", ":").replace("=", ":").partition(":")
+    if word == "every":
+        return f"every:{parse_integer(number, f'{origin}=every', 1, 2**31)}"
+    if text not in VERIFY:
+        raise ConfigError(
+            f"{origin}={shown(value)} is not known.{suggestion(text, VERIFY)} Use first_step, off, or every:N with a "
+            "number of training calls."
+        )
+    return text
+
+
 def text_of(value: Any) -> str:
     """A field's value as ``parse`` reads it."""
     if isinstance(value, tuple) and value and isinstance(value[0], tuple):
@@ -160,6 +177,7 @@ PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "micro_batches": _between(0, 2**20),
     "stages_per_rank": _between(0, 2**10),
     "split": _names,
+    "verify": _verify,
 }
 
 # What a word means that stands alone.

@@ -58,11 +58,12 @@ def spread(
     options: ModelOptions,
     device_placement: bool = True,
     evaluation_mode: bool = False,
+    before_split: Callable[[], None] = lambda: None,
 ) -> nn.Module:
     """The model that the training loop calls. ``unwrap`` gives back the user's own object.
 
     With ``evaluation_mode`` the model is neither replicated with gradients nor sharded: each rank just calls it, or
-    its part of it.
+    its part of it. ``before_split`` is called when the model is on its device and still whole.
     """
     parallel, axes = options.parallel, options.meshes.axes
     _probe(parallel, axes)
@@ -78,6 +79,7 @@ def spread(
         _refuse_hook(options)
         check_same_model(model, runtime.world_size)
         materialize(model, runtime.device, options.init_weights, runtime.world_size)
+    before_split()
     if axes.pp > 1:
         return _pipeline(model, blocks, runtime, options, shards, evaluation_mode)
     experts = _prepare_layers(model, blocks, options, runtime)

@@ -43,7 +43,18 @@ class GradientMean:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward inside adds to each rank's own gradients."""
-        before, self._held_back = self._held_back, True
+        with self._set(True):
+            yield
+
+    @contextmanager
+    def synchronised(self) -> Iterator[None]:
+        """Backward inside averages, also within ``no_sync``."""
+        with self._set(False):
+            yield
+
+    @contextmanager
+    def _set(self, held_back: bool) -> Iterator[None]:
+        before, self._held_back = self._held_back, held_back
         try:
             yield
         finally:

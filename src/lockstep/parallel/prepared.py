@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,6 +44,22 @@ def hold_back(model: nn.Module, inside_window: bool) -> AbstractContextManager[A
     no_sync: Any = model.no_sync
     context: AbstractContextManager[Any] = no_sync()
     return context
+
+
+@contextmanager
+def synchronised(model: nn.Module) -> Iterator[None]:
+    """Backward inside averages gradients over all ranks, also within ``hold_back``."""
+    with ExitStack() as stack:
+        if is_pipeline(model):
+            stack.enter_context(model.synchronised())  # type: ignore[operator]
+        for part in parts(model):
+            if (sharding := sharding_of(part)) is not None:
+                stack.enter_context(sharding.synchronised())
+            if (mean := gradient_mean_of(part)) is not None:
+                stack.enter_context(mean.synchronised())
+        if isinstance(model, DistributedDataParallel):
+            stack.enter_context(model.synchronised())
+        yield
 
 
 def backward_begins(model: nn.Module) -> None:
@@ -101,15 +117,21 @@ def loss_of(
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> torch.Tensor:
     """``loss_function(model(inputs), targets)``, micro-batch by micro-batch in a pipeline that trains."""
-    args, keywords = ((), dict(inputs)) if isinstance(inputs, Mapping) else (_as_tuple(inputs), {})
+    args, keywords, targets = call_of(inputs, targets)
     if is_pipeline(model):
         pipeline: Any = model
         for hook in torch_modules.forward_pre_hooks_of(pipeline):  # as a call of the model would
             hook(pipeline, args)
         with autocast():
-            loss: torch.Tensor = pipeline.train_step(loss_function, _as_tuple(targets), args, keywords)
+            loss: torch.Tensor = pipeline.train_step(loss_function, targets, args, keywords)
         return loss
-    return loss_function(model(*args, **keywords), *_as_tuple(targets))
+    return loss_function(model(*args, **keywords), *targets)
+
+
+def call_of(inputs: Any, targets: Any) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+    """(arguments, keywords, targets of the loss) of a call; ``inputs``: one value, a tuple of them, or keywords."""
+    args, keywords = ((), dict(inputs)) if isinstance(inputs, Mapping) else (_as_tuple(inputs), {})
+    return args, keywords, _as_tuple(targets)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -93,6 +94,16 @@ class DistributedDataParallel(TorchDDP):
             self._is_spent = False
             self._average_again_if_spent(output)
         return output
+
+    @contextmanager
+    def synchronised(self) -> Iterator[None]:
+        """Forward and backward inside are those of a micro-batch whose gradients are averaged, also in ``no_sync``."""
+        before = self.require_backward_grad_sync, self.require_forward_param_sync
+        self.require_backward_grad_sync = self.require_forward_param_sync = True
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync, self.require_forward_param_sync = before
 
     def check_reduced(self) -> None:
         """Raise UsageError if a backward left out parameters that the other ranks wait for."""

@@ -111,7 +111,19 @@ class Sharding:
     @contextmanager
     def _hold_back(self, reduce: bool) -> Iterator[None]:
         before = self._flags
-        self._set_flags(_Flags(reduce=reduce and before.reduce, all_reduce=False, reshard=self.stage == 3))
+        with self._flagged(_Flags(reduce and before.reduce, all_reduce=False, reshard=self.stage == 3)):
+            yield
+
+    @contextmanager
+    def synchronised(self) -> Iterator[None]:
+        """Backward inside averages, also within the others."""
+        with self._flagged(_Flags()):
+            yield
+
+    @contextmanager
+    def _flagged(self, flags: _Flags) -> Iterator[None]:
+        before = self._flags
+        self._set_flags(flags)
         try:
             yield
         finally:

@@ -76,6 +76,14 @@ class BackwardWatch:
         self._backwards += 1
         self._ours += 1
 
+    def unnoticed(self, call: Callable[[], None]) -> None:
+        """Run a backward of which nothing will be left."""
+        self._is_ours = True
+        try:
+            call()
+        finally:
+            self._is_ours = False
+
     def clear(self) -> None:
         """Forget what was seen."""
         self._plain_in_window = self._plain_unscaled = 0

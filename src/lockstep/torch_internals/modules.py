@@ -51,6 +51,8 @@ def children_of(module: nn.Module) -> dict[str, Any]:
     return module._modules
 
 
+OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""Names of what each module keeps for torch. Relies on: a new module has all of them, and nothing else."""
 REGISTERED = (parameters_of, buffers_of)
 """What has the tensors of a module."""
 

@@ -153,8 +153,19 @@ class PipelineModel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward inside leaves the gradients of tied parameters unsummed; the next backward outside sums them."""
+        with self._sums(False):
+            yield
+
+    @contextmanager
+    def synchronised(self) -> Iterator[None]:
+        """Backward inside sums them, also within ``no_sync``."""
+        with self._sums(True):
+            yield
+
+    @contextmanager
+    def _sums(self, sums: bool) -> Iterator[None]:
         before = self._local.deposit.sums
-        self._local.deposit.sums = False
+        self._local.deposit.sums = sums
         try:
             yield
         finally:

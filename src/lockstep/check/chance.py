@@ -1,0 +1,143 @@
+"""A forward without chance: nothing is dropped, and what is drawn at random has one fixed value.
+
+Ranks draw other random numbers than one process does, so that only without them two runs can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lockstep.torch_internals import modules as torch_modules
+
+HALF = 0.5
+"""What stands for each number drawn from [0, 1), and for each normal one."""
+
+
+class WithoutChance(TorchFunctionMode):
+    """Within it, functions that draw random numbers give the same ones whatever the shapes and the generator."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ARGUMENTS:
+            args, kwargs = _with_argument(args, kwargs, *_ARGUMENTS[func])
+        elif func in _RECURRENT:
+            args = _without_recurrent_dropout(args)
+        result = func(*args, **kwargs)
+        settle = _DRAWS.get(func)
+        return result if settle is None else settle(result, args, kwargs)
+
+
+@contextmanager
+def without_dropout(modules: list[nn.Module]) -> Iterator[None]:
+    """Dropout layers drop nothing inside: for what a function mode does not reach, such as threads of a backward."""
+    changed: list[tuple[Any, str, float]] = []
+    for module in modules:
+        for name, kind in (("p", torch_modules.Dropout), ("dropout", nn.MultiheadAttention)):
+            if isinstance(module, kind):
+                changed.append((module, name, getattr(module, name)))
+                setattr(module, name, 0.0)
+    try:
+        yield
+    finally:
+        for module, name, value in changed:
+            setattr(module, name, value)
+
+
+def _with_argument(
+    args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if len(args) > place:
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+    return args, {**kwargs, name: value}
+
+
+def _without_recurrent_dropout(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """(input, state, weights, bias, layers, dropout, ...), or packed (data, sizes, state, weights, bias, ...)."""
+    place = 5 if isinstance(args[3], bool) else 6
+    return (*args[:place], 0.0, *args[place + 1 :])
+
+
+def _constant(value: float) -> Callable[..., Any]:
+    @torch.no_grad()
+    def settle(result: Tensor, args: Any, kwargs: Any) -> Tensor:
+        return result.fill_(value)
+
+    return settle
+
+
+@torch.no_grad()
+def _in_order(result: Tensor, args: Any, kwargs: Any) -> Tensor:
+    return result.copy_(torch.arange(result.numel(), device=result.device))
+
+
+@torch.no_grad()
+def _likeliest(result: Tensor, args: Any, kwargs: Any) -> Tensor:
+    """Of ``multinomial``: the indices of the largest probabilities."""
+    probabilities = args[0] if args else kwargs["input"]
+    order = probabilities.argsort(dim=-1, descending=True, stable=True)
+    count = min(result.shape[-1], order.shape[-1])
+    result[..., :count] = order[..., :count]
+    result[..., count:] = order[..., :1]
+    return result
+
+
+@torch.no_grad()
+def _middle(result: Tensor, args: Any, kwargs: Any) -> Tensor:
+    """Of ``uniform_(from, to)``."""
+    low = args[1] if len(args) > 1 else kwargs.get("from", 0.0)
+    high = args[2] if len(args) > 2 else kwargs.get("to", 1.0)
+    return result.fill_((low + high) / 2)
+
+
+@torch.no_grad()
+def _shifted(result: Tensor, args: Any, kwargs: Any) -> Tensor:
+    """Of ``normal_(mean, std)``."""
+    mean = args[1] if len(args) > 1 else kwargs.get("mean", 0.0)
+    std = args[2] if len(args) > 2 else kwargs.get("std", 1.0)
+    return result.fill_(mean + std * HALF)
+
+
+@torch.no_grad()
+def _rounded(result: Tensor, args: Any, kwargs: Any) -> Tensor:
+    """Of ``bernoulli(probabilities)``."""
+    probabilities = args[0] if args else kwargs["input"]
+    return result.copy_(probabilities >= HALF)
+
+
+def _found(names: str, *places: Any) -> list[Any]:
+    return [getattr(place, name) for name in names.split() for place in places if hasattr(place, name)]
+
+
+_DROPOUTS = _found(
+    "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_alpha_dropout "
+    "feature_alpha_dropout_ feature_dropout feature_dropout_",
+    torch,
+    F,
+)
+_ARGUMENTS: dict[Any, tuple[int, str, Any]] = {
+    **dict.fromkeys(_DROPOUTS, (1, "p", 0.0)),
+    F.scaled_dot_product_attention: (4, "dropout_p", 0.0),
+    F.multi_head_attention_forward: (10, "dropout_p", 0.0),
+    **dict.fromkeys(_found("rrelu", F), (3, "training", False)),
+}
+_RECURRENT = set(_found("lstm gru rnn_tanh rnn_relu", torch))
+_DRAWS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(_found("rand rand_like randn randn_like poisson", torch), _constant(HALF)),
+    **dict.fromkeys(_found("randint randint_like", torch), _constant(0)),
+    **dict.fromkeys(_found("randperm", torch), _in_order),
+    **dict.fromkeys(_found("bernoulli", torch, Tensor), _rounded),
+    **dict.fromkeys(_found("multinomial", torch, Tensor), _likeliest),
+    **dict.fromkeys(_found("uniform_", Tensor), _middle),
+    **dict.fromkeys(_found("normal_", Tensor), _shifted),
+    **dict.fromkeys(_found("exponential_ geometric_ log_normal_ bernoulli_", Tensor), _constant(1)),
+    **dict.fromkeys(_found("random_ cauchy_", Tensor), _constant(0)),
+}

@@ -1,0 +1,179 @@
+"""What differs between a pass of the split model and one of the whole model, by more than rounding explains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.check.observe import Observations, Observed
+from lockstep.check.passes import Result
+
+RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-3}
+"""Of a gradient's norm; other types are rounded at each operation."""
+RELATIVE_ROUNDED = 0.1
+OF_LOSS, OF_OUTPUTS = 0.03, 0.1
+"""Times that: forwards are rounded less."""
+SMALLEST = 1e-2
+"""Times the tolerance and the largest mean gradient of the model: gradients below that are made of rounding."""
+
+STATE = ("buffer", "attribute")
+
+Digest = dict[str, tuple[float, float]]
+"""Name -> (sum, norm) of each gradient that a rank holds whole."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """``kind``: loss, output, gradient, replica, buffer or attribute; numbers of the split and of the whole model."""
+
+    kind: str
+    name: str
+    found: Any = None
+    expected: Any = None
+    relative: float = 0.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """``module``: where the first difference arises; "" is the model's own forward, None: unknown."""
+
+    differences: tuple[Difference, ...]
+    gradients: int
+    module: str | None = None
+    has_loss: bool = False
+
+
+def compare(
+    split: Result, whole: Result, digests: Sequence[Digest], ranks: Sequence[Observed], tolerance: float
+) -> Comparison:
+    """All differences: of state, the loss, outputs, gradients and copies of them; gradients of the last module first.
+
+    ``ranks``: what each rank of the split model has seen.
+    """
+    observations = Observations(ranks, whole.observed)
+    order = observations.order()
+    gradients = [
+        *_of_gradients(split.gradients, whole.gradients, tolerance),
+        *_of_replicas(digests, tolerance),
+    ]
+    gradients.sort(key=lambda difference: -order.get(_owner(difference), -1))
+    found = [
+        *_of_buffers(split.buffers, whole.buffers, tolerance),
+        *_of_attributes(split.attributes, whole.attributes),
+        *_of_outputs(split, whole, tolerance),
+        *gradients,
+    ]
+    where = _first_module(observations, found) if found else None
+    return Comparison(tuple(found), len(whole.gradients), where, whole.loss is not None)
+
+
+def tolerance_of(dtypes: set[torch.dtype], computes_in_half: bool) -> float:
+    """For numbers of these types."""
+    if computes_in_half:
+        return RELATIVE_ROUNDED
+    return max((RELATIVE.get(dtype, RELATIVE_ROUNDED) for dtype in dtypes), default=RELATIVE[torch.float32])
+
+
+def digest(gradients: Mapping[str, Tensor]) -> Digest:
+    """Of gradients in memory."""
+    return {
+        name: (gradient.double().sum().item(), gradient.double().norm().item())
+        for name, gradient in gradients.items()
+    }
+
+
+def _of_outputs(split: Result, whole: Result, tolerance: float) -> Iterator[Difference]:
+    for path, expected in whole.outputs.items():
+        found = split.outputs.get(path)
+        kind = "loss" if path == whole.loss else "output"
+        if found is None or found.shape != expected.shape:
+            shape = None if found is None else tuple(found.shape)
+            yield Difference(kind, path, shape, tuple(expected.shape), math.inf)
+            continue
+        relative = _distance(found, expected, 0.0)
+        if relative > tolerance * (OF_LOSS if kind == "loss" else OF_OUTPUTS):
+            yield Difference(kind, path, _number(found), _number(expected), relative)
+
+
+def _of_gradients(
+    split: Mapping[str, Tensor], whole: Mapping[str, Tensor], tolerance: float
+) -> Iterator[Difference]:
+    sizes = [g.double().norm().item() / math.sqrt(max(g.numel(), 1)) for g in whole.values()]
+    floor = SMALLEST * tolerance * max(sizes, default=0.0)
+    for name, expected in whole.items():
+        found = split.get(name)
+        if found is None:
+            found = torch.zeros_like(expected)
+        if found.shape != expected.shape:
+            yield Difference("gradient", name, tuple(found.shape), tuple(expected.shape), math.inf)
+            continue
+        relative = _distance(found, expected, floor * math.sqrt(max(expected.numel(), 1)) / tolerance)
+        if relative > tolerance:
+            norms = found.double().norm().item(), expected.double().norm().item()
+            yield Difference("gradient", name, *norms, relative)
+
+
+def _of_replicas(digests: Sequence[Digest], tolerance: float) -> Iterator[Difference]:
+    for name in {name: None for one in digests for name in one}:
+        held = [one[name] for one in digests if name in one]
+        norm = max(norm for _, norm in held)
+        sums = [total for total, _ in held]
+        norms = [one for _, one in held]
+        if max(norms) - min(norms) > tolerance * norm or max(sums) - min(sums) > tolerance * norm * 10:
+            yield Difference("replica", name, min(norms), max(norms))
+
+
+def _of_buffers(
+    split: Mapping[str, Tensor], whole: Mapping[str, Tensor], tolerance: float
+) -> Iterator[Difference]:
+    for name, expected in whole.items():
+        found = split.get(name)
+        if found is None or found.shape != expected.shape:
+            continue  # a cache that the forward makes as large as what it needs
+        if _distance(found, expected, 0.0) > tolerance:
+            yield Difference("buffer", name, _number(found), _number(expected))
+
+
+def _of_attributes(split: Mapping[str, Any], whole: Mapping[str, Any]) -> Iterator[Difference]:
+    for name, expected in whole.items():
+        found = split.get(name, expected)
+        if isinstance(expected, float) and isinstance(found, (int, float)):
+            same = math.isclose(found, expected, rel_tol=1e-3, abs_tol=1e-9) or found != found
+        else:
+            same = found == expected
+        if not same:
+            yield Difference("attribute", name, found, expected)
+
+
+def _number(tensor: Tensor) -> Any:
+    return tensor.item() if tensor.numel() == 1 else None
+
+
+def _distance(found: Tensor, expected: Tensor, floor: float) -> float:
+    """Norm of the difference by the larger of the norm and ``floor``; equal infinities and NaNs count as equal."""
+    a, b = found.double(), expected.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    if bool(same.all()):
+        return 0.0
+    apart = torch.where(same, 0.0, a - b).norm().item()
+    norm = torch.where(b.isfinite(), b, 0.0).norm().item()
+    return apart / max(norm, floor, 1e-30) if math.isfinite(apart) else math.inf
+
+
+def _first_module(observations: Observations, found: list[Difference]) -> str | None:
+    """Where it goes wrong: what keeps other state; else the first in forward, or in backward."""
+    for difference in found:
+        if difference.kind in STATE:
+            return _owner(difference)
+    if any(difference.kind in ("loss", "output") for difference in found):
+        return observations.first_forward()
+    return observations.last_backward(_owner(difference) for difference in found)
+
+
+def _owner(difference: Difference) -> str:
+    return difference.name.rpartition(".")[0]

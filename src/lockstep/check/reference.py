@@ -1,0 +1,97 @@
+"""The whole model, as it was before it was split: its structure at once, its weights when they are needed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import UsageError
+from lockstep.torch_internals import modules as torch_modules
+
+COPIES = 3
+"""Of the weights that must fit into memory: themselves, their gradients, and room for activations."""
+
+
+class Reference:
+    """A copy of a model's structure whose parameters take no memory until ``filled``.
+
+    Raises:
+        UsageError: the model cannot be copied.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        memo: dict[int, Any] = {
+            id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+            for p in model.parameters()
+        }
+        for parameter in model.parameters():
+            memo[id(parameter)].__dict__.update(vars(parameter))
+        self.nbytes = sum(p.nbytes for p in model.parameters())
+        try:
+            self.model: nn.Module = copy.deepcopy(model, memo)
+        except Exception as error:  # whatever a user's module raises
+            raise UsageError(
+                f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}). Give what cannot be "
+                "copied a __deepcopy__ method."
+            ) from error
+
+    def check_memory(self, device: torch.device) -> None:
+        """
+        Raises:
+            UsageError: weights and gradients do not fit into the memory of ``device``.
+        """
+        free = psutil.virtual_memory().available
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0]
+        if COPIES * self.nbytes > free:
+            raise UsageError(
+                f"a whole copy with gradients needs {COPIES * self.nbytes / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB "
+                f"are free on {device}. Make sure with a smaller configuration of the same model."
+            )
+
+    @contextmanager
+    def filled(
+        self, weights: Mapping[str, Tensor], trained: Mapping[str, bool], device: torch.device
+    ) -> Iterator[nn.Module]:
+        """The model with these weights and buffers (by full name) inside, on ``device``; afterwards without any."""
+        made: dict[int, nn.Parameter] = {}
+        empty: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        buffers: list[tuple[dict[str, Any], str, Any]] = []
+        for prefix, module in self.model.named_modules(remove_duplicate=False):
+            registered = torch_modules.parameters_of(module)
+            for name, parameter in registered.items():
+                full = f"{prefix}.{name}" if prefix else name
+                if parameter is None or full not in weights:
+                    continue
+                if id(parameter) not in made:
+                    of_this = nn.Parameter(
+                        weights[full].to(device), trained.get(full, parameter.requires_grad)
+                    )
+                    of_this.__dict__.update(vars(parameter))
+                    made[id(parameter)] = of_this
+                empty.append((registered, name, parameter))
+            own = torch_modules.buffers_of(module)
+            for name, buffer in own.items():
+                full = f"{prefix}.{name}" if prefix else name
+                if buffer is not None:
+                    value = weights.get(full, buffer).to(device)
+                    own[name] = value.clone() if value is buffer else value
+                    buffers.append((own, name, buffer))
+        for registered, name, parameter in empty:
+            registered[name] = made[id(parameter)]
+        for module in self.model.modules():
+            if torch_modules.has_flat_weights(module):
+                torch_modules.renew_flat_weights(module)
+        try:
+            yield self.model
+        finally:
+            for registered, name, parameter in empty:
+                registered[name] = parameter
+            for own, name, buffer in buffers:
+                own[name] = buffer

@@ -1,0 +1,115 @@
+"""What a comparison found, in sentences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.check.compare import STATE, Comparison, Difference
+
+REMEDIES: Mapping[str, str] = {
+    "tp": "Leave it whole with a tp_plan of your own that names what is split (docs: tensor parallel)",
+    "cp": "Leave blocks that mix positions out with blocks=..., or do that before or after the blocks",
+    "pp": "Return the mean over the batch as the loss, so that the mean over micro-batches is the same",
+    "ep": "Spread only layers of lockstep.nn.MixtureOfExperts, and keep other layers the same on all ranks",
+}
+STATE_REMEDY = (
+    "A split forward may run several times a step, and on parts: change this once a step, in the loop"
+)
+
+
+def verified(model: str, parallel: object, comparison: Comparison) -> str:
+    """The line for a split that is right."""
+    what = "loss" if comparison.has_loss else "outputs"
+    return (
+        f"{model} with parallel='{parallel}' was verified on the first batch: {what} and {comparison.gradients} "
+        "gradients are those of the whole model."
+    )
+
+
+def not_verified(model: str, parallel: object, reason: str) -> str:
+    """The line where nothing can be compared."""
+    return (
+        f"{model} with parallel='{parallel}' could not be verified on the first batch: {reason} "
+        "verify='off' drops this message."
+    )
+
+
+def different(model: str, parallel: object, axes: list[str], comparison: Comparison) -> str:
+    """Why the run stops."""
+    first = comparison.differences[0]
+    where = ""
+    if comparison.module is not None:
+        named = f"module '{comparison.module}'" if comparison.module else f"{model}'s own forward"
+        where = f" It begins in {named}."
+    remedies = STATE_REMEDY if first.kind in STATE else "; or ".join(REMEDIES[axis] for axis in axes)
+    return (
+        f"{model} with parallel='{parallel}' does not compute what the whole model does: on the first batch "
+        f"{_said(first)}{_others(comparison)}.{where} {remedies}. To train all the same, say verify='off'."
+    )
+
+
+def cannot_run(model: str, parallel: object, axes: list[str], error: Exception) -> str:
+    """Why the run stops where the whole model takes a batch and the split one raises."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    remedies = "; or ".join(REMEDIES[axis] for axis in axes)
+    return (
+        f"{model} runs on the first batch, but with parallel='{parallel}' its forward or backward raises "
+        f"{type(error).__name__}: {text[:300]}. {remedies}."
+    )
+
+
+def _said(difference: Difference) -> str:
+    name, found, expected = difference.name, difference.found, difference.expected
+    if difference.kind == "loss":
+        return f"the loss is {_number(found)} instead of {_number(expected)}{_ratio(found, expected)}"
+    if difference.kind == "output":
+        return f"output{name} {_differs(found, expected, difference.relative)}"
+    if difference.kind == "gradient":
+        if isinstance(found, float) and math.isfinite(difference.relative):
+            return (
+                f"the gradient of '{name}' is off by {_percent(difference.relative)} (its norm is {_number(found)} "
+                f"instead of {_number(expected)})"
+            )
+        return f"the gradient of '{name}' {_differs(found, expected, difference.relative)}"
+    if difference.kind == "replica":
+        return f"the gradient of '{name}', of which ranks hold copies, differs between ranks"
+    if difference.kind == "buffer":
+        change = "" if found is None else f" ({_number(found)} instead of {_number(expected)})"
+        return f"the buffer '{name}' changes otherwise{change}"
+    return f"the attribute '{name}' becomes {_number(found)} instead of {_number(expected)}"
+
+
+def _others(comparison: Comparison) -> str:
+    wrong = {d.name for d in comparison.differences if d.kind in ("gradient", "replica")}
+    first = comparison.differences[0]
+    rest = wrong - {first.name}
+    if first.kind in ("gradient", "replica"):
+        return f", and so are {len(rest)} of the other {comparison.gradients - 1} gradients" if rest else ""
+    named = f", '{next(iter(sorted(wrong)))}' among them" if wrong else ""
+    return f", and {len(wrong)} of {comparison.gradients} gradients are wrong{named}" if wrong else ""
+
+
+def _differs(found: Any, expected: Any, relative: float) -> str:
+    if isinstance(expected, tuple):
+        return f"has shape {found} instead of {expected}"
+    return f"is off by {_percent(relative)}"
+
+
+def _ratio(found: float, expected: float) -> str:
+    if not expected or not math.isfinite(found / expected):
+        return ""
+    for number in range(2, 65):
+        for ratio, text in ((1 / number, f"1/{number} of it"), (float(number), f"{number} times as much")):
+            if math.isclose(found / expected, ratio, rel_tol=1e-3):
+                return f" ({text})"
+    return ""
+
+
+def _percent(relative: float) -> str:
+    return "more than its size" if not math.isfinite(relative) else f"{100 * relative:.3g} %"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else f"{value}"

@@ -1,0 +1,108 @@
+"""What a forward changes beside its result, put back: a pass that only compares leaves no trace in training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.runtime.seed import rng_state, set_rng_state
+from lockstep.torch_internals import modules as torch_modules
+
+_PLAIN = (bool, int, float, str, type(None))
+_CONTAINERS: tuple[type, ...] = (list, dict, set)
+
+
+class Snapshot:
+    """Random number generators, buffers, and plain values that modules of the user keep as attributes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._rng = rng_state()
+        self._model = model
+        self._buffers = {
+            (id(module), name): (module, name, buffer, buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in torch_modules.buffers_of(module).items()
+            if buffer is not None
+        }
+        self._attributes = [(module, attributes(module)) for module in _of_the_user(model)]
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        """As they were, under all their names."""
+        return {
+            f"{prefix}.{name}" if prefix else name: self._buffers[id(module), name][3]
+            for prefix, module in self._model.named_modules(remove_duplicate=False)
+            for name in torch_modules.buffers_of(module)
+            if (id(module), name) in self._buffers
+        }
+
+    def changed_numbers(self) -> dict[str, Any]:
+        """Full name -> value now of each number or text that modules keep and that is another one since."""
+        before = {id(module): values for module, values in self._attributes}
+        return {
+            f"{prefix}.{name}" if prefix else name: value
+            for prefix, module in self._model.named_modules()
+            for name, (_, value) in attributes(module).items()
+            if isinstance(value, _PLAIN)
+            and name in before.get(id(module), {})
+            and not _same(before[id(module)][name][1], value)
+        }
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back as it was."""
+        for module, name, buffer, values in self._buffers.values():
+            if buffer.shape == values.shape:
+                buffer.copy_(values)
+            torch_modules.buffers_of(module)[name] = buffer if buffer.shape == values.shape else values
+        for module, before in self._attributes:
+            for name in attributes(module):
+                if name not in before:
+                    del vars(module)[name]
+            for name, (value, copy) in before.items():
+                _put_back(module, name, value, copy)
+        set_rng_state(self._rng)
+
+
+def attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Name -> (value, a copy) of numbers, texts, tensors and containers that the module keeps as attributes."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for name, value in vars(module).items():
+        if name in torch_modules.OWN_ATTRIBUTES:
+            continue
+        if isinstance(value, _PLAIN):
+            found[name] = (value, value)
+        elif isinstance(value, Tensor):
+            found[name] = (value, value.detach().clone())
+        elif type(value) in _CONTAINERS:
+            found[name] = (value, value.copy())
+    return found
+
+
+def numbers(model: nn.Module) -> dict[str, Any]:
+    """Full name -> value of each number and text that a module of the user keeps as an attribute."""
+    return {
+        f"{prefix}.{name}" if prefix else name: copy
+        for prefix, module in model.named_modules()
+        if not type(module).__module__.startswith("lockstep.")
+        for name, (_, copy) in attributes(module).items()
+        if isinstance(copy, _PLAIN)
+    }
+
+
+def _same(before: Any, now: Any) -> bool:
+    return bool(before == now) or (before != before and now != now)
+
+
+def _put_back(module: nn.Module, name: str, value: Any, copy: Any) -> None:
+    if isinstance(value, Tensor) and value.shape == copy.shape:
+        value.copy_(copy)
+    elif type(value) in _CONTAINERS and value != copy:
+        value.clear()
+        value.update(copy) if isinstance(value, (dict, set)) else value.extend(copy)
+    vars(module)[name] = value
+
+
+def _of_the_user(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if not type(module).__module__.startswith("lockstep.")]

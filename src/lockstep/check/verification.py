@@ -1,0 +1,299 @@
+"""The first batch proves a split: the whole model computes it too, on one rank, and all numbers are compared."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.check import say
+from lockstep.check.chance import WithoutChance, without_dropout
+from lockstep.check.collect import Collector
+from lockstep.check.compare import Comparison, compare, tolerance_of
+from lockstep.check.observe import observed
+from lockstep.check.passes import Batch, Result, in_full_precision, run
+from lockstep.check.reference import Reference
+from lockstep.check.snapshot import Snapshot, numbers
+from lockstep.comm.collectives import Communicator
+from lockstep.errors import LockstepError, UsageError
+from lockstep.parallel.prepared import (
+    average_gradients,
+    backward_begins,
+    is_pipeline,
+    synchronised,
+    unwrap,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is split. ``axes``: the words of those that split it; ``interval``: see ``Verification``."""
+
+    parallel: object
+    axes: list[str]
+    interval: int
+    device: torch.device
+    shares_batches: bool
+    computes_in_half: bool
+    is_compiled: bool
+    at_rest: Callable[[], None] = lambda: None
+    unnoticed: Callable[[Callable[[], None]], None] = lambda call: call()
+
+
+class Verification:
+    """Of one model, made before it is split.
+
+    In its first training call, and with ``interval`` N > 0 in every N-th, the model is run forward and backward once
+    more, without dropout, as it is split and, on rank 0, whole. Loss, outputs, all gradients, buffers and numbers that
+    modules keep are compared. Nothing of these passes is left: gradients, buffers, random numbers are put back.
+    """
+
+    def __init__(self, model: nn.Module, setup: Setup, communicator: Communicator) -> None:
+        self._setup = setup
+        self._communicator = communicator
+        self._name = type(model).__name__
+        self._collector = Collector(model, communicator)
+        self._reference: Reference | None = None
+        self._reason = ""
+        self._prepared: nn.Module | None = None
+        self._calls = 0
+        self._is_due = True
+        self._is_running = False
+        if communicator.runtime.is_main:
+            try:
+                self._reference = Reference(model)
+            except UsageError as error:
+                self._reason = str(error)
+
+    def watch(self, prepared: nn.Module) -> None:
+        """Verify calls of the model as it is split."""
+        self._prepared = prepared
+        prepared.register_forward_pre_hook(_BeforeForward(self), with_kwargs=True, prepend=True)
+
+    def before_call(self, batch: Batch) -> None:
+        """Verify with this batch, if it is time. Collective.
+
+        Raises:
+            UsageError: the split model computes something else, or cannot run what the whole one can.
+        """
+        if self._is_running or not torch.is_grad_enabled() or not self._counts():
+            return
+        self._is_running = True
+        try:
+            self._verify(batch)
+        finally:
+            self._is_running = False
+
+    def _counts(self) -> bool:
+        interval = self._setup.interval
+        if interval and self._calls % interval == 0:
+            self._is_due = True
+        self._calls += 1
+        return self._is_due
+
+    def _verify(self, batch: Batch) -> None:
+        assert self._prepared is not None
+        model = unwrap(self._prepared, keep_compile=False)
+        if not self._collector.is_ready(model):
+            return  # gradients wait for more: next time
+        self._is_due = False
+        reason = self._shared([self._why_not(model)])[0]
+        if not reason and self._setup.shares_batches:
+            batch, reason = self._same_batch(batch)
+        if reason:
+            self._say_not(reason)
+            return
+        batch = batch.detached()
+        self._setup.at_rest()
+        snapshot = Snapshot(model)
+        before = numbers(model)
+        with self._apart(model), _restored(snapshot):
+            weights, trained = self._collector.weights(model, snapshot)
+            whole, reason = self._whole(batch, weights, trained, model.training)
+            del weights
+            reason = self._shared([reason])[0]
+            if reason:
+                self._say_not(reason)
+                return
+            split = self._split(model, batch)
+            digests, ranks = self._collector.gather(model, split, before)
+        self._tell(split, whole, digests, ranks)
+        if not self._setup.interval:
+            self._reference = None
+
+    # The two passes -----------------------------------------------------------------------------------
+
+    def _split(self, model: nn.Module, batch: Batch) -> Result:
+        prepared: Any = self._prepared
+
+        def call(given: Batch) -> Any:
+            if given.loss_function is not None and is_pipeline(prepared):
+                return prepared.train_step(given.loss_function, given.targets, given.args, given.kwargs)
+            output = prepared(*given.args, **given.kwargs)
+            return output if given.loss_function is None else given.loss_function(output, *given.targets)
+
+        def backward(objective: Tensor) -> None:
+            backward_begins(prepared)
+            self._setup.unnoticed(objective.backward)
+            average_gradients(prepared)
+
+        try:
+            with observed(model) as seen, synchronised(prepared):
+                result = run(call, batch, backward)
+        except LockstepError:
+            raise
+        except Exception as error:  # whatever a user's forward raises once it is split
+            setup = self._setup
+            raise UsageError(say.cannot_run(self._name, setup.parallel, setup.axes, error)) from error
+        result.observed = seen
+        return result
+
+    def _whole(
+        self, batch: Batch, weights: dict[str, Tensor], trained: dict[str, bool], training: bool
+    ) -> tuple[Result | None, str]:
+        """The result on rank 0, or why there is none."""
+        if self._reference is None:
+            return None, ""
+
+        def call(given: Batch) -> Any:
+            output = model(*given.args, **given.kwargs)
+            return output if given.loss_function is None else given.loss_function(output, *given.targets)
+
+        try:
+            with self._reference.filled(weights, trained, self._setup.device) as model:
+                snapshot = Snapshot(model)
+                with without_dropout(list(model.modules())), observed(model) as seen:
+                    result = run(call, batch.detached(), lambda objective: objective.backward())
+                self._collector.note(model, result, snapshot)
+                self._forget_constant(model, call, batch, result)
+                snapshot.restore()
+        except Exception as error:  # whatever a user's forward raises
+            return None, f"the whole model raises {type(error).__name__} on rank 0: {_line(error)}."
+        if not result.gradients:
+            return None, "no gradient comes of its outputs."
+        result.observed = seen
+        return result, ""
+
+    @staticmethod
+    def _forget_constant(
+        model: nn.Module, call: Callable[[Batch], Any], batch: Batch, result: Result
+    ) -> None:
+        """Leave what a second forward does not change again: sizes that are noted, not counts."""
+        if not result.attributes and not result.buffers:
+            return
+        first, buffers = numbers(model), {name: b.detach().clone() for name, b in model.named_buffers()}
+        with torch.no_grad():
+            call(batch.detached())
+        again = numbers(model)
+        result.attributes = {
+            name: value for name, value in result.attributes.items() if again.get(name) != first.get(name)
+        }
+        later = dict(model.named_buffers())
+        result.buffers = {
+            name: value
+            for name, value in result.buffers.items()
+            if name in later and name in buffers and not torch.equal(later[name], buffers[name])
+        }
+
+    @contextmanager
+    def _apart(self, model: nn.Module) -> Iterator[None]:
+        """Nothing random, nothing compiled, full precision."""
+        assert self._prepared is not None
+        with ExitStack() as stack:
+            stack.enter_context(WithoutChance())
+            stack.enter_context(without_dropout(list(model.modules())))
+            stack.enter_context(in_full_precision(self._prepared))
+            stack.enter_context(torch.autocast(self._setup.device.type, enabled=False))
+            if self._setup.is_compiled:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield
+            self._collector.drop_gradients(model)
+
+    # What ranks tell each other -----------------------------------------------------------------------
+
+    def _shared(self, values: list[Any]) -> list[Any]:
+        """Those of rank 0."""
+        return self._communicator.broadcast_object_list(values)
+
+    def _why_not(self, model: nn.Module) -> str:
+        if self._reference is None:
+            return self._reason
+        try:
+            self._reference.check_memory(self._setup.device)
+        except UsageError as error:
+            return str(error)
+        return ""
+
+    def _same_batch(self, batch: Batch) -> tuple[Batch, str]:
+        """Rank 0's, so that ranks with batches of their own have the same."""
+        host = batch.detached(torch.device("cpu"))
+        try:
+            values = self._shared([(host.args, host.kwargs, host.targets)])
+        except Exception as error:  # of pickle, or of what it pickles
+            return batch, f"its batch cannot be sent to other ranks ({type(error).__name__}: {_line(error)})."
+        args, kwargs, targets = values[0]
+        return Batch(args, kwargs, batch.loss_function, targets).detached(self._setup.device), ""
+
+    def _tell(self, split: Result, whole: Result | None, digests: list[Any], ranks: list[Any]) -> None:
+        text, is_right = "", True
+        if whole is not None:
+            dtypes = {gradient.dtype for gradient in whole.gradients.values()}
+            tolerance = tolerance_of(dtypes, self._setup.computes_in_half)
+            comparison: Comparison = compare(split, whole, digests, ranks, tolerance)
+            is_right = not comparison.differences
+            parallel = self._setup.parallel
+            text = (
+                say.verified(self._name, parallel, comparison)
+                if is_right
+                else say.different(self._name, parallel, self._setup.axes, comparison)
+            )
+        text, is_right = self._shared([text, is_right])
+        if not is_right:
+            raise UsageError(text)
+        if self._communicator.runtime.is_main:
+            logger.warning("%s", text)
+
+    def _say_not(self, reason: str) -> None:
+        if self._communicator.runtime.is_main:
+            logger.warning("%s", say.not_verified(self._name, self._setup.parallel, reason))
+
+
+class _BeforeForward:
+    """A forward pre-hook. Copies and pickles of the model lose it."""
+
+    def __init__(self, verification: Verification) -> None:
+        self._verification = verification
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
+        if kwargs is not None:  # else a pipeline's train_step, which is verified with its loss
+            self._verification.before_call(Batch(args, kwargs))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _copy_of_hook, ()
+
+
+def _copy_of_hook() -> Callable[..., None]:
+    return _ignore
+
+
+def _ignore(module: nn.Module, args: Any, kwargs: Any = None) -> None:
+    """What is left of ``_BeforeForward`` in a copy."""
+
+
+@contextmanager
+def _restored(snapshot: Snapshot) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        snapshot.restore()
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]
