@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lockstep.parallel.expert.layer import MixtureOfExperts
 from lockstep.torch_internals import modules as torch_modules
 
 HALF = 0.5
@@ -50,6 +51,20 @@ def without_dropout(modules: list[nn.Module]) -> Iterator[None]:
     finally:
         for module, name, value in changed:
             setattr(module, name, value)
+
+
+@contextmanager
+def without_capacities(modules: list[nn.Module]) -> Iterator[None]:
+    """Experts take all tokens inside: which ones are dropped depends on the order of the ranks' batches."""
+    changed = [module for module in modules if isinstance(module, MixtureOfExperts)]
+    before = [module.capacity_factor for module in changed]
+    for module in changed:
+        module.capacity_factor = None
+    try:
+        yield
+    finally:
+        for module, factor in zip(changed, before, strict=True):
+            module.capacity_factor = factor
 
 
 def _with_argument(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.check import say
-from lockstep.check.chance import WithoutChance, without_dropout
+from lockstep.check.chance import WithoutChance, without_capacities, without_dropout
 from lockstep.check.collect import Collector
 from lockstep.check.compare import Comparison, compare, tolerance_of
 from lockstep.check.observe import observed
@@ -21,6 +21,7 @@ from lockstep.check.reference import Reference
 from lockstep.check.snapshot import Snapshot, numbers
 from lockstep.comm.collectives import Communicator
 from lockstep.errors import LockstepError, UsageError
+from lockstep.parallel.context.region import regions_of
 from lockstep.parallel.prepared import (
     average_gradients,
     backward_begins,
@@ -169,7 +170,7 @@ class Verification:
         try:
             with self._reference.filled(weights, trained, self._setup.device) as model:
                 snapshot = Snapshot(model)
-                with without_dropout(list(model.modules())), observed(model) as seen:
+                with self._without_chance(model), observed(model) as seen:
                     result = run(call, batch.detached(), lambda objective: objective.backward())
                 self._collector.note(model, result, snapshot)
                 self._forget_constant(model, call, batch, result)
@@ -203,12 +204,20 @@ class Verification:
         }
 
     @contextmanager
+    def _without_chance(self, model: nn.Module) -> Iterator[None]:
+        modules = list(model.modules())
+        with without_dropout(modules), ExitStack() as stack:
+            if self._setup.shares_batches and "pp" not in self._setup.axes:
+                stack.enter_context(without_capacities(modules))
+            yield
+
+    @contextmanager
     def _apart(self, model: nn.Module) -> Iterator[None]:
         """Nothing random, nothing compiled, full precision."""
         assert self._prepared is not None
         with ExitStack() as stack:
             stack.enter_context(WithoutChance())
-            stack.enter_context(without_dropout(list(model.modules())))
+            stack.enter_context(self._without_chance(model))
             stack.enter_context(in_full_precision(self._prepared))
             stack.enter_context(torch.autocast(self._setup.device.type, enabled=False))
             if self._setup.is_compiled:
@@ -225,6 +234,8 @@ class Verification:
     def _why_not(self, model: nn.Module) -> str:
         if self._reference is None:
             return self._reason
+        if any(region.split is not None for region in regions_of(model)):
+            return "within maybe_context_parallel no rank has the whole batch."
         try:
             self._reference.check_memory(self._setup.device)
         except UsageError as error:
