@@ -15,9 +15,9 @@ from lockstep.check.passes import Result
 
 RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-3}
 """Of a gradient's norm; other types are rounded at each operation."""
-RELATIVE_ROUNDED = 0.1
+RELATIVE_ROUNDED = 0.25
 OF_LOSS, OF_OUTPUTS = 0.03, 0.1
-"""Times that: forwards are rounded less."""
+"""Times the tolerance of gradients."""
 SMALLEST = 1e-2
 """Times the tolerance and the largest mean gradient of the model: gradients below that are made of rounding."""
 
@@ -98,8 +98,15 @@ def _of_outputs(split: Result, whole: Result, tolerance: float) -> Iterator[Diff
             yield Difference(kind, path, shape, tuple(expected.shape), math.inf)
             continue
         relative = _distance(found, expected, 0.0)
-        if relative > tolerance * (OF_LOSS if kind == "loss" else OF_OUTPUTS):
+        if relative > _of_forward(tolerance, kind):
             yield Difference(kind, path, _number(found), _number(expected), relative)
+
+
+def _of_forward(tolerance: float, kind: str) -> float:
+    """Forwards are rounded less than gradients, unless each operation is rounded coarsely."""
+    if tolerance >= RELATIVE_ROUNDED:
+        return OF_OUTPUTS * tolerance
+    return tolerance * (OF_LOSS if kind == "loss" else OF_OUTPUTS)
 
 
 def _of_gradients(

@@ -19,11 +19,11 @@ STATE_REMEDY = (
 )
 
 
-def verified(model: str, parallel: object, comparison: Comparison) -> str:
+def verified(model: str, parallel: object, when: str, comparison: Comparison) -> str:
     """The line for a split that is right."""
     what = "loss" if comparison.has_loss else "outputs"
     return (
-        f"{model} with parallel='{parallel}' was verified on the first batch: {what} and {comparison.gradients} "
+        f"{model} with parallel='{parallel}' was verified {when}: {what} and {comparison.gradients} "
         "gradients are those of the whole model."
     )
 
@@ -36,7 +36,7 @@ def not_verified(model: str, parallel: object, reason: str) -> str:
     )
 
 
-def different(model: str, parallel: object, axes: list[str], comparison: Comparison) -> str:
+def different(model: str, parallel: object, when: str, axes: list[str], comparison: Comparison) -> str:
     """Why the run stops."""
     first = comparison.differences[0]
     where = ""
@@ -45,7 +45,7 @@ def different(model: str, parallel: object, axes: list[str], comparison: Compari
         where = f" It begins in {named}."
     remedies = STATE_REMEDY if first.kind in STATE else "; or ".join(REMEDIES[axis] for axis in axes)
     return (
-        f"{model} with parallel='{parallel}' does not compute what the whole model does: on the first batch "
+        f"{model} with parallel='{parallel}' does not compute what the whole model does: {when} "
         f"{_said(first)}{_others(comparison)}.{where} {remedies}. To train all the same, say verify='off'."
     )
 

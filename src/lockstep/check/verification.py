@@ -67,6 +67,7 @@ class Verification:
         self._calls = 0
         self._is_due = True
         self._is_running = False
+        self._has_verified = False
         if communicator.runtime.is_main:
             try:
                 self._reference = Reference(model)
@@ -260,16 +261,18 @@ class Verification:
             comparison: Comparison = compare(split, whole, digests, ranks, tolerance)
             is_right = not comparison.differences
             parallel = self._setup.parallel
+            when = f"in training call {self._calls}" if self._has_verified else "on the first batch"
             text = (
-                say.verified(self._name, parallel, comparison)
+                say.verified(self._name, parallel, when, comparison)
                 if is_right
-                else say.different(self._name, parallel, self._setup.axes, comparison)
+                else say.different(self._name, parallel, when, self._setup.axes, comparison)
             )
         text, is_right = self._shared([text, is_right])
         if not is_right:
             raise UsageError(text)
         if self._communicator.runtime.is_main:
-            logger.warning("%s", text)
+            logger.log(logging.INFO if self._has_verified else logging.WARNING, "%s", text)
+        self._has_verified = True
 
     def _say_not(self, reason: str) -> None:
         if self._communicator.runtime.is_main:
