@@ -14,6 +14,12 @@ REMEDIES: Mapping[str, str] = {
     "pp": "Return the mean over the batch as the loss, so that the mean over micro-batches is the same",
     "ep": "Spread only layers of lockstep.nn.MixtureOfExperts, and keep other layers the same on all ranks",
 }
+RUN_REMEDIES: Mapping[str, str] = {
+    "tp": REMEDIES["tp"],
+    "cp": REMEDIES["cp"],
+    "pp": "Pass on what blocks share as their arguments and results, or let stages begin elsewhere with split=...",
+    "ep": REMEDIES["ep"],
+}
 STATE_REMEDY = (
     "A split forward may run several times a step, and on parts: change this once a step, in the loop"
 )
@@ -52,11 +58,12 @@ def different(model: str, parallel: object, when: str, axes: list[str], comparis
 
 def cannot_run(model: str, parallel: object, axes: list[str], error: Exception) -> str:
     """Why the run stops where the whole model takes a batch and the split one raises."""
-    text = (str(error).strip().splitlines() or [""])[0]
-    remedies = "; or ".join(REMEDIES[axis] for axis in axes)
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
     return (
-        f"{model} runs on the first batch, but with parallel='{parallel}' its forward or backward raises "
-        f"{type(error).__name__}: {text[:300]}. {remedies}."
+        f"{model} runs on the first batch, but with parallel='{parallel}' it raises {type(error).__name__}: "
+        f"{text[:300]}. {RUN_REMEDIES[axes[0]]}."
     )
 
 

@@ -19,6 +19,7 @@ from lockstep.check.observe import observed
 from lockstep.check.passes import Batch, Result, in_full_precision, run
 from lockstep.check.reference import Reference
 from lockstep.check.snapshot import Snapshot, numbers
+from lockstep.comm import failure
 from lockstep.comm.collectives import Communicator
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.context.region import regions_of
@@ -152,6 +153,8 @@ class Verification:
         except LockstepError:
             raise
         except Exception as error:  # whatever a user's forward raises once it is split
+            if failure.is_consequence(error):
+                raise
             setup = self._setup
             raise UsageError(say.cannot_run(self._name, setup.parallel, setup.axes, error)) from error
         result.observed = seen
@@ -219,8 +222,9 @@ class Verification:
         with ExitStack() as stack:
             stack.enter_context(WithoutChance())
             stack.enter_context(self._without_chance(model))
-            stack.enter_context(in_full_precision(self._prepared))
-            stack.enter_context(torch.autocast(self._setup.device.type, enabled=False))
+            if not self._setup.computes_in_half:
+                stack.enter_context(in_full_precision(self._prepared))
+                stack.enter_context(torch.autocast(self._setup.device.type, enabled=False))
             if self._setup.is_compiled:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
