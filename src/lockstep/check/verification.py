@@ -19,7 +19,6 @@ from lockstep.check.observe import observed
 from lockstep.check.passes import Batch, Result, in_full_precision, run
 from lockstep.check.reference import Reference
 from lockstep.check.snapshot import Snapshot, numbers
-from lockstep.comm import failure
 from lockstep.comm.collectives import Communicator
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.context.region import regions_of
@@ -30,6 +29,7 @@ from lockstep.parallel.prepared import (
     synchronised,
     unwrap,
 )
+from lockstep.runtime import failure
 
 logger = logging.getLogger(__name__)
 
