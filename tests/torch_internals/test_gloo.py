@@ -1,4 +1,4 @@
-"""Functional all-gathers under gloo: plain torch's numbers, without its race for the name of a collective."""
+"""Functional all-gathers and sparse sums under gloo: plain torch's numbers, without its race for a name."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from lockstep import Accelerator, DistributedDataParallelKwargs
 from lockstep.runtime import process
+from lockstep.torch_internals import gloo
 
 SHAPES = ((1,), (3, 2), (2, 3, 4), (4, 0))
 KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
@@ -107,3 +109,67 @@ def gather_often(times: int, at_once: int) -> int:
 def test_many_gathers_in_flight_leave_memory_alone(run_distributed) -> None:
     """Both threads of gloo end gathers at once: with torch's own, 6 processes of 6 died within 120,000."""
     assert run_distributed(gather_often, 1, 300_000, 100, timeout_s=300) == [300_000]
+
+
+class Words(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 4, sparse=sparse)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.embedding(words).mean(1))
+
+
+def steps_of(model: Any, rows: Tensor, backward: Any) -> list[Tensor]:
+    trained = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        trained.zero_grad()
+        backward(model(rows).square().mean())
+        trained.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def words() -> Tensor:
+    return torch.randint(11, (8, 5), generator=torch.Generator().manual_seed(1))
+
+
+def train_words(sparse: bool, hook: str) -> tuple[list[Tensor], int, bool]:
+    """(parameters, threads that average gradients, whether in the main group)"""
+    options = DistributedDataParallelKwargs(comm_hook=hook)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
+    model = accelerator.prepare(Words(sparse))
+    group = model.process_group
+    threads = group._get_backend(torch.device("cpu")).options._threads
+    mine = words().chunk(accelerator.num_processes)[accelerator.process_index]
+    trained = steps_of(model, mine, accelerator.backward)
+    return trained, threads, group is dist.group.WORLD
+
+
+@pytest.mark.parametrize("hook", ["no", "bf16"])
+def test_sparse_gradients_are_averaged_by_one_thread(run_distributed, hook: str) -> None:
+    expected = steps_of(Words(sparse=True), words(), torch.Tensor.backward)
+    tolerance = {"no": 1e-6, "bf16": 5e-3}[hook]
+    for trained, threads, main in run_distributed(train_words, 2, True, hook):
+        assert (threads, main) == (1, False)
+        for found, wanted in zip(trained, expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    for _, threads, main in run_distributed(train_words, 2, False, hook):
+        assert (threads, main) == (2, True)
+
+
+def average_often(times: int, at_once: int) -> int:
+    join_alone()
+    group, right = gloo.group_with_one_thread(), 0
+    for _ in range(times // at_once):
+        tensors = [torch.sparse_coo_tensor([[0]], [1.0], (4,)) for _ in range(at_once)]
+        for work in [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]:
+            work.wait()
+        right += sum(tensor.to_dense()[0].item() == 1 for tensor in tensors)
+    return right
+
+
+@pytest.mark.exhaustive
+def test_many_sparse_sums_in_flight_leave_memory_alone(run_distributed) -> None:
+    assert run_distributed(average_often, 1, 200_000, 100, timeout_s=300) == [200_000]

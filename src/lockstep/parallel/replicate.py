@@ -17,7 +17,7 @@ from lockstep.config.handlers import DistributedDataParallelKwargs
 from lockstep.errors import ConfigError, UsageError
 from lockstep.parallel.replica import DistributedDataParallel, refuse_thawed
 from lockstep.runtime.process import Runtime
-from lockstep.torch_internals import c10d
+from lockstep.torch_internals import c10d, gloo
 from lockstep.torch_internals import tensors as torch_tensors
 
 GradientHook = Callable[[Any, c10d.GradBucket], "torch.futures.Future[torch.Tensor]"]
@@ -42,7 +42,10 @@ def distributed_data_parallel(
     if Hook(options.comm_hook) == Hook.POWER_SGD and runtime.device.type == "cpu":
         # Its callbacks issue further all-reduces; gloo runs those of several buckets in any order.
         arguments["bucket_cap_mb"] = 1 << 20
-    hook = gradient_hook(options)
+    group = None
+    if _is_sparse(model) and runtime.device.type == "cpu" and gloo.carries(runtime.device):
+        group = arguments["process_group"] = gloo.group_with_one_thread()
+    hook = gradient_hook(options, group)
 
     def settle(replica: TorchDDP) -> None:
         if hook is None:
@@ -61,8 +64,9 @@ def _settle_buckets(replica: TorchDDP, runtime: Runtime) -> None:
     other bits ever after. DDP forms no new buckets with ``find_unused_parameters``; a static graph, sparse gradients,
     and parameters with hooks or gradients are left alone. Collective.
     """
-    sparse = any(getattr(module, "sparse", False) for module in replica.module.modules())
-    if runtime.world_size <= 2 or replica.find_unused_parameters or replica.static_graph or sparse:
+    if runtime.world_size <= 2 or replica.find_unused_parameters or replica.static_graph:
+        return
+    if _is_sparse(replica.module):
         return
     trained = [p for p in replica.module.parameters() if p.requires_grad]
     busy = any(
@@ -79,6 +83,10 @@ def _settle_buckets(replica: TorchDDP, runtime: Runtime) -> None:
     for parameter in trained:
         parameter.grad = None
     c10d.form_buckets(replica)
+
+
+def _is_sparse(model: nn.Module) -> bool:
+    return any(getattr(module, "sparse", False) for module in model.modules())
 
 
 def mark_used(model: nn.Module, parameters: list[torch.Tensor]) -> None:
@@ -114,10 +122,12 @@ def data_parallel(model: nn.Module, runtime: Runtime) -> nn.Module:
     return DataParallel(model)
 
 
-def gradient_hook(options: DistributedDataParallelKwargs) -> tuple[Any, GradientHook] | None:
+def gradient_hook(
+    options: DistributedDataParallelKwargs, group: dist.ProcessGroup | None = None
+) -> tuple[Any, GradientHook] | None:
     """The (state, hook) that ``register_comm_hook`` takes for these options; None: DDP's own all-reduce."""
     hook, wrapper = Hook(options.comm_hook), Hook(options.comm_wrapper)
-    state: Any = None
+    state: Any = group
     function: GradientHook
     if hook == Hook.NO:
         if wrapper == Hook.NO:
@@ -126,7 +136,7 @@ def gradient_hook(options: DistributedDataParallelKwargs) -> tuple[Any, Gradient
     elif hook in (Hook.FP16, Hook.BF16):
         function = _HALF_HOOKS[hook]
     elif hook == Hook.POWER_SGD:
-        state = powerSGD_hook.PowerSGDState(process_group=None, **options.comm_state_option)
+        state = powerSGD_hook.PowerSGDState(process_group=group, **options.comm_state_option)
         function = powerSGD_hook.powerSGD_hook
     else:
         # It hands a matrix to a function that asserts a batch of matrices, on every device.
@@ -153,7 +163,7 @@ def _half_all_reduce(dtype: torch.dtype) -> GradientHook:
     def hook(state: Any, bucket: c10d.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         compressed = buffer.to(dtype).div_(dist.get_world_size())
-        future = dist.all_reduce(compressed, async_op=True).get_future()
+        future = dist.all_reduce(compressed, group=state, async_op=True).get_future()
         return future.then(lambda done: buffer.copy_(done.value()[0]))
 
     return hook

@@ -12,12 +12,15 @@ _ALLREDUCE_SPARSE.
 from __future__ import annotations
 
 import functools
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.torch_internals.c10d import CPU
 from lockstep.torch_internals.versions import expect, probed
 
 NAMESPACE = "_c10d_functional"
@@ -61,9 +64,43 @@ def all_gather_each(inputs: list[Tensor], group_size: int, group_name: Any) -> l
     return [all_gather(tensor, group_size, group_name) for tensor in inputs]
 
 
+def carries(device: torch.device) -> bool:
+    """Whether the main group communicates tensors of the device through gloo. Relies on: ``_get_backend``."""
+    return isinstance(_backend(device), dist.ProcessGroupGloo)
+
+
+def group_with_one_thread() -> dist.ProcessGroup:
+    """A new group of all ranks for CPU tensors, whose collectives run one after the other. Collective.
+
+    Relies on: ``new_group`` makes what ``distributed_c10d`` calls ``ProcessGroupGloo``; that takes ``_Options``.
+    """
+    main = _backend(CPU).options
+
+    class OneThread(dist.ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
+            options = options_of_gloo()
+            options._devices, options._timeout, options._threads = main._devices, timeout, 1
+            super().__init__(store, rank, size, options)
+
+    with mock.patch.object(dist.distributed_c10d, "ProcessGroupGloo", OneThread):
+        return dist.new_group(backend="gloo", timeout=main._timeout)
+
+
+def options_of_gloo() -> Any:
+    """Relies on: ``_Options`` with ``_devices``, ``_timeout`` and ``_threads``."""
+    gloo: Any = dist.ProcessGroupGloo
+    return gloo._Options()
+
+
+def _backend(device: torch.device) -> Any:
+    main: Any = dist.group.WORLD
+    backend = main._get_backend(device)
+    return getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+
+
 @probed("gloo", "gathers")
 def probe() -> None:
-    """Look at the operators; nothing is sent."""
+    """Look at the operators and options; nothing is sent."""
     if not dist.is_available():
         return
     import torch.distributed._functional_collectives  # registers them
@@ -71,3 +108,6 @@ def probe() -> None:
     for name, arguments in GATHERS.items():
         schema = getattr(getattr(torch.ops, NAMESPACE), name).default._schema
         expect([argument.name for argument in schema.arguments] == arguments, f"the arguments of {name}")
+    if dist.is_gloo_available():
+        for name in ("_devices", "_timeout", "_threads"):
+            expect(hasattr(options_of_gloo(), name), f"the option {name}")
