@@ -183,6 +183,7 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
             self._preparation.models,
             self._preparation.optimizers,
             self.meshes,
+            self._preparation.own_gradients.forget,
         )
         self._registered: list[Any] = []
         self._trackers = TrackerSet(log_with, options.project.logging_dir, self.is_main_process)

@@ -1562,17 +1562,42 @@ def weights_that_follow_the_ranks_rows(run: Run) -> Values:
     return values(run, model=model)
 
 
-def gradients_scaled_in_windows(run: Run) -> Values:
+def _changed_in_windows(run: Run, change: Callable[[Any], Any]) -> Values:
+    """After each micro-batch, where people mean to do it once a step."""
     model = make(Net)
     model, optimizer = run.prepare(model, sgd(model))
     for step in range(6):
         with run.accumulate(model):
             run.backward(run.mean(mse(model), step))
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(0.5)
+            change(model)
             run.step(optimizer)
     return values(run, model=model)
+
+
+def gradients_scaled_in_windows(run: Run) -> Values:
+    def halve(model: Any) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    return _changed_in_windows(run, halve)
+
+
+def gradients_clipped_in_windows(run: Run) -> Values:
+    return _changed_in_windows(run, lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+
+
+def gradients_clipped_by_value_in_windows(run: Run) -> Values:
+    return _changed_in_windows(run, lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01))
+
+
+def gradients_limited_in_windows(run: Run) -> Values:
+    def limit(model: Any) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data.clamp_(-0.01, 0.01)
+
+    return _changed_in_windows(run, limit)
 
 
 def gradients_dropped_in_windows(run: Run) -> Values:

@@ -23,9 +23,17 @@ MIXED = "got mixed torch.Tensor and DTensor"  # in torch's own words, before any
 PARTED = "is no longer equal on all ranks"
 OWN = "this rank's own: each backward since the last step ran inside of no_sync"
 CHANGED_APART = "was changed by hand in this step while it was gathered"
+OWN_IN_WINDOW = "was changed inside of an accumulation window, where it is this rank's own"
 NOT_AVERAGED = "has a gradient that was not averaged over the ranks"
 
+OWN_GRADIENTS = {
+    "gradients_scaled_in_windows": OWN_IN_WINDOW,
+    "gradients_clipped_in_windows": OWN_IN_WINDOW,
+    "gradients_clipped_by_value_in_windows": OWN_IN_WINDOW,
+    "gradients_limited_in_windows": OWN_IN_WINDOW,
+}
 OF_DDP = {
+    **OWN_GRADIENTS,
     "weights_that_follow_the_ranks_rows": PARTED,
     "the_bare_module_called": PARTED,
     "curvature_by_autograd_grad": PARTED,
@@ -95,6 +103,9 @@ FAST = (
     "two_forwards_then_two_backwards",
     "unfrozen_later",
     "parts_frozen_in_turn",
+    "gradients_clipped_in_windows",
+    "gradients_limited_in_windows",
+    "gradients_dropped_in_windows",
     "frozen_before_backward",
     "a_head_for_each_rank_from_step_3",
     "heads_in_turn",
@@ -146,7 +157,7 @@ def outcome(parallel: str, name: str, **options: Any) -> str:
 
 
 def check(run_distributed: Any, parallel: str, names: list[str]) -> None:
-    refused = OF_DDP if parallel == "ddp" else OF_ZERO
+    refused = OF_DDP if parallel == "ddp" else OF_ZERO | (OWN_GRADIENTS if parallel == "zero=1" else {})
     names = [name for name in names if parallel != "ddp" or name not in ONE_RANK_WAITS]
     # Refused ones last: a reduction that a refused step has begun would be met by the next loop's.
     names.sort(key=lambda name: name in refused)
@@ -175,6 +186,8 @@ BY_HAND = [
     "weights_decayed_in_windows",
     "weights_of_the_optimizer_decayed_in_windows",
     "gradients_scaled_in_windows",
+    "gradients_clipped_in_windows",
+    "gradients_limited_in_windows",
     "gradients_dropped_in_windows",
     "weights_that_follow_the_ranks_rows",
 ]

@@ -141,7 +141,13 @@ class Run:
 
 def window_of(accelerator: Accelerator) -> OpenWindow:
     prepared = accelerator._preparation
-    window = OpenWindow(accelerator._accumulation, prepared.models, prepared.optimizers, accelerator.meshes)
+    window = OpenWindow(
+        accelerator._accumulation,
+        prepared.models,
+        prepared.optimizers,
+        accelerator.meshes,
+        prepared.own_gradients.forget,
+    )
     window.watch()
     return window
 

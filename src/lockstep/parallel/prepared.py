@@ -147,6 +147,17 @@ def gradients(model: nn.Module) -> Iterator[torch.Tensor]:
         yield from (local(p.grad) for p in model.parameters() if p.grad is not None)
 
 
+def own_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, gradient) of those that this rank keeps to itself until an accumulation window ends."""
+    sharding = sharding_of(model)
+    if sharding is not None:
+        yield from sharding.own_gradients() if sharding.stage == 1 else ()
+    elif isinstance(model, DistributedDataParallel):
+        for name, parameter in model.module.named_parameters():
+            if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                yield name, parameter.grad
+
+
 def unwrap(model: nn.Module, keep_autocast: bool = True, keep_compile: bool = True) -> nn.Module:
     """The user's own model inside what ``spread`` returned."""
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or is_pipeline(model):

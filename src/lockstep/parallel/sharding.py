@@ -210,6 +210,17 @@ class Sharding:
             if parameter.grad is not None:
                 yield parameter.grad
 
+    def own_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, gradient) of what is not reduced yet."""
+        names = {id(parameter): name for name, parameter in self._root.named_parameters()}
+        for group in self.parameter_groups():
+            for parameter in fsdp2.params(group):
+                for number, gradient in enumerate(fsdp2.unreduced_grads(parameter)):
+                    yield name_of(parameter, names) + "'" * number, local(gradient)
+        for whole in self._whole:
+            if whole.grad is not None:
+                yield names[id(whole)], whole.grad
+
     def check_reduced(self, stepped: Callable[[], set[int]]) -> None:
         """Raise UsageError before a step of these shards (by ``id``) if gradients are this rank's own whole ones.
 

@@ -28,6 +28,7 @@ from lockstep.parallel.prepared import (
     check_reduced,
     gradients,
     is_pipeline,
+    own_gradients,
     unwrap,
 )
 from lockstep.preparation.backward_watch import BackwardWatch
@@ -43,6 +44,7 @@ from lockstep.preparation.checks import (
 from lockstep.preparation.described import SCHEDULERS, build_described
 from lockstep.preparation.first_forward import FirstForward
 from lockstep.preparation.offload import Offload
+from lockstep.preparation.own_gradients import OwnGradients
 from lockstep.preparation.shards import Shards
 from lockstep.preparation.stepping import DrawsAlike, StepChecks
 from lockstep.runtime.mesh import Meshes
@@ -110,6 +112,7 @@ class Preparation:
         )
         self._ranks_step_together = ranks_step_together
         self._draws = DrawsAlike(communicator, ranks_step_together)
+        self.own_gradients = OwnGradients(step, self._own_gradients)
         self._backward_watch = BackwardWatch(
             step,
             scaler is not None,
@@ -388,6 +391,8 @@ class Preparation:
             self._shards.recover()
             raise
         self._average_gradients()
+        if self._runtime.world_size > 1 and self._ranks_step_together():
+            self.own_gradients.after_backward()
 
     def _average_gradients(self) -> None:
         for model in self.models:
@@ -412,6 +417,12 @@ class Preparation:
     def check_backward(self) -> None:
         """See ``checks.check_called``."""
         check_called(self.models, self._forward_seen)
+        self.own_gradients.before_backward()
+
+    def _own_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, model in enumerate(self.models):
+            for name, gradient in own_gradients(model):
+                yield name if len(self.models) == 1 else f"{name} of model {number}", gradient
 
     def clear(self) -> None:
         self.offload.clear()
@@ -426,6 +437,7 @@ class Preparation:
         if self._damage is not None:
             self._damage.clear()
         self._backward_watch.clear()
+        self.own_gradients.forget()
         self.models.clear()
         self.optimizers.clear()
         self.schedulers.clear()

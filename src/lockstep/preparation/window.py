@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,11 +48,13 @@ class OpenWindow:
         models: list[nn.Module],
         optimizers: list[PreparedOptimizer],
         meshes: Meshes,
+        before_load: Callable[[], None] = lambda: None,
     ) -> None:
         self._accumulation = accumulation
         self._models = models
         self._optimizers = optimizers
         self._meshes = meshes
+        self._before_load = before_load
 
     def watch(self) -> None:
         """Notice from now on when the optimizers step; those that were watched before still are."""
@@ -124,6 +127,7 @@ class OpenWindow:
             CheckpointError: see ``check``; nothing was changed then.
         """
         self.check(states)
+        self._before_load()
         unchanged = self.is_unchanged(states)
         for model in self._models:
             clear(model)
