@@ -28,12 +28,26 @@ class Collector:
             first = firsts.setdefault(id(parameter), name)
             if first != name:
                 ties[name] = first
+        self._numbers: dict[str, Any] = {}
         self._whole = Whole(tuple(firsts.values()), ties)
 
     def is_ready(self, model: nn.Module) -> bool:
         """Whether no rank holds gradients now. Collective."""
         mine = next(gradients(model), None) is None
         return all(self._communicator.gather_object([mine]))
+
+    def note_split(self, model: nn.Module) -> None:
+        """Remember the numbers that modules keep when the model has just been split."""
+        self._numbers = numbers(model)
+
+    def changed_numbers(self, model: nn.Module) -> dict[str, Any]:
+        """Those that are other ones since, of all ranks' modules. Collective."""
+        before = self._numbers
+        mine = {name: v for name, v in numbers(model).items() if name in before and before[name] != v}
+        changed: dict[str, Any] = {}
+        for other in self._communicator.gather_object([mine]):
+            changed |= other
+        return changed
 
     def weights(self, model: nn.Module, snapshot: Snapshot) -> tuple[dict[str, Tensor], dict[str, bool]]:
         """On rank 0: each weight and buffer by all its names, and whether weights are trained. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -83,12 +84,25 @@ def attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
 def numbers(model: nn.Module) -> dict[str, Any]:
     """Full name -> value of each number and text that a module of the user keeps as an attribute."""
     return {
-        f"{prefix}.{name}" if prefix else name: copy
+        f"{prefix}.{name}" if prefix else name: value
         for prefix, module in model.named_modules()
         if not type(module).__module__.startswith("lockstep.")
-        for name, (_, copy) in attributes(module).items()
-        if isinstance(copy, _PLAIN)
+        for name, value in [*_copies(module), ("training", module.training)]
+        if isinstance(value, _PLAIN)
     }
+
+
+def set_numbers(model: nn.Module, values: Mapping[str, Any]) -> None:
+    """Let modules keep these values, by full name, where they are of this model."""
+    modules = dict(model.named_modules())
+    for full, value in values.items():
+        prefix, _, name = full.rpartition(".")
+        if prefix in modules:
+            setattr(modules[prefix], name, value)
+
+
+def _copies(module: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, copy) for name, (_, copy) in attributes(module).items()]
 
 
 def _same(before: Any, now: Any) -> bool:

@@ -18,7 +18,7 @@ from lockstep.check.compare import Comparison, compare, tolerance_of
 from lockstep.check.observe import observed
 from lockstep.check.passes import Batch, Result, in_full_precision, run
 from lockstep.check.reference import Reference
-from lockstep.check.snapshot import Snapshot, numbers
+from lockstep.check.snapshot import Snapshot, numbers, set_numbers
 from lockstep.comm.collectives import Communicator
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.context.region import regions_of
@@ -78,6 +78,7 @@ class Verification:
     def watch(self, prepared: nn.Module) -> None:
         """Verify calls of the model as it is split."""
         self._prepared = prepared
+        self._collector.note_split(unwrap(prepared, keep_compile=False))
         prepared.register_forward_pre_hook(_BeforeForward(self), with_kwargs=True, prepend=True)
 
     def before_call(self, batch: Batch) -> None:
@@ -118,8 +119,9 @@ class Verification:
         snapshot = Snapshot(model)
         before = numbers(model)
         with self._apart(model), _restored(snapshot):
+            changed = self._collector.changed_numbers(model)
             weights, trained = self._collector.weights(model, snapshot)
-            whole, reason = self._whole(batch, weights, trained, model.training)
+            whole, reason = self._whole(batch, weights, trained, changed)
             del weights
             reason = self._shared([reason])[0]
             if reason:
@@ -161,7 +163,7 @@ class Verification:
         return result
 
     def _whole(
-        self, batch: Batch, weights: dict[str, Tensor], trained: dict[str, bool], training: bool
+        self, batch: Batch, weights: dict[str, Tensor], trained: dict[str, bool], changed: dict[str, Any]
     ) -> tuple[Result | None, str]:
         """The result on rank 0, or why there is none."""
         if self._reference is None:
@@ -172,6 +174,7 @@ class Verification:
             return output if given.loss_function is None else given.loss_function(output, *given.targets)
 
         try:
+            set_numbers(self._reference.model, changed)
             with self._reference.filled(weights, trained, self._setup.device) as model:
                 snapshot = Snapshot(model)
                 with self._without_chance(model), observed(model) as seen:

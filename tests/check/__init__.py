@@ -1,0 +1,1 @@
+"""The comparison of split models with whole ones."""

@@ -1,0 +1,116 @@
+"""The first batch proves a split: what differs stops the run before its first step, and what does not leaves no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep import Accelerator
+from lockstep.errors import ConfigError
+from tests.check import cells
+
+WRONG: dict[str, tuple[str, dict[str, str]]] = {
+    "gradient": ("tp=2", {"kind": "gradient"}),
+    "counter": ("pp=2", {"kind": "counter"}),
+    "buffer": ("pp=2", {"kind": "buffer"}),
+    "batchnorm": ("pp=2", {"kind": "batchnorm"}),
+    "padded": ("pp=2", {"loss": "padded"}),
+    "raises": ("pp=2 micro_batches=4", {"kind": "raises"}),
+    "positions": ("cp=2", {"kind": "positions"}),
+    "pooled": ("cp=2 cp_method=ulysses", {"loss": "pooled"}),
+}
+SAID = {
+    "gradient": ["the gradient of 'blocks.1.", "begins in module 'blocks.1'", "tp_plan"],
+    "counter": ["'blocks.1.calls' becomes", "instead of 1", "'blocks.1'", "once a step"],
+    "buffer": ["'blocks.1.seen'", "instead of 1", "'blocks.1'", "once a step"],
+    "batchnorm": ["blocks.1.norm1"],
+    "padded": ["loss", "LanguageModel"],
+    "raises": ["KeyError", "micro-batches are not what this takes"],
+    "positions": ["loss", "'blocks.1'", "positions"],
+    "pooled": ["loss", "LanguageModel's own forward", "positions"],
+}
+RIGHT: dict[str, tuple[str, dict[str, str]]] = {
+    "tp": ("tp=2", {}),
+    "tp outputs": ("tp=2", {"loss": "none"}),
+    "tp split loss": ("tp=2 loss_parallel", {"loss": "none"}),
+    "tp counter": ("tp=2", {"kind": "counter"}),
+    "tp noise": ("tp=2", {"kind": "noise"}),
+    "pp": ("pp=2", {}),
+    "pp outputs": ("pp=2", {"loss": "none"}),
+    "pp noise": ("pp=2", {"kind": "noise"}),
+    "cp": ("cp=2", {}),
+    "cp ulysses": ("cp=2 cp_method=ulysses", {}),
+}
+
+
+def test_what_differs_is_named_before_the_first_step(run_distributed: Any) -> None:
+    ranks = run_distributed(cells.table, 2, WRONG, timeout_s=180)
+    for results in ranks:
+        for name, (text, has_changed) in results.items():
+            assert [part for part in SAID[name] if part not in text] == [], (name, text)
+            assert not has_changed, name
+    for name in WRONG.keys() - {"raises"}:
+        assert ranks[0][name] == ranks[1][name]
+
+
+def test_what_is_right_is_said_once(run_distributed: Any) -> None:
+    first, second = run_distributed(cells.table, 2, RIGHT, timeout_s=180)
+    parameters = len(list(cells.LanguageModel().parameters()))
+    for name, (text, has_stepped) in first.items():
+        what = "outputs" if RIGHT[name][1].get("loss") == "none" else "loss"
+        assert f"verified on the first batch: {what} and {parameters} gradients" in text, name
+        assert has_stepped and second[name] == ("", True)
+
+
+def test_a_plan_that_leaves_a_gate_whole_is_caught(run_distributed: Any) -> None:
+    for text, has_changed in run_distributed(cells.by_plan, 2):
+        assert "'blocks.1.feedforward.gate." in text and "'blocks.1.feedforward'" in text
+        assert not has_changed
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel", "accumulation", "kind", "loss"),
+    [
+        (2, "tp=2", 2, "counter", "mean"),
+        (2, "pp=2", 1, "", "mean"),
+        (2, "cp=2", 2, "noise", "none"),
+        pytest.param(2, "tp=2", 1, "batchnorm", "none", marks=pytest.mark.exhaustive),
+        pytest.param(2, "pp=2", 2, "", "none", marks=pytest.mark.exhaustive),
+        pytest.param(4, "zero=3 tp=2", 2, "", "mean", marks=pytest.mark.exhaustive),
+        pytest.param(4, "zero=1 pp=2", 2, "", "mean", marks=pytest.mark.exhaustive),
+        pytest.param(4, "cp=2", 2, "", "mean", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_it_leaves_no_trace(
+    run_distributed: Any, world_size: int, parallel: str, accumulation: int, kind: str, loss: str
+) -> None:
+    def run(verify: str) -> Any:
+        line = f"{parallel} verify={verify}"
+        return run_distributed(cells.trained, world_size, line, accumulation, kind, loss, timeout_s=120)
+
+    for with_it, without in zip(run("every:2"), run("off"), strict=True):
+        assert with_it.keys() == without.keys()
+        different = [
+            name
+            for name, value in without.items()
+            if not (
+                torch.equal(value, with_it[name])
+                if isinstance(value, torch.Tensor)
+                else value == with_it[name]
+            )
+        ]
+        assert different == []
+
+
+def test_a_loss_outside_of_a_pipeline_is_compared_too(run_distributed: Any) -> None:
+    for text in run_distributed(cells.by_train_step, 2, "sum"):
+        assert "the loss is" in text and "1/8 of it" in text
+    assert "was verified" in run_distributed(cells.by_train_step, 2, "mean")[0]
+
+
+@pytest.mark.parametrize("value", ["every", "every:0", "every:x", "sometimes", "first"])
+def test_other_words_are_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="verify"):
+        Accelerator(cpu=True, parallel={"tp": 1, "verify": value})
