@@ -1,4 +1,4 @@
-"""The first batch proves a split: what differs stops the run before its first step, and what does not leaves no trace."""
+"""The first batch proves a split: what differs stops the run before its first step, and the rest leaves no trace."""
 
 from __future__ import annotations
 

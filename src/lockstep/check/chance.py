@@ -28,6 +28,8 @@ class WithoutChance(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is F.gumbel_softmax:  # draws inside, where no mode is active
+            return _softmax_without_noise(*args, **kwargs)
         if func in _ARGUMENTS:
             args, kwargs = _with_argument(args, kwargs, *_ARGUMENTS[func])
         elif func in _RECURRENT:
@@ -79,6 +81,16 @@ def _without_recurrent_dropout(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """(input, state, weights, bias, layers, dropout, ...), or packed (data, sizes, state, weights, bias, ...)."""
     place = 5 if isinstance(args[3], bool) else 6
     return (*args[:place], 0.0, *args[place + 1 :])
+
+
+def _softmax_without_noise(
+    logits: Tensor, tau: float = 1, hard: bool = False, eps: Any = None, dim: int = -1
+) -> Tensor:
+    soft = (logits / tau).softmax(dim)
+    if not hard:
+        return soft
+    one_hot = torch.zeros_like(soft).scatter_(dim, soft.argmax(dim, keepdim=True), 1.0)
+    return one_hot - soft.detach() + soft
 
 
 def _constant(value: float) -> Callable[..., Any]:

@@ -1,0 +1,208 @@
+"""What the comparison is made of: no chance, no trace, tolerance, where a difference begins."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lockstep.check.chance import WithoutChance, without_dropout
+from lockstep.check.compare import compare, tolerance_of
+from lockstep.check.observe import Observations, Observed, observed
+from lockstep.check.passes import Batch, Result, run
+from lockstep.check.reference import Reference
+from lockstep.check.snapshot import Snapshot, numbers
+from lockstep.errors import UsageError
+
+DRAWS: dict[str, Any] = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "dropout by position": lambda x: torch.dropout(x, 0.5, True),
+    "dropout of channels": lambda x: F.dropout2d(x[None], training=True, p=0.5),
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.5, training=True),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5),
+    "attention layer": lambda x: nn.MultiheadAttention(4, 2, dropout=0.5)(x, x, x)[0].detach() * 0,
+    "lstm": lambda x: _recurrent(nn.LSTM, x),
+    "packed gru": lambda x: _recurrent(nn.GRU, nn.utils.rnn.pack_sequence([x[0]])),
+    "noise": lambda x: x + torch.randn_like(x) + torch.rand(x.shape) + torch.randn(x.shape),
+    "drop path": lambda x: x * x.new_empty(x.shape[0], 1, 1).bernoulli_(0.7),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "multinomial": lambda x: torch.multinomial(x[0].softmax(-1), 2).float(),
+    "permutation": lambda x: x[torch.randperm(len(x))],
+    "gumbel": lambda x: F.gumbel_softmax(x, hard=True),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "integers": lambda x: x + torch.randint(0, 5, (1,)) + torch.randint(9, (1,)),
+    "in place": lambda x: x.clone().uniform_(1, 3) + x.clone().normal_(2, 0.5) + x.clone().random_(),
+}
+
+
+def _recurrent(kind: Any, x: Any) -> torch.Tensor:
+    torch.manual_seed(3)
+    layer = kind(4, 4, num_layers=2, dropout=0.5)
+    torch.seed()
+    output = layer(x)[0]
+    return output.data if hasattr(output, "data") and not isinstance(output, torch.Tensor) else output
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_nothing_is_left_to_chance(name: str) -> None:
+    x = torch.arange(24.0).reshape(2, 3, 4) / 24
+    results = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with WithoutChance():
+            results.append(DRAWS[name](x))
+    assert torch.equal(*results)
+
+
+def test_dropout_drops_nothing_in_threads_that_a_function_mode_does_not_reach() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.MultiheadAttention(4, 2, dropout=0.25))
+    with without_dropout(list(model.modules())):
+        assert torch.equal(model[0](torch.ones(9)), torch.ones(9)) and model[1].dropout == 0
+    assert (model[0].p, model[1].dropout) == (0.5, 0.25)
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.calls, self.seen = 0, [1]
+        self.last = torch.zeros(())
+        self.register_buffer("table", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.last = x.mean()
+        self.cache = x
+        if len(self.table) < len(x):
+            self.table = torch.ones(len(x))
+        return self.norm(self.layer(x))
+
+
+def test_a_forward_is_undone() -> None:
+    model = Counts()
+    seen, table, state = model.seen, model.table, copy.deepcopy(model.state_dict())
+    snapshot = Snapshot(model)
+    expected = torch.rand(2)
+    torch.manual_seed(0)
+    model(torch.randn(4, 3))
+    assert snapshot.changed_numbers() == {"calls": 1}
+    snapshot.restore()
+    assert model.calls == 0 and model.seen is seen and seen == [1] and not hasattr(model, "cache")
+    assert model.last.item() == 0 and len(model.table) == 2 and torch.equal(model.table, table)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
+    assert numbers(model)["calls"] == 0 and torch.equal(torch.rand(2), expected)
+
+
+def test_a_reference_takes_no_memory_before_it_is_filled_and_keeps_ties() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3), nn.LSTM(3, 3), nn.Linear(3, 5))
+    model[2].weight = model[0].weight
+    reference = Reference(model)
+    assert all(p.is_meta for p in reference.model.parameters())
+    weights = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+    x = torch.tensor([[1, 2]])
+    with reference.filled(weights, {"1.bias_hh_l0": False}, torch.device("cpu")) as whole:
+        assert whole[2].weight is whole[0].weight and whole[1].bias_hh_l0.requires_grad is False
+        assert torch.equal(whole[1](whole[0](x))[0], model[1](model[0](x))[0])
+    assert all(p.is_meta for p in reference.model.parameters())
+
+
+def test_what_cannot_be_copied_is_said() -> None:
+    class Locked(nn.Module):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise TypeError("no copies of me")
+
+    with pytest.raises(UsageError, match="cannot be copied .TypeError: no copies of me"):
+        Reference(nn.Sequential(Locked()))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "off", "is_seen"),
+    [
+        (torch.float32, 1e-2, True),
+        (torch.float32, 1e-5, False),
+        (torch.float64, 1e-5, True),
+        (torch.bfloat16, 0.1, False),
+        (torch.bfloat16, 0.5, True),
+    ],
+)
+def test_rounding_is_allowed_and_no_more(dtype: torch.dtype, off: float, is_seen: bool) -> None:
+    whole = Result("", {"": torch.tensor(2.0)}, {"w": torch.ones(8, dtype=dtype), "b": torch.zeros(3)})
+    split = Result(
+        "", {"": torch.tensor(2.0)}, {"w": torch.ones(8, dtype=dtype) * (1 + off), "b": torch.zeros(3)}
+    )
+    tolerance = tolerance_of({dtype}, False)
+    assert bool(compare(split, whole, [], [], tolerance).differences) is is_seen
+
+
+def test_gradients_that_are_made_of_rounding_are_not_compared_by_their_size() -> None:
+    whole = Result("", {"": torch.tensor(2.0)}, {"w": torch.ones(8), "key.bias": torch.tensor([1e-9, -1e-9])})
+    split = Result("", {"": torch.tensor(2.0)}, {"w": torch.ones(8), "key.bias": torch.tensor([-3e-9, 1e-9])})
+    assert compare(split, whole, [], [], 1e-3).differences == ()
+    split.gradients["key.bias"] = torch.tensor([1e-3, 0.0])
+    assert [d.name for d in compare(split, whole, [], [], 1e-3).differences] == ["key.bias"]
+
+
+def test_missing_gradients_and_copies_that_differ_are_seen() -> None:
+    whole = Result("", {"": torch.tensor(2.0)}, {"w": torch.ones(8)})
+    assert [d.kind for d in compare(Result("", dict(whole.outputs)), whole, [], [], 1e-3).differences] == [
+        "gradient"
+    ]
+    digests = [{"w": (8.0, 2.8)}, {"w": (8.0, 2.9)}]
+    assert [d.kind for d in compare(whole, whole, digests, [], 1e-3).differences] == ["replica"]
+
+
+class Doubled(nn.Module):
+    """Three layers; ``wrong`` says where the numbers or gradients are twice what they ought to be."""
+
+    def __init__(self, wrong: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.wrong = wrong
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if self.wrong == f"after {number}":
+                x = x * 2
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(("wrong", "module"), [("after 0", ""), ("after 2", ""), ("", None)])
+def test_the_first_wrong_number_in_a_forward_is_found(wrong: str, module: str | None) -> None:
+    assert _observations(Doubled(wrong), Doubled()).first_forward() == module
+
+
+def test_a_module_that_computes_otherwise_is_found_in_forward_and_backward() -> None:
+    other = Doubled()
+    with torch.no_grad():
+        other.layers[1].bias.add_(1)
+    assert _observations(other, Doubled()).first_forward() == "layers.1"
+    other = Doubled()
+    other.layers[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2,))
+    assert _observations(other, Doubled()).last_backward(["layers.0"]) == "layers.1"
+
+
+def test_parts_of_ranks_add_up_to_the_whole() -> None:
+    whole = _observed(Doubled(), torch.arange(24.0).reshape(6, 4))
+    parts = [_observed(Doubled(), rows) for rows in torch.arange(24.0).reshape(6, 4).split(3)]
+    observations = Observations(parts, whole)
+    forward = [event for event in whole.events if event[1] in ("input", "output") and event[0]]
+    assert forward and not any(observations.differ(event) for event in forward)
+
+
+def _observations(split: nn.Module, whole: nn.Module) -> Observations:
+    x = torch.arange(8.0).reshape(2, 4)
+    return Observations([_observed(split, x)], _observed(whole, x))
+
+
+def _observed(model: nn.Module, x: torch.Tensor) -> Observed:
+    with observed(model) as seen:
+        run(lambda batch: model(*batch.args), Batch((x,), {}), lambda objective: objective.backward())
+    return seen
