@@ -1429,6 +1429,23 @@ def frozen_before_backward_in_windows(run: Run) -> Values:
     return _frozen_before_backward(run)
 
 
+def a_critic_with_a_penalty(run: Run) -> Values:
+    """WGAN-GP: the gradient of the critic by its inputs is a part of its loss, outside of the model."""
+    model = make(Net)
+    model, optimizer = run.prepare(model, sgd(model))
+
+    def loss(_: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        mixed = (0.3 * y + 0.7 * x).requires_grad_(True)
+        (slope,) = torch.autograd.grad(model(mixed).sum(), mixed, create_graph=True)
+        return model(x).mean() - model(y).mean() + 10 * (slope.norm(dim=1) - 1).pow(2).mean()
+
+    for step in range(3):
+        for part in range(2):
+            run.backward(0.1 * run.mean(loss, 10 * step + part))
+            run.step(optimizer)
+    return values(run, model=model)
+
+
 # Weights changed by hand while a sharded model has them gathered --------------------------------------
 
 

@@ -19,7 +19,7 @@ HOOK = "has a hook by register_"
 CHANGED = "changed this rank's own gradient"
 LEFT_OUT = "without a gradient, which parallel='ddp' averages"
 DIVIDE = "loss.backward(), which does not divide"
-MIXED = "got mixed torch.Tensor and DTensor"  # in torch's own words, before anything is trained
+MIXED = "was to be changed by a plain tensor"
 PARTED = "is no longer equal on all ranks"
 OWN = "this rank's own: each backward since the last step ran inside of no_sync"
 CHANGED_APART = "was changed by hand in this step while it was gathered"
@@ -57,6 +57,7 @@ OF_DDP = {
     "plain_backward_in_every_second_micro_batch": DIVIDE,
 }
 OF_ZERO = {
+    "a_critic_with_a_penalty": "were given up after an earlier backward through the same graph",
     "weights_that_follow_the_ranks_rows": CHANGED_APART,
     "averaged_by_hand": "that was not averaged over the ranks",
     "stepped_without_a_last_backward": NOT_AVERAGED,
@@ -114,6 +115,8 @@ FAST = (
     "blocks_skipped_in_windows",
     "heads_in_windows",
     "gradient_penalty",
+    "noise_on_gradients",
+    "a_critic_with_a_penalty",
     "norm_of_gradients_by_hand",
     "views_changed_in_place",
     "parameters_captured_before_prepare",

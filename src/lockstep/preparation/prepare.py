@@ -387,8 +387,16 @@ class Preparation:
         try:
             with nullcontext() if self._damage is None else self._damage.backward(loss):
                 self._backward_watch.backward(partial(loss.backward, **kwargs))
-        except BaseException:
+        except BaseException as error:
             self._shards.recover()
+            if isinstance(error, RuntimeError) and "for storage of size 0" in str(error):
+                raise UsageError(
+                    f"This backward needs weights of a sharded model (parallel='{self._options.parallel}') that were "
+                    "given up after an earlier backward through the same graph: a gradient of a gradient "
+                    "(create_graph=True), or a second backward with retain_graph=True that begins inside of the "
+                    "model. Add up the losses and call backward once, compute the inner gradient inside of the "
+                    "model's forward, or use parallel='ddp'."
+                ) from error
             raise
         self._average_gradients()
         if self._runtime.world_size > 1 and self._ranks_step_together():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lockstep.errors import UsageError
 from lockstep.torch_internals.tensors import storage_key
 
 aten = torch.ops.aten
@@ -121,6 +122,14 @@ def _change(
 
     if not isinstance(args[0], DTensor):
         return op(*map(_whole, args), **{name: _whole(value) for name, value in kwargs.items()})
+    for other in args[1:]:
+        if isinstance(other, torch.Tensor) and not isinstance(other, DTensor) and other.numel() > 1:
+            raise UsageError(
+                f"{op} got mixed torch.Tensor and DTensor: a shard of a tensor of shape {tuple(args[0].shape)} was to "
+                f"be changed by a plain tensor of shape {tuple(other.shape)}. Make the other one a shard too, as "
+                "torch.zeros_like(p) and torch.randn_like(p) do, or change the whole on all ranks and assign it: "
+                "p.data = p.full_tensor() + other."
+            )
     lost.changes(args[0])
     handler = handlers.pop(op)  # so that torch does what it would have done
     try:
