@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lockstep.check.compare import Digest, digest
 from lockstep.check.observe import Observed
 from lockstep.check.passes import Result
+from lockstep.check.reference import Live
 from lockstep.check.snapshot import Snapshot, numbers
 from lockstep.checkpoint.training import Whole
 from lockstep.checkpoint.weights.stages import collect_stages
@@ -40,7 +41,12 @@ class Collector:
         """Remember the numbers that modules keep when the model has just been split."""
         self._numbers = numbers(model)
 
-    def changed_numbers(self, model: nn.Module) -> dict[str, Any]:
+    def live(self, model: nn.Module, snapshot: Snapshot) -> Live:
+        """On rank 0: what the split model is made of now. Collective."""
+        weights, trained = self._weights(model, snapshot)
+        return Live(weights, trained, self._changed_numbers(model))
+
+    def _changed_numbers(self, model: nn.Module) -> dict[str, Any]:
         """Those that are other ones since, of all ranks' modules. Collective."""
         before = self._numbers
         mine = {name: v for name, v in numbers(model).items() if name in before and before[name] != v}
@@ -49,7 +55,7 @@ class Collector:
             changed |= other
         return changed
 
-    def weights(self, model: nn.Module, snapshot: Snapshot) -> tuple[dict[str, Tensor], dict[str, bool]]:
+    def _weights(self, model: nn.Module, snapshot: Snapshot) -> tuple[dict[str, Tensor], dict[str, bool]]:
         """On rank 0: each weight and buffer by all its names, and whether weights are trained. Collective."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         state: dict[str, Any] = {name: p.detach() for name, p in parameters.items()}
@@ -83,22 +89,6 @@ class Collector:
         return [one for one, _, _ in told], [one for _, one, _ in told]
 
     @staticmethod
-    def note(model: nn.Module, result: Result, before: Snapshot) -> None:
-        """Complete what the pass of the whole model found."""
-        result.gradients = {
-            name: p.grad.detach().cpu() for name, p in model.named_parameters() if p.grad is not None
-        }
-        old = before.named_buffers()
-        result.buffers = {
-            name: buffer.detach().cpu().clone()
-            for name, buffer in model.named_buffers()
-            if name in old and not _equal(buffer, old[name])
-        }
-        result.attributes = before.changed_numbers()
-        for parameter in model.parameters():
-            parameter.grad = None
-
-    @staticmethod
     def drop_gradients(model: nn.Module) -> None:
         """Those of the pass."""
         for parameter in model.parameters():
@@ -107,7 +97,3 @@ class Collector:
 
 def _is_whole(gradient: Any) -> bool:
     return not is_dtensor(gradient) or all(placement.is_replicate() for placement in gradient.placements)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())

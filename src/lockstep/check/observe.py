@@ -94,12 +94,12 @@ class Observed:
 
 
 @contextmanager
-def observed(model: nn.Module) -> Iterator[Observed]:
-    """What modules of ``model`` do inside."""
+def observed(model: nn.Module | None) -> Iterator[Observed]:
+    """What modules of ``model`` do inside; without one, nothing."""
     found = Observed()
     entered: dict[str, list[Tensor]] = {}
     handles = []
-    for name, module in model.named_modules():
+    for name, module in model.named_modules() if model is not None else ():
         if type(module).__module__.startswith("lockstep."):  # stands for a block of another rank
             continue
         handles.append(module.register_forward_pre_hook(_before(found, name, entered), with_kwargs=True))

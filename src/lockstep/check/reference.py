@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor, nn
 
+from lockstep.check.observe import observed
+from lockstep.check.passes import Batch, Result, run
+from lockstep.check.snapshot import Snapshot, numbers, set_numbers
 from lockstep.errors import UsageError
 from lockstep.torch_internals import modules as torch_modules
 
 COPIES = 3
 """Of the weights that must fit into memory: themselves, their gradients, and room for activations."""
+
+
+@dataclass(frozen=True)
+class Live:
+    """What the split model is made of now, by full name: weights and buffers, which weights are trained, and numbers
+    that modules keep and that a script has changed."""
+
+    tensors: Mapping[str, Tensor]
+    trained: Mapping[str, bool]
+    numbers: Mapping[str, Any]
 
 
 class Reference:
@@ -95,3 +109,69 @@ class Reference:
                 registered[name] = parameter
             for own, name, buffer in buffers:
                 own[name] = buffer
+
+    def run(
+        self,
+        batch: Batch,
+        live: Live,
+        device: torch.device,
+        without_chance: Callable[[nn.Module], AbstractContextManager[None]],
+        look: bool,
+    ) -> Result:
+        """One pass with what the split model is made of; ``look``: what modules do is observed."""
+        set_numbers(self.model, live.numbers)
+        with self.filled(live.tensors, live.trained, device) as model, without_chance(model):
+            snapshot = Snapshot(model)
+            try:
+                with observed(model if look else None) as seen:
+                    result = run(_call_of(model), batch.detached(), lambda objective: objective.backward())
+                result.observed = seen
+                _complete(result, model, snapshot)
+                _forget_notes(result, model, batch)
+            finally:
+                snapshot.restore()
+                for parameter in model.parameters():
+                    parameter.grad = None
+        return result
+
+
+def _call_of(model: nn.Module) -> Callable[[Batch], Any]:
+    def call(given: Batch) -> Any:
+        output = model(*given.args, **given.kwargs)
+        return output if given.loss_function is None else given.loss_function(output, *given.targets)
+
+    return call
+
+
+def _complete(result: Result, model: nn.Module, before: Snapshot) -> None:
+    """With gradients, and with what the forward has changed."""
+    result.gradients = {
+        name: p.grad.detach().cpu() for name, p in model.named_parameters() if p.grad is not None
+    }
+    old = before.named_buffers()
+    result.buffers = {
+        name: buffer.detach().cpu().clone()
+        for name, buffer in model.named_buffers()
+        if name in old and not _equal(buffer, old[name])
+    }
+    result.attributes = before.changed_numbers()
+
+
+def _forget_notes(result: Result, model: nn.Module, batch: Batch) -> None:
+    """Leave out what a second forward does not change again: sizes that are noted, not counts."""
+    if not result.attributes and not result.buffers:
+        return
+    first = numbers(model)
+    with torch.no_grad():
+        _call_of(model)(batch.detached())
+    again, later = numbers(model), dict(model.named_buffers())
+    result.attributes = {
+        name: value for name, value in result.attributes.items() if again.get(name) != first.get(name)
+    }
+    result.buffers = {
+        name: value for name, value in result.buffers.items() if not _equal(later[name].cpu(), value)
+    }
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())

@@ -17,8 +17,8 @@ from lockstep.check.collect import Collector
 from lockstep.check.compare import Comparison, compare, tolerance_of
 from lockstep.check.observe import observed
 from lockstep.check.passes import Batch, Result, in_full_precision, run
-from lockstep.check.reference import Reference
-from lockstep.check.snapshot import Snapshot, numbers, set_numbers
+from lockstep.check.reference import Live, Reference
+from lockstep.check.snapshot import Snapshot, numbers
 from lockstep.comm.collectives import Communicator
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.context.region import regions_of
@@ -119,23 +119,35 @@ class Verification:
         snapshot = Snapshot(model)
         before = numbers(model)
         with self._apart(model), _restored(snapshot):
-            changed = self._collector.changed_numbers(model)
-            weights, trained = self._collector.weights(model, snapshot)
-            whole, reason = self._whole(batch, weights, trained, changed)
-            del weights
-            reason = self._shared([reason])[0]
-            if reason:
-                self._say_not(reason)
-                return
-            split = self._split(model, batch)
-            digests, ranks = self._collector.gather(model, split, before)
-        self._tell(split, whole, digests, ranks)
+            live = self._collector.live(model, snapshot)
+            comparison, reason = self._compared(model, batch, live, before, look=False)
+            if self._shared([comparison is not None and bool(comparison.differences)])[0]:
+                self._collector.drop_gradients(model)
+                snapshot.restore()
+                comparison, reason = self._compared(model, batch, live, before, look=True)
+        self._tell(comparison, reason)
         if not self._setup.interval:
             self._reference = None
 
+    def _compared(
+        self, model: nn.Module, batch: Batch, live: Live, before: dict[str, Any], look: bool
+    ) -> tuple[Comparison | None, str]:
+        """On rank 0, or why there is none. To ``look`` at modules costs more, and shows where a difference begins."""
+        whole, reason = self._whole(batch, live, look)
+        reason = self._shared([reason])[0]
+        if reason:
+            return None, reason
+        split = self._split(model, batch, look)
+        digests, ranks = self._collector.gather(model, split, before)
+        if whole is None:
+            return None, ""
+        dtypes = {gradient.dtype for gradient in whole.gradients.values()}
+        tolerance = tolerance_of(dtypes, self._setup.computes_in_half)
+        return compare(split, whole, digests, ranks, tolerance), ""
+
     # The two passes -----------------------------------------------------------------------------------
 
-    def _split(self, model: nn.Module, batch: Batch) -> Result:
+    def _split(self, model: nn.Module, batch: Batch, look: bool) -> Result:
         prepared: Any = self._prepared
 
         def call(given: Batch) -> Any:
@@ -150,7 +162,7 @@ class Verification:
             average_gradients(prepared)
 
         try:
-            with observed(model) as seen, synchronised(prepared):
+            with observed(model if look else None) as seen, synchronised(prepared):
                 result = run(call, batch, backward)
         except LockstepError:
             raise
@@ -162,53 +174,15 @@ class Verification:
         result.observed = seen
         return result
 
-    def _whole(
-        self, batch: Batch, weights: dict[str, Tensor], trained: dict[str, bool], changed: dict[str, Any]
-    ) -> tuple[Result | None, str]:
+    def _whole(self, batch: Batch, live: Live, look: bool) -> tuple[Result | None, str]:
         """The result on rank 0, or why there is none."""
         if self._reference is None:
             return None, ""
-
-        def call(given: Batch) -> Any:
-            output = model(*given.args, **given.kwargs)
-            return output if given.loss_function is None else given.loss_function(output, *given.targets)
-
         try:
-            set_numbers(self._reference.model, changed)
-            with self._reference.filled(weights, trained, self._setup.device) as model:
-                snapshot = Snapshot(model)
-                with self._without_chance(model), observed(model) as seen:
-                    result = run(call, batch.detached(), lambda objective: objective.backward())
-                self._collector.note(model, result, snapshot)
-                self._forget_constant(model, call, batch, result)
-                snapshot.restore()
+            result = self._reference.run(batch, live, self._setup.device, self._without_chance, look)
         except Exception as error:  # whatever a user's forward raises
             return None, f"the whole model raises {type(error).__name__} on rank 0: {_line(error)}."
-        if not result.gradients:
-            return None, "no gradient comes of its outputs."
-        result.observed = seen
-        return result, ""
-
-    @staticmethod
-    def _forget_constant(
-        model: nn.Module, call: Callable[[Batch], Any], batch: Batch, result: Result
-    ) -> None:
-        """Leave what a second forward does not change again: sizes that are noted, not counts."""
-        if not result.attributes and not result.buffers:
-            return
-        first, buffers = numbers(model), {name: b.detach().clone() for name, b in model.named_buffers()}
-        with torch.no_grad():
-            call(batch.detached())
-        again = numbers(model)
-        result.attributes = {
-            name: value for name, value in result.attributes.items() if again.get(name) != first.get(name)
-        }
-        later = dict(model.named_buffers())
-        result.buffers = {
-            name: value
-            for name, value in result.buffers.items()
-            if name in later and name in buffers and not torch.equal(later[name], buffers[name])
-        }
+        return (result, "") if result.gradients else (None, "no gradient comes of its outputs.")
 
     @contextmanager
     def _without_chance(self, model: nn.Module) -> Iterator[None]:
@@ -260,19 +234,19 @@ class Verification:
         args, kwargs, targets = values[0]
         return Batch(args, kwargs, batch.loss_function, targets).detached(self._setup.device), ""
 
-    def _tell(self, split: Result, whole: Result | None, digests: list[Any], ranks: list[Any]) -> None:
+    def _tell(self, comparison: Comparison | None, reason: str) -> None:
+        if reason:
+            self._say_not(reason)
+            return
         text, is_right = "", True
-        if whole is not None:
-            dtypes = {gradient.dtype for gradient in whole.gradients.values()}
-            tolerance = tolerance_of(dtypes, self._setup.computes_in_half)
-            comparison: Comparison = compare(split, whole, digests, ranks, tolerance)
+        if comparison is not None:
             is_right = not comparison.differences
-            parallel = self._setup.parallel
+            parallel, axes = self._setup.parallel, self._setup.axes
             when = f"in training call {self._calls}" if self._has_verified else "on the first batch"
             text = (
                 say.verified(self._name, parallel, when, comparison)
                 if is_right
-                else say.different(self._name, parallel, when, self._setup.axes, comparison)
+                else say.different(self._name, parallel, when, axes, comparison)
             )
         text, is_right = self._shared([text, is_right])
         if not is_right:
