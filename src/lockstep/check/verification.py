@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from lockstep.parallel.prepared import (
     unwrap,
 )
 from lockstep.runtime import failure
+from lockstep.runtime.process import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +181,8 @@ class Verification:
         if self._reference is None:
             return None, ""
         try:
-            result = self._reference.run(batch, live, self._setup.device, self._without_chance, look)
+            with _threads_of_all(self._communicator.runtime):
+                result = self._reference.run(batch, live, self._setup.device, self._without_chance, look)
         except Exception as error:  # whatever a user's forward raises
             return None, f"the whole model raises {type(error).__name__} on rank 0: {_line(error)}."
         return (result, "") if result.gradients else (None, "no gradient comes of its outputs.")
@@ -280,6 +283,18 @@ def _copy_of_hook() -> Callable[..., None]:
 
 def _ignore(module: nn.Module, args: Any, kwargs: Any = None) -> None:
     """What is left of ``_BeforeForward`` in a copy."""
+
+
+@contextmanager
+def _threads_of_all(runtime: Runtime) -> Iterator[None]:
+    """Compute with the threads of all ranks of this machine, which wait meanwhile."""
+    before = torch.get_num_threads()
+    if runtime.device.type == "cpu":
+        torch.set_num_threads(max(before, min(before * runtime.local_world_size, os.cpu_count() or 1)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager
