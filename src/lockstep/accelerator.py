@@ -353,7 +353,7 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
             The loss, 0-d and detached, on every rank.
         """
         if is_pipeline(model):
-            self._preparation.verify_step(model, loss_function, *call_of(inputs, targets))
+            self._preparation.verifications.before_step(model, loss_function, *call_of(inputs, targets))
         loss = loss_of(model, loss_function, inputs, targets, self.autocast)
         self.backward(loss, weight=weight)
         return loss.detach()

@@ -47,6 +47,7 @@ from lockstep.preparation.offload import Offload
 from lockstep.preparation.own_gradients import OwnGradients
 from lockstep.preparation.shards import Shards
 from lockstep.preparation.stepping import DrawsAlike, StepChecks
+from lockstep.preparation.verifications import Verifications
 from lockstep.runtime.mesh import Meshes
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
@@ -97,7 +98,6 @@ class Preparation:
         self._forward_seen = False
         self.offload = Offload(options.parallel, runtime.device, communicator)
         self._wholes: dict[int, Whole] = {}
-        self._verifications: dict[int, Any] = {}
         self.models: list[nn.Module] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
@@ -120,6 +120,9 @@ class Preparation:
             self.gradients,
             self._average_gradients,
             ranks_step_together,
+        )
+        self.verifications = Verifications(
+            options, runtime, meshes, communicator, self._shards.reshard, self._backward_watch.unnoticed
         )
         self._damage = (
             DamageWatch(options.damage, communicator, self.models, ranks_step_together)
@@ -170,13 +173,6 @@ class Preparation:
         options = self._options
         self.offload.check_budget(model, self._meshes.axes.shard)
         whole = _whole(model) if self._meshes.axes.pp > 1 else None
-        verification: Any = None
-
-        def before_split() -> None:
-            nonlocal verification
-            if not evaluation_mode:
-                verification = self._verification(model)
-
         before = dict(model.named_parameters(remove_duplicate=False))
         self._shards.note_storages(before.values())
         prepared = spread(
@@ -194,11 +190,10 @@ class Preparation:
             ),
             device_placement=self._device_placement if device_placement is None else device_placement,
             evaluation_mode=evaluation_mode,
-            before_split=before_split,
+            before_split=lambda: None if evaluation_mode else self.verifications.before_split(model),
         )
-        if verification is not None:
-            verification.watch(prepared)
-            self._verifications[id(prepared)] = verification
+        if not evaluation_mode:
+            self.verifications.watch(prepared)
         until_settled = [self._take_over(prepared, before)]  # not longer: it would keep what this rank drops
         if is_pipeline(prepared):
             pipeline: Any = prepared
@@ -215,44 +210,6 @@ class Preparation:
             self._wholes[len(self.models)] = whole
         self.models.append(prepared)
         return prepared
-
-    def _verification(self, model: nn.Module) -> Any:
-        """What compares the split model with the whole one, which ``model`` still is; None where nothing is split."""
-        parallel = self._options.parallel
-        if not parallel.splits_forward or parallel.verify == "off" or self._runtime.world_size == 1:
-            return None
-        from lockstep.check.verification import (
-            Setup,
-            Verification,
-        )  # where nothing is split, nothing is imported
-
-        setup = Setup(
-            parallel=parallel,
-            axes=parallel.splits_forward,
-            interval=parallel.verify_interval,
-            device=self._runtime.device,
-            shares_batches=self._meshes.data_size > 1,
-            computes_in_half=parallel.shards and self._options.mixed_precision != "no",
-            is_compiled=self._options.compile_options is not None,
-            at_rest=self._shards.reshard,
-            unnoticed=self._backward_watch.unnoticed,
-        )
-        return Verification(model, setup, self._communicator)
-
-    def verify_step(
-        self,
-        model: nn.Module,
-        loss_function: Callable[..., torch.Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        targets: tuple[Any, ...],
-    ) -> None:
-        """Verify a call of a model whose loss is computed outside of it, if it is time."""
-        verification = self._verifications.get(id(model))
-        if verification is not None:
-            from lockstep.check.passes import Batch
-
-            verification.before_call(Batch(args, kwargs, loss_function, targets))
 
     def whole_of(self, model: nn.Module) -> Whole | None:
         """What a model was of which this rank has some blocks; None for others."""
@@ -438,7 +395,7 @@ class Preparation:
         self._shards.clear()
         self._step_checks.stop()
         self._wholes.clear()
-        self._verifications.clear()
+        self.verifications.clear()
         self._forward_seen = False
         if self._scaler is not None:
             self._scaler.clear()

@@ -1,0 +1,94 @@
+"""Which prepared models are compared with the whole ones: those whose forward is split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lockstep.comm.collectives import Communicator
+from lockstep.config.options import Options
+from lockstep.runtime.mesh import Meshes
+from lockstep.runtime.process import Runtime
+
+if TYPE_CHECKING:
+    from lockstep.check.verification import Verification
+
+
+class Verifications:
+    """Belongs to one ``Accelerator``.
+
+    Args:
+        at_rest: Lets go of gathered parameters.
+        unnoticed: Runs a backward of which nothing will be left.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        runtime: Runtime,
+        meshes: Meshes,
+        communicator: Communicator,
+        at_rest: Callable[[], None],
+        unnoticed: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._options = options
+        self._runtime = runtime
+        self._meshes = meshes
+        self._communicator = communicator
+        self._at_rest = at_rest
+        self._unnoticed = unnoticed
+        self._of_models: dict[int, Verification] = {}
+        self._next: Verification | None = None
+
+    def before_split(self, model: nn.Module) -> None:
+        """``model`` is still whole: take a copy, if it will be split. Collective where it is."""
+        parallel = self._options.parallel
+        self._next = None
+        if not parallel.splits_forward or parallel.verify == "off" or self._runtime.world_size == 1:
+            return
+        from lockstep.check.verification import (  # with DTensor, which takes long to import
+            Setup,
+            Verification,
+        )
+
+        setup = Setup(
+            parallel=parallel,
+            axes=parallel.splits_forward,
+            interval=parallel.verify_interval,
+            device=self._runtime.device,
+            shares_batches=self._meshes.data_size > 1,
+            computes_in_half=parallel.shards and self._options.mixed_precision != "no",
+            is_compiled=self._options.compile_options is not None,
+            at_rest=self._at_rest,
+            unnoticed=self._unnoticed,
+        )
+        self._next = Verification(model, setup, self._communicator)
+
+    def watch(self, prepared: nn.Module) -> None:
+        """It was made of the last model that was given to ``before_split``."""
+        if self._next is not None:
+            self._next.watch(prepared)
+            self._of_models[id(prepared)] = self._next
+            self._next = None
+
+    def before_step(
+        self,
+        model: nn.Module,
+        loss_function: Callable[..., torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        targets: tuple[Any, ...],
+    ) -> None:
+        """Verify a call of a model whose loss is computed outside of it, if it is time."""
+        verification = self._of_models.get(id(model))
+        if verification is not None:
+            from lockstep.check.passes import Batch
+
+            verification.before_call(Batch(args, kwargs, loss_function, targets))
+
+    def clear(self) -> None:
+        """Forget all models."""
+        self._of_models.clear()
