@@ -6,6 +6,7 @@ forward computes, and what it sends, is in ``parts``; which layers are split is 
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +24,15 @@ from lockstep.parallel.tensor.layers import ParallelLayer
 from lockstep.parallel.tensor.loss import handle_split_logits
 from lockstep.parallel.tensor.modules import Group, Role, TensorParallelForward, take_role
 from lockstep.parallel.tensor.parameters import replace_parameters
-from lockstep.parallel.tensor.parts import Column, EmbeddingColumns, Region, Root, Row, VocabularyRows
+from lockstep.parallel.tensor.parts import (
+    Column,
+    EmbeddingColumns,
+    HeadArguments,
+    Region,
+    Root,
+    Row,
+    VocabularyRows,
+)
 from lockstep.parallel.tensor.plan import (
     COLUMN_STYLES,
     PACKED,
@@ -170,12 +179,14 @@ def _split(
             part.is_first, part.is_last = index == 0, index == len(blocks) - 1
             roles[name].parts.append(part)
     regions: dict[str, Region] = {}
+    met = {entry.name for entry in plan.entries if entry.meets}
     for name, style in plan.styles.items():
         if style in (*COLUMN_STYLES, *ROW_STYLES):
             parent = _called(modules, name)
             if parent not in regions:
                 regions[parent] = Region(group, Drops(modules[parent]), device)
                 roles[parent].parts.append(regions[parent])
+            regions[parent].meets |= name in met
             roles[name].layer = _linear_part(name, modules[name], style, group, regions[parent])
             roles[name].layer.in_sequence = _inside(name, blocks) and options.sequence_parallel
             if style == "colwise_gather_output" and not _inside(name, blocks):
@@ -186,7 +197,7 @@ def _split(
             roles[name].layer = EmbeddingColumns(name, group, modules[name].weight.shape[1])
         if roles[name].layer is not None:
             roles[name].parts.append(roles[name].layer)
-    _prepare_attention(plan, modules, regions, options.sequence_parallel)
+    _prepare_attention(plan, modules, roles, regions, options.sequence_parallel)
     replace_parameters(modules, plan, mesh)
     classes: dict[Any, type] = {}
     for name, role in roles.items():
@@ -223,7 +234,11 @@ def _linear_part(name: str, module: nn.Module, style: str, group: Group, region:
 
 
 def _prepare_attention(
-    plan: TensorPlan, modules: dict[str, nn.Module], regions: dict[str, Region], splits_sequence: bool
+    plan: TensorPlan,
+    modules: dict[str, nn.Module],
+    roles: dict[str, Role],
+    regions: dict[str, Region],
+    splits_sequence: bool,
 ) -> None:
     for found in plan.attention:
         module, region = modules[found.name], regions[found.name]
@@ -232,6 +247,10 @@ def _prepare_attention(
             setattr(module, name, value)
         if found.reports_width:
             region.reported = {width: width // region.group.mesh.size() for width in region.widths}
+        if found.arguments:
+            order = list(inspect.signature(modules[found.around].forward).parameters)
+            places = {name: (order.index(name), dims) for name, dims in found.arguments.items()}
+            roles[found.around].parts.insert(0, HeadArguments(region, found.heads, places))
 
 
 def _called(modules: dict[str, nn.Module], name: str) -> str:

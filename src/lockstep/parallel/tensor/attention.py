@@ -68,7 +68,8 @@ def region_of(
     if isinstance(found, str):
         return found
     attributes, reports_width, passed = found
-    return AttentionRegion(name, *heads, dict(attributes), reports_width), passed
+    region = AttentionRegion(name, *heads, dict(attributes), reports_width, passed.arguments)
+    return region, passed
 
 
 def by_names_alone(name: str, holder: nn.Module, heads: tuple[int, int], ranks: int) -> AttentionRegion:

@@ -22,7 +22,7 @@ from lockstep.parallel.tensor.plan import (
     check_styles,
     features,
 )
-from lockstep.parallel.tensor.rehearse import Different, Rehearsal
+from lockstep.parallel.tensor.rehearse import Different, Rehearsal, settings
 from lockstep.torch_internals import modules as torch_modules
 
 
@@ -61,8 +61,8 @@ def complete(model: nn.Module, plan: TensorPlan, ranks: int) -> TensorPlan:
             styles = {
                 _join(prefix, column): entry.style for column, entry in zip(columns, split, strict=True)
             }
-            rehearsal = Rehearsal(modules[place], styles, row, ranks, prefix)
-            like = (str(modules[place]), heads, tuple(styles.items()))
+            rehearsal = Rehearsal(modules[place], styles, (row,), ranks, prefix, heads[0])
+            like = (settings(modules[place]), heads, tuple(styles.items()))
             if like not in known:
                 known[like] = region_with_styles(rehearsal, name, module, heads)
             found = known[like]
@@ -75,10 +75,10 @@ def complete(model: nn.Module, plan: TensorPlan, ranks: int) -> TensorPlan:
                 regions.append(by_names_alone(name, module, heads, ranks))
                 continue
             region, passed, styles = found
-            regions.append(replace(region, name=name))
+            regions.append(replace(region, name=name, around=place))
             for column, style in styles.items():
                 full = _join(place, column)
-                entries[full] = replace(entries[full], style=style)
+                entries[full] = replace(entries[full], style=style, meets=passed.meets)
             for inner in passed.partial:
                 full = _join(place, inner)
                 entries.setdefault(

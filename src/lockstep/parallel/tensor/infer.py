@@ -17,7 +17,7 @@ from torch import nn
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor.attention import check_heads, heads_of, region_of
 from lockstep.parallel.tensor.plan import AttentionRegion, Entry, TensorPlan, features, is_linear
-from lockstep.parallel.tensor.rehearse import Passed, Rehearsal, rehearse
+from lockstep.parallel.tensor.rehearse import Passed, Rehearsal, rehearse, settings
 from lockstep.torch_internals import modules as torch_modules
 
 QUERY = (
@@ -78,9 +78,13 @@ class _Findings:
     left: dict[str, str] = field(default_factory=dict)
     rehearsed: dict[Any, Any] = field(default_factory=dict)
 
-    def add(self, prefix: str, columns: dict[str, str], row: str, why: str, passed: Passed) -> None:
-        self.entries += [Entry(_join(prefix, name), style, why) for name, style in columns.items()]
-        self.entries.append(Entry(_join(prefix, row), "rowwise", why))
+    def add(
+        self, prefix: str, columns: dict[str, str], rows: tuple[str, ...], why: str, passed: Passed
+    ) -> None:
+        self.entries += [
+            Entry(_join(prefix, name), style, why, passed.meets) for name, style in columns.items()
+        ]
+        self.entries += [Entry(_join(prefix, row), "rowwise", why) for row in rows]
         for name in passed.partial:
             self.entries.append(
                 Entry(_join(prefix, name), "replicated_with_grad_allreduce", "works on parts of features")
@@ -132,9 +136,9 @@ def find_attention(name: str, module: nn.Module, modules: dict[str, nn.Module], 
             )
             return
         inside = {_join(prefix, column): style for column, style in columns.items()}
-        rehearsal = Rehearsal(modules[place], inside, row, findings.ranks, prefix)
+        rehearsal = Rehearsal(modules[place], inside, (row,), findings.ranks, prefix, heads[0])
         check_heads(name, heads, findings.ranks)
-        key_of = (type(modules[place]), type(module), str(rehearsal.module), heads, str(_integers(module)))
+        key_of = (str(rehearsal.module), heads, settings(rehearsal.module))
         if key_of not in findings.rehearsed:
             findings.rehearsed[key_of] = region_with_styles(rehearsal, name, module, heads)
         result = findings.rehearsed[key_of]
@@ -142,9 +146,9 @@ def find_attention(name: str, module: nn.Module, modules: dict[str, nn.Module], 
             findings.left.update(dict.fromkeys([*names, _join(place, row)], result))
             return
         region, passed, rehearsed_columns = result
-        findings.attention.append(replace(region, name=name))
+        findings.attention.append(replace(region, name=name, around=place))
         count = f"{heads[0]} heads" + (f", {heads[1]} of keys and values" if heads[1] != heads[0] else "")
-        findings.add(place, rehearsed_columns, row, f"attention: {count}", passed)
+        findings.add(place, rehearsed_columns, (row,), f"attention: {count}", passed)
         return
 
 
@@ -209,10 +213,6 @@ def _beside(parent: nn.Module, name: str) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def _integers(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if type(value) in (int, float, bool)}
-
-
 # -- pairs -----------------------------------------------------------------------------------------------
 
 
@@ -226,59 +226,83 @@ def _find_pairs(name: str, module: nn.Module, findings: _Findings) -> None:
         and "weight" in torch_modules.parameters_of(layer)
     }
     while len(layers) > 1:
-        found = next(_pairs(layers, isinstance(module, nn.Sequential)), None)
-        if found is None:
+        candidates = list(_pairs(layers, isinstance(module, nn.Sequential)))
+        if not candidates:
             return
-        columns, row = found
-        for child in (*columns, row):
-            layers.pop(child)
-        hidden = features(module.get_submodule(row))[0]
-        rehearsal = Rehearsal(module, columns, row, findings.ranks)
-        result: Passed | str
-        if hidden % findings.ranks:
-            result = _rehearse_for_one(rehearsal)
+        # Several that begin alike are ways to read the same layers: the first that passes counts.
+        first = candidates[0]
+        ways = [found for found in candidates if found[0] == first[0] and set(found[1]) <= set(first[1])]
+        reason = ""
+        for columns, rows in ways:
+            result = _rehearsed_pair(name, module, columns, rows, findings)
             if isinstance(result, Passed):
-                raise UsageError(
-                    f"The {hidden} features between '{_join(name, next(iter(columns)))}' and '{_join(name, row)}' "
-                    f"cannot be divided among tp={findings.ranks} ranks. Choose a width that divides, or leave them "
-                    "out with a tp_plan of your own."
-                )
+                hidden = features(module.get_submodule(rows[0]))[0]
+                findings.add(name, columns, rows, f"{hidden} features between a pair of layers", result)
+                break
+            reason = reason or result
         else:
-            key = (type(module), str(module), str(columns), row, str(_integers(module)))
-            if key not in findings.rehearsed:
-                findings.rehearsed[key] = rehearse(rehearsal)
-            result = findings.rehearsed[key]
-        if isinstance(result, str):
-            for child in (*columns, row):
-                findings.left[_join(name, child)] = result
-        else:
-            findings.add(name, columns, row, f"{hidden} features between a pair of layers", result)
+            columns, rows = ways[-1]
+            for child in (*columns, *rows):
+                findings.left[_join(name, child)] = reason
+        for child in (*columns, *rows):
+            layers.pop(child)
+
+
+def _rehearsed_pair(
+    name: str, module: nn.Module, columns: dict[str, str], rows: tuple[str, ...], findings: _Findings
+) -> Passed | str:
+    hidden = features(module.get_submodule(rows[0]))[0]
+    rehearsal = Rehearsal(module, columns, rows, findings.ranks)
+    if hidden % findings.ranks:
+        result = _rehearse_for_one(rehearsal)
+        if isinstance(result, Passed):
+            raise UsageError(
+                f"The {hidden} features between '{_join(name, next(iter(columns)))}' and '{_join(name, rows[0])}' "
+                f"cannot be divided among tp={findings.ranks} ranks. Choose a width that divides, or leave them "
+                "out with a tp_plan of your own."
+            )
+        return result
+    key = (str(module), str(columns), rows, settings(module))
+    if key not in findings.rehearsed:
+        findings.rehearsed[key] = rehearse(rehearsal)
+    found: Passed | str = findings.rehearsed[key]
+    return found
 
 
 def _rehearse_for_one(rehearsal: Rehearsal) -> Passed | str:
     """With as many parts as there can be, to see whether the layers belong together at all."""
-    hidden = features(rehearsal.module.get_submodule(rehearsal.row))[0]
+    hidden = features(rehearsal.module.get_submodule(rehearsal.rows[0]))[0]
     divisor = next((n for n in range(2, hidden + 1) if hidden % n == 0), 1)
     return rehearse(replace(rehearsal, ranks=divisor))
 
 
-def _pairs(layers: dict[str, nn.Module], in_order: bool) -> Iterator[tuple[dict[str, str], str]]:
-    """(column layers with styles, row layer): from a width to a hidden width, and back."""
+def _pairs(layers: dict[str, nn.Module], in_order: bool) -> Iterator[tuple[dict[str, str], tuple[str, ...]]]:
+    """(column layers with styles, row layers): from a width to a hidden width, and back, or on to several others."""
     names = list(layers)
     if in_order:
         for first, second in itertools.pairwise(names):
             if features(layers[first])[1] == features(layers[second])[0]:
-                yield {first: "colwise"}, second
+                yield {first: "colwise"}, (second,)
         return
     for row in names:
         hidden, width = features(layers[row])
         before = [name for name in names if name != row and features(layers[name])[0] == width]
         same = [name for name in before if features(layers[name])[1] == hidden]
         if 1 <= len(same) <= 2 and names.index(row) > names.index(same[0]):
-            yield dict.fromkeys(same, "colwise"), row
+            yield from _with_more_rows(layers, dict.fromkeys(same, "colwise"), row)
         packed = [name for name in before if features(layers[name])[1] == 2 * hidden]
         if len(packed) == 1:
-            yield {packed[0]: "packed_colwise"}, row
+            yield from _with_more_rows(layers, {packed[0]: "packed_colwise"}, row)
+
+
+def _with_more_rows(
+    layers: dict[str, nn.Module], columns: dict[str, str], row: str
+) -> Iterator[tuple[dict[str, str], tuple[str, ...]]]:
+    hidden = features(layers[row])[0]
+    more = [name for name, layer in layers.items() if name not in columns and features(layer)[0] == hidden]
+    if len(more) > 1:
+        yield columns, tuple(more)
+    yield columns, (row,)
 
 
 # -- vocabulary ------------------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ With the sequence split between blocks, a column layer all-gathers x and a row l
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.tensor import communication
 from lockstep.parallel.tensor.communication import part_of
 from lockstep.parallel.tensor.modules import Group, Part, first_tensor, with_argument
+from lockstep.parallel.tensor.operands import RankFeatures, unmarked
 from lockstep.parallel.tensor.randomness import Drops, Stream, stream_of_group, stream_of_rank
 from lockstep.parallel.tensor.weights import WeightElsewhere, leave_logits
 from lockstep.parallel.tensor.width import ReportedWidth
@@ -37,6 +40,7 @@ class Region(Part):
         self.widths: set[int] = set()
         self.reported: dict[int, int] = {}
         self.gathers = False
+        self.meets = False
         self._drops = drops
         self._device = device
         self._sent: tuple[Tensor, Tensor] | None = None
@@ -70,6 +74,12 @@ class Region(Part):
             self._sent = (x, sent)
         return self._sent[1]
 
+    def marked(self, output: Tensor) -> Tensor:
+        """What a column layer computed, known as this rank's where whole tensors meet it."""
+        if self.meets and torch.is_grad_enabled():
+            return RankFeatures.of(output, partial(communication.copy, mesh=self.group.mesh))
+        return output
+
     def begin_parts(self) -> None:
         if self._stream is None and self._drops():
             self._stream = stream_of_rank(self._device, self.group.mesh)
@@ -96,6 +106,25 @@ class Region(Part):
         copied.__dict__.update(self.__dict__, _sent=None, _stream=None)
         copied._drops = deepcopy(self._drops, memo)
         return copied
+
+
+class HeadArguments(Part):
+    """Of a module around attention: of an argument that has something of each head, a rank takes its own heads.
+
+    ``places``: name -> (its place in a call, the numbers of dimensions that it has then).
+    """
+
+    def __init__(self, region: Region, heads: int, places: Mapping[str, tuple[int, tuple[int, ...]]]) -> None:
+        self.region, self.heads, self.places = region, heads, places
+
+    def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for name, (place, dims) in self.places.items():
+            where: int | str = place if place < len(args) else name
+            value = args[place] if place < len(args) else kwargs.get(name)
+            if isinstance(value, Tensor) and value.dim() in dims and value.shape[-3] == self.heads:
+                own = communication.split(unmarked(value), self.region.group.mesh, -3)
+                args, kwargs = with_argument(args, kwargs, where, self.region.marked(own))
+        return args, kwargs
 
 
 class Layer(Part):
@@ -156,7 +185,7 @@ class Column(Layer):
         if self.size:
             return leave_logits(output, self.group, self.size, self.is_head and module.training)
         self.region.begin_parts()
-        return output
+        return self.region.marked(output)
 
 
 class Row(Layer):
@@ -178,6 +207,7 @@ class Row(Layer):
 
     def take(self, module: Any, x: Tensor) -> Tensor:
         self.region.end_parts()
+        x = unmarked(x)
         if self.splits:
             return communication.split(x, self.group.mesh, -1)
         _, length = part_of(self.features, self.group.mesh)

@@ -32,16 +32,18 @@ COLUMN_STYLES = ("colwise", "colwise_gather_output", "packed_colwise", "qkv_colw
 ROW_STYLES = ("rowwise", "rowwise_split_input")
 EMBEDDING_STYLES = ("embedding_rowwise", "embedding_colwise")
 PACKED = {"packed_colwise": 2, "qkv_colwise": 3}
+MEETS = "gradients of whole tensors that meet its output are added"
 WHOLE_STYLES = ("replicate", "sequence_parallel", "replicated_with_grad_allreduce")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """``name`` of a module, its ``style`` and ``why``."""
+    """``name`` of a module, its ``style`` and ``why``. ``meets``: whole tensors meet its output (see ``operands``)."""
 
     name: str
     style: str
     why: str
+    meets: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class AttentionRegion:
     """An attention module whose heads are split.
 
     ``attributes``: of the module, with the values that count one rank's share. ``reports_width``: its input must look
-    as wide as this rank's heads (see ``width.ReportedWidth``).
+    as wide as this rank's heads (see ``width.ReportedWidth``). ``arguments`` of the module ``around`` it: those whose
+    value may have something of each head, with the numbers of dimensions that it may have then.
     """
 
     name: str
@@ -57,6 +60,8 @@ class AttentionRegion:
     kv_heads: int
     attributes: Mapping[str, int] = field(default_factory=dict)
     reports_width: bool = False
+    arguments: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    around: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ class TensorPlan:
 
     def __str__(self) -> str:
         rows = [
-            *((e.name, e.style, e.why) for e in self.entries),
+            *((e.name, e.style, f"{e.why}; {MEETS}" if e.meets else e.why) for e in self.entries),
             *((name, "whole", why) for name, why in self.left.items()),
         ]
         merged: dict[tuple[str, str, str], int] = {}

@@ -1,50 +1,57 @@
-"""Whether a module may be split: it is run on random numbers, whole and as each rank would.
+"""Whether a module may be split: it is run on random numbers, forward and backward, whole and as each rank would.
 
-Between its column layers and its row layer a module must treat the ranks' features apart from each other: an
+Between its column layers and its row layers a module must treat the ranks' features apart from each other: an
 elementwise function, or attention by heads. What it does cannot be read from its shapes. So the outputs of
-its column layers are replaced by random ones, and what reaches the row layer is compared: the part of the
-whole run that belongs to a rank must be what a run with that rank's share gives. No weights of the layers
-are used, and nothing is sent.
+its column layers are replaced by random ones, and what reaches the row layers is compared: the part of the
+whole run that belongs to a rank must be what a run with that rank's share gives, and so must its gradient. Whole
+tensors that meet a rank's features (see ``operands``) must have the gradient of the whole run, once those of the ranks
+are summed where they meet. No weights of the layers are used, and nothing is sent.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.tensor.communication import part_of_pieces
-from lockstep.parallel.tensor.plan import PACKED, features
-from lockstep.parallel.tensor.width import ReportedWidth
+from lockstep.parallel.tensor.rehearsal_run import Run, example_of, run
+from lockstep.parallel.tensor.rehearsed_gradients import GradientsDifferError, meetings
 from lockstep.torch_internals import modules as torch_modules
 
-BATCH, LENGTH = 2, 4
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """``module`` with its column layers (name in it -> style) and its row layer, for ``ranks`` ranks.
+    """``module`` with its column layers (name in it -> style) and its row layers, for ``ranks`` ranks.
 
-    ``holder``: name in ``module`` of the one whose ``attributes`` are set and whose input reports a width.
+    ``holder``: name in ``module`` of the one whose ``attributes`` are set and whose input reports a width. ``heads``
+    of attention, 0 elsewhere.
     """
 
     module: nn.Module
     columns: Mapping[str, str]
-    row: str
+    rows: tuple[str, ...]
     ranks: int
     holder: str = ""
+    heads: int = 0
 
 
 @dataclass(frozen=True)
 class Passed:
-    """``partial``: names of modules inside that work on parts, so that gradients of theirs are partial sums."""
+    """``partial``: names of modules inside that work on parts, so that gradients of theirs are partial sums.
+
+    ``meets``: whole tensors of other kinds meet the parts. ``arguments``: of the module, whose value may have something
+    of each head: name -> the numbers of dimensions that it may have then; heads are the third from the end.
+    """
 
     partial: tuple[str, ...] = ()
+    meets: bool = False
+    arguments: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class Different(str):
@@ -55,147 +62,15 @@ def rehearse(
     rehearsal: Rehearsal, attributes: Mapping[str, int] | None = None, reports_width: bool = False
 ) -> Passed | str:
     """Passed, or why not."""
-    reason = _own_parameters(rehearsal)
-    if reason:
-        return reason
+    reason = ""
     for call in _CALLS:
         try:
             return _compare(rehearsal, attributes or {}, reports_width, call)
-        except _DifferentError as error:
+        except (_DifferentError, GradientsDifferError) as error:
             return Different(error)
         except Exception as error:  # whatever a user's forward raises
-            text = str(error).strip().splitlines()
-            reason = reason or f"running it raised {type(error).__name__}" + (
-                f" ({text[0][:60]})" if text else ""
-            )
+            reason = reason or f"running it raised {_line(error)}"
     return reason
-
-
-def _with_rotary(module: nn.Module, x: Tensor) -> dict[str, Any]:
-    """For attention of transformers: cosine and sine of each position, here of no rotation."""
-    width = next((getattr(m, "head_dim", None) for m in module.modules() if hasattr(m, "head_dim")), None)
-    if not isinstance(width, int):
-        raise TypeError("no head_dim")
-    ones = x.new_ones(1, LENGTH, width)
-    return {"position_embeddings": (ones, torch.zeros_like(ones)), "attention_mask": None}
-
-
-def _own_parameters(rehearsal: Rehearsal) -> str:
-    """Of what is around the layers: nobody can see whether such parameters are used on parts."""
-    for name, inner in rehearsal.module.named_modules():
-        is_around = not name or name == rehearsal.holder or rehearsal.row.startswith(f"{name}.")
-        own = [key for key, parameter in torch_modules.parameters_of(inner).items() if parameter is not None]
-        if is_around and own:
-            return f"it has parameters of its own ({', '.join(own)})"
-    return ""
-
-
-def _alone(module: nn.Module, x: Tensor) -> dict[str, Any]:
-    return {}
-
-
-_CALLS = (_alone, _with_rotary)
-
-
-class _ReachedError(Exception):
-    """The row layer was called."""
-
-
-class _DifferentError(Exception):
-    """The ranks' parts are not those of the whole."""
-
-
-def _compare(rehearsal: Rehearsal, attributes: Mapping[str, int], reports_width: bool, call: Any) -> Passed:
-    layers = {name: rehearsal.module.get_submodule(name) for name in rehearsal.columns}
-    first = next(iter(layers.values()))
-    weight: Any = torch_modules.parameters_of(first)["weight"]
-    device = torch.device("cpu") if weight.device.type == "meta" else weight.device
-    numbers = torch.Generator().manual_seed(0)
-
-    def draw(width: int) -> Tensor:
-        return torch.randn(BATCH, LENGTH, width, generator=numbers).to(device, weight.dtype)
-
-    x = draw(features(first)[0])
-    outputs = {name: draw(features(layer)[1]) for name, layer in layers.items()}
-    whole, calls = _run(rehearsal, {}, x, outputs, call)
-    ranks = rehearsal.ranks
-    partial: set[str] = set()
-    for rank, expected in enumerate(whole.chunk(ranks, dim=-1)):
-        given = {
-            name: part_of_pieces(output, PACKED.get(rehearsal.columns[name], 1), rank, ranks)
-            for name, output in outputs.items()
-        }
-        reported = ReportedWidth.of(x, x.shape[-1] // ranks) if reports_width else x
-        got, rank_calls = _run(rehearsal, attributes, reported, given, call)
-        tolerance = TOLERANCE.get(got.dtype, 2e-2)
-        if got.shape != expected.shape or not torch.allclose(got, expected, tolerance, tolerance):
-            raise _DifferentError("its features depend on each other, as running it shows")
-        partial |= {name for name, shapes in rank_calls.items() if shapes != calls.get(name)}
-    return Passed(tuple(sorted(partial)))
-
-
-@torch.no_grad()
-def _run(
-    rehearsal: Rehearsal, attributes: Mapping[str, int], x: Tensor, outputs: Mapping[str, Tensor], call: Any
-) -> tuple[Tensor, dict[str, list[torch.Size]]]:
-    """(what the row layer is given, shapes of what modules with parameters are given)."""
-    module = _without_weights(rehearsal)
-    holder = module.get_submodule(rehearsal.holder)
-    for name, value in attributes.items():
-        setattr(holder, name, value)
-    if isinstance(x, ReportedWidth) and rehearsal.holder:
-        holder.register_forward_pre_hook(
-            lambda _, args: tuple(
-                ReportedWidth.of(a, x.width) if getattr(a, "shape", None) == x.whole.shape else a
-                for a in args
-            )
-        )
-        x = x.whole
-    called: dict[str, list[torch.Size]] = {}
-    reached: list[Tensor] = []
-
-    def stop(given: Tensor, *_: Any, **__: Any) -> Any:
-        reached.append(given)
-        raise _ReachedError
-
-    for name, inner in module.named_modules():
-        if name in outputs:
-            inner.forward = lambda *_, _output=outputs[name], **__: _output
-        elif name == rehearsal.row:
-            inner.forward = stop
-        elif next(inner.parameters(recurse=False), None) is not None:
-            inner.register_forward_pre_hook(
-                lambda _, args, _name=name: called.setdefault(_name, []).extend(
-                    a.shape for a in args if isinstance(a, Tensor)
-                )
-            )
-    try:
-        module(x, **call(module, x))
-    except _ReachedError:
-        return reached[0], called
-    raise _DifferentError(f"'{rehearsal.row}' was not called")
-
-
-def _without_weights(rehearsal: Rehearsal) -> nn.Module:
-    """A copy in eval mode, which shares the weights; those on the meta device are random ones."""
-    module = rehearsal.module
-    intercepted = {
-        id(parameter)
-        for name in (*rehearsal.columns, rehearsal.row)
-        for parameter in module.get_submodule(name).parameters()
-    }
-    memo: dict[int, Any] = {}
-    numbers = torch.Generator().manual_seed(1)
-    for parameter in module.parameters():
-        if parameter.device.type == "meta" and id(parameter) not in intercepted:
-            values = torch.randn(parameter.shape, generator=numbers).to(parameter.dtype)
-            memo[id(parameter)] = nn.Parameter(values)
-        else:
-            memo[id(parameter)] = parameter
-    copied = copy.deepcopy(module, memo).eval()
-    for inner in copied.modules():
-        torch_modules.clear_forward_hooks(inner)
-    return copied
 
 
 def first_that_passes(
@@ -209,3 +84,139 @@ def first_that_passes(
             return attributes, reports_width, result
         reason = result
     return reason
+
+
+# -- how a module is called --------------------------------------------------------------------------------
+
+
+def _alone(module: nn.Module, x: Tensor) -> dict[str, Any]:
+    return {}
+
+
+def _with_rotary(module: nn.Module, x: Tensor) -> dict[str, Any]:
+    """For attention of transformers: cosine and sine of each position, here of no rotation."""
+    width = next((getattr(m, "head_dim", None) for m in module.modules() if hasattr(m, "head_dim")), None)
+    if not isinstance(width, int):
+        raise TypeError("no head_dim")
+    ones = x.new_ones(1, x.shape[1], width)
+    return {"position_embeddings": (ones, torch.zeros_like(ones)), "attention_mask": None}
+
+
+_Call = Callable[[nn.Module, Tensor], dict[str, Any]]
+_CALLS: tuple[_Call, ...] = (_alone, _with_rotary)
+
+
+class _DifferentError(Exception):
+    """The ranks' parts are not those of the whole."""
+
+
+# -- whole and parts ---------------------------------------------------------------------------------------
+
+
+def _compare(rehearsal: Rehearsal, attributes: Mapping[str, int], reports_width: bool, call: _Call) -> Passed:
+    example = example_of(rehearsal, call)
+    whole = run(rehearsal, {}, example)
+    if not whole.given:
+        raise _DifferentError(f"'{rehearsal.rows[0]}' was not called")
+    parts = _ranks(rehearsal, attributes, reports_width, call, whole)
+    partial, meets = meetings(whole, parts)
+    arguments: dict[str, tuple[int, ...]] = {}
+    if rehearsal.heads > 1:
+        for name in _optional(rehearsal.module):
+            shapes = _of_heads(rehearsal, attributes, reports_width, call, name, whole)
+            if shapes:
+                arguments[name] = shapes
+    return Passed(partial, meets, arguments)
+
+
+def _ranks(
+    rehearsal: Rehearsal, attributes: Mapping[str, int], reports_width: bool, call: _Call, whole: Run
+) -> list[Run]:
+    """Each rank's run, with the values of its part of the whole one."""
+    ranks = rehearsal.ranks
+    parts = []
+    for rank in range(ranks):
+        example = example_of(rehearsal, call, rank, whole.argument)
+        if reports_width:
+            example = replace(example, width=example.x.shape[-1] // ranks)
+        try:
+            part = run(rehearsal, attributes, example)
+        except Exception as error:  # whatever a user's forward raises of a part
+            raise _DifferentError(f"with a rank's part of its features it raises {_line(error)}") from error
+        _check_values(whole, part, rank, ranks)
+        parts.append(part)
+    return parts
+
+
+def _check_values(whole: Run, part: Run, rank: int, ranks: int) -> None:
+    if len(part.given) != len(whole.given):
+        raise _DifferentError("its layers are called in another way with a rank's part of the features")
+    for expected, got in zip(whole.given, part.given, strict=True):
+        own = expected.chunk(ranks, dim=-1)[rank]
+        if got.shape != own.shape or not _close(got, own):
+            raise _DifferentError("its features depend on each other, as running it shows")
+    if part.is_marked:
+        raise _DifferentError("it returns something that is computed from a rank's features alone")
+    if whole.output is None or part.output is None:
+        return
+    if part.output.shape != whole.output.shape or not _close(part.output, whole.output):
+        raise _DifferentError("what it returns depends on which features a rank has")
+
+
+def _close(got: Tensor, expected: Tensor) -> bool:
+    tolerance = TOLERANCE.get(got.dtype, 2e-2)
+    return torch.allclose(got, expected.to(got.dtype), tolerance, tolerance)
+
+
+# -- arguments that have something of each head -------------------------------------------------------------
+
+
+def _optional(module: nn.Module) -> list[str]:
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    return [p.name for p in parameters if p.default is None and p.kind is not p.VAR_KEYWORD]
+
+
+def _of_heads(
+    rehearsal: Rehearsal,
+    attributes: Mapping[str, int],
+    reports_width: bool,
+    call: _Call,
+    name: str,
+    without: Run,
+) -> tuple[int, ...]:
+    """How many dimensions a bias of each head may have that is given as this argument, and can be split by heads."""
+    found = []
+    for dims in (4, 3):
+        given = (name, dims)
+        try:
+            whole = run(rehearsal, {}, example_of(rehearsal, call, argument=given))
+        except Exception:  # it takes no such thing
+            continue
+        if len(whole.given) != len(without.given) or all(map(torch.equal, whole.given, without.given)):
+            continue
+        try:
+            meetings(whole, _ranks(rehearsal, attributes, reports_width, call, whole))
+        except (_DifferentError, GradientsDifferError):
+            continue
+        found.append(dims)
+    return tuple(found)
+
+
+def _line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return type(error).__name__ + (f" ({text[0][:60]})" if text else "")
+
+
+def settings(module: nn.Module) -> str:
+    """What tells modules of one class apart: plain attributes and shapes of parameters, of all modules inside."""
+    return str(
+        [
+            (
+                name,
+                type(inner),
+                {k: v for k, v in vars(inner).items() if type(v) in (int, float, bool, str, tuple)},
+                {k: None if p is None else p.shape for k, p in torch_modules.parameters_of(inner).items()},
+            )
+            for name, inner in module.named_modules()
+        ]
+    )

@@ -1,0 +1,368 @@
+"""What people write between the layers of an MLP or of attention: modules from [batch, length, WIDTH] to the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH, HEADS, HIDDEN = 16, 4, 32
+
+
+class MLP(nn.Module):
+    """``down(between(x, up(x)))``."""
+
+    def __init__(
+        self, between: Callable[[nn.Module, Tensor, Tensor], Tensor], hidden: int = HIDDEN, **inner: object
+    ) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+        for name, value in inner.items():
+            setattr(self, name, value)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.between(self, x, self.up(x)))
+
+
+class Whole(nn.Module):
+    """Any function of layers that are attributes."""
+
+    def __init__(self, function: Callable[[nn.Module, Tensor], Tensor], **inner: object) -> None:
+        super().__init__()
+        for name, value in inner.items():
+            setattr(self, name, value)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def same(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return y
+
+
+class Attention(nn.Module):
+    """``query`` and ``key`` change [batch, heads, length, head], ``scores`` the scores, ``after`` the output."""
+
+    def __init__(
+        self,
+        query: Callable[..., Tensor] = same,
+        key: Callable[..., Tensor] = same,
+        after: Callable[..., Tensor] = same,
+        scores: Callable[..., Tensor] | None = None,
+        **inner: object,
+    ) -> None:
+        super().__init__()
+        # A bias of keys changes nothing: its gradient would be made of rounding.
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(WIDTH, WIDTH, bias=bias) for bias in (True, False, True, True)
+        )
+        self.num_heads = HEADS
+        for name, value in inner.items():
+            setattr(self, name, value)
+        self.query, self.key, self.after, self.scores = query, key, after, scores
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (
+            layer(x).view(batch, length, self.num_heads, WIDTH // HEADS).transpose(1, 2) for layer in layers
+        )
+        q, k = self.query(self, x, q), self.key(self, x, k)
+        if self.scores is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            y = self.scores(self, x, q @ k.transpose(-1, -2) / 2).softmax(-1) @ v
+        y = y.transpose(1, 2).reshape(batch, length, -1)
+        return self.o_proj(self.after(self, x, y))
+
+
+class BiasArgument(nn.Module):
+    """A bias of each head, made once, goes to each of the layers as an argument."""
+
+    class Layer(Attention):
+        def forward(self, x: Tensor, position_bias: Tensor | None = None) -> Tensor:  # type: ignore[override]
+            self.scores = lambda s, x, scores: scores if position_bias is None else scores + position_bias
+            return super().forward(x)
+
+    def __init__(self, dims: int = 4) -> None:
+        super().__init__()
+        self.table = nn.Embedding(15, HEADS)
+        self.layers = nn.ModuleList(self.Layer() for _ in range(2))
+        self.dims = dims
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+        bias = self.table((places[:, None] - places + 7).clamp(0, 14)).permute(2, 0, 1)
+        for number, layer in enumerate(self.layers):
+            bias_of = bias if self.dims == 3 else bias[None]
+            x = x + (layer(x, bias_of) if number else layer(x, position_bias=bias_of))
+        return x
+
+
+def linear(out: int, width: int = WIDTH) -> nn.Linear:
+    return nn.Linear(width, out)
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.rand(shape) + 0.5)
+
+
+def residual_of_gate(m: nn.Module, x: Tensor) -> Tensor:
+    gate = torch.sigmoid(m.gate(x))
+    return m.down(F.relu(m.up(x)) * gate) + gate * x
+
+
+def two_rows(m: nn.Module, x: Tensor) -> Tensor:
+    hidden = F.gelu(m.up(x))
+    return m.down(hidden) * torch.sigmoid(m.other(hidden))
+
+
+def row_after_row(m: nn.Module, x: Tensor) -> Tensor:
+    hidden = F.gelu(m.up(x))
+    return m.down(hidden * torch.sigmoid(m.score(hidden)))
+
+
+def mixed_uses(m: nn.Module, x: Tensor) -> Tensor:
+    return m.down(F.relu(m.up(x * m.scale)) * m.scale) * m.scale
+
+
+def in_place(m: nn.Module, x: Tensor, h: Tensor) -> Tensor:
+    h = F.relu(h * 1, inplace=True) + 1
+    h += m.gate(x)
+    h.add_(x.mean(-1, keepdim=True))
+    return h
+
+
+def filled(m: nn.Module, x: Tensor, h: Tensor) -> Tensor:
+    out = torch.zeros_like(h)
+    out[:, 1:] = h[:, :-1] * torch.sigmoid(m.gate(x))[:, :-1]
+    return out
+
+
+def by_keyword(m: nn.Module, x: Tensor, q: Tensor) -> Tensor:
+    return m.norm(input=q)
+
+
+def layers(**more: object) -> dict[str, object]:
+    return {"up": linear(HIDDEN), "down": nn.Linear(HIDDEN, WIDTH), **more}
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """``make`` a module. ``split``: how many linear layers of it are split; 0: it is left whole."""
+
+    make: Callable[[], nn.Module]
+    split: int = 2
+
+
+def sigmoid_gate(m: nn.Module, x: Tensor, h: Tensor) -> Tensor:
+    return F.relu(h) * torch.sigmoid(m.gate(x))
+
+
+def scaled(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return y * m.scale
+
+
+FRAGMENTS: dict[str, Fragment] = {
+    # MLPs that were right before
+    "gelu": Fragment(lambda: MLP(lambda m, x, h: F.gelu(h))),
+    "squared relu": Fragment(lambda: MLP(lambda m, x, h: F.relu(h).square())),
+    "two whole factors": Fragment(lambda: MLP(lambda m, x, h: F.silu(h) * 2 + torch.ones(1))),
+    "gated": Fragment(
+        lambda: Whole(lambda m, x: m.down(F.silu(m.gate(x)) * m.up(x)), **layers(gate=linear(HIDDEN))), 3
+    ),
+    "packed": Fragment(
+        lambda: Whole(
+            lambda m, x: m.down(F.glu(m.up(x))), up=linear(2 * HIDDEN), down=nn.Linear(HIDDEN, WIDTH)
+        )
+    ),
+    "residual inside": Fragment(lambda: Whole(lambda m, x: x + m.down(F.relu(m.up(x))), **layers())),
+    # a whole tensor that meets hidden features
+    "gate of one": Fragment(lambda: MLP(sigmoid_gate, gate=linear(1))),
+    "gate without bias": Fragment(lambda: MLP(sigmoid_gate, gate=nn.Linear(WIDTH, 1, bias=False))),
+    "gate of two layers": Fragment(
+        lambda: MLP(sigmoid_gate, gate=nn.Sequential(linear(6), nn.Tanh(), linear(1, 6))), 4
+    ),
+    "gate used twice": Fragment(lambda: Whole(residual_of_gate, **layers(gate=linear(1)))),
+    "own input's mean": Fragment(lambda: MLP(lambda m, x, h: F.relu(h) + x.mean(-1, keepdim=True))),
+    "own input's norm": Fragment(lambda: MLP(lambda m, x, h: F.gelu(h) / (1 + x.norm(dim=-1, keepdim=True)))),
+    "first feature": Fragment(lambda: MLP(lambda m, x, h: h * x[..., :1].sigmoid())),
+    "scale": Fragment(lambda: MLP(scaled, scale=parameter())),
+    "scale of one": Fragment(lambda: MLP(scaled, scale=parameter(1))),
+    "scale, bias": Fragment(lambda: MLP(lambda m, x, h: F.relu(h * m.a + m.b), a=parameter(), b=parameter())),
+    "scale everywhere": Fragment(lambda: Whole(mixed_uses, **layers(scale=parameter()))),
+    "prelu": Fragment(lambda: MLP(lambda m, x, h: m.act(h), act=nn.PReLU())),
+    "swish with beta": Fragment(
+        lambda: MLP(lambda m, x, h: h * torch.sigmoid(m.beta * h), beta=parameter(1))
+    ),
+    "in place": Fragment(lambda: MLP(in_place, gate=linear(1))),
+    "torch.where": Fragment(
+        lambda: MLP(lambda m, x, h: torch.where(h > 0, h, m.slope * h), slope=parameter())
+    ),
+    "lerp": Fragment(
+        lambda: MLP(lambda m, x, h: torch.lerp(h, F.relu(h), m.gate(x).sigmoid()), gate=linear(1))
+    ),
+    "addcmul": Fragment(lambda: MLP(lambda m, x, h: torch.addcmul(h, h, m.gate(x)), gate=linear(1))),
+    "einsum": Fragment(
+        lambda: MLP(lambda m, x, h: torch.einsum("bsh,bs->bsh", h, m.gate(x)[..., 0]), gate=linear(1))
+    ),
+    "mean over positions": Fragment(lambda: MLP(lambda m, x, h: h * x.mean((1, 2), keepdim=True))),
+    "embedding of positions": Fragment(
+        lambda: MLP(lambda m, x, h: h * m.position(torch.arange(h.shape[1])), position=nn.Embedding(8, 1))
+    ),
+    "shift of hidden": Fragment(lambda: MLP(lambda m, x, h: F.relu(h) + F.pad(h, (0, 0, 1, 0))[:, :-1])),
+    "norm of input in between": Fragment(
+        lambda: Whole(
+            lambda m, x: m.down(F.relu(m.up(m.norm(x))) * m.gate(m.norm(x)).sigmoid()),
+            **layers(norm=nn.LayerNorm(WIDTH), gate=linear(1)),
+        )
+    ),
+    "filled": Fragment(lambda: MLP(filled, gate=linear(1))),
+    "stack": Fragment(lambda: MLP(lambda m, x, h: torch.stack([h, h * m.gate(x)]).sum(0), gate=linear(1))),
+    "dropout of nothing": Fragment(
+        lambda: MLP(lambda m, x, h: m.drop(F.relu(h)) * m.gate(x), drop=nn.Dropout(0.0), gate=linear(1))
+    ),
+    # hidden features that go to several layers
+    "two rows": Fragment(lambda: Whole(two_rows, **layers(other=nn.Linear(HIDDEN, WIDTH))), 3),
+    "two rows, one of them narrow": Fragment(
+        lambda: Whole(two_rows, **layers(other=nn.Linear(HIDDEN, 1))), 3
+    ),
+    "a row's result on hidden features": Fragment(
+        lambda: Whole(row_after_row, **layers(score=nn.Linear(HIDDEN, 1))), 3
+    ),
+    # what must stay whole
+    "norm of hidden": Fragment(lambda: MLP(lambda m, x, h: m.norm(h), norm=nn.LayerNorm(HIDDEN)), 0),
+    "softmax of hidden": Fragment(lambda: MLP(lambda m, x, h: h.softmax(-1)), 0),
+    "scale of each feature": Fragment(lambda: MLP(scaled, scale=parameter(HIDDEN)), 0),
+    "input as wide": Fragment(lambda: MLP(lambda m, x, h: F.relu(h) + x, hidden=WIDTH), 0),
+    "hidden features returned": Fragment(
+        lambda: Whole(lambda m, x: m.down(h := F.relu(m.up(x))) + h.mean(-1, keepdim=True), **layers()), 0
+    ),
+    "topk of hidden": Fragment(lambda: MLP(lambda m, x, h: h * (h >= h.topk(4, dim=-1)[0][..., -1:])), 0),
+    "detached maximum": Fragment(lambda: MLP(lambda m, x, h: h / h.detach().abs().amax(-1, keepdim=True)), 0),
+    "halves exchanged": Fragment(lambda: MLP(lambda m, x, h: torch.cat(h.chunk(2, -1)[::-1], -1) + h), 0),
+    # attention
+    "attention": Fragment(Attention, 4),
+    "temperature": Fragment(lambda: Attention(query=scaled, scale=parameter()), 4),
+    "temperature of one": Fragment(lambda: Attention(query=scaled, scale=parameter(1)), 4),
+    "temperature of scores": Fragment(lambda: Attention(scores=scaled, scale=parameter()), 4),
+    "temperature of the input": Fragment(
+        lambda: Attention(query=lambda m, x, q: q * m.gate(x).exp()[:, None], gate=linear(1)), 4
+    ),
+    "norms of heads": Fragment(
+        lambda: Attention(
+            query=lambda m, x, q: m.q_norm(q),
+            key=lambda m, x, k: m.k_norm(k),
+            q_norm=nn.LayerNorm(WIDTH // HEADS),
+            k_norm=nn.RMSNorm(WIDTH // HEADS),
+        ),
+        4,
+    ),
+    "norms of heads by keyword": Fragment(
+        lambda: Attention(query=by_keyword, key=by_keyword, norm=nn.LayerNorm(WIDTH // HEADS)), 4
+    ),
+    "norm by function": Fragment(
+        lambda: Attention(
+            query=lambda m, x, q: F.layer_norm(q, (4,), m.weight, m.bias),
+            weight=parameter(4),
+            bias=parameter(4),
+        ),
+        4,
+    ),
+    "norm and gate": Fragment(
+        lambda: Attention(
+            query=by_keyword,
+            after=lambda m, x, y: y * m.gate(x).sigmoid(),
+            norm=nn.LayerNorm(4),
+            gate=linear(1),
+        ),
+        4,
+    ),
+    "gated output": Fragment(
+        lambda: Attention(after=lambda m, x, y: y * torch.sigmoid(m.gate(x)), gate=linear(1)), 4
+    ),
+    "bias of positions": Fragment(
+        lambda: Attention(
+            scores=lambda m, x, s: s + m.bias[: s.shape[-1], : s.shape[-1]], bias=parameter(8, 8)
+        ),
+        4,
+    ),
+    "bias of keys": Fragment(
+        lambda: Attention(
+            scores=lambda m, x, s: s + m.gate(x).transpose(1, 2)[:, None],
+            gate=nn.Linear(WIDTH, 1, bias=False),
+        ),
+        4,
+    ),
+    "rotation by learnt angles": Fragment(
+        lambda: Attention(
+            query=lambda m, x, q: q * m.angle.cos() + q.flip(-1) * m.angle.sin(), angle=parameter(4)
+        ),
+        4,
+    ),
+    "a sink": Fragment(
+        lambda: Attention(
+            scores=lambda m, x, s: torch.cat([s[..., :-1], s[..., -1:] * m.sink], -1), sink=parameter()
+        ),
+        4,
+    ),
+    "bias as an argument": Fragment(BiasArgument, 8),
+    "bias as an argument of three dimensions": Fragment(lambda: BiasArgument(3), 8),
+    "scale of each head": Fragment(lambda: Attention(query=scaled, scale=parameter(HEADS, 1, 1)), 0),
+    "temperature of each head": Fragment(
+        lambda: Attention(scores=lambda m, x, s: s / m.bias, bias=parameter(HEADS, 1, 1)), 0
+    ),
+    "gate of each head": Fragment(
+        lambda: Attention(
+            query=lambda m, x, q: q * m.gate(x).transpose(1, 2)[..., None].sigmoid(), gate=linear(HEADS)
+        ),
+        0,
+    ),
+    "talking heads": Fragment(
+        lambda: Attention(
+            scores=lambda m, x, s: torch.einsum("bhij,hg->bgij", s, m.mix), mix=parameter(HEADS, HEADS)
+        ),
+        0,
+    ),
+    "norm of all heads": Fragment(
+        lambda: Attention(after=lambda m, x, y: m.norm(y), norm=nn.LayerNorm(WIDTH)), 0
+    ),
+}
+
+FAST = (
+    *("gate of one", "own input's mean", "scale everywhere", "gate used twice", "two rows", "filled"),
+    *(
+        "temperature",
+        "gated output",
+        "norms of heads by keyword",
+        "bias as an argument",
+        "scale of each head",
+    ),
+)
+
+
+class Model(nn.Module):
+    """Two of a fragment, each on a residual, and a pair that can always be split."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first = linear(WIDTH)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.inner = nn.ModuleList(make() for _ in range(2))
+        self.last = nn.Sequential(linear(HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for norm, inner in zip(self.norms, self.inner, strict=True):
+            x = x + inner(norm(x))
+        return x + self.last(x)
+
+
+def make_model(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return Model(FRAGMENTS[name].make)

@@ -1,0 +1,68 @@
+"""What people write between layers: split by the plan that is found, each equals itself in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.parallel.tensor.apply import TensorOptions, tensor_parallel
+from lockstep.runtime import process
+from parallel.tensor import problem
+from parallel.tensor.fragments import FAST, FRAGMENTS, WIDTH, make_model
+
+
+def run(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+    numbers = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 6, WIDTH, generator=numbers)
+    target = torch.randn(2, 6, WIDTH, generator=numbers)
+    y = model(x)
+    (y - target).square().mean().backward()
+    gradients = {
+        name: torch.zeros_like(problem.whole(p)) if p.grad is None else problem.whole(p.grad)
+        for name, p in model.named_parameters()
+    }
+    return y.detach(), gradients
+
+
+def split(names: list[str]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    process.start(cpu=True)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    found: dict[str, Any] = {}
+    for name in names:
+        model = make_model(name)
+        plan = tensor_parallel(model, mesh, TensorOptions(plan="infer", is_main=False))
+        layers = sum(
+            e.name.startswith("inner.") and e.style.endswith(("colwise", "rowwise")) for e in plan.entries
+        )
+        reasons = [why for layer, why in plan.left.items() if layer.startswith("inner.")]
+        found[name] = (layers, reasons, *run(model))
+    return found
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(FAST, id="fast"),
+        pytest.param(
+            tuple(name for name in FRAGMENTS if name not in FAST), id="all", marks=pytest.mark.exhaustive
+        ),
+    ],
+)
+def test_each_fragment_equals_itself_in_one_process(run_distributed, names: tuple[str, ...]) -> None:
+    expected = {name: run(make_model(name)) for name in names}
+    wrong = []
+    for rank, found in enumerate(run_distributed(split, 2, list(names), timeout_s=240)):
+        for name in names:
+            layers, reasons, y, gradients = found[name]
+            apart = problem.difference(gradients, expected[name][1])
+            if not torch.allclose(y, expected[name][0], 1e-4, 1e-5) or apart > 1e-4:
+                wrong.append(f"{name} on rank {rank}: gradients are off by {apart:.2g}")
+            if layers != 2 * FRAGMENTS[name].split:
+                wrong.append(
+                    f"{name}: {layers} layers of it are split, the others are left because {set(reasons)}"
+                )
+    assert not wrong, "\n".join(wrong)
