@@ -18,15 +18,15 @@ from lockstep.parallel.tensor.width import ReportedWidth
 
 
 class RankFeatures(Tensor):
-    """What a rank computed of its features. ``take`` gives an operand whose gradient is summed."""
+    """What a rank computed of its features. ``summing`` gives an operand whose gradient is summed."""
 
     plain: Tensor
-    take: Callable[[Tensor], Tensor]
+    summing: Callable[[Tensor], Tensor]
 
     @classmethod
-    def of(cls, plain: Tensor, take: Callable[[Tensor], Tensor]) -> RankFeatures:
+    def of(cls, plain: Tensor, summing: Callable[[Tensor], Tensor]) -> RankFeatures:
         marked = plain.as_subclass(cls)
-        marked.plain, marked.take = plain, take
+        marked.plain, marked.summing = plain, summing
         return marked
 
     @classmethod
@@ -34,12 +34,12 @@ class RankFeatures(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        take = _first(args, kwargs).take
+        summing = _first(args, kwargs).summing
         result = func(
-            *(_operand(value, take) for value in args),
-            **{name: _operand(value, take) for name, value in kwargs.items()},
+            *(_operand(value, summing) for value in args),
+            **{name: _operand(value, summing) for name, value in kwargs.items()},
         )
-        return _marked(result, take)
+        return _marked(result, summing)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.plain.__deepcopy__(memo)
@@ -65,22 +65,22 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise TypeError("no operand is marked")
 
 
-def _operand(value: Any, take: Callable[[Tensor], Tensor]) -> Any:
+def _operand(value: Any, summing: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, RankFeatures):
         return value.plain
     if isinstance(value, ReportedWidth):
         value = value.whole
     if isinstance(value, Tensor):
-        return take(value) if value.requires_grad and torch.is_grad_enabled() else value
+        return summing(value) if value.requires_grad and torch.is_grad_enabled() else value
     if type(value) in (list, tuple):
-        return type(value)(_operand(inner, take) for inner in value)
+        return type(value)(_operand(inner, summing) for inner in value)
     return value
 
 
-def _marked(value: Any, take: Callable[[Tensor], Tensor]) -> Any:
+def _marked(value: Any, summing: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
-        return RankFeatures.of(value, take)
+        return RankFeatures.of(value, summing)
     if isinstance(value, (list, tuple)) and any(isinstance(inner, Tensor) for inner in value):
-        marked = [_marked(inner, take) for inner in value]
-        return type(value)(marked)  # type: ignore[call-arg, arg-type]
+        marked = [_marked(inner, summing) for inner in value]
+        return type(value)(marked)
     return value
