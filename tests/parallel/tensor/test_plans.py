@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor.apply import TensorOptions, make_plan
-from parallel.tensor import problem
+from parallel.tensor import fragments, problem
 
 WIDTH = 16
 
@@ -281,9 +281,26 @@ def test_plans_that_cannot_work_are_refused_before_anything_changes(
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
-def test_an_unknown_style_of_a_model_is_named() -> None:
+def test_modules_with_an_unknown_style_in_the_plan_of_a_model_stay_whole() -> None:
     model: Any = problem.make_model("llama")
     model.tp_plan = None
     model._tp_plan = {"lm_head": "grouped_gemm"}
     with pytest.raises(UsageError, match="'grouped_gemm' .of lm_head.*tp_plan='infer'"):
-        make_plan(model, 2)
+        make_plan(model, 2, TensorOptions(plan="transformers"))
+    assert make_plan(model, 2).source == "inferred"
+    mlp = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+    mlp = {f"model.layers.*.mlp.{name}": style for name, style in mlp.items()}
+    model._tp_plan = {"lm_head": "grouped_gemm", "model.layers.*.mlp.up_proj.weight": "local", **mlp}
+    plan = make_plan(model, 2)
+    assert len(plan.styles) == 6
+    assert plan.left == {"lm_head": "the model's own plan says 'grouped_gemm', which is unknown here"}
+
+
+def test_a_given_plan_is_rehearsed() -> None:
+    plan = {"inner.*.up": "colwise", "inner.*.down": "rowwise"}
+    found = make_plan(fragments.make_model("gate of one"), 2, TensorOptions(plan=plan))
+    assert [entry.meets for entry in found.entries] == [True, True, False, False]
+    assert "gradients of whole tensors that meet its output are added" in str(found)
+    message = "'inner.0' cannot be split as tp_plan says, because its features depend on each other"
+    with pytest.raises(UsageError, match=message):
+        make_plan(fragments.make_model("softmax of hidden"), 2, TensorOptions(plan=plan))

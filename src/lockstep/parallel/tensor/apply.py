@@ -19,7 +19,8 @@ from lockstep.config.values import shown, suggestion
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.tensor.checks import check_plan, complete, with_ties
-from lockstep.parallel.tensor.infer import infer_plan
+from lockstep.parallel.tensor.given import BROUGHT, called, with_meetings
+from lockstep.parallel.tensor.infer import INFERRED, infer_plan
 from lockstep.parallel.tensor.layers import ParallelLayer
 from lockstep.parallel.tensor.loss import handle_split_logits
 from lockstep.parallel.tensor.modules import Group, Role, TensorParallelForward, take_role
@@ -38,6 +39,7 @@ from lockstep.parallel.tensor.plan import (
     PACKED,
     ROW_STYLES,
     TensorPlan,
+    check_styles,
     features,
     plan_from_patterns,
     transformers_patterns,
@@ -109,11 +111,21 @@ def make_plan(
             f"{type(model).__name__} is tensor-parallel already. Pass the model as it was before."
         )
     found = dict(find_blocks(model) if blocks is None else blocks)
-    plan = with_ties(model, complete(model, _chosen(model, ranks, options.plan, found), ranks))
-    check_plan(model, plan, ranks)
     is_part = isinstance(options.plan, TensorPlan)  # of a model that was looked at whole
+    plan = complete(model, _chosen(model, ranks, options.plan, found), ranks)
+    if not is_part and plan.source != INFERRED:
+        plan = with_meetings(model, plan, ranks)
+    if plan.source == BROUGHT and not plan.entries:
+        raise UsageError(
+            f"Nothing in {type(model).__name__} can be split over tp={ranks} ranks as {BROUGHT} says: "
+            f"{next(iter(plan.left.values()), 'it names none of its layers')}. Use tp_plan='infer', or give "
+            "{pattern: style}."
+        )
+    plan = with_ties(model, plan)
+    check_plan(model, plan, ranks)
     if options.sequence_parallel and not (is_part and not found):
         check_blocks(model, found, plan)
+        _check_meetings(plan)
     if (
         options.loss_parallel
         and not is_part
@@ -125,6 +137,16 @@ def make_plan(
             "loss_parallel off."
         )
     return plan
+
+
+def _check_meetings(plan: TensorPlan) -> None:
+    """Whole tensors are chunks of the sequence there, features of a rank are of the whole sequence."""
+    met = next((entry.name for entry in plan.entries if entry.meets), None)
+    if met is not None:
+        raise UsageError(
+            f"sequence_parallel gives each rank a chunk of the sequence, but what '{met}' computes meets other "
+            "tensors, which would be chunks. Turn sequence_parallel off, or leave the layer out of tp_plan."
+        )
 
 
 def _chosen(model: nn.Module, ranks: int, wanted: Any, blocks: dict[str, nn.Module]) -> TensorPlan:
@@ -143,7 +165,11 @@ def _chosen(model: nn.Module, ranks: int, wanted: Any, blocks: dict[str, nn.Modu
         )
     patterns = {} if wanted == "infer" else transformers_patterns(model)
     if patterns:
-        return plan_from_patterns(model, patterns, "the model's own plan", must_match=False)
+        plan = plan_from_patterns(model, patterns, BROUGHT, must_match=False)
+        if plan.entries:
+            return plan
+        if wanted == "transformers":
+            check_styles(patterns, BROUGHT)
     if wanted == "transformers":
         raise UsageError(
             f"{type(model).__name__} brings no tensor-parallel plan. Use tp_plan='infer', or give {{pattern: style}}."
@@ -182,7 +208,7 @@ def _split(
     met = {entry.name for entry in plan.entries if entry.meets}
     for name, style in plan.styles.items():
         if style in (*COLUMN_STYLES, *ROW_STYLES):
-            parent = _called(modules, name)
+            parent = called(modules, name)
             if parent not in regions:
                 regions[parent] = Region(group, Drops(modules[parent]), device)
                 roles[parent].parts.append(regions[parent])
@@ -251,14 +277,6 @@ def _prepare_attention(
             order = list(inspect.signature(modules[found.around].forward).parameters)
             places = {name: (order.index(name), dims) for name, dims in found.arguments.items()}
             roles[found.around].parts.insert(0, HeadArguments(region, found.heads, places))
-
-
-def _called(modules: dict[str, nn.Module], name: str) -> str:
-    """The nearest module around ``name`` that has a forward."""
-    parent = name.rpartition(".")[0]
-    while parent and type(modules[parent]).forward is nn.Module.forward:
-        parent = parent.rpartition(".")[0]
-    return parent
 
 
 def _inside(name: str, blocks: Mapping[str, nn.Module]) -> bool:

@@ -9,6 +9,7 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor.attention import by_names_alone, check_heads, heads_of
+from lockstep.parallel.tensor.given import COLUMNS, with_passed, without
 from lockstep.parallel.tensor.infer import output_layer, projections, region_with_styles
 from lockstep.parallel.tensor.plan import (
     COLUMN_STYLES,
@@ -38,13 +39,13 @@ def complete(model: nn.Module, plan: TensorPlan, ranks: int) -> TensorPlan:
     if plan.attention:
         return plan
     modules = dict(model.named_modules())
-    entries = {entry.name: entry for entry in plan.entries}
     regions: list[AttentionRegion] = []
     known: dict[Any, Any] = {}
     for name, module in modules.items():
         for columns, query, key in projections(module):
+            entries = {entry.name: entry for entry in plan.entries}
             names = [_join(name, column) for column in columns]
-            split = [entries[n] for n in names if n in entries and entries[n].style in COLUMN_STYLES]
+            split = [entries[n] for n in names if n in entries and entries[n].style in COLUMNS]
             if not split:
                 continue
             if len(split) < len(names):
@@ -67,24 +68,18 @@ def complete(model: nn.Module, plan: TensorPlan, ranks: int) -> TensorPlan:
                 known[like] = region_with_styles(rehearsal, name, module, heads)
             found = known[like]
             if isinstance(found, Different):
-                raise UsageError(
-                    f"'{name}' cannot be split as {plan.source} says, because {found}. "
-                    "Leave its layers out of the plan."
-                )
-            if isinstance(found, str):
+                plan = without(plan, name, [*names, _join(place, row)], found)
+            elif isinstance(found, str):
                 regions.append(by_names_alone(name, module, heads, ranks))
-                continue
-            region, passed, styles = found
-            regions.append(replace(region, name=name, around=place))
-            for column, style in styles.items():
-                full = _join(place, column)
-                entries[full] = replace(entries[full], style=style, meets=passed.meets)
-            for inner in passed.partial:
-                full = _join(place, inner)
-                entries.setdefault(
-                    full, Entry(full, "replicated_with_grad_allreduce", "works on parts of features")
+            else:
+                region, passed, styles = found
+                regions.append(replace(region, name=name, around=place))
+                entries.update(
+                    {_join(place, c): replace(entries[_join(place, c)], style=s) for c, s in styles.items()}
                 )
-    return replace(plan, entries=tuple(entries.values()), attention=tuple(regions))
+                plan = replace(plan, entries=tuple(entries.values()))
+                plan = with_passed(plan, place, list(styles), passed)
+    return replace(plan, attention=tuple(regions))
 
 
 def with_ties(model: nn.Module, plan: TensorPlan) -> TensorPlan:

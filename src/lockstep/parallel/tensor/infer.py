@@ -20,6 +20,7 @@ from lockstep.parallel.tensor.plan import AttentionRegion, Entry, TensorPlan, fe
 from lockstep.parallel.tensor.rehearse import Passed, Rehearsal, rehearse, settings
 from lockstep.torch_internals import modules as torch_modules
 
+INFERRED = "inferred"
 QUERY = (
     "q",
     "q_proj",
@@ -116,7 +117,7 @@ def infer_plan(model: nn.Module, ranks: int, blocks: dict[str, nn.Module]) -> Te
     for name, module in modules.items():
         if is_linear(module) and name not in findings.names():
             findings.left[name] = "not part of a pair of layers that was found"
-    return TensorPlan("inferred", tuple(findings.entries), tuple(findings.attention), findings.left)
+    return TensorPlan(INFERRED, tuple(findings.entries), tuple(findings.attention), findings.left)
 
 
 # -- attention -------------------------------------------------------------------------------------------

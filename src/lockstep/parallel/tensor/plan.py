@@ -116,20 +116,26 @@ def plan_from_patterns(
 ) -> TensorPlan:
     """Of ``{pattern: style}``: each part of a pattern matches one part of a module's name.
 
-    Where several patterns match a module the last one counts.
+    Where several patterns match a module the last one counts. A plan that need not match is one that a model brings:
+    of it, modules stay whole whose styles are unknown here, and so do parameters that have styles of their own.
 
     Raises:
         UsageError: an unknown style, a pattern without a match (if it ``must_match``), or a style that the module
             cannot have.
     """
-    check_styles(patterns, source)
+    left: dict[str, str] = {}
+    if must_match:
+        check_styles(patterns, source)
     names = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     found: dict[str, Entry] = {}
     for pattern, given in patterns.items():
         style = OTHER_NAMES.get(given, given)
         matches = [name for name in names if matches_parts(pattern, name)]
-        if not matches and any(matches_parts(pattern, name) for name in parameters):
+        if not must_match and style not in STYLES:
+            left.update(dict.fromkeys(matches, f"{source} says '{given}', which is unknown here"))
+            continue
+        if not matches and must_match and any(matches_parts(pattern, name) for name in parameters):
             raise UsageError(
                 f"'{pattern}' in {source} names a parameter, but styles belong to modules. Name its module."
             )
@@ -144,7 +150,7 @@ def plan_from_patterns(
             check_fits(name, names[name], style, source)
             found.pop(name, None)
             found[name] = Entry(name, style, f"{source}: {pattern}")
-    return TensorPlan(source, tuple(found.values()))
+    return TensorPlan(source, tuple(found.values()), left=left)
 
 
 def check_styles(patterns: Mapping[str, str], source: str) -> None:

@@ -95,8 +95,10 @@ def _alone(module: nn.Module, x: Tensor) -> dict[str, Any]:
 
 def _with_rotary(module: nn.Module, x: Tensor) -> dict[str, Any]:
     """For attention of transformers: cosine and sine of each position, here of no rotation."""
-    width = next((getattr(m, "head_dim", None) for m in module.modules() if hasattr(m, "head_dim")), None)
-    if not isinstance(width, int):
+    names = ("qk_rope_head_dim", "head_dim")
+    widths = (getattr(m, name, None) for m in module.modules() for name in names)
+    width = next((width for width in widths if isinstance(width, int)), None)
+    if width is None:
         raise TypeError("no head_dim")
     ones = x.new_ones(1, x.shape[1], width)
     return {"position_embeddings": (ones, torch.zeros_like(ones)), "attention_mask": None}
