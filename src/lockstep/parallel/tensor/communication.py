@@ -118,7 +118,9 @@ class _Copy(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: Any) -> Tensor:
-        return all_reduce(x, mesh).view_as(x)  # compiled, torch 2.11 loses the gradient without a view
+        total = all_reduce(x, mesh)
+        # Compiled, torch 2.11 loses the gradient without a view; but views may not be changed in place.
+        return total.view_as(x) if torch.compiler.is_compiling() else total
 
     @staticmethod
     @once_differentiable

@@ -26,28 +26,48 @@ def with_meetings(model: nn.Module, plan: TensorPlan, ranks: int) -> TensorPlan:
     """
     modules = dict(model.named_modules())
     attention = {name for region in plan.attention for name in (region.name, region.around)}
-    groups: dict[str, list[Entry]] = {}
-    for entry in plan.entries:
-        if entry.style in (*COLUMNS, "rowwise"):
-            groups.setdefault(called(modules, entry.name), []).append(entry)
     known: dict[Any, Passed | str] = {}
-    for parent, group in groups.items():
+    for parent, group in _groups(modules, plan).items():
+        if parent in attention:
+            continue
         columns = {_within(parent, e.name): e.style for e in group if e.style in COLUMNS}
         rows = tuple(_within(parent, e.name) for e in group if e.style == "rowwise")
-        if parent in attention or not columns:
+        if not rows:
             continue
-        result: Passed | str = "its output layer is elsewhere"
-        if rows:
-            like = (settings(modules[parent]), tuple(columns.items()), rows)
-            if like not in known:
-                known[like] = rehearse(Rehearsal(modules[parent], columns, rows, ranks))
-            result = known[like]
+        if not columns:
+            if plan.source == BROUGHT:  # else the layer itself says what it was given
+                plan = without(plan, parent, list(rows), "no layer before it is split by columns")
+            continue
+        like = (settings(modules[parent]), tuple(columns.items()), rows)
+        if like not in known:
+            known[like] = rehearse(Rehearsal(modules[parent], columns, rows, ranks))
+        result = known[like]
         if isinstance(result, Different):
             plan = without(plan, parent, [entry.name for entry in group], result)
         else:
             passed = result if isinstance(result, Passed) else Passed(meets=True)
             plan = with_passed(plan, parent, list(columns), passed)
     return plan
+
+
+def _groups(modules: dict[str, nn.Module], plan: TensorPlan) -> dict[str, list[Entry]]:
+    """Module -> column and row layers in it that belong together; neither are alone, but at the root."""
+    groups: dict[str, list[Entry]] = {}
+    for entry in plan.entries:
+        if entry.style in (*COLUMNS, "rowwise"):
+            groups.setdefault(called(modules, entry.name), []).append(entry)
+    while True:
+        alone = next(
+            (
+                name
+                for name, group in groups.items()
+                if name and len({e.style == "rowwise" for e in group}) == 1
+            ),
+            None,
+        )
+        if alone is None:
+            return groups
+        groups.setdefault(called(modules, alone), []).extend(groups.pop(alone))
 
 
 def without(plan: TensorPlan, parent: str, names: list[str], reason: str) -> TensorPlan:
@@ -61,7 +81,8 @@ def without(plan: TensorPlan, parent: str, names: list[str], reason: str) -> Ten
             f"'{parent}' cannot be split as {plan.source} says, because {reason}. "
             "Leave its layers out of the plan."
         )
-    inside = [e.name for e in plan.entries if _is_inside(e.name, parent) and _is_of_parts(e)]
+    tied = (*COLUMNS, "rowwise", "replicated_with_grad_allreduce")
+    inside = [e.name for e in plan.entries if _is_inside(e.name, parent) and e.style in tied]
     left = {**plan.left, **dict.fromkeys([*names, *inside], reason)}
     return replace(plan, entries=tuple(e for e in plan.entries if e.name not in left), left=left)
 

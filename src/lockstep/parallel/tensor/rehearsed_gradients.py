@@ -75,8 +75,7 @@ def _check_sources(
     expected: dict[str, Tensor | None],
 ) -> tuple[tuple[str, ...], bool]:
     alone = {name for name in parts[0].on_parts if all(run.on_parts.get(name) for run in parts)}
-    owners = {id(tensor): name.rpartition(".")[0] for name, tensor in parts[0].sources.items()}
-    meets = any(owners.get(id(operand)) not in alone for operand, _ in parts[0].taken)
+    meets = any(_owners(operand, parts[0]) - alone for operand, _ in parts[0].taken)
     partial: set[str] = set()
     for rank, run in enumerate(parts):
         operands = [operand for operand, _ in run.taken]
@@ -93,6 +92,16 @@ def _check_sources(
             if not _close(total, _filled(expected[name], tensor)):
                 raise GradientsDifferError(f"no sum over the ranks gives the gradient of {_named(name)}")
     return tuple(sorted(partial)), meets
+
+
+def _owners(operand: Tensor, run: Run) -> set[str]:
+    """Of what it was computed from."""
+    found = _gradients([operand], list(run.sources.values()), [torch.ones_like(operand)])
+    return {
+        name.rpartition(".")[0]
+        for name, gradient in zip(run.sources, found, strict=True)
+        if gradient is not None
+    }
 
 
 def _gradients(of: Sequence[Tensor], to: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor | None]:
