@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.check import say
 from lockstep.check.chance import WithoutChance, without_capacities, without_dropout
@@ -32,6 +33,7 @@ from lockstep.parallel.prepared import (
 )
 from lockstep.runtime import failure
 from lockstep.runtime.process import Runtime
+from lockstep.torch_internals import compile as torch_compile
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,7 @@ class Verification:
         self._reference: Reference | None = None
         self._reason = ""
         self._prepared: nn.Module | None = None
+        self._handle: RemovableHandle | None = None
         self._calls = 0
         self._is_due = True
         self._is_running = False
@@ -81,7 +84,8 @@ class Verification:
         """Verify calls of the model as it is split."""
         self._prepared = prepared
         self._collector.note_split(unwrap(prepared, keep_compile=False))
-        prepared.register_forward_pre_hook(_BeforeForward(self), with_kwargs=True, prepend=True)
+        hook = _BeforeForward(self)
+        self._handle = prepared.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
     def before_call(self, batch: Batch) -> None:
         """Verify with this batch, if it is time. Collective.
@@ -109,12 +113,12 @@ class Verification:
         model = unwrap(self._prepared, keep_compile=False)
         if not self._collector.is_ready(model):
             return  # gradients wait for more: next time
-        self._is_due = False
         reason = self._shared([self._why_not(model)])[0]
         if not reason and self._setup.shares_batches:
             batch, reason = self._same_batch(batch)
         if reason:
             self._say_not(reason)
+            self._end()
             return
         batch = batch.detached()
         self._setup.at_rest()
@@ -128,8 +132,15 @@ class Verification:
                 snapshot.restore()
                 comparison, reason = self._compared(model, batch, live, before, look=True)
         self._tell(comparison, reason)
+        self._is_due = False
         if not self._setup.interval:
-            self._reference = None
+            self._end()
+
+    def _end(self) -> None:
+        self._is_due = False
+        self._reference = None
+        if self._handle is not None:
+            self._handle.remove()
 
     def _compared(
         self, model: nn.Module, batch: Batch, live: Live, before: dict[str, Any], look: bool
@@ -269,6 +280,7 @@ class _BeforeForward:
     def __init__(self, verification: Verification) -> None:
         self._verification = verification
 
+    @torch_compile.disable
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
         if kwargs is not None:  # else a pipeline's train_step, which is verified with its loss
             self._verification.before_call(Batch(args, kwargs))
