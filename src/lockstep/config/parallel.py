@@ -49,6 +49,10 @@ class Parallel:
       ``infer`` (from its structure), or None: the first of these that there is.
     - ``cp_method``: how attention sees the whole sequence.
     - ``schedule``, ``micro_batches``, ``stages_per_rank``: of the pipeline; 0: chosen.
+    - ``batch_dims``: for arguments of a pipeline's model, by name, which dimension is cut into micro-batches
+      (``ids=0,pos=none``); those that are not named: found.
+    - ``loss``: what a loss that a pipeline's model returns is over the batch: ``mean``, ``sum``, or neither (``whole``:
+      computed on the whole batch at once); ``auto``: found.
     - ``verify``: when a model whose forward is split (tp, pp, cp, ep) is compared with the whole one: ``first_step``
       (before the first step), ``every:N`` (in every N-th training call as well), or ``off``.
     - ``split``: names of the blocks at which a stage of the pipeline begins; empty: balanced by parameters.
@@ -87,6 +91,8 @@ class Parallel:
     micro_batches: int = 0
     stages_per_rank: int = 0
     split: tuple[str, ...] = ()
+    batch_dims: tuple[str, ...] = ()
+    loss: str = "auto"
     verify: str = "first_step"
 
     def __post_init__(self) -> None:
@@ -359,7 +365,7 @@ def _known(name: str) -> str:
 _NEED_AXIS = {
     "tp": ("sequence_parallel", "loss_parallel", "tp_plan"),
     "cp": ("cp_method",),
-    "pp": ("schedule", "micro_batches", "stages_per_rank", "split"),
+    "pp": ("schedule", "micro_batches", "stages_per_rank", "split", "batch_dims", "loss"),
 }
 
 _NEED_ZERO = (

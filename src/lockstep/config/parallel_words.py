@@ -17,6 +17,7 @@ BlockRule = Callable[[str, Any], bool]
 MOST_RANKS = 2**20
 TP_PLANS = ("auto", "transformers", "infer")
 VERIFY = ("first_step", "off", "every:100")
+LOSSES = ("auto", "mean", "sum", "whole")
 HOST = "cpu"
 NOT_FOLDERS = ("auto", "cuda", "disk", "gpu", "host", "meta", "none", "nvme", "ram", "ssd")
 """Words that are no places to offload to; ``./disk`` is a folder of that name."""
@@ -79,6 +80,33 @@ def _names(value: Any, origin: str) -> tuple[str, ...]:
             f"{origin} is {shown(value)}, but must be names of modules. Pass 'layers.4,layers.8'."
         )
     return tuple(names)
+
+
+def _batch_dims(value: Any, origin: str) -> tuple[str, ...]:
+    """``ids=0,pos=none``, in code also ``{"ids": 0, "pos": None}``, as ``("ids=0", "pos=none")``."""
+    if isinstance(value, Mapping):
+        value = [f"{name}={'none' if dim is None else dim}" for name, dim in value.items()]
+    entries = value.split(",") if isinstance(value, str) else value
+    found: dict[str, str] = {}
+    for entry in entries if isinstance(entries, (list, tuple)) else (None,):
+        name, _, dim = entry.rpartition("=") if isinstance(entry, str) else ("", "", "")
+        if not name or not (dim == "none" or dim.isdecimal()) or any(c.isspace() for c in entry):
+            raise ConfigError(
+                f"{origin}={shown(value)} must say for arguments of the model which dimension is the batch, or none. "
+                "Write batch_dims=ids=0,pos=none."
+            )
+        if found.setdefault(name, dim) != dim:
+            raise ConfigError(f"{origin}={shown(value)} says {name} twice. Say it once.")
+    return tuple(f"{name}={dim}" for name, dim in found.items())
+
+
+def _loss(value: Any, origin: str) -> str:
+    if str(value) not in LOSSES:
+        raise ConfigError(
+            f"{origin}={shown(value)} is not known.{suggestion(str(value), LOSSES)} Say mean or sum: what the loss is "
+            "over the batch; whole: compute it on the whole batch at once; or auto."
+        )
+    return str(value)
 
 
 def _offload(value: Any, origin: str) -> Offload:
@@ -177,6 +205,8 @@ PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "micro_batches": _between(0, 2**20),
     "stages_per_rank": _between(0, 2**10),
     "split": _names,
+    "batch_dims": _batch_dims,
+    "loss": _loss,
     "verify": _verify,
 }
 

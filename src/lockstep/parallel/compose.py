@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -261,6 +261,8 @@ def _pipeline(
             micro_batches=parallel.micro_batches,
             stages_per_rank=parallel.stages_per_rank,
             split=parallel.split,
+            batch_dims=parallel.batch_dims,
+            loss_reduction=cast("Any", parallel.loss),
             loss_scale=options.loss_scale,
         ),
         runtime.device,

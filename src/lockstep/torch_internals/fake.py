@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -26,6 +31,31 @@ UNKNOWN_VALUE = (
     UnsupportedOperatorException,
 )
 """Relies on: what is raised where a value would be needed."""
+
+
+def without_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """``func(*args, **kwargs)`` where one of the tensors has no values.
+
+    Relies on: the shapes of ``aten._grouped_mm`` (experts) are known for bfloat16 alone, though it computes in others.
+    """
+    grouped = getattr(torch.ops.aten, "_grouped_mm", None)
+    if grouped is None or func is not grouped.default or args[0].dtype == torch.bfloat16:
+        return func(*args, **kwargs)
+    half = [
+        a.to(torch.bfloat16) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args
+    ]
+    return func(*half, **{**kwargs, "out_dtype": None}).to(args[0].dtype)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Shapes that do not fit are no news inside. Relies on: the logger of this module's name tells of them."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @probed("FakeTensorMode", "computes without values")

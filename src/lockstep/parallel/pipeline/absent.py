@@ -54,11 +54,12 @@ def carried(value: Any) -> Any:
 
 
 class Instead(nn.Module):
-    """Takes the place of a module in calls; its attributes are still to be found."""
+    """Takes the place of a module in calls; its attributes are still to be found, and are set in the module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.replaced = module
+        self._own = ("received", "keep")  # what subclasses keep themselves
+        torch_modules.children_of(self)["replaced"] = module
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -66,21 +67,32 @@ class Instead(nn.Module):
         except AttributeError:
             return getattr(torch_modules.children_of(self)["replaced"], name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name == "training" or name in self._own:
+            super().__setattr__(name, value)
+        else:
+            setattr(torch_modules.children_of(self)["replaced"], name, value)
 
-class AbsentBlock(nn.Module):
-    """Takes the place of a block of another stage. Has its plain attributes, but no parameters."""
 
-    def __init__(self, name: str, block: nn.Module) -> None:
-        super().__init__()
+class AbsentBlock(Instead):
+    """Takes the place of a block of another stage. Has the attributes of a copy of it, without values of tensors."""
+
+    def __init__(self, name: str, copy: nn.Module) -> None:
+        super().__init__(copy)
         self._name = name
-        plain = {key: value for key, value in vars(block).items() if not key.startswith("_")}
-        plain.pop("forward", None)  # of the object: it would run the block
-        plain.pop("training", None)
-        self._plain = {key: value for key, value in plain.items() if not isinstance(value, Tensor)}
+        torch_modules.children_of(self).clear()  # no child: the block has no modules or parameters here
+        self.__dict__["_copy"] = copy
 
     def __getattr__(self, name: str) -> Any:
-        plain = self.__dict__.get("_plain", {})
-        return plain[name] if name in plain else super().__getattr__(name)
+        copy = self.__dict__.get("_copy")
+        return super().__getattr__(name) if copy is None else getattr(copy, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        copy = self.__dict__.get("_copy")
+        if copy is None or name.startswith("_") or name == "training":
+            nn.Module.__setattr__(self, name, value)
+        else:
+            setattr(copy, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise UsageError(

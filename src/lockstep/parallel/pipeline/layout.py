@@ -27,6 +27,7 @@ class Block:
     absent: AbsentBlock
     slots: list[tuple[dict[str, Any], str]]
     module: nn.Module | None  # None: on another rank
+    names: set[str] = field(default_factory=set)  # of its parameters, each under its first name
 
 
 @dataclass
@@ -105,8 +106,9 @@ class Layout:
         for name, module in blocks.items():
             stage = self.starts.get(name, stage)
             copy = copy_without_values(module, dict(memo), keep_buffers=False)
-            absent = AbsentBlock(name, module)
-            self.blocks[name] = Block(stage, copy, absent, list(slots(model, module)), module)
+            absent = AbsentBlock(name, copy)
+            names = {self._first[_join(name, inner)] for inner, _ in module.named_parameters()}
+            self.blocks[name] = Block(stage, copy, absent, list(slots(model, module)), module, names)
         copies = {name: part.copy for name, part in self.parts.items()}
         copies |= {name: block.copy for name, block in self.blocks.items()}
         for name, copy in copies.items():
@@ -152,9 +154,9 @@ class Layout:
     def holders(self) -> dict[str, set[int]]:
         """First name of each parameter -> the stages that have it, once parts are placed."""
         found: dict[str, set[int]] = {name: set() for name in self.values}
-        for name, block in self.blocks.items():
-            for inner in _named(block.copy):
-                found[self._first[_join(name, inner)]].add(block.stage)
+        for block in self.blocks.values():
+            for name in block.names:
+                found[name].add(block.stage)
         for part in self.parts.values():
             for name in part.names:
                 found[name] |= part.stages
@@ -194,6 +196,14 @@ class Layout:
                 }
         return found
 
+    def own_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Name -> module of this rank's blocks and of what is outside of blocks."""
+        for name, block in self.blocks.items():
+            if block.module is not None:
+                yield from block.module.named_modules(prefix=name)
+        for name, part in self.parts.items():
+            yield from part.module.named_modules(prefix=name)
+
     def _trunk(self) -> set[str]:
         """Names of the modules that hold blocks."""
         found = {""}
@@ -216,14 +226,6 @@ def _children_of(model: nn.Module, trunk: set[str]) -> Iterator[tuple[str, nn.Mo
     for name, module in model.named_modules():
         if name not in trunk and name.rpartition(".")[0] in trunk:
             yield name, module
-
-
-def _named(copy: nn.Module) -> Iterator[str]:
-    """Names of the parameters of a copy without values, where they are plain attributes."""
-    for path, module in copy.named_modules(remove_duplicate=False):
-        for key, value in module.__dict__.items():
-            if isinstance(value, Tensor):
-                yield _join(path, key)
 
 
 def _join(path: str, key: str) -> str:

@@ -19,6 +19,7 @@ from lockstep.parallel.pipeline.options import PipelineOptions
 from lockstep.parallel.pipeline.plan import Plan
 from lockstep.parallel.pipeline.segment import Conversion, Pass
 from lockstep.parallel.pipeline.stage import Executed, Stage, StageModule
+from lockstep.parallel.pipeline.state import StepState
 from lockstep.parallel.pipeline.trace import Kind
 
 
@@ -40,6 +41,8 @@ class LocalStages:
         self.deposit = Deposit({})
         self.conversion = Conversion(_plain, lambda tensor: tensor)
         self.executed: list[Executed] = []
+        self.state = StepState()
+        self.named_modules: Callable[[], list[tuple[str, nn.Module]]] = list
         self._last_rank = dist.get_global_rank(group, self.rank_of(self.count - 1))
 
     @property
@@ -107,11 +110,14 @@ class LocalStages:
             for stage, module in self.modules.items()
         ]
 
-    def begin(self, plan: Plan, once: Pass) -> None:
-        """The next forwards and backwards are of this batch."""
+    def begin(self, plan: Plan, once: Pass, find: bool = False) -> Pass:
+        """The next forwards and backwards are of this batch; ``find``: what they change is to be found."""
+        once.state = self.state
+        self.state.begin_batch(self.named_modules() if find or self.state.is_used else (), find)
         for stage, module in self.modules.items():
             module.segment = plan.segments[stage]
             module.segment.now = once
+        return once
 
     def parameters(self) -> list[nn.Parameter]:
         """This rank's, sharded ones as shards."""
@@ -122,6 +128,12 @@ class LocalStages:
     def _sharded(self) -> list[FSDPModule]:
         found = (inner for module in self.modules.values() for inner in module.modules())
         return [module for module in found if isinstance(module, FSDPModule)]
+
+    def flag_of_last(self, value: bool | None) -> bool:
+        """What the rank with the last stage says, on all ranks. Waits for the device."""
+        flag = torch.tensor(float(bool(value)), device=self.device)
+        dist.broadcast(flag, self._last_rank, group=self.group)
+        return bool(flag)
 
     def from_last(self, value: Tensor | None, like: Joined | Kind) -> Tensor:
         """The tensor of the rank with the last stage, on all ranks."""

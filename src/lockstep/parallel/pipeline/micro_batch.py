@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,9 @@ from lockstep.comm.tree import leaves, map_leaves
 from lockstep.config.enums import Schedule
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.assign import fits, least_micro_batches
+
+BatchDims = Mapping[str, "int | None"]
+"""Path of a tensor in a call -> the dimension that is cut into micro-batches; None: each gets it whole."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +31,25 @@ class Call:
         return (self.args, self.kwargs, self.targets)
 
 
-def batch_size(call: Call) -> int:
-    """Size of dim 0 of the first tensor of ``call`` that has one.
+def batch_size(call: Call, given: BatchDims | None = None) -> int:
+    """Size of the first dimension that ``given`` says is the batch; else dim 0 of the first tensor that has one.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, or those that were said differ.
     """
-    for leaf in leaves(call.tree).values():
-        if isinstance(leaf, Tensor) and leaf.ndim > 0:
+    tensors = {path: leaf for path, leaf in leaves(call.tree).items() if isinstance(leaf, Tensor)}
+    sizes = {
+        tensors[path].shape[dim] for path, dim in (given or {}).items() if dim is not None and path in tensors
+    }
+    if len(sizes) > 1:
+        raise UsageError(
+            f"The dimensions that batch_dims names have different sizes: {', '.join(map(str, sorted(sizes)))}. Name "
+            "the one of each argument that has as many entries as the batch has samples."
+        )
+    if sizes:
+        return sizes.pop()
+    for path, leaf in tensors.items():
+        if leaf.ndim > 0 and path not in (given or {}):
             return leaf.shape[0]
     raise UsageError(
         "The model was called without a tensor that has a batch dimension, so a pipeline cannot cut it into "
@@ -79,19 +93,16 @@ def count_for_evaluation(asked: int, batch: int, ranks: int) -> int:
     return next(count for count in range(min(asked or 4 * ranks, max(batch, 1)), 0, -1) if batch % count == 0)
 
 
-def cut(call: Call, count: int, whole: Sequence[str] = ()) -> list[Call]:
-    """``count`` calls with equal parts of every tensor whose dim 0 is the batch; the rest goes into each."""
-    size = batch_size(call)
-    rows = size // count
-    kept = {f"[1][{name!r}]" for name in whole}
+def cut(call: Call, count: int, dims: BatchDims) -> list[Call]:
+    """``count`` calls with equal parts of every tensor that ``dims`` gives a dimension; the rest goes into each."""
 
     def part(index: int) -> Call:
         def slice_leaf(path: str, leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != size:
+            dim = dims.get(path)
+            if not isinstance(leaf, Tensor) or dim is None:
                 return leaf
-            if any(path.startswith(start) for start in kept):
-                return leaf
-            return leaf[index * rows : (index + 1) * rows]
+            rows = leaf.shape[dim] // count
+            return leaf.narrow(dim, index * rows, rows)
 
         return Call(*map_leaves(slice_leaf, call.tree))
 
@@ -100,43 +111,28 @@ def cut(call: Call, count: int, whole: Sequence[str] = ()) -> list[Call]:
 
 @dataclass(frozen=True)
 class Joined:
-    """How a tensor of the outputs of all micro-batches comes together.
+    """How a tensor of the outputs of all micro-batches comes together: rows one after the other.
 
-    ``mean``: a number, averaged; else rows one after the other.
+    ``by_rows``: False for what has no rows, such as numbers: only a pass of the whole batch knows it.
     """
 
     shape: torch.Size
     dtype: torch.dtype
-    mean: bool
+    by_rows: bool
     requires_grad: bool
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        if self.mean:
-            return torch.stack(list(parts)).mean(dim=0)
-        return torch.cat(list(parts))
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     def split(self, gradient: Tensor, count: int) -> list[Tensor]:
         """The gradient for each micro-batch's tensor."""
-        if self.mean:
-            return [gradient / count] * count
         return list(gradient.chunk(count))
 
 
-def joined(path: str, leaf: Tensor, rows: int, count: int) -> Joined:
-    """How the output ``leaf`` of a micro-batch of ``rows`` rows is joined with the others.
-
-    Raises:
-        UsageError: it is no number and has no batch dimension.
-    """
-    if leaf.ndim == 0 and leaf.is_floating_point():
-        return Joined(leaf.shape, leaf.dtype, True, leaf.requires_grad)
-    if leaf.ndim == 0 or leaf.shape[0] % rows:
-        raise UsageError(
-            f"The model returns at output{path} a tensor of shape {tuple(leaf.shape)} for {rows} samples, which cannot "
-            "be joined over micro-batches. Return numbers (their mean is taken) or tensors whose dim 0 is the batch."
-        )
-    shape = torch.Size((leaf.shape[0] * count, *leaf.shape[1:]))
-    return Joined(shape, leaf.dtype, False, leaf.requires_grad)
+def joined(part: Tensor, whole: Tensor, count: int) -> Joined:
+    """How an output is joined that is ``part`` for a micro-batch and ``whole`` for the batch."""
+    by_rows = part.ndim > 0 and whole.shape == (count * part.shape[0], *part.shape[1:])
+    return Joined(whole.shape, whole.dtype, by_rows, part.requires_grad)
 
 
 def find_loss(output: Any) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -12,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.comm.tree import leaves
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.layout import Layout
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import (
+    BatchDims,
     Call,
     batch_size,
     count_for_evaluation,
@@ -23,10 +26,39 @@ from lockstep.parallel.pipeline.micro_batch import (
     cut,
 )
 from lockstep.parallel.pipeline.options import PipelineOptions
-from lockstep.parallel.pipeline.passes import Autocast, LossFunction, evaluate, forward_now, train
-from lockstep.parallel.pipeline.plan import Plan, Signature, check_same_batch, signature, trace
+from lockstep.parallel.pipeline.passes import (
+    Autocast,
+    Batch,
+    LossFunction,
+    Reduction,
+    evaluate,
+    forward_now,
+    rehearse,
+    train,
+    train_whole,
+)
+from lockstep.parallel.pipeline.plan import (
+    Plan,
+    Signature,
+    check_same_batch,
+    signature,
+    trace,
+    used_arguments,
+)
+from lockstep.parallel.pipeline.refusals import batch_norm, follows_rows, sees_micro_batches
+from lockstep.parallel.pipeline.rows import (
+    argument_names,
+    check_known,
+    described,
+    find,
+    known_arguments,
+    said,
+)
 from lockstep.parallel.pipeline.stage import Executed, StageModule
+from lockstep.parallel.pipeline.state import untouched, untouched_generators
 from lockstep.torch_internals import modules as torch_modules
+
+logger = logging.getLogger(__name__)
 
 PLANS = 16  # shapes of batches that are remembered
 
@@ -53,6 +85,8 @@ class PipelineModel(nn.Module):
         self._local = LocalStages(layout, group, options, device)
         self._callbacks: list[Callable[[], None]] = []
         self._plans: OrderedDict[Signature, Plan] = OrderedDict()
+        self._known_dims: dict[str, int | None] = {}
+        self._reductions: dict[Any, Reduction] = {}
         self._said_order = False
 
     # -- what it consists of -----------------------------------------------------------------------------
@@ -212,15 +246,22 @@ class PipelineModel(nn.Module):
         self._local.executed.clear()
         with autocast.outside():
             plan = self._plan(call, loss_fn, autocast)
-            calls = cut(call, plan.micro_batches, self._options.whole)
+            batch = Batch(call, cut(call, plan.micro_batches, plan.dims))
             if not torch.is_grad_enabled():
-                return evaluate(self._local, plan, calls, loss_fn, self._options, autocast)
-            if plan.loss is not None:
-                return train(
-                    self._local, plan, calls, loss_fn, self._options, autocast, self._parameters_by_name
+                return evaluate(self._local, plan, batch, loss_fn, self._options, autocast)
+            reduction = self._reduction(plan, batch, loss_fn, autocast)
+            parameters = self._parameters_by_name
+            if plan.loss is None:
+                self._check_loss_outside()
+                return forward_now(self._local, plan, batch, autocast, parameters)
+            if reduction.word != "whole":
+                done = train(
+                    self._local, plan, batch, loss_fn, self._options, autocast, parameters, reduction
                 )
-            self._check_loss_outside()
-            return forward_now(self._local, plan, calls, autocast, self._parameters_by_name)
+                if done is not None:
+                    return done
+                self._note_reduction(plan, loss_fn, Reduction("whole", True), "this batch")
+            return train_whole(self._local, plan, batch, loss_fn, self._options, autocast, parameters)
 
     def _plan(self, call: Call, loss_fn: LossFunction | None, autocast: Autocast) -> Plan:
         local, options = self._local, self._options
@@ -231,21 +272,123 @@ class PipelineModel(nn.Module):
             self._plans.move_to_end(key)
             return plan
         check_same_batch(call, local.group, local.device)
-        size = batch_size(call)
+        names = argument_names(self.module, call)
+        given = self._said(call, names)
+        size = batch_size(call, given)
         if training:
             count = count_for_training(options.micro_batches, size, options.schedule, local.ranks)
+            self._refuse_batch_norm()
         else:
             count = count_for_evaluation(options.micro_batches, size, local.ranks)
-        first = cut(call, count, options.whole)[0]
-        with autocast.inside():
-            traced = trace(self.module, local.layout, first, loss_fn)
+        with autocast.inside(), untouched(self._named_modules()):
+            dims: BatchDims = {}
+            if count > 1:
+                dims = self._dims(call, loss_fn, size, given, names, size // count)
+            traced = trace(self.module, local.layout, cut(call, count, dims)[0], loss_fn)
+            whole = trace(self.module, local.layout, call, loss_fn) if count > 1 else traced
         local.settle(traced.uses, self._callbacks)
-        plan = Plan.of(traced, count, size // count)
+        local.named_modules = self._named_modules
+        plan = Plan.of(traced, whole, count, dims)
         plan.build_segments(self.module, local.layout, local.indices, local.conversion)
         self._plans[key] = plan
         if len(self._plans) > PLANS:
             self._plans.popitem(last=False)
         return plan
+
+    def _refuse_batch_norm(self) -> None:
+        told: list[Any] = [None] * self._local.group.size()
+        mine = batch_norm(self._local.layout.own_modules())
+        dist.all_gather_object(told, mine, group=self._local.group)
+        name = next((one for one in told if one is not None), None)
+        if name is not None:
+            raise sees_micro_batches(type(self.module).__name__, name)
+
+    def _said(self, call: Call, names: dict[str, str]) -> dict[str, int | None]:
+        """What the options say of this call's arguments."""
+        options = self._options
+        found = dict(said(options.batch_dims, names, call))
+        check_known(options.batch_dims, names, known_arguments(self.module, names))
+        found |= {path: None for path in names for name in options.whole if path.startswith(f"[1][{name!r}]")}
+        return found
+
+    def _dims(
+        self,
+        call: Call,
+        loss_fn: LossFunction | None,
+        size: int,
+        given: dict[str, int | None],
+        names: dict[str, str],
+        rows: int,
+    ) -> BatchDims:
+        """Which dimension of each argument is cut: known from another call, or found."""
+        tensors = {path: leaf for path, leaf in leaves(call.tree).items() if path in names}
+        known = {path: self._known_dims[path] for path in names if path in self._known_dims}
+        if known.keys() == names.keys() and all(
+            dim is None or tensors[path].shape[dim] == size for path, dim in known.items()
+        ):
+            return known
+        found = find(
+            call,
+            size,
+            given,
+            names,
+            rows,
+            lambda tried: used_arguments(self.module, self._local.layout, tried, loss_fn),
+            type(self.module).__name__,
+        )
+        self._known_dims |= found
+        if dist.get_rank() == 0:
+            logger.warning(
+                "%s: each micro-batch gets its rows of %s.",
+                type(self.module).__name__,
+                described(found, names),
+            )
+        return found
+
+    def _named_modules(self) -> list[tuple[str, nn.Module]]:
+        return list(self.module.named_modules())
+
+    def _reduction(
+        self, plan: Plan, batch: Batch, loss_fn: LossFunction | None, autocast: Autocast
+    ) -> Reduction:
+        """What the loss is over the batch; with the first batch a forward finds it, and what forwards change.
+
+        Raises:
+            UsageError: something that a forward changes follows the rows.
+        """
+        kind = (plan.loss, loss_fn is not None, self.module.training)
+        if kind in self._reductions:
+            return self._reductions[kind]
+        word = self._options.loss_reduction
+        is_open = word == "auto" and plan.loss is not None and plan.micro_batches > 1
+        with untouched_generators(self._local.device):
+            found = rehearse(self._local, plan, batch, loss_fn, autocast, is_open)
+        entry = self._local.state.differing()
+        self._local.state.forget_batch()
+        told: list[Any] = [None] * self._local.group.size()
+        mine = None if entry is None else (entry.kind, entry.name)
+        dist.all_gather_object(told, (found, mine), group=self._local.group)
+        wrong = next((one for _, one in told if one is not None), None)
+        if wrong is not None:
+            raise follows_rows(type(self.module).__name__, *wrong)
+        found = next((one for one, _ in told if one), "mean" if word == "auto" else word)
+        return self._note_reduction(plan, loss_fn, Reduction(found, is_open), "the first batch")
+
+    def _note_reduction(
+        self, plan: Plan, loss_fn: LossFunction | None, reduction: Reduction, when: str
+    ) -> Reduction:
+        self._reductions[plan.loss, loss_fn is not None, self.module.training] = reduction
+        if dist.get_rank() == 0 and reduction.word == "whole" and reduction.was_found:
+            logger.warning(
+                "%s: on %s the loss is neither the mean nor the sum of those of the micro-batches (as with padded "
+                "tokens), so that it is computed on the whole batch at once, with all forwards before all backwards. "
+                "To keep schedule=%s, return the sum over the batch divided by a number that is passed in (such as "
+                "num_items_in_batch).",
+                type(self.module).__name__,
+                when,
+                self._options.schedule,
+            )
+        return reduction
 
     def _parameters_by_name(self) -> dict[str, nn.Parameter]:
         return dict(self.named_parameters())

@@ -9,6 +9,7 @@ from typing import Literal
 from lockstep.config.enums import Schedule
 
 Outputs = Literal["auto", "all", "last"]
+LossReduction = Literal["auto", "mean", "sum", "whole"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,10 @@ class PipelineOptions:
             are balanced; None: bytes of parameters.
         whole: Names of keyword arguments that every micro-batch gets whole, even if their dim 0 is as long as
             the batch.
-        loss_reduction: What a loss that the model computes itself is over the micro-batches.
+        batch_dims: ``name=dim`` or ``name=none`` for arguments: which dimension is cut into micro-batches; of those
+            that are not named it is found.
+        loss_reduction: What a loss that the model computes itself is over the batch. ``whole``: neither mean nor sum,
+            so that what comes after the last block is computed on the whole batch at once. ``auto``: found.
         outputs: Which ranks get the model's outputs. ``all``: all. ``last``: the rank of the last stage, the
             others None. ``auto``: all, but only the loss where the model computes it for training.
         loss_scale: The factor (a power of two) by which losses are multiplied while gradients are computed in
@@ -37,6 +41,7 @@ class PipelineOptions:
     split: tuple[str, ...] = ()
     block_costs: Mapping[str, float] | None = None
     whole: tuple[str, ...] = ()
-    loss_reduction: Literal["mean", "sum"] = "mean"
+    batch_dims: tuple[str, ...] = ()
+    loss_reduction: LossReduction = "auto"
     outputs: Outputs = "auto"
     loss_scale: Callable[[], float] | None = None

@@ -4,20 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.comm.tree import leaves, map_leaves
-from lockstep.parallel.pipeline.gradients import attach, attach_outputs, kept_apart, pull
+from lockstep.parallel.pipeline.gradients import Gradients, attach, attach_outputs, kept_apart, pull
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import Call
 from lockstep.parallel.pipeline.options import PipelineOptions
 from lockstep.parallel.pipeline.orders import FillDrain, run, torch_schedule
-from lockstep.parallel.pipeline.plan import Plan
+from lockstep.parallel.pipeline.plan import Plan, Tail, row_dim
+from lockstep.parallel.pipeline.reduction import denominators, equal
+from lockstep.parallel.pipeline.reduction import found as found_reduction
 from lockstep.parallel.pipeline.segment import Pass
+from lockstep.parallel.pipeline.state import StepState
 from lockstep.parallel.pipeline.trace import Kind
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A call of the model, whole and as micro-batches."""
+
+    whole: Call
+    parts: list[Call]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What the loss is over the batch: ``mean``, ``sum`` or ``whole``. ``was_found``: nobody has said it."""
+
+    word: str
+    was_found: bool
+
 
 LossFunction = Callable[..., Tensor]
 Parameters = Callable[[], Mapping[str, nn.Parameter]]
@@ -42,24 +63,31 @@ class Autocast:
 def train(
     stages: LocalStages,
     plan: Plan,
-    calls: list[Call],
+    batch: Batch,
     loss_fn: LossFunction | None,
     options: PipelineOptions,
     autocast: Autocast,
     parameters: Parameters,
+    reduction: Reduction,
 ) -> Any:
-    """Forward and backward of all micro-batches; gradients wait for the backward of the loss that is returned."""
+    """Forward and backward of all micro-batches; gradients wait for the backward of the loss that is returned.
+
+    None if the loss turns out to be another mean than that of its micro-batches: nothing has happened then.
+    """
     assert plan.loss is not None
-    path = plan.loss
+    path, calls = plan.loss, batch.parts
     scale = options.loss_scale() if options.loss_scale is not None else 1.0
-    share = 1 / plan.micro_batches if options.loss_reduction == "mean" else 1.0
+    share = 1 / plan.micro_batches if reduction.word == "mean" else 1.0
     wanted = options.outputs == "all" and loss_fn is None
     kept: list[dict[str, Tensor]] = []
     losses: list[Tensor] = []
+    counted: list[Any] = []
 
     def finish(index: int, output: Any) -> Tensor:
         found = leaves(_with_loss(output, calls[index], loss_fn))
         losses.append(found[path].detach())
+        if reduction.was_found:
+            counted.append(denominators(found[path], once.ends))
         if wanted:
             kept.append({key: leaf.detach() for key, leaf in found.items() if isinstance(leaf, Tensor)})
         loss: Tensor = found[path] * (share * scale)
@@ -67,28 +95,84 @@ def train(
 
     if plan.schedule is None:
         plan.schedule = torch_schedule(options.schedule, stages.torch_stages(plan, 1), plan.micro_batches)
-    stages.begin(plan, Pass(calls, finish, autocast.inside))
+    once = stages.begin(plan, Pass(calls, finish, autocast.inside, wants_ends=reduction.was_found))
     with kept_apart(stages.parameters()) as gradients:
         run(plan.schedule, plan.micro_batches)
+    once.ends.clear()
     like = Kind.of(leaves(plan.template)[path])
+    if reduction.was_found:
+        is_same = stages.flag_of_last(equal(counted) if counted else None)
+        if not is_same:
+            stages.state.forget_batch()
+            return None
+    stages.state.end_batch()
     value = stages.from_last(torch.stack(losses).sum(0) * share if losses else None, like)
+    results = {path: _deposited(stages, value, gradients, parameters, scale)}
+    if wanted:
+        for key, kind in plan.outputs.items():
+            if key != path:
+                joined = kind.join([each[key] for each in kept]) if kept else None
+                results[key] = stages.from_last(joined, kind)
+    return _fill(plan.template, results)
+
+
+def train_whole(
+    stages: LocalStages,
+    plan: Plan,
+    batch: Batch,
+    loss_fn: LossFunction | None,
+    options: PipelineOptions,
+    autocast: Autocast,
+    parameters: Parameters,
+) -> Any:
+    """As ``train``, for a loss that is neither a mean nor a sum of those of micro-batches: all forwards come before all
+    backwards, and what comes after the last block is computed on the whole batch."""
+    assert plan.loss is not None
+    path = plan.loss
+    scale = options.loss_scale() if options.loss_scale is not None else 1.0
+    wanted = options.outputs == "all" and loss_fn is None
+    kept: list[dict[str, Tensor]] = []
+    roots: list[Tensor] = []
+
+    def whole(outputs: dict[str, list[Any]]) -> Tensor:
+        assert plan.tail is not None
+        output = plan.tail.run(batch.whole, plan.tail.joined(outputs), whole=True)
+        found = leaves(_with_loss(output, batch.whole, loss_fn))
+        kept.append({key: leaf.detach() for key, leaf in found.items() if isinstance(leaf, Tensor)})
+        roots.append(found[path] * scale)
+        return roots[0]
+
+    runner = FillDrain(stages.torch_stages(plan, 1), stages.rank_of, plan.micro_batches, keep=True)
+    stages.begin(plan, Pass(batch.parts, _nothing, autocast.inside, whole=whole))
+    with kept_apart(stages.parameters()) as gradients:
+        runner.fill()
+        pulls = _all_from_first(roots[0], plan.micro_batches) if roots else []
+        roots.clear()
+        runner.drain(pulls)
+    stages.state.end_batch()
+    value = stages.from_last(kept[0][path] if kept else None, Kind.of(leaves(plan.template)[path]))
+    results = {path: _deposited(stages, value, gradients, parameters, scale)}
+    if wanted:
+        for key, kind in plan.outputs.items():
+            if key != path:
+                results[key] = stages.from_last(kept[0][key] if kept else None, kind)
+    return _fill(plan.template, results)
+
+
+def _deposited(
+    stages: LocalStages, value: Tensor, gradients: Gradients, parameters: Parameters, scale: float
+) -> Tensor:
+    """``value`` as a loss whose backward adds the gradients."""
 
     def add(incoming: Tensor) -> None:
         stages.deposit.add(gradients, parameters(), incoming / scale)
         gradients.clear()
 
-    results = {path: attach(value, add)}
-    if wanted:
-        for key, kind in plan.outputs.items():
-            if key != path:
-                results[key] = stages.from_last(
-                    kind.join([each[key] for each in kept]) if kept else None, kind
-                )
-    return _fill(plan.template, results)
+    return attach(value, add)
 
 
 def forward_now(
-    stages: LocalStages, plan: Plan, calls: list[Call], autocast: Autocast, parameters: Parameters
+    stages: LocalStages, plan: Plan, batch: Batch, autocast: Autocast, parameters: Parameters
 ) -> Any:
     """All forwards; the backwards run when the loop calls backward on what it makes of the outputs."""
     outputs = plan.outputs
@@ -100,23 +184,31 @@ def forward_now(
         kept.append({path: found[path] for path in outputs})
         return tuple(found[path] for path in with_gradient)
 
-    once = Pass(calls, finish, autocast.inside)
+    def whole(given: dict[str, list[Any]]) -> tuple[Tensor, ...]:
+        assert plan.tail is not None
+        return finish(0, plan.tail.run(batch.whole, plan.tail.joined(given), whole=True))
+
+    once = Pass(batch.parts, finish, autocast.inside, whole=None if plan.by_rows else whole)
     # Stages of its own, because another forward may come before this one's backward.
     runner = FillDrain(
         stages.torch_stages(plan, len(with_gradient)), stages.rank_of, plan.micro_batches, keep=True
     )
     stages.begin(plan, once)
     runner.fill()
+    stages.state.end_batch()
     results = {
         path: stages.from_last(kind.join([each[path].detach() for each in kept]) if kept else None, kind)
         for path, kind in outputs.items()
     }
 
     def backward(incoming: tuple[Tensor | None, ...]) -> None:
+        count = plan.micro_batches if plan.by_rows else 1
         parts = [
-            [None] * plan.micro_batches
+            [None] * count
             if gradient is None
-            else outputs[path].split(gradient, plan.micro_batches)
+            else outputs[path].split(gradient, count)
+            if plan.by_rows
+            else [gradient]
             for path, gradient in zip(with_gradient, incoming, strict=True)
         ]
         with torch.enable_grad():  # off by default inside of a backward
@@ -125,9 +217,12 @@ def forward_now(
                 for index, found in enumerate(kept)
             ]
             kept.clear()
+            if pulls and not plan.by_rows:
+                pulls = _all_from_first(pulls[0], plan.micro_batches)
             stages.begin(plan, once)
             with kept_apart(stages.parameters()) as gradients:
                 runner.drain(pulls)
+            stages.state.end_batch()
         stages.deposit.add(gradients, parameters())
 
     if with_gradient:
@@ -139,7 +234,7 @@ def forward_now(
 def evaluate(
     stages: LocalStages,
     plan: Plan,
-    calls: list[Call],
+    batch: Batch,
     loss_fn: LossFunction | None,
     options: PipelineOptions,
     autocast: Autocast,
@@ -149,22 +244,150 @@ def evaluate(
     kept: list[dict[str, Tensor]] = []
 
     def finish(index: int, output: Any) -> tuple[Tensor, ...]:
-        found = leaves(_with_loss(output, calls[index], loss_fn))
+        found = leaves(_with_loss(output, batch.parts[index], loss_fn))
         kept.append({path: found[path] for path in outputs})
         return ()
 
-    if plan.evaluation is None:
-        plan.evaluation = FillDrain(
-            stages.torch_stages(plan, 0), stages.rank_of, plan.micro_batches, keep=False
-        )
-    stages.begin(plan, Pass(calls, finish, autocast.inside))
-    plan.evaluation.fill()
+    def whole(given: dict[str, list[Any]]) -> tuple[Tensor, ...]:
+        assert plan.tail is not None
+        output = plan.tail.run(batch.whole, plan.tail.joined(given), whole=True)
+        found = leaves(_with_loss(output, batch.whole, loss_fn))
+        kept.append({path: found[path] for path in outputs})
+        return ()
+
+    once = Pass(batch.parts, finish, autocast.inside, whole=None if plan.by_rows else whole)
+    _fill_only(stages, plan, once)
+    stages.state.end_batch()
     joined: dict[str, Tensor] = {}
     if kept:
         joined = {path: kind.join([each[path] for each in kept]) for path, kind in outputs.items()}
     if options.outputs != "last":
         joined = {path: stages.from_last(joined.get(path), kind) for path, kind in outputs.items()}
     return _fill(plan.template, joined)
+
+
+def rehearse(
+    stages: LocalStages,
+    plan: Plan,
+    batch: Batch,
+    loss_fn: LossFunction | None,
+    autocast: Autocast,
+    find_reduction: bool,
+) -> str:
+    """All forwards, of which nothing is left: ``stages.state`` finds out what they change, and the last stage what the
+    loss is over the batch ("" elsewhere, and where it is not asked)."""
+    words: list[str] = []
+
+    def finish(index: int, output: Any) -> tuple[Tensor, ...]:
+        _with_loss(output, batch.parts[index], loss_fn)
+        return ()
+
+    def whole(given: dict[str, list[Any]]) -> tuple[Tensor, ...]:
+        assert plan.tail is not None
+        with stages.state.without_differences(lambda: words == ["whole"]):
+            words.append(_reduction(plan, plan.tail, batch, loss_fn, plan.tail.joined(given), stages.state))
+        return ()
+
+    once = Pass(
+        batch.parts, finish, autocast.inside, whole=whole if find_reduction else None, notes_whole=False
+    )
+    _fill_only(stages, plan, once, find=True)
+    return words[0] if words else ""
+
+
+@torch.enable_grad()
+def _reduction(
+    plan: Plan,
+    tail: Tail,
+    batch: Batch,
+    loss_fn: LossFunction | None,
+    given: dict[str, Any],
+    state: StepState,
+) -> str:
+    path = plan.loss
+    assert path is not None
+
+    def leaf(_: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().requires_grad_(value.is_floating_point())
+
+    given = map_leaves(leaf, given)
+    tensors = {
+        key: value
+        for key, value in leaves(given).items()
+        if isinstance(value, Tensor) and value.requires_grad
+    }
+    dims = {key: _dim(plan, key) for key in tensors}
+
+    def gradient(call: Call, outputs: dict[str, Any], is_whole: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        with state.micro_batch(note=not is_whole):
+            loss = leaves(_with_loss(tail.run(call, outputs, is_whole), call, loss_fn))[path]
+        own = {key: value for key, value in leaves(outputs).items() if key in tensors}
+        found = torch.autograd.grad(loss, list(own.values()), allow_unused=True)
+        zeros = (torch.zeros_like(v) if g is None else g for v, g in zip(own.values(), found, strict=True))
+        return loss.detach(), dict(zip(own, zeros, strict=True))
+
+    def part(index: int) -> dict[str, Any]:
+        def rows(key: str, value: Any) -> Any:
+            dim = dims.get(key)
+            if not isinstance(value, Tensor) or dim is None:
+                return value
+            return _share(value, dim, index, plan.micro_batches).detach().requires_grad_(value.requires_grad)
+
+        return dict(map_leaves(rows, given))
+
+    loss, gradients = gradient(batch.whole, given, True)
+    each = [gradient(call, part(index), False) for index, call in enumerate(batch.parts)]
+    in_rows = [key for key, dim in dims.items() if dim is not None]
+    if not in_rows:
+        return "whole"
+
+    def vector(found: dict[str, Tensor], index: int | None) -> Tensor:
+        return torch.cat(
+            [
+                (
+                    found[key]
+                    if index is None
+                    else _share(found[key], dims[key] or 0, index, plan.micro_batches)
+                )
+                .reshape(-1)
+                .float()
+                for key in in_rows
+            ]
+        )
+
+    wholes = [vector(gradients, index) for index in range(plan.micro_batches)]
+    return found_reduction(loss, [one for one, _ in each], wholes, [vector(own, None) for _, own in each])
+
+
+def _dim(plan: Plan, key: str) -> int | None:
+    name, _, path = key[2:].partition("']")
+    return row_dim(plan.traced.shapes[name].get(path), plan.whole.shapes[name].get(path))
+
+
+def _share(value: Tensor, dim: int, index: int, count: int) -> Tensor:
+    rows = value.shape[dim] // count
+    return value.narrow(dim, index * rows, rows)
+
+
+@torch.no_grad()
+def _fill_only(stages: LocalStages, plan: Plan, once: Pass, find: bool = False) -> None:
+    if plan.evaluation is None:
+        plan.evaluation = FillDrain(
+            stages.torch_stages(plan, 0), stages.rank_of, plan.micro_batches, keep=False
+        )
+    stages.begin(plan, once, find)
+    plan.evaluation.fill()
+
+
+def _nothing(_: int, output: Any) -> tuple[Tensor, ...]:
+    return ()
+
+
+def _all_from_first(root: Tensor, count: int) -> list[Tensor]:
+    """What the micro-batches' backwards begin with, where the first one's goes through all of them."""
+    return [root, *(torch.zeros_like(root).requires_grad_() for _ in range(count - 1))]
 
 
 def _with_loss(output: Any, call: Call, loss_fn: LossFunction | None) -> Any:

@@ -16,10 +16,11 @@ from lockstep.comm.tree import leaves, map_leaves
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.absent import Instead, is_stand_in
 from lockstep.parallel.pipeline.layout import Layout
-from lockstep.parallel.pipeline.micro_batch import Call, Joined, find_loss, joined
+from lockstep.parallel.pipeline.micro_batch import BatchDims, Call, Joined, find_loss, joined
 from lockstep.parallel.pipeline.segment import (
     Change,
     Conversion,
+    Given,
     LocalBlock,
     NextStage,
     Replayed,
@@ -27,7 +28,8 @@ from lockstep.parallel.pipeline.segment import (
     Segment,
     changed,
 )
-from lockstep.parallel.pipeline.trace import Traced, Tracer
+from lockstep.parallel.pipeline.trace import Argument, Traced, Tracer, storage_of
+from lockstep.torch_internals.fake import quiet
 
 Signature = tuple[Any, ...]
 
@@ -94,9 +96,52 @@ def trace(
     Raises:
         UsageError: the forward cannot be cut into stages.
     """
-    tracer = Tracer(
+    return _run(_tracer(model, layout), model, layout, call, loss_fn)
+
+
+def used_arguments(
+    model: nn.Module, layout: Layout, call: Call, loss_fn: Callable[..., Tensor] | None
+) -> set[str] | None:
+    """Paths of the arguments that a forward without values uses; None: it raises, as where shapes do not fit."""
+    tracer = _tracer(model, layout)
+    known: dict[int, str] = {}
+
+    def alike(block: nn.Module) -> str:
+        if id(block) not in known:
+            shapes = [tuple(p.shape) for p in leaves(_plain(block)).values() if isinstance(p, Tensor)]
+            known[id(block)] = f"{block!r}{shapes}"
+        return known[id(block)]
+
+    tracer.alike = alike
+    for path, leaf in leaves(call.tree).items():
+        if isinstance(leaf, Tensor):
+            tracer.inputs.setdefault(storage_of(leaf), set()).add(path)
+    try:
+        with quiet():
+            _run(tracer, model, layout, call, loss_fn)
+    except Exception:  # whatever a user's forward raises
+        return None
+    return tracer.used
+
+
+def _plain(block: nn.Module) -> dict[str, Any]:
+    return {
+        f"{path}.{key}": value
+        for path, module in block.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _tracer(model: nn.Module, layout: Layout) -> Tracer:
+    return Tracer(
         layout.starts, layout.order, layout.outer, layout.stand_ins, layout.names, type(model).__name__
     )
+
+
+def _run(
+    tracer: Tracer, model: nn.Module, layout: Layout, call: Call, loss_fn: Callable[..., Tensor] | None
+) -> Traced:
     tracer.parts = {id(part.copy): name for name, part in layout.parts.items()}
     blocks = {name: _Traced(tracer, name, block.copy) for name, block in layout.blocks.items()}
     for module in [*(part.copy for part in layout.parts.values()), *blocks.values()]:
@@ -117,16 +162,18 @@ class Plan:
     """How a batch of one signature goes through the pipeline."""
 
     traced: Traced
+    whole: Traced  # of the whole batch as one
     micro_batches: int
-    rows: int  # of each micro-batch
+    dims: BatchDims  # of the arguments
     loss: str | None  # path of the loss in the output; None: the loop computes it
+    tail: Tail | None = None  # where the last stage is
     schedule: Any = None
     evaluation: Any = None
     segments: dict[int, Segment] = field(default_factory=dict)
 
     @staticmethod
-    def of(traced: Traced, micro_batches: int, rows: int) -> Plan:
-        return Plan(traced, micro_batches, rows, find_loss(traced.output))
+    def of(traced: Traced, whole: Traced, micro_batches: int, dims: BatchDims) -> Plan:
+        return Plan(traced, whole, micro_batches, dims, find_loss(traced.output))
 
     @cached_property
     def template(self) -> Any:
@@ -142,18 +189,24 @@ class Plan:
         """Path -> how it is joined, of the tensors that the model returns.
 
         Raises:
-            UsageError: one of them cannot be joined, or is not made by the last stage.
+            UsageError: one of them is not made by the last stage.
         """
         if self.traced.early:
             raise UsageError(
                 f"The model returns at output{self.traced.early[0]} a tensor that another stage than the last of the "
                 "pipeline made. Ask the model not to return it (for transformers: output_hidden_states=False)."
             )
+        whole = leaves(self.whole.output)
         return {
-            path: joined(path, leaf, self.rows, self.micro_batches)
+            path: joined(leaf, whole[path], self.micro_batches)
             for path, leaf in leaves(self.template).items()
             if isinstance(leaf, Tensor)
         }
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether the outputs of micro-batches, one after the other, are those of the batch."""
+        return self.micro_batches == 1 or all(kind.by_rows for kind in self.outputs.values())
 
     def build_segments(
         self, model: nn.Module, layout: Layout, stages: list[int], conversion: Conversion
@@ -161,17 +214,74 @@ class Plan:
         """One for each stage of this rank."""
         cuts = self.traced.cuts
         for stage in stages:
-            changes, first = _changes(layout, self.traced, stage, set(stages))
+            changes, own = stage_changes(layout, self.traced, stage, set(stages))
             following = cuts[stage + 1] if stage + 1 < len(cuts) else None
-            self.segments[stage] = Segment(model, changes, first, following, conversion)
+            first = next(iter(own.values()), None)
+            self.segments[stage] = Segment(model, changes, first, following, conversion, own)
+            if following is None:
+                self.tail = Tail(model, layout, self, stage, set(stages))
 
 
-def _changes(
+class Tail:
+    """What the last stage does after its last block, apart from its blocks, whose outputs are given to it."""
+
+    def __init__(self, model: nn.Module, layout: Layout, plan: Plan, stage: int, local: set[int]) -> None:
+        self._model = model
+        self._plan = plan
+        self._own = {name: block.module for name, block in layout.blocks.items() if block.stage == stage}
+        self._slots = {name: layout.blocks[name].slots for name in self._own}
+        self._changes = {
+            id(traced): stage_changes(layout, traced, stage, local)[0] for traced in (plan.traced, plan.whole)
+        }
+
+    def joined(self, outputs: dict[str, list[Any]]) -> dict[str, Any]:
+        """The outputs of each block for all micro-batches as one."""
+        return {name: self._join(name, each) for name, each in outputs.items()}
+
+    def _join(self, name: str, each: list[Any]) -> Any:
+        part, whole = self._plan.traced.shapes[name], self._plan.whole.shapes[name]
+        found = [leaves(one) for one in each]
+        returned = leaves(self._plan.traced.results[name])
+
+        def join(path: str, leaf: Any) -> Any:
+            if isinstance(returned.get(path), Argument):
+                return returned[path]
+            if not isinstance(leaf, Tensor):
+                return leaf
+            values = [one[path] for one in found]
+            dim = row_dim(part.get(path), whole.get(path))
+            if dim is not None:
+                return torch.cat(values, dim)
+            return torch.stack(values).mean(0) if leaf.is_floating_point() and len(values) > 1 else leaf
+
+        return map_leaves(join, each[0])
+
+    def run(self, call: Call, outputs: dict[str, Any], whole: bool) -> Any:
+        """The model's output for ``call``, the whole batch or a micro-batch."""
+        traced = self._plan.whole if whole else self._plan.traced
+        changes = list(self._changes[id(traced)])
+        for name, block in self._own.items():
+            assert block is not None
+            given = Given(block, outputs[name])
+            changes += [(entries, key, given) for entries, key in self._slots[name]]
+        with changed(changes):
+            return self._model(*call.args, **call.kwargs)
+
+
+def row_dim(part: torch.Size | None, whole: torch.Size | None) -> int | None:
+    """The dimension that has more entries for the batch than for a micro-batch."""
+    if part is None or whole is None or len(part) != len(whole):
+        return None
+    return next((dim for dim, (a, b) in enumerate(zip(part, whole, strict=True)) if a != b), None)
+
+
+def stage_changes(
     layout: Layout, traced: Traced, stage: int, local: set[int]
-) -> tuple[list[Change], LocalBlock | None]:
+) -> tuple[list[Change], dict[str, LocalBlock]]:
+    """What modules the model has while ``stage`` runs, and the stage's own blocks among them."""
     changes: list[Change] = []
     begins: Mapping[int, str] = {index: name for name, index in layout.starts.items()}
-    first: LocalBlock | None = None
+    own_blocks: dict[str, LocalBlock] = {}
     for name, block in layout.blocks.items():
         call: nn.Module
         if block.stage == stage:
@@ -179,8 +289,7 @@ def _changes(
                 continue  # nothing that it is called with is absent
             assert block.module is not None
             cut = traced.cuts[stage] if begins[stage] == name else None
-            call = LocalBlock(block.module, cut)
-            first = call if cut is not None else first
+            call = own_blocks[name] = LocalBlock(block.module, cut)
         elif block.stage < stage:
             call = Replayed(name, block.copy, traced.results[name])
         elif begins.get(stage + 1) == name:
@@ -197,7 +306,7 @@ def _changes(
         elif own or not part.stages & local:
             continue  # it is there already
         changes += [(entries, key, module) for entries, key in part.slots]
-    return changes, first
+    return changes, own_blocks
 
 
 def _is_replayable(calls: list[tuple[int, Any]], stage: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from lockstep.comm.tree import leaves, map_leaves
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.absent import AbsentBlock, Instead, carried, carry, is_stand_in
 from lockstep.parallel.pipeline.micro_batch import Call
+from lockstep.parallel.pipeline.state import StepState
 from lockstep.parallel.pipeline.trace import Argument, Cut, Kind
 from lockstep.torch_internals import tensors as torch_tensors
 
@@ -22,16 +23,25 @@ Change = tuple[dict[str, Any], str, Any]
 """(dict, key, value) of an entry that is changed while a stage runs."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pass:
     """One way of a batch through the pipeline.
 
-    ``finish(micro_batch, output)``: what the last stage returns; ``autocast``: around each forward.
+    ``finish(micro_batch, output)``: what the last stage returns; ``autocast``: around each forward; ``state``: what
+    forwards change. With ``whole`` the last stage ends each micro-batch's forward with its last block, and what comes
+    after that is ``whole(outputs of its blocks)``, which gives what it returns, once, with the last micro-batch.
     """
 
     calls: list[Call]
     finish: Callable[[int, Any], Any]
     autocast: Callable[[], AbstractContextManager[Any]]
+    state: StepState = field(default_factory=StepState)
+    whole: Callable[[dict[str, list[Any]]], Any] | None = None
+    notes_whole: bool = True  # what ``whole`` changes counts
+    ends: list[Tensor] = field(
+        default_factory=list
+    )  # outputs of the last stage's blocks, where they are wanted
+    wants_ends: bool = False
 
 
 @dataclass
@@ -107,6 +117,7 @@ class LocalBlock(Instead):
         super().__init__(block)
         self._cut = cut  # where it is the first of its stage
         self.received: tuple[Tensor, ...] = ()
+        self.keep: Callable[[Any], None] | None = None  # told what the block returns
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._cut is not None:
@@ -114,7 +125,28 @@ class LocalBlock(Instead):
             for path, value in zip(self._cut.paths, self.received, strict=True):
                 carry(given[path], value)
         args, kwargs = map_leaves(lambda _, leaf: carried(leaf), (args, kwargs))
-        return self.replaced(*args, **kwargs)
+        out = self.replaced(*args, **kwargs)
+        if self.keep is not None:
+            self.keep(out)
+        return out
+
+
+class Given(Instead):
+    """A block of the last stage whose outputs are there already, those of several micro-batches as one."""
+
+    def __init__(self, block: nn.Module, result: Any) -> None:
+        super().__init__(block)
+        self._result = result
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = leaves((args, kwargs))
+
+        def own(_: str, leaf: Any) -> Any:
+            if isinstance(leaf, Argument):  # what it returned unchanged of what it got
+                return given[leaf.path]
+            return leaf
+
+        return map_leaves(own, self._result)
 
 
 class _Contiguous(torch.autograd.Function):
@@ -137,6 +169,7 @@ class Segment:
         changes: What the modules and parameters of the model are while this stage runs.
         first: The stage's first block among them; None for stage 0.
         following: What the next stage receives; None for the last stage.
+        own: The blocks of this stage, by name.
     """
 
     def __init__(
@@ -146,8 +179,11 @@ class Segment:
         first: LocalBlock | None,
         following: Cut | None,
         conversion: Conversion,
+        own: dict[str, LocalBlock] | None = None,
     ) -> None:
         self._forward = forward
+        self._own = own or {}
+        self._collected: dict[str, list[Any]] = {}
         self._changes = changes
         self._first = first
         self._following = following
@@ -157,7 +193,10 @@ class Segment:
     def __call__(self, micro_batch: int, received: tuple[Tensor, ...]) -> Any:
         assert self.now is not None
         call = self.now.calls[micro_batch]
-        with changed(self._changes), self.now.autocast():
+        if self.now.whole is not None and self._following is None:
+            return self._without_tail(micro_batch, call, received)
+        self._listen()
+        with self.now.state.micro_batch(), changed(self._changes), self.now.autocast():
             if self._first is not None:
                 self._first.received = tuple(self._enter(tensor) for tensor in received)
             try:
@@ -173,6 +212,54 @@ class Segment:
                     "of the pipeline begins. A pipeline needs every block in each forward: choose them with blocks=..."
                 )
             return self.now.finish(micro_batch, output)
+
+    def _listen(self) -> None:
+        assert self.now is not None
+        wanted = self.now.wants_ends and self._following is None
+        ends = self.now.ends
+        ends.clear()
+
+        def keep(out: Any) -> None:
+            ends.extend(leaf for leaf in leaves(out).values() if isinstance(leaf, Tensor))
+
+        for block in self._own.values():
+            block.keep = keep if wanted else None
+
+    def _without_tail(self, micro_batch: int, call: Call, received: tuple[Tensor, ...]) -> Any:
+        """The blocks of the last stage; behind those of the last micro-batch, the rest for all of them."""
+        assert self.now is not None
+        assert self.now.whole is not None
+        if micro_batch == 0:
+            self._collected = {name: [] for name in self._own}
+        last = next(reversed(self._own))
+
+        def keep(name: str) -> Callable[[Any], None]:
+            def note(out: Any) -> None:
+                self._collected[name].append(out)
+                if name == last:
+                    raise _Left(None)
+
+            return note
+
+        for name, block in self._own.items():
+            block.keep = keep(name)
+        try:
+            with self.now.state.micro_batch(), changed(self._changes), self.now.autocast():
+                if self._first is not None:
+                    self._first.received = tuple(self._enter(tensor) for tensor in received)
+                self._forward(*call.args, **call.kwargs)
+        except _Left:
+            pass
+        finally:
+            if self._first is not None:
+                self._first.received = ()
+            for block in self._own.values():
+                block.keep = None
+        if micro_batch + 1 < len(self.now.calls):
+            return ()
+        collected, self._collected = self._collected, {}
+        with self.now.state.micro_batch(note=self.now.notes_whole), self.now.autocast():
+            return self.now.whole(collected)
 
     def _enter(self, tensor: Tensor) -> Tensor:
         if tensor.requires_grad:

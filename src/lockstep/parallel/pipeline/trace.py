@@ -20,7 +20,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.absent import StandIns, carried, carry, is_stand_in
 from lockstep.torch_internals import tensors as torch_tensors
 from lockstep.torch_internals.dispatch import TorchDispatchMode
-from lockstep.torch_internals.fake import UNKNOWN_VALUE
+from lockstep.torch_internals.fake import UNKNOWN_VALUE, without_values
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,9 @@ class Traced:
     results: dict[str, Any] = field(
         default_factory=dict
     )  # block -> its output; leaves: stand-ins, `Argument`s
+    shapes: dict[str, dict[str, torch.Size]] = field(
+        default_factory=dict
+    )  # block -> path in its output -> shape of the tensor there
     parts: dict[str, list[tuple[int, Any]]] = field(
         default_factory=dict
     )  # module -> segment, result of its calls
@@ -94,30 +97,38 @@ class Tracer(TorchDispatchMode):
         self._called = 0
         self._segment = 0
         self._stand_ins = stand_ins
-        self._parameters = {_key(tensor): name for name, tensor in outer.items()}
+        self._parameters = {storage_of(tensor): name for name, tensor in outer.items()}
         self._born: dict[int, int] = {}  # storage -> segment, of everything that another stage has not
         self._alive: list[Tensor] = []  # storages' addresses must not be used again
         self.parts: dict[int, str] = {}  # id -> name of modules whose results are to be kept
         self._names = names
         self._title = title
         self._stack: list[str] = []
+        self.inputs: dict[int, set[str]] = {}  # storage -> paths of arguments
+        self.used: set[str] = set()  # paths of those that an operation reads
+        self.alike: Callable[[nn.Module], str] | None = None  # equal where blocks make the same shapes
+        self._seen: dict[Any, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func, args = _with_known_places(func, args)
         kwargs = kwargs or {}
         given = [leaf for leaf in leaves((args, kwargs)).values() if isinstance(leaf, Tensor)]
-        out = func(*args, **kwargs)
+        is_empty = any(is_stand_in(tensor) for tensor in given)
+        out = without_values(func, args, kwargs) if is_empty else func(*args, **kwargs)
         made = [leaf for leaf in leaves(out).values() if isinstance(leaf, Tensor)]
+        for tensor in given if self.inputs else ():
+            self.used |= self.inputs.get(storage_of(tensor), set())
         if not made:
             return out
         random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         foreign = random
         for tensor in given:
-            name = self._parameters.get(_key(tensor))
+            name = self._parameters.get(storage_of(tensor))
             if name is not None:
                 self.traced.uses[name].add(self._segment)
                 foreign = True
                 continue
-            born = self._born.get(_key(tensor))
+            born = self._born.get(storage_of(tensor))
             if born is None:
                 foreign = foreign or is_stand_in(tensor)
                 continue
@@ -125,8 +136,8 @@ class Tracer(TorchDispatchMode):
             if born < self._segment:
                 raise self._leak(tensor)
         for tensor in made if foreign else ():
-            if _key(tensor) not in self._parameters:
-                self._born.setdefault(_key(tensor), self._segment)
+            if storage_of(tensor) not in self._parameters:
+                self._born.setdefault(storage_of(tensor), self._segment)
                 self._alive.append(tensor)
         return out
 
@@ -151,7 +162,7 @@ class Tracer(TorchDispatchMode):
             )
         last = len(self._starts) - 1
         for path, leaf in leaves(self.traced.output).items():
-            if isinstance(leaf, Tensor) and self._born.get(_key(leaf), last) < last:
+            if isinstance(leaf, Tensor) and self._born.get(storage_of(leaf), last) < last:
                 self.traced.early.append(path)
         return self.traced
 
@@ -176,6 +187,9 @@ class Tracer(TorchDispatchMode):
                 return leaf
             return self._new(leaf)  # only this block's stage computes it
 
+        self.traced.shapes[name] = {
+            path: leaf.shape for path, leaf in leaves(out).items() if isinstance(leaf, Tensor)
+        }
         out = map_leaves(foreign, out)
         self.traced.results[name] = map_leaves(
             lambda _, leaf: Argument(given[id(leaf)]) if id(leaf) in given else leaf, out
@@ -183,6 +197,32 @@ class Tracer(TorchDispatchMode):
         return out
 
     def _result(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.alike is None:
+            return self._called_for(module, args, kwargs)
+        given = leaves((args, kwargs))
+        key = (self.alike(module), tuple((path, _shape(leaf)) for path, leaf in given.items()))
+        if key not in self._seen:
+            out = self._called_for(module, args, kwargs)
+            places = {id(leaf): path for path, leaf in given.items() if isinstance(leaf, Tensor)}
+            self._seen[key] = map_leaves(
+                lambda _, leaf: Argument(places[id(leaf)]) if id(leaf) in places else leaf, out
+            )
+            return out
+        for leaf in given.values():
+            if isinstance(leaf, Tensor) and self.inputs:
+                self.used |= self.inputs.get(storage_of(leaf), set())
+        return map_leaves(
+            lambda _, leaf: (
+                given[leaf.path]
+                if isinstance(leaf, Argument)
+                else self._stand_ins.like(leaf)
+                if isinstance(leaf, Tensor)
+                else leaf
+            ),
+            self._seen[key],
+        )
+
+    def _called_for(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         depth = len(self._stack)
         try:
             return module(*args, **kwargs)
@@ -208,7 +248,7 @@ class Tracer(TorchDispatchMode):
         for path, leaf in leaves(call).items():
             if (
                 isinstance(leaf, Tensor)
-                and (is_stand_in(leaf) or _key(leaf) in self._born)
+                and (is_stand_in(leaf) or storage_of(leaf) in self._born)
                 and id(leaf) not in seen
             ):
                 seen.add(id(leaf))
@@ -228,7 +268,7 @@ class Tracer(TorchDispatchMode):
 
     def _new(self, tensor: Tensor) -> Tensor:
         new = self._stand_ins.like(tensor)
-        self._born[_key(new)] = self._segment
+        self._born[storage_of(new)] = self._segment
         self._alive.append(new)
         return new
 
@@ -262,7 +302,27 @@ class Tracer(TorchDispatchMode):
                 handle.remove()
 
 
-def _key(tensor: Tensor) -> int:
+def _with_known_places(func: Any, args: Any) -> Any:
+    """Where elements without values are chosen by a mask of the inputs: chosen by their places, which are known."""
+    if func is torch.ops.aten.masked_select.default and not is_stand_in(args[1]):
+        func, args = torch.ops.aten.index.Tensor, (args[0], [args[1].expand(args[0].shape)])
+    if func is not torch.ops.aten.index.Tensor or not is_stand_in(args[0]):
+        return func, args
+    places: list[Any] = []
+    for index in args[1]:
+        is_mask = isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+        known = is_mask and not is_stand_in(index)
+        places += index.nonzero(as_tuple=True) if known else [index]
+    return func, (args[0], places)
+
+
+def _shape(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad, is_stand_in(leaf))
+    return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)
+
+
+def storage_of(tensor: Tensor) -> int:
     """The same for a tensor and its views."""
     try:
         return torch_tensors.storage_key(tensor)

@@ -1,0 +1,99 @@
+"""What a loss is over the batch: a mean, a sum, or neither; found by what the last stage computes.
+
+The loss of the whole batch is differentiated with respect to the outputs of the last stage's blocks, and so is the
+loss of each micro-batch. In a mean over m micro-batches the whole batch's gradient in the rows of each is 1/m of that
+micro-batch's own, in a sum it is the same; in a mean over unpadded tokens it is as much as the micro-batch has of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TOLERANCE, TOLERANCE_ROUNDED = 1e-3, 0.02
+MOST_NODES = 2000
+
+
+def found(whole: Tensor, parts: Sequence[Tensor], gradients: Sequence[Tensor], own: Sequence[Tensor]) -> str:
+    """``mean``, ``sum`` or ``whole`` (neither).
+
+    Args:
+        whole: The loss of the batch.
+        parts: Those of the micro-batches.
+        gradients: Of ``whole``, for each micro-batch as one vector.
+        own: The same of each micro-batch's loss.
+    """
+    count = len(parts)
+    rounded = whole.dtype in (torch.float16, torch.bfloat16)
+    tolerance = TOLERANCE_ROUNDED if rounded else TOLERANCE
+    losses = torch.stack([part.detach().double() for part in parts])
+    for word, share in (("mean", 1 / count), ("sum", 1.0)):
+        expected = losses.sum() * share
+        if not _close(whole.detach().double(), expected, tolerance * losses.abs().sum() * share):
+            continue
+        if all(_proportional(g, mine, share, tolerance) for g, mine in zip(gradients, own, strict=True)):
+            return word
+    return "whole"
+
+
+def _close(a: Tensor, b: Tensor, limit: Tensor) -> bool:
+    return bool((a - b).abs() <= limit)
+
+
+def _proportional(whole: Tensor, own: Tensor, share: float, tolerance: float) -> bool:
+    a, b = whole.double(), own.double() * share
+    return bool((a - b).norm() <= tolerance * b.norm()) or bool(a.norm() == b.norm() == 0)
+
+
+def denominators(loss: Tensor, ends: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
+    """Numbers that the gradient of a loss depends on, apart from the outputs of blocks (``ends``): how many elements
+    a mean has, by what a sum is divided, how many targets count. Where they are the same in all micro-batches, a mean
+    of the first batch is one of this batch.
+
+    Returns plain ones and those that are tensors. A function of the user's own is "unknown".
+    """
+    stop = {tensor.grad_fn for tensor in ends if tensor.grad_fn is not None}
+    plain: list[Any] = []
+    tensors: list[Tensor] = []
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting and len(seen) < MOST_NODES:
+        node = waiting.pop()
+        if node is None or node in seen or node in stop:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            module = getattr(getattr(type(node), "_forward_cls", node), "__module__", "")
+            if not module.startswith(("torch.", "lockstep.")):
+                plain.append("unknown")
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                _note(getattr(node, name, None), plain, tensors)
+        waiting += [following for following, _ in node.next_functions]
+    return plain, tensors
+
+
+def _note(value: Any, plain: list[Any], tensors: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        if value.ndim == 0 and not value.is_complex():
+            tensors.append(value.detach())
+        else:
+            plain.append(tuple(value.shape))
+    elif isinstance(value, (bool, int, float)) or (
+        isinstance(value, tuple) and all(isinstance(item, int) for item in value)
+    ):
+        plain.append(value)
+
+
+def equal(each: Sequence[tuple[list[Any], list[Tensor]]]) -> bool:
+    """Whether all micro-batches have the same denominators. Waits for the device where these are tensors."""
+    plain, tensors = each[0]
+    if any(other[0] != plain or len(other[1]) != len(tensors) for other in each[1:]) or "unknown" in plain:
+        return False
+    if not tensors:
+        return True
+    values = torch.stack([torch.stack([t.double().reshape(()) for t in mine]) for _, mine in each])
+    return bool(((values == values[0]) | (values != values)).all())

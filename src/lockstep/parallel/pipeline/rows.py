@@ -1,0 +1,209 @@
+"""Which arguments of a call are cut into micro-batches, and along which dimension.
+
+Tensors that are as long as the batch are *candidates*. Whether one of them follows the rows is found by what the
+computation does: the model is traced, without values, with another number of rows. If a candidate keeps its length
+while the others change theirs and the shapes no longer fit, it follows the rows; if shapes only fit where it keeps its
+length, it does not. Where both fit, only the user can know.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, combinations, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.tree import leaves, map_leaves
+from lockstep.config.values import suggestion
+from lockstep.errors import UsageError
+from lockstep.parallel.pipeline.micro_batch import BatchDims, Call
+
+MOST_TRIALS = 64
+Trial = Callable[[Call], set[str] | None]
+"""The paths of arguments that a forward with this call uses; None: its shapes do not fit."""
+
+
+def argument_names(model: nn.Module, call: Call) -> dict[str, str]:
+    """Path of each tensor -> the name by which people know it: ``ids``, ``batch.mask``, ``target0``."""
+    try:
+        parameters = list(inspect.signature(model.forward).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [p.name for p in parameters if p.kind in plain]
+    found: dict[str, str] = {}
+    roots = [
+        (f"[0][{i}]", positional[i] if i < len(positional) else f"arg{i}") for i in range(len(call.args))
+    ]
+    roots += [(f"[1][{name!r}]", name) for name in call.kwargs]
+    roots += [(f"[2][{i}]", f"target{i}") for i in range(len(call.targets))]
+    for path, leaf in leaves(call.tree).items():
+        if not isinstance(leaf, Tensor):
+            continue
+        for start, name in roots:
+            if path.startswith(start):
+                inner = (
+                    path[len(start) :].replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")
+                )
+                found[path] = name + inner
+    return found
+
+
+def said(given: tuple[str, ...], names: Mapping[str, str], call: Call) -> BatchDims:
+    """What ``batch_dims`` says: path -> dimension, None for whole.
+
+    Raises:
+        UsageError: it names what is no argument, or a dimension that the argument has not.
+    """
+    tensors = leaves(call.tree)
+    found: dict[str, int | None] = {}
+    for entry in given:
+        name, _, dim = entry.rpartition("=")
+        paths = [path for path, full in names.items() if full == name or full.startswith(f"{name}.")]
+        for path in paths:
+            found[path] = None if dim == "none" else int(dim)
+            if dim != "none" and int(dim) >= tensors[path].ndim:
+                raise UsageError(
+                    f"batch_dims says {entry}, but '{names[path]}' has shape {tuple(tensors[path].shape)}. Name a "
+                    "dimension that it has, or none."
+                )
+    return found
+
+
+def check_known(given: tuple[str, ...], names: Mapping[str, str], known: set[str]) -> None:
+    """
+    Raises:
+        UsageError: ``batch_dims`` names what neither this call nor the model's forward has.
+    """
+    for entry in given:
+        name = entry.rpartition("=")[0]
+        root = name.partition(".")[0]
+        if root not in known and not any(
+            full == name or full.startswith(f"{name}.") for full in names.values()
+        ):
+            raise UsageError(
+                f"batch_dims names '{name}', which is no argument of the model.{suggestion(name, sorted(known))} "
+                f"Arguments are {', '.join(sorted(known)) or 'none'}."
+            )
+
+
+def known_arguments(model: nn.Module, names: Mapping[str, str]) -> set[str]:
+    """Names of the arguments of the forward, and of this call."""
+    try:
+        parameters = set(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):
+        parameters = set()
+    return parameters | {name.partition(".")[0] for name in names.values()}
+
+
+def find(
+    call: Call, batch: int, given: BatchDims, names: Mapping[str, str], rows: int, trial: Trial, title: str
+) -> dict[str, int | None]:
+    """The dimension of each tensor that is cut; ``given``: what was said; ``rows``: of a micro-batch.
+
+    Raises:
+        UsageError: it is not to be known of one of them.
+    """
+    tensors = {path: leaf for path, leaf in leaves(call.tree).items() if isinstance(leaf, Tensor)}
+    open_ = [
+        path for path, leaf in tensors.items() if path not in given and leaf.ndim and leaf.shape[0] == batch
+    ]
+    base: dict[str, int | None] = {path: given.get(path) for path in tensors}
+    anchored = any(dim is not None for dim in given.values())
+    everything = {**base, **dict.fromkeys(open_, 0)}
+    if not open_ or (not anchored and len(open_) == 1):
+        return everything
+    free = open_ if anchored else open_[1:]
+    sizes = {size for leaf in tensors.values() for size in leaf.shape}
+    # Not smaller than the batch, for a tensor that is as long may be looked up row by row; and like no other length.
+    more = next(
+        n for n in range(batch + 1, batch + 1000) if n not in sizes and all(n % p for p in (2, 3, 5, 7))
+    )
+
+    def attempt(whole: set[str], counts: tuple[int, ...]) -> set[str] | None:
+        dims = base | {path: None if path in whole else 0 for path in open_}
+        used: set[str] | None = None
+        for count in counts:
+            used = trial(with_rows(call, dims, batch, count))
+            if used is None:
+                break
+        return used
+
+    for counts in ((more, rows), (rows,)):
+        tried = _tried(free, functools.partial(attempt, counts=counts))
+        if tried is None:
+            continue
+        whole, unknown = tried
+        if unknown:
+            raise _ambiguous(unknown, names, tensors, batch, title)
+        return everything | dict.fromkeys(whole, None)
+    return everything  # it runs in no way without values: tracing it says why
+
+
+def _tried(
+    free: list[str], attempt: Callable[[set[str]], set[str] | None]
+) -> tuple[set[str], list[str]] | None:
+    """Those of ``free`` that are whole, and those that might be either; None: nothing fits."""
+    whole: set[str] | None = None
+    used: set[str] = set()
+    for chosen in islice(_subsets(free), MOST_TRIALS):
+        result = attempt(chosen)
+        if result is not None:
+            whole, used = chosen, result
+            break
+    if whole is None:
+        return None
+    relevant = [path for path in free if path in used]
+    groups = [set(group) for size in (1, 2) for group in combinations(relevant, size)]
+    if len(relevant) > 2:
+        groups.append(set(relevant))
+    for group in groups:
+        if attempt(whole ^ group) is not None:
+            return whole, sorted(group)
+    return whole, []
+
+
+def _subsets(items: list[str]) -> Iterator[set[str]]:
+    return (
+        set(one) for one in chain.from_iterable(combinations(items, size) for size in range(len(items) + 1))
+    )
+
+
+def with_rows(call: Call, dims: BatchDims, batch: int, rows: int) -> Call:
+    """The call with ``rows`` rows: those that there are, again and again."""
+
+    def chosen(path: str, leaf: Any) -> Any:
+        dim = dims.get(path)
+        if not isinstance(leaf, Tensor) or dim is None:
+            return leaf
+        places = torch.arange(rows, device=leaf.device) % batch
+        return leaf.detach().index_select(dim, places).requires_grad_(leaf.requires_grad)
+
+    return Call(*map_leaves(chosen, call.tree))
+
+
+def _ambiguous(
+    paths: list[str], names: Mapping[str, str], tensors: Mapping[str, Tensor], batch: int, title: str
+) -> UsageError:
+    first = names[paths[0]]
+    both = " and ".join(f"'{names[path]}' {tuple(tensors[path].shape)}" for path in paths)
+    return UsageError(
+        f"{title} was called with {both}, as long as the batch of {batch}, and its forward runs whether that is cut "
+        f"into micro-batches or not, so what it is cannot be known. Say batch_dims={first}=0 in parallel='pp=...' if "
+        f"its rows belong to the samples of the batch, or batch_dims={first}=none if every micro-batch needs it whole."
+    )
+
+
+def described(dims: BatchDims, names: Mapping[str, str]) -> str:
+    """``ids, mask (dim 0); whole: pos``."""
+    cut = [
+        f"{names[path]}" + ("" if dim == 0 else f" (dim {dim})")
+        for path, dim in dims.items()
+        if dim is not None
+    ]
+    whole = [names[path] for path, dim in dims.items() if dim is None]
+    return ", ".join(cut) + (f"; given whole to each: {', '.join(whole)}" if whole else "")

@@ -1,0 +1,108 @@
+"""Each fragment of a model under pp=2 gives plain torch's numbers, or is refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import traceback
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import LockstepError
+from lockstep.parallel.pipeline import PipelineOptions
+from tests.parallel.pipeline import architectures, fragments
+from tests.parallel.pipeline.fragments import FRAGMENTS
+from tests.parallel.pipeline.scenarios import pipeline
+
+TOLERANCE = 2e-5
+
+
+def outcome(name: str) -> tuple[str, str]:
+    """Whether this rank has plain torch's numbers, refuses, or crashes."""
+    fragment = FRAGMENTS[name]
+    options = PipelineOptions(**{"micro_batches": 4, **fragment.options})
+    try:
+        model: nn.Module = pipeline(fragments.seeded(fragment), options, ("Block",))
+        with contextlib.redirect_stderr(io.StringIO()):
+            got = fragments.trained(model, fragment)
+    except LockstepError as error:
+        return "refused", str(error)
+    except Exception:
+        return "crashed", traceback.format_exc()
+    wanted = fragments.expected(name)
+    for mine, theirs in zip(got[0], wanted[0], strict=True):
+        if abs(mine - theirs) > TOLERANCE * max(1, abs(theirs)):
+            return "differs", f"loss {got[0]} instead of {wanted[0]}"
+    largest = max(g.norm().item() for g in wanted[1].values())
+    for part, what in ((1, "gradient"), (2, "buffer")):
+        for key, mine in got[part].items():
+            apart = (mine - wanted[part][key]).double().norm().item()
+            if apart > TOLERANCE * max(wanted[part][key].double().norm().item(), 1e-2 * largest):
+                return "differs", f"{what} of {key} by {apart}"
+    return "equal", ""
+
+
+def outcomes(names: list[str]) -> dict[str, tuple[str, str]]:
+    torch.manual_seed(0)
+    return {name: outcome(name) for name in names}
+
+
+def architecture(name: str) -> str:
+    """ "equal" if one training call has plain torch's loss and gradients, else what is wrong."""
+    plain, batch = architectures.build(name), architectures.batch(name)
+    expected = plain(**batch).loss
+    expected.backward()
+    wanted = {key: p.grad for key, p in plain.named_parameters() if p.grad is not None}
+    largest = max(gradient.norm().item() for gradient in wanted.values())
+    model: nn.Module = pipeline(architectures.build(name), PipelineOptions(micro_batches=4))
+    try:
+        loss = model(**batch).loss
+        loss.backward()
+    except Exception:
+        return traceback.format_exc()
+    apart = max(
+        ((p.grad - wanted[key]).norm() / max(wanted[key].norm().item(), 1e-2 * largest)).item()
+        for key, p in model.named_parameters()
+        if p.grad is not None
+    )
+    is_equal = abs(loss.item() - expected.item()) < TOLERANCE and apart < TOLERANCE
+    return (
+        "equal" if is_equal else f"loss {loss.item()} instead of {expected.item()}, gradients off by {apart}"
+    )
+
+
+def each_architecture(names: list[str]) -> dict[str, str]:
+    return {name: architecture(name) for name in names}
+
+
+def check(run_distributed: Any, names: list[str]) -> None:
+    for results in run_distributed(outcomes, 2, names, timeout_s=300):
+        wrong = {}
+        for name, (word, text) in results.items():
+            says = FRAGMENTS[name].says
+            if word != ("refused" if says else "equal") or any(part not in text for part in says):
+                wrong[name] = (word, text)
+        assert wrong == {}
+
+
+def test_what_people_write_is_right_or_refused(run_distributed: Any) -> None:
+    check(run_distributed, [name for name, fragment in FRAGMENTS.items() if fragment.fast])
+
+
+@pytest.mark.exhaustive
+def test_everything_else_that_people_write_is_right_or_refused(run_distributed: Any) -> None:
+    check(run_distributed, [name for name, fragment in FRAGMENTS.items() if not fragment.fast])
+
+
+def test_experts_of_transformers_in_full_precision_are_right(run_distributed: Any) -> None:
+    name = "MixtralForCausalLM"
+    assert run_distributed(each_architecture, 2, [name], timeout_s=120) == [{name: "equal"}] * 2
+
+
+@pytest.mark.exhaustive
+def test_architectures_of_transformers_are_right(run_distributed: Any) -> None:
+    names = architectures.EQUAL
+    assert run_distributed(each_architecture, 2, names, timeout_s=500) == [dict.fromkeys(names, "equal")] * 2
