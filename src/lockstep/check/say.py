@@ -17,7 +17,7 @@ REMEDIES: Mapping[str, str] = {
 RUN_REMEDIES: Mapping[str, str] = {
     "tp": REMEDIES["tp"],
     "cp": REMEDIES["cp"],
-    "pp": "Pass on what blocks share as their arguments and results, or let stages begin elsewhere with split=...",
+    "pp": "Pass on what blocks share as their arguments and results, or name with split=NAME where stages begin",
     "ep": REMEDIES["ep"],
 }
 STATE_REMEDY = (
