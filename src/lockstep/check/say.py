@@ -56,13 +56,14 @@ def different(model: str, parallel: object, when: str, axes: list[str], comparis
     )
 
 
-def cannot_run(model: str, parallel: object, axes: list[str], error: Exception) -> str:
-    """Why the run stops where the whole model takes a batch and the split one raises."""
-    while isinstance(error.__cause__, Exception):
-        error = error.__cause__
+def cannot_run(
+    model: str, parallel: object, axes: list[str], error: BaseException, module: str | None
+) -> str:
+    """Why the run stops where the whole model takes a batch and the split one raises, in the forward of ``module``."""
     text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    where = f" in {module}" if module else ""
     return (
-        f"{model} runs on the first batch, but with parallel='{parallel}' it raises {type(error).__name__}: "
+        f"{model} runs on the first batch, but with parallel='{parallel}' it raises {type(error).__name__}{where}: "
         f"{text[:300]}. {RUN_REMEDIES[axes[0]]}."
     )
 

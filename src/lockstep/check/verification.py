@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -182,8 +183,9 @@ class Verification:
         except Exception as error:  # whatever a user's forward raises once it is split
             if failure.is_consequence(error):
                 raise
-            setup = self._setup
-            raise UsageError(say.cannot_run(self._name, setup.parallel, setup.axes, error)) from error
+            setup, cause = self._setup, _first_cause(error)
+            module = _module_of(cause, model)
+            raise UsageError(say.cannot_run(self._name, setup.parallel, setup.axes, cause, module)) from error
         result.observed = seen
         return result
 
@@ -315,6 +317,23 @@ def _restored(snapshot: Snapshot) -> Iterator[None]:
         yield
     finally:
         snapshot.restore()
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _module_of(error: BaseException, model: nn.Module) -> str | None:
+    """The innermost module whose method raised, as a text; of one that only other ranks hold, its class."""
+    names = {id(module): f"module '{name}'" for name, module in model.named_modules() if name}
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and not type(owner).__module__.startswith("lockstep."):
+            found = names.get(id(owner), f"a {type(owner).__name__}")
+    return found
 
 
 def _line(error: Exception) -> str:
