@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep import Accelerator
+from lockstep.errors import UsageError
+from lockstep.parallel.tensor import rehearse
 from lockstep.parallel.tensor.apply import TensorOptions, tensor_parallel
 from lockstep.runtime import process
 from parallel.tensor import problem
@@ -66,3 +69,42 @@ def test_each_fragment_equals_itself_in_one_process(run_distributed, names: tupl
                     f"{name}: {layers} layers of it are split, the others are left because {set(reasons)}"
                 )
     assert not wrong, "\n".join(wrong)
+
+
+def as_before(*_: Any) -> tuple[tuple[str, ...], bool]:
+    """Of gradients, a rehearsal finds nothing."""
+    return (), False
+
+
+def refused(names: list[str]) -> list[str]:
+    """What the first batch says where gradients are not rehearsed."""
+    torch.set_num_threads(1)
+    found = []
+    for name in names:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rehearse, "meetings", as_before)
+            accelerator = Accelerator(cpu=True, parallel="tp=2")
+            model = make_model(name)
+            prepared = accelerator.prepare(model)
+            try:
+                prepared(torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(1)))
+                found.append("nothing")
+            except UsageError as error:
+                found.append(str(error))
+            accelerator.free_memory()
+    return found
+
+
+def test_without_rehearsed_gradients_the_first_batch_stops_each(run_distributed) -> None:
+    modules = {
+        "gate of one": "inner.1",
+        "own input's mean": "inner.1",
+        "scale everywhere": "inner.1",
+        "temperature": "inner.1",
+        "gated output": "inner.1",
+        "norms of heads by keyword": "inner.1",
+    }
+    for messages in run_distributed(refused, 2, list(modules), timeout_s=120):
+        for message, module in zip(messages, modules.values(), strict=True):
+            assert "does not compute what the whole model does" in message
+            assert f"It begins in module '{module}" in message, message
