@@ -230,3 +230,18 @@ def _count(model: nn.Module) -> int:
 
 def _join(parent: str, key: str) -> str:
     return f"{parent}.{key}" if parent else key
+
+
+def settings(module: nn.Module) -> str:
+    """What tells modules of one class apart: plain attributes and shapes of parameters, of all modules inside."""
+    return str(
+        [
+            (
+                name,
+                type(inner),
+                {k: v for k, v in vars(inner).items() if type(v) in (int, float, bool, str, tuple)},
+                {k: None if p is None else p.shape for k, p in torch_modules.parameters_of(inner).items()},
+            )
+            for name, inner in module.named_modules()
+        ]
+    )

@@ -8,7 +8,7 @@ is zero in other ranks' positions, that of what leaves is the sum of all ranks' 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from lockstep.comm.tree import leaves, map_leaves, map_tensors
 from lockstep.config.enums import CPMethod
 from lockstep.errors import UsageError
+from lockstep.parallel.blocks import settings
 from lockstep.parallel.context.arguments import hidden_states, holds_cache, sequence_dim
 from lockstep.parallel.context.checks import OnChunks
 from lockstep.parallel.context.interception import SplitSequence
 from lockstep.parallel.context.layout import SequenceLayout
 from lockstep.parallel.context.position_ids import arguments_on_chunks
+from lockstep.parallel.context.rehearse import Call, mixing_operation
 from lockstep.parallel.subclass import Subclassed
 from lockstep.torch_internals import autograd as torch_autograd
 from lockstep.torch_internals import compile as torch_compile
@@ -47,6 +49,10 @@ class Region:
     """Positions of each rank, from the first block to the last; None outside."""
     attentions: int = 0
     compared: bool = False
+    is_rehearsed: bool = True
+    """Whether blocks are, see ``rehearse``."""
+    rehearsed: set[str] = field(default_factory=set)
+    """Kinds of blocks that were."""
 
     def begin(self) -> None:
         """A forward of the model starts. One before it may have failed half-way."""
@@ -130,7 +136,30 @@ class ContextParallelBlock(Subclassed):
         with SplitSequence(name, region.layout, region.method, *hidden.shape[:2]) as mode:
             output = forward(*args, **kwargs)
         region.attentions += mode.attentions
+        if torch.is_grad_enabled() and not _in_backward():
+            _rehearse(
+                region, self, Call(name, forward, _with_names(self._argument_names, args), kwargs, hidden)
+            )
         return output
+
+
+def _rehearse(region: Region, block: Any, call: Call) -> None:
+    """In the first call of each kind of block that learns.
+
+    Raises:
+        UsageError: it mixes positions outside of attention; on all ranks alike.
+    """
+    kind = settings(block)
+    if not region.is_rehearsed or kind in region.rehearsed:
+        return
+    region.rehearsed.add(kind)
+    operation = mixing_operation(block, call)
+    if operation is not None:
+        raise UsageError(
+            f"Block '{call.block}' mixes positions outside of attention, as running it on some of them shows "
+            f"(it begins with {operation}), but each rank holds a part of the sequence (context parallelism, cp = "
+            f"{region.layout.size}). Leave this block out with blocks=..., or do it before or after the blocks."
+        )
 
 
 def _in_backward() -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.errors import UsageError
+from lockstep.parallel.blocks import settings
 from lockstep.parallel.tensor.attention import by_names_alone, check_heads, heads_of
 from lockstep.parallel.tensor.given import COLUMNS, with_passed, without
 from lockstep.parallel.tensor.infer import output_layer, projections, region_with_styles
@@ -23,7 +24,7 @@ from lockstep.parallel.tensor.plan import (
     check_styles,
     features,
 )
-from lockstep.parallel.tensor.rehearse import Different, Rehearsal, settings
+from lockstep.parallel.tensor.rehearse import Different, Rehearsal
 from lockstep.torch_internals import modules as torch_modules
 
 

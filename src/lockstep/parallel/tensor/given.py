@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 
 from lockstep.errors import UsageError
+from lockstep.parallel.blocks import settings
 from lockstep.parallel.tensor.plan import Entry, TensorPlan
-from lockstep.parallel.tensor.rehearse import Different, Passed, Rehearsal, rehearse, settings
+from lockstep.parallel.tensor.rehearse import Different, Passed, Rehearsal, rehearse
 
 COLUMNS = ("colwise", "packed_colwise", "qkv_colwise")
 BROUGHT = "the model's own plan"

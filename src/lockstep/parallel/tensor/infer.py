@@ -15,9 +15,10 @@ from typing import Any
 from torch import nn
 
 from lockstep.errors import UsageError
+from lockstep.parallel.blocks import settings
 from lockstep.parallel.tensor.attention import check_heads, heads_of, region_of
 from lockstep.parallel.tensor.plan import AttentionRegion, Entry, TensorPlan, features, is_linear
-from lockstep.parallel.tensor.rehearse import Passed, Rehearsal, rehearse, settings
+from lockstep.parallel.tensor.rehearse import Passed, Rehearsal, rehearse
 from lockstep.torch_internals import modules as torch_modules
 
 INFERRED = "inferred"

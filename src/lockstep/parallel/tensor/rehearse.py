@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from lockstep.parallel.tensor.rehearsal_run import Run, example_of, run
 from lockstep.parallel.tensor.rehearsed_gradients import GradientsDifferError, meetings
-from lockstep.torch_internals import modules as torch_modules
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
@@ -207,18 +206,3 @@ def _of_heads(
 def _line(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return type(error).__name__ + (f" ({text[0][:60]})" if text else "")
-
-
-def settings(module: nn.Module) -> str:
-    """What tells modules of one class apart: plain attributes and shapes of parameters, of all modules inside."""
-    return str(
-        [
-            (
-                name,
-                type(inner),
-                {k: v for k, v in vars(inner).items() if type(v) in (int, float, bool, str, tuple)},
-                {k: None if p is None else p.shape for k, p in torch_modules.parameters_of(inner).items()},
-            )
-            for name, inner in module.named_modules()
-        ]
-    )

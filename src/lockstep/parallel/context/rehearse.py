@@ -1,0 +1,221 @@
+"""Whether a block mixes positions outside of attention: it is run on some positions, and on each half of them.
+
+Attention is replaced by something that works on single positions. A block that mixes no positions otherwise then gives
+for each half what it gives for all; anything else, however it is written, shows. Random numbers are given as
+hidden states, the same on all ranks, so that all come to the same result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lockstep.comm.tree import leaves, map_leaves
+from lockstep.parallel.context.arguments import sequence_dim
+from lockstep.torch_internals import modules as torch_modules
+
+POSITIONS = 16
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a block: its arguments by name or place, and the shape of its hidden states."""
+
+    block: str
+    forward: Callable[..., Any]
+    args: list[tuple[str, Any]]
+    kwargs: dict[str, Any]
+    hidden: Tensor
+
+
+def mixing_operation(module: nn.Module, call: Call) -> str | None:
+    """The name of the first operation that mixes positions, or None: there is none, or nobody can tell."""
+    count = min(call.hidden.shape[1], POSITIONS) // 2 * 2
+    if count < 4 or any(hasattr(inner, "unshard") for inner in module.modules() if inner is not module):
+        return None
+    hidden = _numbers((call.hidden.shape[0], count, *call.hidden.shape[2:])).to(call.hidden)
+    half = count // 2
+    try:
+        with torch.no_grad(), _left_as_it_was(module):
+            whole = _run(call, hidden, 0, count)
+            again = _run(call, hidden, 0, count)
+            if not _same(whole.output, again.output, 0, count):
+                return None  # random, or it changes from call to call
+            halves = [_run(call, hidden, start, half) for start in (0, half)]
+    except Exception:  # whatever a user's forward raises of other lengths
+        return None
+    for start, part in zip((0, half), halves, strict=True):
+        if not _same(whole.output, part.output, start, half):
+            return _first_difference(whole, halves, half)
+    return None
+
+
+def _numbers(shape: tuple[int, ...]) -> Tensor:
+    """As if they were random, but without a generator, which may be off where a model is verified."""
+    places = torch.arange(math.prod(shape), dtype=torch.float64)
+    return (torch.frac(torch.sin(places * 12.9898) * 43758.5453) * 2).reshape(shape)
+
+
+@dataclass
+class _Run:
+    output: Any = None
+    operations: list[tuple[str, Tensor]] = field(default_factory=list)
+
+
+def _run(call: Call, hidden: Tensor, start: int, count: int) -> _Run:
+    batch, length = call.hidden.shape[:2]
+
+    def cut(name: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf is call.hidden:
+            return hidden.narrow(1, start, count)
+        dim = sequence_dim(call.block, name, leaf, batch, length)
+        return leaf if dim is None else leaf.narrow(dim, start, count)
+
+    def of(name: str, value: Any) -> Any:
+        return map_leaves(lambda _, leaf: cut(name, leaf), value)
+
+    noted = _Run()
+    with _Noting(noted.operations):
+        noted.output = call.forward(
+            *(of(name, value) for name, value in call.args),
+            **{name: of(name, value) for name, value in call.kwargs.items()},
+        )
+    return noted
+
+
+class _Noting(TorchFunctionMode):
+    """Notes what operations give, and replaces attention."""
+
+    def __init__(self, operations: list[tuple[str, Tensor]]) -> None:
+        super().__init__()
+        self.operations = operations
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _by_positions(*_three(args, kwargs or {}))
+        if func is F.multi_head_attention_forward:
+            query, key, value = _three(args, kwargs or {})
+            return (query + key.tanh() + value.sin()), None
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.operations.append((getattr(func, "__name__", str(func)), result))
+        return result
+
+
+def _three(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    names = ("query", "key", "value")
+    given = (*args[:3], *(kwargs[name] for name in names[len(args[:3]) :]))
+    return given[0], given[1], given[2]
+
+
+def _by_positions(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """In place of attention: of [..., s, d], whose result at a position depends on that position alone."""
+    if query.ndim > 3 and query.shape[-3] != key.shape[-3]:
+        times = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+    return value * (1 + query.mean(-1, keepdim=True).tanh()) + key.mean(-1, keepdim=True).tanh()
+
+
+def _same(whole: Any, part: Any, start: int, count: int) -> bool:
+    """Of all tensors [b, positions, ...]; others, such as a balance loss, are those of a rank's positions."""
+    expected, found = leaves(whole), leaves(part)
+    for path, tensor in expected.items():
+        other = found.get(path)
+        if not isinstance(tensor, Tensor) or not isinstance(other, Tensor) or tensor.ndim < 3:
+            continue
+        if tensor.shape[1] < start + count or not _close(tensor.narrow(1, start, count), other):
+            return False
+    return True
+
+
+def _close(expected: Tensor, found: Tensor) -> bool:
+    if expected.shape != found.shape:
+        return False
+    if not expected.is_floating_point():
+        return torch.equal(expected, found)
+    tolerance = TOLERANCE.get(expected.dtype, 5e-2)
+    if torch.is_autocast_enabled(expected.device.type):
+        tolerance = 5e-2
+    apart = (expected.double() - found.double()).norm()
+    return not bool(apart > tolerance * expected.double().norm() + 1e-6)
+
+
+def _first_difference(whole: _Run, halves: list[_Run], half: int) -> str:
+    """The operation after which a half is not the half of all."""
+    for number, (name, expected) in enumerate(whole.operations):
+        for start, run in zip((0, half), halves, strict=True):
+            if number >= len(run.operations):
+                return name
+            found = run.operations[number][1]
+            if expected.ndim != found.ndim:
+                return name
+            unlike = [d for d in range(found.ndim) if expected.shape[d] != found.shape[d]]
+            if not unlike:
+                is_same = start == 0 or _close(halves[0].operations[number][1], found)
+                if not is_same and not _close(expected, found):
+                    return name
+            elif len(unlike) > 1 or (expected.shape[unlike[0]], found.shape[unlike[0]]) != (2 * half, half):
+                if expected.numel() * half != found.numel() * 2 * half:
+                    return name
+            elif not _close(expected.narrow(unlike[0], start, half), found):
+                return name
+    return "it"
+
+
+@contextmanager
+def _left_as_it_was(module: nn.Module) -> Iterator[None]:
+    """In eval mode; then modes, buffers and what forwards keep on modules are put back.
+
+    Parameters that are constant, as those of new norms and layers that begin at zero, would hide what is mixed: they
+    have other values meanwhile.
+    """
+    modules: list[Any] = list(module.modules())
+    modes = [inner.training for inner in modules]
+    kept = [(inner, dict(vars(inner))) for inner in modules]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    registered = [
+        (torch_modules.buffers_of(inner), dict(torch_modules.buffers_of(inner))) for inner in modules
+    ]
+    constant = [
+        (parameter.data, parameter.data.flatten()[0].clone())
+        for parameter in module.parameters()
+        if type(parameter.data) is Tensor
+        and parameter.is_floating_point()
+        and parameter.numel() > 0
+        and bool((parameter.data == parameter.data.flatten()[0]).all())
+    ]
+    try:
+        for values, value in constant:
+            values.copy_(value + _numbers(tuple(values.shape)).to(values) / 4)
+        for inner in modules:
+            inner.training = False
+            if hasattr(inner, "capacity_factor"):
+                inner.capacity_factor = None  # an expert's room depends on the number of positions
+        yield
+    finally:
+        for values, value in constant:
+            values.fill_(value)
+        for inner, before in kept:
+            for name in vars(inner).keys() - before.keys():
+                del vars(inner)[name]
+            vars(inner).update(before)
+        for own, before_buffers in registered:
+            own.clear()
+            own.update(before_buffers)
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        for inner, mode in zip(modules, modes, strict=True):
+            inner.training = mode
