@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lockstep import Accelerator
 from lockstep.errors import UsageError
+from lockstep.nn import MixtureOfExperts
 from lockstep.parallel.context import region
 from parallel.tensor.problem import difference
 
@@ -201,3 +202,52 @@ def test_the_first_batch_stops_what_blocks_are_not_rehearsed_for(run_distributed
     between = list(BETWEEN)
     for messages in run_distributed(split, 2, method, between, True, "first_step", timeout_s=120):
         assert all("does not compute what the whole model does" in message for message in messages)
+
+
+class Feed(nn.Module):
+    """Layers in a dictionary, which are taken for blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Block(None)
+        self.layers = nn.ModuleDict(
+            {"shared": nn.Linear(WIDTH, WIDTH), "experts": MixtureOfExperts(WIDTH, 8, 4)}
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(x)
+        return x + self.layers["shared"](x) + self.layers["experts"](x)
+
+
+class InDictionary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.feed = Feed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.feed(x).square().mean()
+
+
+def in_dictionary(blocks: str) -> Any:
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True, parallel=f"cp=2 verify=off {blocks}")
+    model = accelerator.prepare(InDictionary())
+    try:
+        loss = run(model)
+        accelerator.backward(loss)
+    except UsageError as error:
+        return str(error)
+    return loss.item(), gradients(accelerator.unwrap_model(model))
+
+
+def test_experts_in_a_dictionary_are_no_blocks_and_the_message_says_which_are(run_distributed) -> None:
+    for message in run_distributed(in_dictionary, 2, ""):
+        assert "between its blocks 'feed.layers.shared' and 'feed.layers.experts'" in message
+        assert message.endswith("with blocks=Feed.")
+    model = InDictionary()
+    loss = run(model)
+    loss.backward()
+    for found, gradient in run_distributed(in_dictionary, 2, "blocks=Feed"):
+        assert abs(found - loss.item()) < 1e-5
+        assert difference(gradient, gradients(model)) < 1e-4

@@ -49,6 +49,7 @@ def context_parallel(
         _check_block(name, block, mesh.size())
     names = list(blocks)
     region = Region(layout_on(mesh, method), method, names[0], names[-1])
+    region.around = _around(model, names[0])
     classes: dict[type, type] = {}
     for name, block in blocks.items():
         cls = type(block)
@@ -60,6 +61,16 @@ def context_parallel(
         block.__class__ = classes[cls]
     _disable_cache(model)
     model.__class__ = subclass(type(model), ContextParallelModel, _region=region)
+
+
+def _around(model: nn.Module, name: str) -> str:
+    """Class of the nearest module around a block that has a forward, if it is not the model."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        parent = model.get_submodule(name)
+        if type(parent).forward is not nn.Module.forward:
+            return type(parent).__name__
+    return ""
 
 
 def _check_block(name: str, block: nn.Module, size: int) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.tree import leaves, map_leaves, map_tensors
 from lockstep.config.enums import CPMethod
-from lockstep.errors import UsageError
+from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.blocks import settings
 from lockstep.parallel.context.arguments import hidden_states, holds_cache, sequence_dim
 from lockstep.parallel.context.checks import OnChunks
@@ -48,6 +48,10 @@ class Region:
     local_length: int | None = None
     """Positions of each rank, from the first block to the last; None outside."""
     attentions: int = 0
+    is_inside: bool = False
+    """Whether a block is running."""
+    around: str = ""
+    """Class of the module that the blocks are in, where that is not the model."""
     compared: bool = False
     is_rehearsed: bool = True
     """Whether blocks are, see ``rehearse``."""
@@ -56,7 +60,19 @@ class Region:
 
     def begin(self) -> None:
         """A forward of the model starts. One before it may have failed half-way."""
-        self.local_length, self.whole, self.attentions = None, False, 0
+        self.local_length, self.whole, self.attentions, self.is_inside = None, False, 0, False
+
+    def between(self, model: str, error: Exception) -> str:
+        """What to say of an error between blocks."""
+        text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        whole = (self.local_length or 0) * self.layout.size
+        named = f"blocks={self.around}" if self.around else "blocks=..."
+        return (
+            f"{model}'s forward raises {type(error).__name__} between its blocks '{self.first}' and '{self.last}' "
+            f"({text}): there each rank has {self.local_length} of {whole} positions (cp = {self.layout.size}), so "
+            "that nothing from before the first block fits. Name modules that get the hidden states one "
+            f"after the other, residuals included, with {named}."
+        )
 
     def end(self) -> None:
         """
@@ -86,7 +102,12 @@ class ContextParallelModel(Subclassed):
         elif region.split:
             mode = OnChunks(type(self).__name__, region.layout, region.split_length)
         with mode:
-            output = call(*args, **kwargs)
+            try:
+                output = call(*args, **kwargs)
+            except Exception as error:  # whatever a user's forward raises
+                if region.local_length is None or region.is_inside or isinstance(error, LockstepError):
+                    raise
+                raise UsageError(region.between(type(self).__name__, error)) from error
         region.end()
         return output
 
@@ -118,7 +139,9 @@ class ContextParallelBlock(Subclassed):
             return call(*args, **kwargs)
         split = _Splitter(name, region, hidden, length)
         args = tuple(split(*item) for item in _with_names(self._argument_names, args))
+        region.is_inside = True
         output = call(*args, **{key: split(key, value) for key, value in kwargs.items()})
+        region.is_inside = False
         return _leave(region, name, output, hidden.shape[0], length // region.layout.size)
 
     @torch_compile.disable
