@@ -27,7 +27,7 @@ SAID = {
     "sum": ["the loss is", "1/8 of it", "LanguageModel's own forward"],
     "batchnorm": ["blocks.1.norm1"],
     "padded": ["loss", "LanguageModel"],
-    "raises": ["KeyError in ", "micro-batches are not what this takes"],
+    "raises": ["KeyError in a Block", "micro-batches are not what this takes"],
     "positions": ["loss", "'blocks.1'", "positions"],
     "pooled": ["loss", "LanguageModel's own forward", "positions"],
 }
@@ -51,7 +51,6 @@ def test_what_differs_is_named_before_the_first_step(run_distributed: Any) -> No
         for name, (text, has_changed) in results.items():
             assert [part for part in SAID[name] if part not in text] == [], (name, text)
             assert not has_changed, name
-    assert any("KeyError in module 'blocks.1'" in results["raises"][0] for results in ranks)
     for name in WRONG.keys() - {"raises"}:
         assert ranks[0][name] == ranks[1][name]
 
