@@ -112,6 +112,15 @@ def parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.rand(shape) + 0.5)
 
 
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = linear(1)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return h * self.gate(x).sigmoid()
+
+
 def residual_of_gate(m: nn.Module, x: Tensor) -> Tensor:
     gate = torch.sigmoid(m.gate(x))
     return m.down(F.relu(m.up(x)) * gate) + gate * x
@@ -226,6 +235,20 @@ FRAGMENTS: dict[str, Fragment] = {
     "stack": Fragment(lambda: MLP(lambda m, x, h: torch.stack([h, h * m.gate(x)]).sum(0), gate=linear(1))),
     "dropout of nothing": Fragment(
         lambda: MLP(lambda m, x, h: m.drop(F.relu(h)) * m.gate(x), drop=nn.Dropout(0.0), gate=linear(1))
+    ),
+    "gate in training": Fragment(
+        lambda: MLP(lambda m, x, h: h * m.gate(x) if m.training else h, gate=linear(1))
+    ),
+    "softmax in training": Fragment(lambda: MLP(lambda m, x, h: h.softmax(-1) if m.training else h), 0),
+    "module with another order of arguments": Fragment(
+        lambda: MLP(lambda m, x, h: m.inner(x=x, h=h), inner=Gate())
+    ),
+    "soft cap": Fragment(lambda: MLP(lambda m, x, h: m.cap * torch.tanh(h / m.cap), cap=parameter())),
+    "operation without a rule": Fragment(
+        lambda: MLP(lambda m, x, h: torch.vmap(torch.mul)(h, m.gate(x)), gate=linear(1)), 0
+    ),
+    "several in one": Fragment(
+        lambda: MLP(lambda m, x, h: torch.cat([t * m.gate(x) for t in h.split(8, -1)], -1), gate=linear(1))
     ),
     # hidden features that go to several layers
     "two rows": Fragment(lambda: Whole(two_rows, **layers(other=nn.Linear(HIDDEN, WIDTH))), 3),

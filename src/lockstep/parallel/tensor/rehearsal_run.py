@@ -31,6 +31,7 @@ class Example:
     rank: int | None = None
     width: int = 0
     argument: tuple[str, int] | None = None
+    trains: bool = False
 
 
 @dataclass
@@ -47,8 +48,8 @@ class Run:
         is_marked: Whether that was computed from a rank's features.
     """
 
-    rank: int | None = None
     argument: tuple[str, int] | None = None
+    trains: bool = False
     given: list[Tensor] = field(default_factory=list)
     parts: dict[str, Tensor] = field(default_factory=dict)
     sources: dict[str, Tensor] = field(default_factory=dict)
@@ -111,8 +112,8 @@ def example_of(
 
 def run(rehearsal: Any, attributes: Mapping[str, int], example: Example) -> Run:
     """Forward, with gradients."""
-    module = without_weights(rehearsal)
-    noted = Run(example.rank, example.argument)
+    module = without_weights(rehearsal, example.trains)
+    noted = Run(example.argument, example.trains)
     noted.pieces = {name: PACKED.get(style, 1) for name, style in rehearsal.columns.items()}
     holder = module.get_submodule(rehearsal.holder)
     for name, value in attributes.items():
@@ -190,8 +191,8 @@ def _note_call(noted: Run, name: str) -> Callable[..., None]:
     return note
 
 
-def without_weights(rehearsal: Any) -> nn.Module:
-    """A copy in eval mode, which shares large weights; small ones and those on the meta device are random."""
+def without_weights(rehearsal: Any, trains: bool) -> nn.Module:
+    """A copy that drops nothing, and shares large weights; small ones and those on the meta device are random."""
     module = rehearsal.module
     intercepted = {
         id(parameter)
@@ -207,7 +208,10 @@ def without_weights(rehearsal: Any) -> nn.Module:
             device = "cpu" if values.is_meta else values.device
             values = (torch.rand(parameter.shape, generator=numbers) + 0.5).to(device, parameter.dtype)
         memo[id(parameter)] = nn.Parameter(values, requires_grad=is_float)
-    copied = copy.deepcopy(module, memo).eval()
+    copied: nn.Module = copy.deepcopy(module, memo).train(trains)
     for inner in copied.modules():
         torch_modules.clear_forward_hooks(inner)
+        for name, value in vars(inner).items():
+            if isinstance(value, float) and (isinstance(inner, torch_modules.Dropout) or "drop" in name):
+                setattr(inner, name, 0.0)
     return copied

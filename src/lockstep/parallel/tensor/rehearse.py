@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.tensor.rehearsal_run import Run, example_of, run
+from lockstep.parallel.tensor.rehearsal_run import Example, Run, example_of, run
 from lockstep.parallel.tensor.rehearsed_gradients import GradientsDifferError, meetings
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -121,6 +121,11 @@ def _compare(rehearsal: Rehearsal, attributes: Mapping[str, int], reports_width:
         raise _DifferentError(f"'{rehearsal.rows[0]}' was not called")
     parts = _ranks(rehearsal, attributes, reports_width, call, whole)
     partial, meets = meetings(whole, parts)
+    trained = _in_training(rehearsal, example)
+    if trained is not None:
+        also, meets_then = meetings(trained, _ranks(rehearsal, attributes, reports_width, call, trained))
+        meets = meets or meets_then or set(also) != set(partial)
+        partial = () if meets else partial
     arguments: dict[str, tuple[int, ...]] = {}
     if rehearsal.heads > 1:
         for name in _optional(rehearsal.module):
@@ -128,6 +133,17 @@ def _compare(rehearsal: Rehearsal, attributes: Mapping[str, int], reports_width:
             if shapes:
                 arguments[name] = shapes
     return Passed(partial, meets, arguments)
+
+
+def _in_training(rehearsal: Rehearsal, example: Example) -> Run | None:
+    """The whole run in training mode, where that is the same each time."""
+    example = replace(example, trains=True)
+    try:
+        first, again = run(rehearsal, {}, example), run(rehearsal, {}, example)
+    except Exception:  # whatever a user's forward raises
+        return None
+    is_same = len(first.given) == len(again.given) and all(map(torch.equal, first.given, again.given))
+    return first if is_same and first.given else None
 
 
 def _ranks(
@@ -138,6 +154,7 @@ def _ranks(
     parts = []
     for rank in range(ranks):
         example = example_of(rehearsal, call, rank, whole.argument)
+        example = replace(example, trains=whole.trains)
         if reports_width:
             example = replace(example, width=example.x.shape[-1] // ranks)
         try:
