@@ -30,7 +30,7 @@ def run(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
     return y.detach(), gradients
 
 
-def split(names: list[str]) -> dict[str, Any]:
+def split(names: list[str], is_compiled: bool = False) -> dict[str, Any]:
     torch.set_num_threads(1)
     process.start(cpu=True)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -38,6 +38,10 @@ def split(names: list[str]) -> dict[str, Any]:
     for name in names:
         model = make_model(name)
         plan = tensor_parallel(model, mesh, TensorOptions(plan="infer", is_main=False))
+        if is_compiled:
+            torch._dynamo.reset()
+            for inner in model.inner:
+                inner.compile(backend="eager", fullgraph=True)
         layers = sum(
             e.name.startswith("inner.") and e.style.endswith(("colwise", "rowwise")) for e in plan.entries
         )
@@ -69,6 +73,14 @@ def test_each_fragment_equals_itself_in_one_process(run_distributed, names: tupl
                     f"{name}: {layers} layers of it are split, the others are left because {set(reasons)}"
                 )
     assert not wrong, "\n".join(wrong)
+
+
+def test_where_whole_tensors_meet_features_is_compiled_in_one_graph(run_distributed) -> None:
+    names = ["gate of one", "scale everywhere", "bias as an argument"]
+    expected = {name: run(make_model(name)) for name in names}
+    for found in run_distributed(split, 2, names, True, timeout_s=240):
+        for name in names:
+            assert problem.difference(found[name][3], expected[name][1]) < 1e-4
 
 
 def as_before(*_: Any) -> tuple[tuple[str, ...], bool]:

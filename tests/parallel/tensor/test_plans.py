@@ -81,6 +81,20 @@ class Mixed(nn.Module):
         return self.good(self.classifier(self.soft(self.normed(x))))
 
 
+class Gates(nn.Module):
+    """Blocks in which something of the input meets hidden features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        own = lambda m, x, h: F.relu(h) + x.mean(-1, keepdim=True)  # noqa: E731
+        self.blocks = nn.ModuleList(fragments.MLP(own) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 def infer(model: nn.Module, ranks: int = 2) -> Any:
     return make_plan(model, ranks, TensorOptions(plan="infer"))
 
@@ -257,6 +271,12 @@ def test_a_stage_gets_its_part_of_the_plan_of_the_whole() -> None:
         (Mixed, {"loss_parallel": True}, 2, "loss_parallel needs an output layer"),
         (Mixed, {"sequence_parallel": True}, 2, "sequence_parallel"),
         (lambda: nn.Linear(4, 4), {}, 2, "Nothing in Linear was understood"),
+        (
+            lambda: Gates(),
+            {"sequence_parallel": True},
+            2,
+            "what 'blocks.0.up' computes meets other tensors, which would be chunks",
+        ),
         (
             lambda: nn.Sequential(Separate(), Separate()),
             {"sequence_parallel": True},
