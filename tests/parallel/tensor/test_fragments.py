@@ -76,7 +76,7 @@ def test_each_fragment_equals_itself_in_one_process(run_distributed, names: tupl
 
 
 def test_where_whole_tensors_meet_features_is_compiled_in_one_graph(run_distributed) -> None:
-    names = ["gate of one", "scale everywhere", "bias as an argument"]
+    names = ["gate of one", "scale everywhere", "norm and gate"]
     expected = {name: run(make_model(name)) for name in names}
     for found in run_distributed(split, 2, names, True, timeout_s=240):
         for name in names:
