@@ -195,7 +195,7 @@ FRAGMENTS: dict[str, Fragment] = {
     "gate of one": Fragment(lambda: MLP(sigmoid_gate, gate=linear(1))),
     "gate without bias": Fragment(lambda: MLP(sigmoid_gate, gate=nn.Linear(WIDTH, 1, bias=False))),
     "gate of two layers": Fragment(
-        lambda: MLP(sigmoid_gate, gate=nn.Sequential(linear(6), nn.Tanh(), linear(1, 6))), 4
+        lambda: MLP(sigmoid_gate, gate=nn.Sequential(linear(8), nn.Tanh(), linear(1, 8))), 4
     ),
     "gate used twice": Fragment(lambda: Whole(residual_of_gate, **layers(gate=linear(1)))),
     "own input's mean": Fragment(lambda: MLP(lambda m, x, h: F.relu(h) + x.mean(-1, keepdim=True))),

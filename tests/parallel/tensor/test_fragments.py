@@ -30,10 +30,10 @@ def run(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
     return y.detach(), gradients
 
 
-def split(names: list[str], is_compiled: bool = False) -> dict[str, Any]:
+def split(names: list[str], is_compiled: bool = False, ranks: int = 2) -> dict[str, Any]:
     torch.set_num_threads(1)
     process.start(cpu=True)
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
     found: dict[str, Any] = {}
     for name in names:
         model = make_model(name)
@@ -50,6 +50,7 @@ def split(names: list[str], is_compiled: bool = False) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "names",
     [
@@ -59,10 +60,12 @@ def split(names: list[str], is_compiled: bool = False) -> dict[str, Any]:
         ),
     ],
 )
-def test_each_fragment_equals_itself_in_one_process(run_distributed, names: tuple[str, ...]) -> None:
+def test_each_fragment_equals_itself_in_one_process(
+    run_distributed, names: tuple[str, ...], ranks: int
+) -> None:
     expected = {name: run(make_model(name)) for name in names}
     wrong = []
-    for rank, found in enumerate(run_distributed(split, 2, list(names), timeout_s=240)):
+    for rank, found in enumerate(run_distributed(split, ranks, list(names), False, ranks, timeout_s=240)):
         for name in names:
             layers, reasons, y, gradients = found[name]
             apart = problem.difference(gradients, expected[name][1])
