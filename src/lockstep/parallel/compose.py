@@ -264,6 +264,7 @@ def _pipeline(
             batch_dims=parallel.batch_dims,
             loss_reduction=cast("Any", parallel.loss),
             loss_scale=options.loss_scale,
+            forward_dtype=_gathered_dtype(options) if shards else None,
         ),
         runtime.device,
     )
@@ -281,6 +282,13 @@ def _pipeline(
 
     pipeline.on_settled(settle)
     return autocast_forward(pipeline, options.mixed_precision, runtime.device, options.autocast)
+
+
+def _gathered_dtype(options: ModelOptions) -> torch.dtype | None:
+    """That of parameters in forwards of a sharded model; None: their own."""
+    from lockstep.parallel.shard import DTYPES
+
+    return DTYPES.get(options.mixed_precision)
 
 
 def _refuse_shared(names: list[str], parallel: Parallel) -> None:

@@ -29,10 +29,12 @@ class StandIns:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
 
-    def like(self, tensor: Tensor) -> Tensor:
-        """A new stand-in of the same shape, strides, dtype and ``requires_grad``."""
+    def like(self, tensor: Tensor, floating: torch.dtype | None = None) -> Tensor:
+        """A new stand-in of the same shape, strides and ``requires_grad``; and dtype, if no ``floating`` one is given
+        for tensors that are."""
+        dtype = floating if floating is not None and tensor.is_floating_point() else tensor.dtype
         with self._mode:
-            new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+            new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=self._device)
         return new.requires_grad_(tensor.requires_grad)
 
 

@@ -50,7 +50,7 @@ def split_model(
     starts = _starts(model, blocks, stages, options)
     if device is None:
         device = next(model.parameters()).device
-    layout = Layout(model, blocks, starts, device)
+    layout = Layout(model, blocks, starts, device, options.forward_dtype)
     rank = mesh.get_local_rank()
     mine = {stage for stage in range(stages) if rank_of_stage(options.schedule, stage, ranks) == rank}
     layout.drop_blocks(mine)

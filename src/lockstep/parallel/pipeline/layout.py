@@ -66,9 +66,14 @@ class Layout:
     """A model's blocks and parts; taken before anything is changed."""
 
     def __init__(
-        self, model: nn.Module, blocks: Mapping[str, nn.Module], starts: list[int], device: torch.device
+        self,
+        model: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        starts: list[int],
+        device: torch.device,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """``starts``: the index of the block with which each stage begins."""
+        """``starts``: the index of the block with which each stage begins; ``dtype``: of parameters in forwards."""
         self.stand_ins = StandIns(device)
         self.order = list(blocks)
         self.starts = {self.order[index]: stage for stage, index in enumerate(starts)}
@@ -77,7 +82,7 @@ class Layout:
         self.aliases = _aliases(model)
         self._first = {alias: first for first, names in self.aliases.items() for alias in names}
         parameters = dict(model.named_parameters())
-        self.values = {name: self.stand_ins.like(value) for name, value in parameters.items()}
+        self.values = {name: self.stand_ins.like(value, dtype) for name, value in parameters.items()}
         memo: dict[int, Any] = {id(value): self.values[name] for name, value in parameters.items()}
         memo[id(model)] = model
         trunk = self._trunk()

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from lockstep.config.enums import Schedule
 
 Outputs = Literal["auto", "all", "last"]
@@ -33,6 +35,7 @@ class PipelineOptions:
             others None. ``auto``: all, but only the loss where the model computes it for training.
         loss_scale: The factor (a power of two) by which losses are multiplied while gradients are computed in
             float16; it is divided out of the gradients again.
+        forward_dtype: The type of parameters in forwards, where they are gathered in another than their own.
     """
 
     schedule: Schedule = Schedule.ONE_F_ONE_B
@@ -45,3 +48,4 @@ class PipelineOptions:
     loss_reduction: LossReduction = "auto"
     outputs: Outputs = "auto"
     loss_scale: Callable[[], float] | None = None
+    forward_dtype: torch.dtype | None = None
