@@ -226,6 +226,13 @@ def skip(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     return ce(model, run(model, x) + x, labels)
 
 
+def fails_later(block: Any, x: Tensor, *args: Any) -> Tensor:
+    block.calls += 1
+    if block.calls > 1:
+        raise ValueError("no more than one call")
+    return x
+
+
 def batch_norm(block: Any) -> None:
     block.bn = nn.BatchNorm1d(D)
 
@@ -366,8 +373,12 @@ FRAGMENTS: dict[str, Fragment] = {
     "frozen batch norm": Fragment(block=frozen_norm, hook=normed, at=AT),
     "attributes of blocks": Fragment(forward=attribute_of_block, fast=True),
     "flag on blocks": Fragment(forward=flag_on_block, block=attribute("depth", 0), hook=uses_flag),
-    "auxiliary losses between blocks": Fragment(forward=aux_between, says=("earlier stage",)),
-    "auxiliary losses of blocks": Fragment(aux_of_blocks, hook=sparsity, says=("earlier stage",)),
+    "auxiliary losses between blocks": Fragment(
+        forward=aux_between, says=("earlier stage", "x, aux = block(x, aux)")
+    ),
+    "auxiliary losses of blocks": Fragment(
+        aux_of_blocks, hook=sparsity, says=("earlier stage", "auxiliary loss")
+    ),
     "skip": Fragment(forward=skip, says=("earlier stage",)),
 }
 

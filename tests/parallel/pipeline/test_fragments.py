@@ -78,6 +78,19 @@ def each_architecture(names: list[str]) -> dict[str, str]:
     return {name: architecture(name) for name in names}
 
 
+def late_failure() -> str:
+    """What a rank says when a block of the last stage fails in the second step, and its rank goes."""
+    fragment = fragments.Fragment(block=fragments.attribute("calls", 0), hook=fragments.fails_later, at=(3,))
+    model: nn.Module = pipeline(fragments.seeded(fragment), PipelineOptions(micro_batches=4), ("Block",))
+    try:
+        fragments.trained(model, fragment)
+    except Exception as error:
+        if not isinstance(error, LockstepError):
+            torch.distributed.destroy_process_group()
+        return f"{type(error).__name__}: {error} {getattr(error, 'caused_by_rank', None)}"
+    return "nothing"
+
+
 def check(run_distributed: Any, names: list[str]) -> None:
     for results in run_distributed(outcomes, 2, names, timeout_s=300):
         wrong = {}
@@ -106,3 +119,10 @@ def test_experts_of_transformers_in_full_precision_are_right(run_distributed: An
 def test_architectures_of_transformers_are_right(run_distributed: Any) -> None:
     names = architectures.EQUAL
     assert run_distributed(each_architecture, 2, names, timeout_s=500) == [dict.fromkeys(names, "equal")] * 2
+
+
+def test_a_rank_that_fails_is_named_on_the_others(run_distributed: Any) -> None:
+    first, second = run_distributed(late_failure, 2, timeout_s=60)
+    assert "Rank 1 failed in the forward of Model with ValueError: no more than one call." in first
+    assert first.startswith("UsageError") and first.endswith(" 1")
+    assert second.startswith("RuntimeError")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.tree import leaves
 from lockstep.errors import UsageError
+from lockstep.parallel.pipeline.failing import first_is_named
 from lockstep.parallel.pipeline.layout import Layout
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import (
@@ -87,6 +88,7 @@ class PipelineModel(nn.Module):
         self._plans: OrderedDict[Signature, Plan] = OrderedDict()
         self._known_dims: dict[str, int | None] = {}
         self._reductions: dict[Any, Reduction] = {}
+        self._calls = 0
         self._said_order = False
 
     # -- what it consists of -----------------------------------------------------------------------------
@@ -244,7 +246,11 @@ class PipelineModel(nn.Module):
     def _run(self, call: Call, loss_fn: LossFunction | None) -> Any:
         autocast = Autocast(self._local.device.type)
         self._local.executed.clear()
-        with autocast.outside():
+        self._calls += 1
+        with (
+            autocast.outside(),
+            first_is_named(self._local.group, type(self.module).__name__, self._calls),
+        ):
             plan = self._plan(call, loss_fn, autocast)
             batch = Batch(call, cut(call, plan.micro_batches, plan.dims))
             if not torch.is_grad_enabled():

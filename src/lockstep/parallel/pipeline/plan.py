@@ -28,6 +28,7 @@ from lockstep.parallel.pipeline.segment import (
     Segment,
     changed,
 )
+from lockstep.parallel.pipeline.state import restored
 from lockstep.parallel.pipeline.trace import Argument, Traced, Tracer, storage_of
 from lockstep.torch_internals.fake import quiet
 
@@ -153,7 +154,14 @@ def _run(
         output = model(*call.args, **call.kwargs)
         return output if loss_fn is None else (loss_fn(output, *call.targets),)
 
-    with changed(layout.without_values(blocks)), torch.random.fork_rng(cuda), torch.enable_grad():
+    copies = [part.copy for part in layout.parts.values()] + [block.copy for block in layout.blocks.values()]
+    inner = [("", module) for copy in copies for module in copy.modules()]
+    with (
+        restored(inner),
+        changed(layout.without_values(blocks)),
+        torch.random.fork_rng(cuda),
+        torch.enable_grad(),
+    ):
         return tracer.run(forward)
 
 

@@ -142,6 +142,17 @@ class StepState:
 
 
 @contextmanager
+def restored(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
+    """Values that modules have get back what they were; those that forwards inside add are left."""
+    entries = list(entries_of(modules))
+    try:
+        yield
+    finally:
+        for entry in entries:
+            entry.put(entry.copy)
+
+
+@contextmanager
 def untouched(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
     """What forwards inside change is put back."""
     modules = list(modules)

@@ -274,6 +274,12 @@ class Tracer(TorchDispatchMode):
 
     def _leak(self, tensor: Tensor) -> UsageError:
         shape = tuple(tensor.shape)
+        if not shape:
+            return UsageError(
+                f"The forward of {self._where()} uses a number that it made of what blocks of an earlier stage of the "
+                "pipeline return, such as an auxiliary loss, and only that stage has it. Let blocks take and return it "
+                "beside their activations: x, aux = block(x, aux)."
+            )
         return UsageError(
             f"The forward of {self._where()} uses a tensor of shape {shape} that an earlier stage of the pipeline made "
             "and that is no argument of the block at which the next stage begins. Pass it through the blocks, or let "

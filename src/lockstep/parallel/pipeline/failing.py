@@ -1,0 +1,64 @@
+"""A rank that fails in a pass is named on the others, which only see that it went away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from lockstep.errors import LockstepError, UsageError
+from lockstep.runtime import failure
+from lockstep.torch_internals.c10d import default_store
+
+MOST_CHARACTERS = 300
+
+
+@contextmanager
+def first_is_named(group: dist.ProcessGroup, title: str, call: int) -> Iterator[None]:
+    """Around a pass of a model called ``title``; ``call``: its number, the same on all ranks of ``group``.
+
+    The store of the main group has the message of the rank that failed. Nothing is sent while none does.
+
+    Raises:
+        UsageError: another rank of the pipeline has failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        key = f"lockstep/pipeline/{dist.get_process_group_ranks(group)}/{title}/{call}"
+        if not failure.is_consequence(error):
+            _tell(key, error)
+            raise
+        told = _heard(key)
+        if told is None:
+            raise
+        rank, _, text = told.partition(" ")
+        consequence = UsageError(
+            f"Rank {rank} failed in the forward of {title} with {text} This rank stops with it. Mend the cause on that "
+            "rank."
+        )
+        consequence.caused_by_rank = int(rank)
+        raise consequence from error
+
+
+def _tell(key: str, error: Exception) -> None:
+    cause: BaseException = error
+    while not isinstance(cause, LockstepError) and isinstance(cause.__cause__, Exception):
+        cause = cause.__cause__  # torch wraps what a forward raises
+    lines = str(cause).strip().splitlines() or [""]
+    text = f"{type(cause).__name__}: {lines[0][:MOST_CHARACTERS].rstrip('.')}."
+    try:
+        store = default_store()
+        if not store.check([key]):
+            store.set(key, f"{dist.get_rank()} {text}")
+    except RuntimeError:  # the store is gone with its rank: the error itself is still raised
+        return
+
+
+def _heard(key: str) -> str | None:
+    try:
+        store = default_store()
+        return str(store.get(key).decode()) if store.check([key]) else None
+    except RuntimeError:
+        return None
