@@ -91,6 +91,7 @@ class Fragment:
     options: dict[str, Any] = field(default_factory=dict)
     outside: Callable[[Any, Tensor], Tensor] | None = None
     padded: bool = False
+    first: str = ""  # the keyword argument that comes before the others
     fast: bool = False
     steps: int = 2
 
@@ -338,6 +339,13 @@ FRAGMENTS: dict[str, Fragment] = {
         ).mean(),
         kwargs={"w": torch.linspace(1, 2, B)},
     ),
+    "positions first": Fragment(forward=with_positions, kwargs={"pos": torch.linspace(0, 1, L)}, first="pos"),
+    "positions of another length first": Fragment(
+        forward=lambda m, ids, labels, pos: with_positions(m, ids, labels, pos[:L]),
+        kwargs={"pos": torch.linspace(0, 1, 2 * L)},
+        first="pos",
+        fast=True,
+    ),
     "a bank": Fragment(
         bank, ("'bank'", "batch_dims=bank=0", "batch_dims=bank=none"), {"bank": BANK}, fast=True
     ),
@@ -401,7 +409,11 @@ def trained(model: nn.Module, fragment: Fragment) -> tuple[list[float], dict[str
     values = []
     for ids, labels in batches(fragment):
         model.zero_grad()
-        output = model(ids, labels, **fragment.kwargs)
+        given = {"ids": ids, "labels": labels, **fragment.kwargs}
+        if fragment.first:
+            output = model(**{fragment.first: given.pop(fragment.first)}, **given)
+        else:
+            output = model(ids, labels, **fragment.kwargs)
         if fragment.outside is not None:
             loss = fragment.outside(output, labels)
         elif isinstance(output, dict):

@@ -21,7 +21,6 @@ from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import (
     BatchDims,
     Call,
-    batch_size,
     count_for_evaluation,
     count_for_training,
     cut,
@@ -49,6 +48,7 @@ from lockstep.parallel.pipeline.plan import (
 from lockstep.parallel.pipeline.refusals import batch_norm, follows_rows, sees_micro_batches
 from lockstep.parallel.pipeline.rows import (
     argument_names,
+    batch_of,
     check_known,
     described,
     find,
@@ -280,7 +280,7 @@ class PipelineModel(nn.Module):
         check_same_batch(call, local.group, local.device)
         names = argument_names(self.module, call)
         given = self._said(call, names)
-        size = batch_size(call, given)
+        size = self._batch_size(call, loss_fn, given, names, autocast)
         if training:
             count = count_for_training(options.micro_batches, size, options.schedule, local.ranks)
             self._refuse_batch_norm()
@@ -316,6 +316,24 @@ class PipelineModel(nn.Module):
         check_known(options.batch_dims, names, known_arguments(self.module, names))
         found |= {path: None for path in names for name in options.whole if path.startswith(f"[1][{name!r}]")}
         return found
+
+    def _batch_size(
+        self,
+        call: Call,
+        loss_fn: LossFunction | None,
+        given: dict[str, int | None],
+        names: dict[str, str],
+        autocast: Autocast,
+    ) -> int:
+        tensors = {path: leaf for path, leaf in leaves(call.tree).items() if path in names}
+        known = {path: dim for path, dim in self._known_dims.items() if path in names and dim is not None}
+        if known:
+            path, dim = next(iter(known.items()))
+            return int(tensors[path].shape[dim])
+        with autocast.inside(), untouched(self._named_modules()):
+            return batch_of(
+                call, given, lambda tried: used_arguments(self.module, self._local.layout, tried, loss_fn)
+            )
 
     def _dims(
         self,

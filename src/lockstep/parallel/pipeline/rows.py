@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain, combinations, islice
+from itertools import chain, combinations, islice, product
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from lockstep.comm.tree import leaves, map_leaves
 from lockstep.config.values import suggestion
 from lockstep.errors import UsageError
-from lockstep.parallel.pipeline.micro_batch import BatchDims, Call
+from lockstep.parallel.pipeline.micro_batch import BatchDims, Call, batch_size
 
 MOST_TRIALS = 64
+FEW_ROWS = 2
 Trial = Callable[[Call], set[str] | None]
 """The paths of arguments that a forward with this call uses; None: its shapes do not fit."""
 
@@ -117,7 +118,6 @@ def find(
     everything = {**base, **dict.fromkeys(open_, 0)}
     if not open_ or (not anchored and len(open_) == 1):
         return everything
-    free = open_ if anchored else open_[1:]
     sizes = {size for leaf in tensors.values() for size in leaf.shape}
     # Not smaller than the batch, for a tensor that is as long may be looked up row by row; and like no other length.
     more = next(
@@ -127,13 +127,17 @@ def find(
     def attempt(whole: set[str], counts: tuple[int, ...]) -> set[str] | None:
         dims = base | {path: None if path in whole else 0 for path in open_}
         used: set[str] | None = None
+        if not anchored and len(whole) == len(open_):
+            return None  # something is cut
         for count in counts:
             used = trial(with_rows(call, dims, batch, count))
             if used is None:
                 break
         return used
 
-    for counts in ((more, rows), (rows,)):
+    # The first tensor is mostly the batch: only if nothing else fits may it be whole.
+    frees = [open_] if anchored else [open_[1:], open_]
+    for counts, free in product(((more, rows), (rows,)), frees):
         tried = _tried(free, functools.partial(attempt, counts=counts))
         if tried is None:
             continue
@@ -142,6 +146,39 @@ def find(
             raise _ambiguous(unknown, names, tensors, batch, title)
         return everything | dict.fromkeys(whole, None)
     return everything  # it runs in no way without values: tracing it says why
+
+
+def batch_of(call: Call, given: BatchDims, trial: Trial) -> int:
+    """How many samples a call has: as many as its first tensor has rows, unless the model does not run with more of
+    these, but does with more rows of others.
+
+    Raises:
+        UsageError: no tensor has rows.
+    """
+    first = batch_size(call, given)
+    tensors = {
+        path: leaf for path, leaf in leaves(call.tree).items() if isinstance(leaf, Tensor) and leaf.ndim
+    }
+    lengths = dict.fromkeys(leaf.shape[0] for path, leaf in tensors.items() if path not in given)
+    if any(dim is not None for dim in given.values()) or len(lengths) < 2:
+        return first
+    sizes = {size for leaf in tensors.values() for size in leaf.shape}
+    for batch in lengths:
+        rows = [path for path, leaf in tensors.items() if path not in given and leaf.shape[0] == batch]
+        more = _more_rows(batch, sizes)
+        for whole in islice(_subsets(rows), MOST_TRIALS):
+            dims = {path: 0 for path in rows if path not in whole}
+            counts = (more, FEW_ROWS)
+            if dims and all(trial(with_rows(call, dims, batch, n)) is not None for n in counts):
+                return batch
+    return first
+
+
+def _more_rows(batch: int, sizes: set[int]) -> int:
+    """Not fewer than the batch, for a tensor that is as long may be looked up row by row; and like no other length."""
+    return next(
+        n for n in range(batch + 1, batch + 1000) if n not in sizes and all(n % p for p in (2, 3, 5, 7))
+    )
 
 
 def _tried(
