@@ -28,7 +28,7 @@ SAID = {
     "batchnorm": ["blocks.1.norm1"],
     "padded": ["loss", "LanguageModel"],
     "raises": ["KeyError in a Block", "micro-batches are not what this takes"],
-    "positions": ["loss", "'blocks.1'", "positions"],
+    "positions": ["'blocks.1'", "mixes positions outside of attention"],
     "pooled": ["loss", "LanguageModel's own forward", "positions"],
 }
 RIGHT: dict[str, tuple[str, dict[str, str]]] = {
