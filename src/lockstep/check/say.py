@@ -11,7 +11,7 @@ from lockstep.check.compare import STATE, Comparison, Difference
 REMEDIES: Mapping[str, str] = {
     "tp": "Leave it whole with a tp_plan of your own that names what is split (docs: tensor parallel)",
     "cp": "Leave blocks that mix positions out with blocks=..., or do that before or after the blocks",
-    "pp": "Return the mean over the batch as the loss, so that the mean over micro-batches is the same",
+    "pp": "Say with loss=mean, sum or whole what the loss is over the batch, or with batch_dims=NAME=0 what is cut",
     "ep": "Spread only layers of lockstep.nn.MixtureOfExperts, and keep other layers the same on all ranks",
 }
 RUN_REMEDIES: Mapping[str, str] = {

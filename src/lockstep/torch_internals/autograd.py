@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +44,33 @@ def saved_tensors_hooks_now() -> tuple[Callable[..., Any], Callable[..., Any]] |
     return found
 
 
+def module_of_function(node: Any) -> str | None:
+    """Where the ``autograd.Function`` of a node of the graph is defined; None for torch's own operators.
+
+    Relies on: ``_forward_cls`` of the type of such a node.
+    """
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return None
+    return getattr(getattr(type(node), "_forward_cls", node), "__module__", "")
+
+
+def saved_by(node: Any) -> Iterator[Any]:
+    """What a node of the graph keeps for its backward. Relies on: attributes that begin with ``_saved_``."""
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            yield getattr(node, name, None)
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
 @probed("autograd", "tells where a backward begins and ends")
 def probe() -> None:
     """Run a backward of one number."""
@@ -58,6 +85,9 @@ def probe() -> None:
     doubled.register_hook(during)
     doubled.sum().backward()
     seen.append(is_in_backward())
+    own, mean = _Doubled.apply(leaf), torch.ones(3, requires_grad=True).mean()
+    expect(module_of_function(own.grad_fn) == __name__, "where a function is defined")
+    expect(module_of_function(mean.grad_fn) is None and 3 in saved_by(mean.grad_fn), "what a mean keeps")
     expect(seen == [False, True, ("end", True), False], "where a backward begins and ends")
     pack, unpack = (lambda tensor: tensor), (lambda packed: packed)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.torch_internals import autograd as torch_autograd
+
 TOLERANCE, TOLERANCE_ROUNDED = 1e-3, 0.02
 MOST_NODES = 2000
 
@@ -65,13 +67,11 @@ def denominators(loss: Tensor, ends: Sequence[Tensor]) -> tuple[list[Any], list[
         if node is None or node in seen or node in stop:
             continue
         seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            module = getattr(getattr(type(node), "_forward_cls", node), "__module__", "")
-            if not module.startswith(("torch.", "lockstep.")):
-                plain.append("unknown")
-        for name in dir(node):
-            if name.startswith("_saved_"):
-                _note(getattr(node, name, None), plain, tensors)
+        module = torch_autograd.module_of_function(node)
+        if module is not None and not module.startswith(("torch.", "lockstep.")):
+            plain.append("unknown")
+        for value in torch_autograd.saved_by(node):
+            _note(value, plain, tensors)
         waiting += [following for following, _ in node.next_functions]
     return plain, tensors
 
