@@ -67,6 +67,12 @@ def test_mapping_keeps_types_and_other_leaves_and_leaves_the_input_alone(contain
             assert after[path] is leaf
 
 
+def test_a_size_is_a_leaf_that_may_be_replaced():
+    given = {"x": torch.ones(2, 3), "size": torch.Size([2, 3])}
+    found = tree.map_leaves(lambda path, leaf: None if isinstance(leaf, torch.Size) else path, given)
+    assert found == {"x": "['x']", "size": None}
+
+
 def test_a_mapping_keeps_what_it_holds_besides_its_items():
     assert tree.map_tensors(torch.neg, Encoding({"a": torch.ones(1)}, encodings="kept")).encodings == "kept"
     assert tree.map_tensors(torch.neg, defaultdict(list, a=torch.ones(1))).default_factory is list

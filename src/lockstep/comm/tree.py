@@ -19,6 +19,8 @@ import torch
 
 def children(tree: Any) -> list[tuple[str, Any]] | None:
     """The parts of a container, each with its step of the path; None for a leaf."""
+    if isinstance(tree, torch.Size):  # a tuple that takes nothing but numbers
+        return None
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return [(f".{name}", value) for name, value in zip(tree._fields, tree, strict=True)]
     if isinstance(tree, (list, tuple)):
