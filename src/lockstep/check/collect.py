@@ -11,7 +11,7 @@ from lockstep.check.observe import Observed
 from lockstep.check.passes import Result
 from lockstep.check.reference import Live
 from lockstep.check.snapshot import Snapshot, numbers
-from lockstep.checkpoint.training import Whole
+from lockstep.checkpoint.training import Whole, ties_of
 from lockstep.checkpoint.weights.stages import collect_stages
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import is_dtensor, local
@@ -23,14 +23,8 @@ class Collector:
 
     def __init__(self, model: nn.Module, communicator: Communicator) -> None:
         self._communicator = communicator
-        firsts: dict[int, str] = {}
-        ties = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            first = firsts.setdefault(id(parameter), name)
-            if first != name:
-                ties[name] = first
         self._numbers: dict[str, Any] = {}
-        self._whole = Whole(tuple(firsts.values()), ties)
+        self._whole = Whole((), ties_of(model))
 
     def is_ready(self, model: nn.Module) -> bool:
         """Whether no rank holds gradients now. Collective."""

@@ -65,6 +65,15 @@ class Whole:
         return {first, *(other for other, of in self.ties.items() if of == first)}
 
 
+def ties_of(model: nn.Module) -> dict[str, str]:
+    """The first name of each weight that has several, by the others."""
+    firsts: dict[int, str] = {}
+    names = (
+        (name, firsts.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False)
+    )
+    return {name: first for name, first in names if first != name}
+
+
 NO_TIES = Whole((), {})
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lockstep.checkpoint.training import Place, Training, Whole
+from lockstep.checkpoint.training import Place, Training, Whole, ties_of
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.config.options import Options
@@ -441,10 +441,4 @@ def _after_step(watch: BackwardWatch) -> Callable[[Optimizer, Any, Any], None]:
 
 def _whole(model: nn.Module) -> Whole:
     """The names of all weights, before other ranks' blocks leave."""
-    firsts: dict[int, str] = {}
-    ties = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = firsts.setdefault(id(parameter), name)
-        if first != name:
-            ties[name] = first
-    return Whole(tuple(model.state_dict()), ties)
+    return Whole(tuple(model.state_dict()), ties_of(model))
