@@ -21,7 +21,8 @@ from torch import nn
 
 from lockstep import Accelerator
 from lockstep.checkpoint.weights.folder import WeightsFolder
-from lockstep.checkpoint.weights.model import INDEX, WEIGHTS, parse_size, write_weights
+from lockstep.checkpoint.weights.model import write_weights
+from lockstep.checkpoint.weights.names import INDEX, WEIGHTS, parse_size
 from lockstep.comm.dtensor import whole
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, UsageError
 from tests.warm_interpreter import WarmInterpreter

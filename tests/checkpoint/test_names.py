@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep import Accelerator
 from lockstep.checkpoint.store.local import LocalStore
-from lockstep.checkpoint.verify import verify
+from lockstep.checkpoint.store.verify import verify
 from lockstep.checkpoint.weights.convert import open_weights
 from lockstep.errors import UsageError
 from lockstep.placement.offload_folder import Kept, keep

@@ -11,7 +11,8 @@ from torch import nn
 
 from checkpoint import saved_files
 from lockstep import Accelerator
-from lockstep.checkpoint.store.local import BLOCK_BYTES, LocalStore
+from lockstep.checkpoint.store.base import BLOCK_BYTES
+from lockstep.checkpoint.store.local import LocalStore
 from lockstep.errors import CheckpointError, NoCheckpointError, UsageError
 
 STORE = LocalStore()

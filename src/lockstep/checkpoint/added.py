@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 
-from lockstep.checkpoint.store.local import MANIFEST, OURS, Store
-from lockstep.checkpoint.store.place import UnreachableError
-from lockstep.checkpoint.verify import listed, read_manifest, root_of
+from lockstep.checkpoint.format.names import MANIFEST, OURS
+from lockstep.checkpoint.store.base import Store, UnreachableError
+from lockstep.checkpoint.store.verify import listed, read_manifest, root_of
 from lockstep.errors import CheckpointError
 
 logger = logging.getLogger("lockstep.checkpoint")

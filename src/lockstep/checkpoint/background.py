@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.checkpoint.format.tensorfile import TensorFile
-from lockstep.checkpoint.verify import in_parallel
+from lockstep.checkpoint.store.verify import in_parallel
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import local
 from lockstep.errors import CheckpointError

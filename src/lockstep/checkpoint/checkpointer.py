@@ -22,11 +22,11 @@ from lockstep.checkpoint.plan import Plan, Planner
 from lockstep.checkpoint.read import Checkpoint
 from lockstep.checkpoint.restore import plan_restoration
 from lockstep.checkpoint.state import Collected, collect, digests_of, part_ways
-from lockstep.checkpoint.store.local import LocalStore, Store
-from lockstep.checkpoint.store.place import UnreachableError
+from lockstep.checkpoint.store.base import Store, UnreachableError
+from lockstep.checkpoint.store.local import LocalStore
+from lockstep.checkpoint.store.verify import listed, verify
 from lockstep.checkpoint.training import Hooks, Training
 from lockstep.checkpoint.union import gather_documents, joined_names, joined_state, names_here, refuse_untold
-from lockstep.checkpoint.verify import listed, verify
 from lockstep.checkpoint.write import Members, Snapshot, Transaction, now
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import whole

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lockstep.checkpoint import added, retain
-from lockstep.checkpoint.store.local import LocalStore, Lock, Store
-from lockstep.checkpoint.store.place import UnreachableError, store_for
-from lockstep.checkpoint.verify import verify
+from lockstep.checkpoint.store.base import Lock, Store, UnreachableError
+from lockstep.checkpoint.store.local import LocalStore
+from lockstep.checkpoint.store.place import store_for
+from lockstep.checkpoint.store.verify import verify
 from lockstep.checkpoint.write import ELSEWHERE, Members, explained
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.together import together

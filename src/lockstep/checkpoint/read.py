@@ -11,10 +11,11 @@ import torch
 from lockstep.checkpoint.format.documents import STATE, TENSORS, CommonState, Manifest, rank_file
 from lockstep.checkpoint.format.index import Index, index_from_bytes
 from lockstep.checkpoint.format.json_text import LARGEST_JSON_BYTES, checked, parse_json
+from lockstep.checkpoint.format.names import MANIFEST
 from lockstep.checkpoint.format.tensorfile import TensorReader
 from lockstep.checkpoint.pieces import Read, reads
-from lockstep.checkpoint.store.local import MANIFEST, LocalStore
-from lockstep.checkpoint.verify import in_parallel, read_manifest, root_of
+from lockstep.checkpoint.store.local import LocalStore
+from lockstep.checkpoint.store.verify import in_parallel, read_manifest, root_of
 from lockstep.errors import CheckpointError
 
 

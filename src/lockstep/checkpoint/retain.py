@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection
 
 from lockstep.checkpoint import added
-from lockstep.checkpoint.store.local import REMOVED, REPLACED, STAGING, Store
+from lockstep.checkpoint.store.base import REMOVED, REPLACED, STAGING, Store
 from lockstep.checkpoint.store.place import store_for
-from lockstep.checkpoint.verify import is_published
+from lockstep.checkpoint.store.verify import is_published
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.errors import NoCheckpointError, UsageError
 

@@ -13,8 +13,8 @@ from lockstep.checkpoint.format.documents import STATE, TENSORS, Manifest
 from lockstep.checkpoint.format.index import Index, index_from_bytes
 from lockstep.checkpoint.format.json_text import LARGEST_JSON_BYTES, parse_json
 from lockstep.checkpoint.retain import numbers
-from lockstep.checkpoint.store.local import Store
-from lockstep.checkpoint.verify import is_published, read_manifest, root_of
+from lockstep.checkpoint.store.base import Store
+from lockstep.checkpoint.store.verify import is_published, read_manifest, root_of
 from lockstep.errors import CheckpointError, NoCheckpointError
 
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from lockstep.checkpoint.added import settle
 from lockstep.checkpoint.format.digest import FileRecord
 from lockstep.checkpoint.format.documents import Manifest, Saved, entry_of
+from lockstep.checkpoint.format.names import check_name
 from lockstep.checkpoint.format.tensorfile import TensorFile
-from lockstep.checkpoint.store.local import Store, check_name
-from lockstep.checkpoint.verify import in_parallel, verify
+from lockstep.checkpoint.store.base import Store
+from lockstep.checkpoint.store.verify import in_parallel, verify
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.together import together
 from lockstep.errors import CheckpointError, LockstepError

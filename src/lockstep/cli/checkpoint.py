@@ -11,7 +11,7 @@ from lockstep.cli.integers import IntegerRange
 from lockstep.cli.output import print_table, printable, progress
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.store.local import Store
+    from lockstep.checkpoint.store.base import Store
     from lockstep.checkpoint.weights.convert import Weights
 
 DAMAGED = 1
@@ -123,7 +123,7 @@ def verify_command(ctx: click.Context, directory: str, every: bool) -> None:
 def _verify(store: Store, directory: str) -> None:
     """Verify one checkpoint and print what was verified."""
     from lockstep.checkpoint.added import added_files
-    from lockstep.checkpoint.verify import listed, read_manifest, verify
+    from lockstep.checkpoint.store.verify import listed, read_manifest, verify
 
     total = sum(entry.size for entry in read_manifest(store, directory).files.values())
     with progress(f"verifying {directory}", total) as seen:
@@ -267,7 +267,7 @@ def convert_command(
     integers, keep their dtype. A checkpoint is verified first. At most 64 MiB of tensors are in memory at a time.
     """
     from lockstep.checkpoint.weights.convert import write_weights_folder
-    from lockstep.checkpoint.weights.model import parse_size
+    from lockstep.checkpoint.weights.names import parse_size
 
     limit = parse_size(max_shard_size)
     weights = _opened(source, model, dtype)

@@ -2,11 +2,11 @@
 
 from torch import load
 
-from lockstep.checkpoint.weights.model import INDEX as SAFE_WEIGHTS_INDEX_NAME
-from lockstep.checkpoint.weights.model import PICKLED_INDEX as WEIGHTS_INDEX_NAME
-from lockstep.checkpoint.weights.model import PICKLED_WEIGHTS as WEIGHTS_NAME
-from lockstep.checkpoint.weights.model import WEIGHTS as SAFE_WEIGHTS_NAME
 from lockstep.checkpoint.weights.model import save
+from lockstep.checkpoint.weights.names import INDEX as SAFE_WEIGHTS_INDEX_NAME
+from lockstep.checkpoint.weights.names import PICKLED_INDEX as WEIGHTS_INDEX_NAME
+from lockstep.checkpoint.weights.names import PICKLED_WEIGHTS as WEIGHTS_NAME
+from lockstep.checkpoint.weights.names import WEIGHTS as SAFE_WEIGHTS_NAME
 from lockstep.comm.functional import (
     broadcast,
     broadcast_object_list,

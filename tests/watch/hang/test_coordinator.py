@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.watch.hang.coordinator import Coordinator, WatchSettings
-from lockstep.watch.hang.evidence import Collective, Evidence, Place
+from lockstep.watch.hang.records import Collective, Evidence, Place
 
 
 @dataclass

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.errors import LinkError
 from lockstep.watch.hang.diagnosis import SILENCE, Finding, Silent, diagnose, named
-from lockstep.watch.hang.evidence import Collective, Evidence, Place
+from lockstep.watch.hang.records import Collective, Evidence, Place
 
 TRAIN = Place("train.py", 57, "main")
 SLOW = Place("data.py", 88, "slow_fetch")

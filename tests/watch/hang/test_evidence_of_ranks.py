@@ -24,8 +24,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.comm.call_check import CallCheck
 from lockstep.watch.hang.diagnosis import Finding, Silent, diagnose
-from lockstep.watch.hang.evidence import Evidence, gather_evidence
+from lockstep.watch.hang.evidence import gather_evidence
 from lockstep.watch.hang.process_state import state_of
+from lockstep.watch.hang.records import Evidence
 
 LOOK_AFTER_S = 0.15
 GIVE_UP_S = 1.0

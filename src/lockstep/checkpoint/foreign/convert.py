@@ -14,7 +14,8 @@ from lockstep.checkpoint.foreign.roles import sort_entries
 from lockstep.checkpoint.foreign.single import SUFFIXES, read_sharded, read_single
 from lockstep.checkpoint.foreign.source import Source
 from lockstep.checkpoint.foreign.state import ImportedState
-from lockstep.checkpoint.weights.model import PICKLED_INDEX, PICKLED_WEIGHTS, write_weights
+from lockstep.checkpoint.weights.model import write_weights
+from lockstep.checkpoint.weights.names import PICKLED_INDEX, PICKLED_WEIGHTS
 from lockstep.errors import CheckpointError, UsageError
 
 

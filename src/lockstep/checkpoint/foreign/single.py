@@ -11,7 +11,7 @@ import torch
 from lockstep.checkpoint.foreign.reader import Reader
 from lockstep.checkpoint.foreign.roles import is_weights, sort_entries
 from lockstep.checkpoint.foreign.state import ImportedState
-from lockstep.checkpoint.weights.model import PICKLED_INDEX
+from lockstep.checkpoint.weights.names import PICKLED_INDEX
 
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.checkpoint.format.digest import FileRecord, digest_of
 from lockstep.checkpoint.format.json_text import Extent, Strict, canonical, checked, parse_json
-from lockstep.checkpoint.store.local import MANIFEST, check_name
+from lockstep.checkpoint.format.names import MANIFEST, check_name
 from lockstep.errors import CheckpointError
 
 VERSION = 1

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from lockstep.checkpoint.format.documents import Manifest
 from lockstep.checkpoint.format.json_text import Extent, Strict, canonical, checked, parse_json
-from lockstep.checkpoint.store.local import check_name
+from lockstep.checkpoint.format.names import check_name
 from lockstep.errors import CheckpointError
 
 DTYPES: dict[str, torch.dtype] = {

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 
 from lockstep.checkpoint.format.digest import Digest, FileRecord
 from lockstep.checkpoint.format.documents import Manifest
-from lockstep.checkpoint.store.local import MANIFEST, Store
-from lockstep.checkpoint.verify import check_content, check_names, in_parallel, read_manifest, root_of
+from lockstep.checkpoint.format.names import MANIFEST
+from lockstep.checkpoint.store.base import Store
+from lockstep.checkpoint.store.verify import check_content, check_names, in_parallel, read_manifest, root_of
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.together import together
 from lockstep.errors import CheckpointError

@@ -1,8 +1,4 @@
-"""Where checkpoints lie. ``LocalStore`` is the only module that touches local files of a checkpoint.
-
-A checkpoint is written to a staging area, and published as a whole:
-
-    begin -> write, write, ... -> publish -> settle (once what was published has been verified)
+"""Checkpoints in local directories: the only module that touches local files of a checkpoint.
 
 A process may be killed between any two operations. Directories that were published are never changed: one that is
 replaced is moved aside as ``<name>.old``, and removed only when its successor has been verified.
@@ -13,91 +9,17 @@ from __future__ import annotations
 import errno
 import io
 import os
-import re
 import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import PurePosixPath
-from typing import Protocol
 
 from lockstep.checkpoint.format.digest import Chunk, Digest, FileRecord, record_of
+from lockstep.checkpoint.format.names import MANIFEST
+from lockstep.checkpoint.store.base import BLOCK_BYTES, REMOVED, REPLACED, STAGING, Lock
 from lockstep.checkpoint.store.lock import DirectoryLock
 from lockstep.comm.collectives import Communicator
 from lockstep.errors import CheckpointError, UsageError
-
-MANIFEST = "manifest.json"
-STAGING, REPLACED, REMOVED = ".partial", ".old", ".removed"
-BLOCK_BYTES = 4 << 20
-OURS = re.compile(r"(tensors|state|rank-\d{5,6})\.json|(model(_\d+)?|state)-\d{5,6}(-\d{3,})?\.safetensors")
-"""Names that ``save_state`` gives to files."""
-
-
-class Store(Protocol):
-    """A kind of place for checkpoints. Paths are texts, joined with "/"."""
-
-    def begin(self, directory: str) -> str:
-        """An empty staging area for a checkpoint that will be ``directory``; returns where it is."""
-
-    def write(self, path: str, chunks: Iterable[Chunk]) -> FileRecord:
-        """A new file with these contents, on the disk when this returns."""
-
-    def seal(self, path: str) -> FileRecord:
-        """Bring a staged file that others wrote onto the disk."""
-
-    def publish(self, directory: str, staging: str, manifest: bytes) -> None:
-        """Make the staged files the checkpoint ``directory``; ``manifest`` comes last."""
-
-    def settle(self, directory: str) -> None:
-        """Remove what ``publish`` moved aside."""
-
-    def abandon(self, staging: str) -> None:
-        """Remove a staging area; errors are ignored, as ``begin`` removes what is left."""
-
-    def exists(self, directory: str) -> bool:
-        """Whether something is published there."""
-
-    def candidates(self, directory: str) -> list[str]:
-        """Where the checkpoint ``directory`` may be found, best first."""
-
-    def read(self, path: str, limit: int) -> bytes:
-        """The whole file, of at most ``limit`` bytes."""
-
-    def blocks(self, path: str) -> Iterator[Chunk]:
-        """The file in pieces of some MB; each is valid until the next is asked for."""
-
-    def files(self, root: str) -> dict[str, int | None]:
-        """Sizes in bytes of all files below ``root``, by relative name; None for links and special files."""
-
-    def children(self, folder: str) -> list[str]:
-        """Names of the directories in ``folder``; none if it does not exist."""
-
-    def carry(self, directory: str, into: str, names: Iterable[str]) -> None:
-        """Move files from one checkpoint to another, which keeps what it has under these names."""
-
-    def remove(self, directory: str, kept: Collection[str] = ()) -> None:
-        """Remove a published checkpoint, so that no half of it can be seen; files that are ``kept`` stay there."""
-
-    def free_bytes(self, directory: str) -> int | None:
-        """Bytes that can be written there, where that can be known."""
-
-    def lock(self, path: str, what: str) -> Lock:
-        """A lock on ``what``, not yet acquired, that others see at ``path``."""
-
-    def local_copy(
-        self, directory: str, share: tuple[int, int], communicator: Communicator
-    ) -> AbstractContextManager[str]:
-        """A local directory with the checkpoint, for the time of the block; collective."""
-
-
-class Lock(Protocol):
-    """What one run at a time can hold."""
-
-    def acquire(self) -> None:
-        """Take it; nothing if this object holds it. Raises CheckpointError naming the run that does."""
-
-    def release(self) -> None:
-        """Let go of it."""
 
 
 class LocalStore:
@@ -147,9 +69,8 @@ class LocalStore:
 
     def settle(self, directory: str) -> None:
         if os.path.lexists(directory + REPLACED):
-            sync(
-                os.path.dirname(directory) or "."
-            )  # the process that published may have been killed before it had
+            # The process that published may have been killed before it had.
+            sync(os.path.dirname(directory) or ".")
             self._remove_tree(directory + REPLACED)
 
     def abandon(self, staging: str) -> None:
@@ -292,22 +213,6 @@ class LocalStore:
                 inner = os.path.join(folder, name)
                 os.unlink(inner) if os.path.islink(inner) else os.rmdir(inner)
         os.rmdir(path)
-
-
-def check_name(name: str) -> str:
-    """``name`` if it is a relative path of plain names, as files of a checkpoint have.
-
-    Raises:
-        CheckpointError: it is absolute, leaves its folder, or has other characters.
-    """
-    parts = name.split("/")
-    plain = all(re.fullmatch(r"[A-Za-z0-9_ .,=+@-]{1,255}", part) and part.strip(".") for part in parts)
-    if not plain or str(PurePosixPath(name)) != name or len(name) > 1024:
-        raise CheckpointError(
-            f"A file of the checkpoint is named {name[:80]!r}, which is not a plain relative name. Load another "
-            "checkpoint: nothing outside its folder is read."
-        )
-    return name
 
 
 def _opened(path: str) -> io.FileIO:

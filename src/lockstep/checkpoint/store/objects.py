@@ -16,8 +16,7 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from lockstep.checkpoint.format.digest import Chunk, Digest, FileRecord
-from lockstep.checkpoint.store.local import BLOCK_BYTES
-from lockstep.checkpoint.store.place import UnreachableError
+from lockstep.checkpoint.store.base import BLOCK_BYTES, UnreachableError
 from lockstep.checkpoint.store.url import Url
 from lockstep.config.values import suggestion
 from lockstep.errors import CheckpointError, ConfigError, LockstepError

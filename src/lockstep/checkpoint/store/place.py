@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import re
 
-from lockstep.checkpoint.store.local import LocalStore, Store
-from lockstep.errors import CheckpointError, ConfigError
-
-
-class UnreachableError(CheckpointError):
-    """The place of a checkpoint does not answer, so that nothing is known of what is there."""
+from lockstep.checkpoint.store.base import Store
+from lockstep.checkpoint.store.local import LocalStore
+from lockstep.errors import ConfigError
 
 
 def store_for(path: str | os.PathLike[str]) -> tuple[Store, str]:

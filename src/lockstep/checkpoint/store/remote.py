@@ -21,13 +21,13 @@ from contextlib import AbstractContextManager
 
 from lockstep.checkpoint.format.digest import Chunk, FileRecord, record_of
 from lockstep.checkpoint.format.documents import Manifest
+from lockstep.checkpoint.format.names import MANIFEST, OURS
+from lockstep.checkpoint.store.base import REMOVED, Lock, UnreachableError
 from lockstep.checkpoint.store.fetch import fetched
-from lockstep.checkpoint.store.local import MANIFEST, OURS, REMOVED, Lock
 from lockstep.checkpoint.store.objects import Objects
 from lockstep.checkpoint.store.ownership import OWNER, Ownership
-from lockstep.checkpoint.store.place import UnreachableError
 from lockstep.checkpoint.store.url import parse_url
-from lockstep.checkpoint.verify import in_parallel, read_manifest
+from lockstep.checkpoint.store.verify import in_parallel, read_manifest
 from lockstep.comm.collectives import Communicator
 from lockstep.errors import CheckpointError, UsageError
 

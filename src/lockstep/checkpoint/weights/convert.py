@@ -20,10 +20,11 @@ from lockstep.checkpoint import retain
 from lockstep.checkpoint.format.digest import Chunk
 from lockstep.checkpoint.format.index import DTYPES, Index, Piece, TensorEntry
 from lockstep.checkpoint.format.json_text import LARGEST_JSON_BYTES, parse_json
+from lockstep.checkpoint.format.names import MANIFEST, check_name
 from lockstep.checkpoint.format.tensorfile import check_key
 from lockstep.checkpoint.read import Checkpoint
-from lockstep.checkpoint.store.local import MANIFEST, LocalStore, check_name, sync
-from lockstep.checkpoint.verify import read_manifest, verify
+from lockstep.checkpoint.store.local import LocalStore, sync
+from lockstep.checkpoint.store.verify import read_manifest, verify
 from lockstep.checkpoint.weights.folder import (
     CONFIGURATIONS,
     PARTIAL,
@@ -31,7 +32,7 @@ from lockstep.checkpoint.weights.folder import (
     remove_quietly,
     write_folder,
 )
-from lockstep.checkpoint.weights.model import INDEX, WEIGHTS
+from lockstep.checkpoint.weights.names import INDEX, WEIGHTS
 from lockstep.checkpoint.weights.slabs import PiecedTensors
 from lockstep.checkpoint.weights.weightfile import check_room, write_tensor_file
 from lockstep.errors import CheckpointError, LockstepError, UsageError

@@ -13,7 +13,7 @@ from torch import nn
 from lockstep.checkpoint.format.tensorfile import check_key, dtype_name
 from lockstep.checkpoint.training import Whole
 from lockstep.checkpoint.weights.folder import local_directory, write_folder
-from lockstep.checkpoint.weights.model import parse_size
+from lockstep.checkpoint.weights.names import parse_size
 from lockstep.checkpoint.weights.pretrained import configurations, named_to_save
 from lockstep.checkpoint.weights.stages import collect_stages
 from lockstep.checkpoint.weights.weightfile import described

@@ -25,8 +25,9 @@ from types import TracebackType
 
 import torch
 
-from lockstep.checkpoint.store.local import LocalStore, Lock, sync
-from lockstep.checkpoint.weights.model import INDEX, WEIGHTS
+from lockstep.checkpoint.store.base import Lock
+from lockstep.checkpoint.store.local import LocalStore, sync
+from lockstep.checkpoint.weights.names import INDEX, WEIGHTS
 from lockstep.checkpoint.weights.weightfile import Elements, check_room, unwritten, write_tensor_file
 from lockstep.errors import CheckpointError, UsageError
 

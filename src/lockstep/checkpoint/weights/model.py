@@ -9,15 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from lockstep.config.sizes import bytes_of
+from lockstep.checkpoint.weights.names import parse_size
 from lockstep.errors import UsageError
 from lockstep.runtime import process
-
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-# What scripts import for files that others wrote.
-PICKLED_WEIGHTS = "pytorch_model.bin"
-PICKLED_INDEX = "pytorch_model.bin.index.json"
 
 
 def refuse_pickle(method: str, safe_serialization: bool) -> None:
@@ -67,11 +61,6 @@ def write_weights(
     )
 
     write_tensors(state_dict, save_directory, parse_size(max_shard_size))
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes of ``size``: a positive integer, or a text such as ``"10GB"`` or ``"512MiB"``."""
-    return bytes_of(size, "max_shard_size", at_least=1)
 
 
 def _without_ties(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -13,9 +13,9 @@ from typing import Any
 
 from lockstep.errors import LinkError
 from lockstep.watch.hang.diagnosis import Ended, Finding, Silent, diagnose
-from lockstep.watch.hang.evidence import Evidence
 from lockstep.watch.hang.process_state import state_of
 from lockstep.watch.hang.ranks import WatchedRank, whole
+from lockstep.watch.hang.records import Evidence
 from lockstep.watch.hang.stopping import CommonStop
 from lockstep.watch.hang.stragglers import find_stragglers
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lockstep.watch.hang.evidence import Collective, Evidence, Place
+from lockstep.watch.hang.records import Collective, Evidence, Place
 from lockstep.watch.hang.waits import Wait, Waits
 
 LONGEST_FACT = 300

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.torch_internals import c10d, flight_recorder
-from lockstep.watch.hang.evidence import Collective
+from lockstep.watch.hang.records import Collective
 from lockstep.watch.hang.stacks import Seen
 
 DTYPES = {

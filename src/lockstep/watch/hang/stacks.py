@@ -17,7 +17,7 @@ import torch
 from lockstep.torch_internals import compile as torch_compile
 from lockstep.torch_internals import dataloader
 from lockstep.torch_internals import modules as torch_modules
-from lockstep.watch.hang.evidence import LONGEST_STACK, Place
+from lockstep.watch.hang.records import LONGEST_STACK, Place
 
 MOST_FRAMES = 200
 TORCH = os.path.dirname(torch.__file__) + os.sep

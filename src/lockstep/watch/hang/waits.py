@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lockstep.watch.hang.evidence import Collective, Evidence
+from lockstep.watch.hang.records import Collective, Evidence
 
 # Every rank's inputs have equal shapes in these.
 EQUAL_SIZES = ("all_reduce", "allreduce", "broadcast", "reduce", "all_gather", "reduce_scatter")

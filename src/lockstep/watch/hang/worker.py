@@ -20,8 +20,9 @@ from lockstep.runtime import failure
 from lockstep.runtime.departures import Departures
 from lockstep.runtime.exit_codes import HANG, PREEMPTED, of_signal
 from lockstep.runtime.step_clock import StepClock
-from lockstep.watch.hang.evidence import Evidence, gather_evidence
+from lockstep.watch.hang.evidence import gather_evidence
 from lockstep.watch.hang.gate import StopGate
+from lockstep.watch.hang.records import Evidence
 from lockstep.watch.hang.signals import StopSignals
 
 BEAT_S = 0.5

@@ -12,8 +12,8 @@ from lockstep.checkpoint.format.digest import Chunk, FileRecord, record_of
 from lockstep.checkpoint.format.documents import TENSORS, Manifest
 from lockstep.checkpoint.format.index import index_from_bytes
 from lockstep.checkpoint.format.json_text import LARGEST_JSON_BYTES as LIMIT
-from lockstep.checkpoint.store.local import MANIFEST, Store
-from lockstep.checkpoint.store.place import UnreachableError
+from lockstep.checkpoint.format.names import MANIFEST
+from lockstep.checkpoint.store.base import Store, UnreachableError
 from lockstep.errors import CheckpointError, LockstepError, NoCheckpointError
 
 S = TypeVar("S")

@@ -1,0 +1,90 @@
+"""What a kind of place for checkpoints can do, and the names that all of them give to files.
+
+A checkpoint is written to a staging area, and published as a whole:
+
+    begin -> write, write, ... -> publish -> settle (once what was published has been verified)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from lockstep.checkpoint.format.digest import Chunk, FileRecord
+from lockstep.comm.collectives import Communicator
+from lockstep.errors import CheckpointError
+
+STAGING, REPLACED, REMOVED = ".partial", ".old", ".removed"
+BLOCK_BYTES = 4 << 20
+
+
+class Store(Protocol):
+    """A kind of place for checkpoints. Paths are texts, joined with "/"."""
+
+    def begin(self, directory: str) -> str:
+        """An empty staging area for a checkpoint that will be ``directory``; returns where it is."""
+
+    def write(self, path: str, chunks: Iterable[Chunk]) -> FileRecord:
+        """A new file with these contents, on the disk when this returns."""
+
+    def seal(self, path: str) -> FileRecord:
+        """Bring a staged file that others wrote onto the disk."""
+
+    def publish(self, directory: str, staging: str, manifest: bytes) -> None:
+        """Make the staged files the checkpoint ``directory``; ``manifest`` comes last."""
+
+    def settle(self, directory: str) -> None:
+        """Remove what ``publish`` moved aside."""
+
+    def abandon(self, staging: str) -> None:
+        """Remove a staging area; errors are ignored, as ``begin`` removes what is left."""
+
+    def exists(self, directory: str) -> bool:
+        """Whether something is published there."""
+
+    def candidates(self, directory: str) -> list[str]:
+        """Where the checkpoint ``directory`` may be found, best first."""
+
+    def read(self, path: str, limit: int) -> bytes:
+        """The whole file, of at most ``limit`` bytes."""
+
+    def blocks(self, path: str) -> Iterator[Chunk]:
+        """The file in pieces of some MB; each is valid until the next is asked for."""
+
+    def files(self, root: str) -> dict[str, int | None]:
+        """Sizes in bytes of all files below ``root``, by relative name; None for links and special files."""
+
+    def children(self, folder: str) -> list[str]:
+        """Names of the directories in ``folder``; none if it does not exist."""
+
+    def carry(self, directory: str, into: str, names: Iterable[str]) -> None:
+        """Move files from one checkpoint to another, which keeps what it has under these names."""
+
+    def remove(self, directory: str, kept: Collection[str] = ()) -> None:
+        """Remove a published checkpoint, so that no half of it can be seen; files that are ``kept`` stay there."""
+
+    def free_bytes(self, directory: str) -> int | None:
+        """Bytes that can be written there, where that can be known."""
+
+    def lock(self, path: str, what: str) -> Lock:
+        """A lock on ``what``, not yet acquired, that others see at ``path``."""
+
+    def local_copy(
+        self, directory: str, share: tuple[int, int], communicator: Communicator
+    ) -> AbstractContextManager[str]:
+        """A local directory with the checkpoint, for the time of the block; collective."""
+
+
+class Lock(Protocol):
+    """What one run at a time can hold."""
+
+    def acquire(self) -> None:
+        """Take it; nothing if this object holds it. Raises CheckpointError naming the run that does."""
+
+    def release(self) -> None:
+        """Let go of it."""
+
+
+class UnreachableError(CheckpointError):
+    """The place of a checkpoint does not answer, so that nothing is known of what is there."""

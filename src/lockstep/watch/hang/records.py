@@ -1,0 +1,174 @@
+"""What one rank was doing when a run stood still, as values that travel as JSON; knows nothing of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lockstep.errors import LinkError
+
+MOST_PENDING = 16
+LONGEST_TEXT = 512
+LONGEST_STACK = 8192
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of the user's code. ``file`` is relative to the worker's directory, or only the file's name.
+
+    ``doing`` says more where the line alone misleads: "waiting for its data-loader workers (pids 12, 13)".
+    """
+
+    file: str
+    line: int
+    function: str
+    doing: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective, send or receive that this rank has issued and that is not complete.
+
+    Attributes:
+        operation: As torch.distributed calls it: "all_reduce".
+        number: Which of its group's collectives it is, as torch counts them; None: not known.
+        group: Name of the process group; "": not known.
+        sizes: Shapes of its inputs, e.g. "[4, 8], [2]"; "": none, or not known.
+        dtype: Of its inputs, e.g. "float32"; "": none, or not known.
+        place: The user's line that issued it.
+        peer: For a send or receive the other global rank; None: not known, or a collective.
+    """
+
+    operation: str
+    number: int | None
+    group: str
+    sizes: str
+    dtype: str
+    place: Place | None
+    peer: int | None = None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What one rank was doing.
+
+    Attributes:
+        step: Steps that it has done.
+        idle_s: Seconds since its last sign of progress.
+        place: Innermost line of the user's code in the main thread.
+        pending: Collectives that are not complete, oldest first.
+        completed: Process group -> number of its last complete collective.
+        stack: The main thread's Python stack, innermost call last; at most 8 KiB.
+        waits: The main thread is inside torch or waits for a handle, so that what is pending holds it up.
+        call: What the user's line called, if that is torch's ("all_reduce") or ours ("Accelerator.save_state").
+        groups: Process group -> the global ranks in it, as far as this rank is in it.
+        recent: The last collectives that are complete, oldest first.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    idle_s: float
+    place: Place | None
+    pending: tuple[Collective, ...]
+    completed: Mapping[str, int]
+    stack: str
+    waits: bool = True
+    call: str = ""
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    recent: tuple[Collective, ...] = ()
+
+    def to_message(self) -> dict[str, Any]:
+        """As values of JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_message(message: Mapping[str, Any]) -> Evidence:
+        """The evidence in a message that came over the network; texts are cut to their greatest lengths.
+
+        Raises:
+            LinkError: the message is not such evidence.
+        """
+        try:
+            return _evidence(message)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise LinkError(
+                f"A worker's report of what it does is malformed ({type(error).__name__}: {str(error)[:100]}). "
+                "Run the same version of Lockstep on every machine."
+            ) from None
+
+
+def _evidence(message: Mapping[str, Any]) -> Evidence:
+    return Evidence(
+        rank=_whole(message["rank"]),
+        host=_text(message["host"]),
+        pid=_whole(message["pid"]),
+        step=_whole(message["step"]),
+        idle_s=_seconds(message["idle_s"]),
+        place=_place(message["place"]),
+        pending=tuple(_collective(one) for one in _list(message["pending"])[:MOST_PENDING]),
+        completed={_text(group): _whole(number, -1) for group, number in _items(message["completed"])},
+        stack=_text(message["stack"], LONGEST_STACK),
+        waits=message["waits"] is True,
+        call=_text(message["call"]),
+        groups={
+            _text(group): tuple(_whole(rank) for rank in _list(ranks))
+            for group, ranks in _items(message["groups"])
+        },
+        recent=tuple(_collective(one) for one in _list(message["recent"])[-MOST_PENDING:]),
+    )
+
+
+def _place(value: Any) -> Place | None:
+    if value is None:
+        return None
+    return Place(_text(value["file"]), _whole(value["line"]), _text(value["function"]), _text(value["doing"]))
+
+
+def _collective(value: Any) -> Collective:
+    return Collective(
+        operation=_text(value["operation"]),
+        number=None if value["number"] is None else _whole(value["number"]),
+        group=_text(value["group"]),
+        sizes=_text(value["sizes"]),
+        dtype=_text(value["dtype"]),
+        place=_place(value["place"]),
+        peer=None if value["peer"] is None else _whole(value["peer"]),
+    )
+
+
+def _whole(value: Any, least: int = 0) -> int:
+    if type(value) is not int or not least <= value < 2**63:
+        raise ValueError(f"{str(value)[:40]!r} is no whole number from {least}")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < float("inf"):
+        raise ValueError(f"{str(value)[:40]!r} is no time in seconds")
+    return float(value)
+
+
+def _text(value: Any, longest: int = LONGEST_TEXT) -> str:
+    """Printable text on one line, or, where it may be longer, on several."""
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} instead of text")
+    kept = "\n" if longest > LONGEST_TEXT else ""
+    return "".join(one if one.isprintable() or one in kept else "?" for one in value[:longest])
+
+
+def _list(value: Any) -> Sequence[Any]:
+    if not isinstance(value, (list, tuple)) or len(value) > 65536:
+        raise TypeError(f"{type(value).__name__} instead of a list")
+    return value
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    if not isinstance(value, Mapping) or len(value) > 1024:
+        raise TypeError(f"{type(value).__name__} instead of an object")
+    return list(value.items())
