@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError, UsageError
-from lockstep.plan.schedule import Action, Timeline, Times, bubble_fraction, by_rank, simulate
+from lockstep.plan.schedule import Action, Timeline, Times, by_rank, simulate
 from lockstep.plan.schedule_case import parse_times
 from lockstep.plan.schedule_table import checked
 from lockstep.plan.schedule_torch import action_lists
@@ -36,7 +36,7 @@ def test_a_timeline_worked_out_by_hand() -> None:
     assert timeline.makespan == 9
     assert [timeline.idle(rank) for rank in (0, 1)] == [3, 3]
     assert [timeline.waits(rank) for rank in (0, 1)] == [3, 0]
-    assert bubble_fraction(timeline) == 6 / 18
+    assert timeline.bubble == 6 / 18
     assert timeline.inner_bubble == 3 / 15
     assert [timeline.in_flight(rank) for rank in (0, 1)] == [2, 1]
 

@@ -10,7 +10,8 @@ import logging
 
 from lockstep.checkpoint.format.names import MANIFEST, OURS
 from lockstep.checkpoint.store.base import Store, UnreachableError
-from lockstep.checkpoint.store.verify import listed, read_manifest, root_of
+from lockstep.checkpoint.store.verify import read_manifest, root_of
+from lockstep.config.values import listed
 from lockstep.errors import CheckpointError
 
 logger = logging.getLogger("lockstep.checkpoint")

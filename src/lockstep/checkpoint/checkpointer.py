@@ -24,7 +24,7 @@ from lockstep.checkpoint.restore import plan_restoration
 from lockstep.checkpoint.state import Collected, collect, digests_of, part_ways
 from lockstep.checkpoint.store.base import Store, UnreachableError
 from lockstep.checkpoint.store.local import LocalStore
-from lockstep.checkpoint.store.verify import listed, verify
+from lockstep.checkpoint.store.verify import verify
 from lockstep.checkpoint.training import Hooks, Training
 from lockstep.checkpoint.union import gather_documents, joined_names, joined_state, names_here, refuse_untold
 from lockstep.checkpoint.write import Members, Snapshot, Transaction, now
@@ -32,6 +32,7 @@ from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import whole
 from lockstep.comm.together import together
 from lockstep.config.handlers import ProjectConfiguration
+from lockstep.config.values import listed
 from lockstep.errors import CheckpointError, LockstepError, NoCheckpointError, UsageError
 from lockstep.runtime.process import Runtime
 

@@ -123,7 +123,8 @@ def verify_command(ctx: click.Context, directory: str, every: bool) -> None:
 def _verify(store: Store, directory: str) -> None:
     """Verify one checkpoint and print what was verified."""
     from lockstep.checkpoint.added import added_files
-    from lockstep.checkpoint.store.verify import listed, read_manifest, verify
+    from lockstep.checkpoint.store.verify import read_manifest, verify
+    from lockstep.config.values import listed
 
     total = sum(entry.size for entry in read_manifest(store, directory).files.values())
     with progress(f"verifying {directory}", total) as seen:

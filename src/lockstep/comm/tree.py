@@ -86,11 +86,6 @@ def find_batch_size(tree: Any) -> int:
     )
 
 
-def slice_rows(tree: Any, rows: slice) -> Any:
-    """The given rows (dim 0) of every tensor; 0-d tensors stay as they are."""
-    return map_tensors(lambda tensor: tensor[rows] if tensor.ndim > 0 else tensor, tree)
-
-
 def concatenate(trees: Sequence[Any], dim: int = 0) -> Any:
     """Trees of one structure joined into one: tensors along ``dim``, 0-d tensors into a vector.
 

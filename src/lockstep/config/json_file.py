@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.config.regular_file import read_regular_file
+from lockstep.config.regular_file import read_text
 from lockstep.config.rules import check_depth
 from lockstep.config.values import shown
 from lockstep.errors import ConfigError
@@ -22,20 +22,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
             duplicate key, NaN or infinity.
     """
     name = str(path)
-    try:
-        content = read_regular_file(path, MAX_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError(f"{name}: cannot read the configuration file: {reason}. Check its path.") from None
-    if len(content) > MAX_BYTES:
-        raise ConfigError(
-            f"{name}: larger than {MAX_BYTES} bytes, so not a configuration file. Check its path."
-        )
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{name}:{line}: not UTF-8 text. Give a JSON file.") from None
+    text = read_text(path, MAX_BYTES, "JSON")
     return parse_json(text, name)
 
 

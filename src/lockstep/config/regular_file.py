@@ -7,6 +7,8 @@ import os
 import stat
 from pathlib import Path
 
+from lockstep.errors import ConfigError
+
 KINDS = {
     stat.S_IFIFO: "a pipe (FIFO)",
     stat.S_IFSOCK: "a socket",
@@ -29,6 +31,28 @@ def read_regular_file(path: str | Path, limit: int) -> bytes:
     with open(descriptor, "rb") as file:
         _check(os.fstat(descriptor).st_mode, path)  # it may have been replaced meanwhile
         return file.read(limit)
+
+
+def read_text(path: str | Path, most_bytes: int, language: str) -> str:
+    """The whole configuration file, in ``language`` ("JSON").
+
+    Raises:
+        ConfigError: it is missing, unreadable, larger than ``most_bytes``, or not UTF-8 text.
+    """
+    try:
+        content = read_regular_file(path, most_bytes + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(f"{path}: cannot read the configuration file: {reason}. Check its path.") from None
+    if len(content) > most_bytes:
+        raise ConfigError(
+            f"{path}: larger than {most_bytes} bytes, so not a configuration file. Check its path."
+        )
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}:{line}: not UTF-8 text. Give a {language} file.") from None
 
 
 def _check(mode: int, path: str | Path) -> None:

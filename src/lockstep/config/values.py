@@ -37,6 +37,13 @@ def plain(value: Any, limit: int = 40) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def listed(names: Iterable[str], most: int = 3, none: str = "none") -> str:
+    """The first names for a message, and how many more there are; ``none`` if there is no name."""
+    every = list(names)
+    rest = f" and {len(every) - most} more" if len(every) > most else ""
+    return (", ".join(every[:most]) or none) + rest
+
+
 def parse_host(value: Any) -> str | None:
     """A host name or IP address; raises ConfigError."""
     import ipaddress  # here, because workers read this module without needing it

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from lockstep.config.regular_file import read_regular_file
+from lockstep.config.regular_file import read_text
 from lockstep.errors import ConfigError
 
 MAX_BYTES = 64 * 1024
@@ -55,20 +55,7 @@ def read_yaml(path: str | Path) -> YamlFile:
             duplicate key, an alias or a tag of an object.
     """
     name = str(path)
-    try:
-        content = read_regular_file(path, MAX_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError(f"{name}: cannot read the configuration file: {reason}. Check its path.") from None
-    if len(content) > MAX_BYTES:
-        raise ConfigError(
-            f"{name}: larger than {MAX_BYTES} bytes, so not a configuration file. Check its path."
-        )
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{name}:{line}: not UTF-8 text. Give a YAML file.") from None
+    text = read_text(path, MAX_BYTES, "YAML")
     return parse_yaml(text, name)
 
 

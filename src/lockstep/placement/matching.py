@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from lockstep.config.values import shown
+from lockstep.config.values import listed, shown
 from lockstep.errors import CheckpointError
 from lockstep.placement.sizes import is_converted
 from lockstep.placement.stored import Stored
@@ -110,6 +110,4 @@ def _check_shapes(model: nn.Module, places: list[Place], found: Mapping[str, Sto
 
 
 def _some(names: Iterable[str], limit: int = 5) -> str:
-    every = list(names)
-    texts = [shown(name, 80) for name in every[:limit]]
-    return (", ".join(texts) or "none") + (f" and {len(every) - limit} more" if len(every) > limit else "")
+    return listed((shown(name, 80) for name in names), limit)

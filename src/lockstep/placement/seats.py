@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.config.values import shown, suggestion
+from lockstep.config.values import listed, shown, suggestion
 from lockstep.errors import ConfigError
 from lockstep.placement.ties import Place, find_places
 
@@ -162,5 +162,4 @@ def _devices(count: int) -> str:
 
 
 def _some(names: list[str], limit: int = 5) -> str:
-    texts = [f"'{name}'" for name in names[:limit]]
-    return ", ".join(texts) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+    return listed((f"'{name}'" for name in names), limit)

@@ -113,11 +113,6 @@ class Timeline:
         return sum(idle) / (sum(idle) + useful) if useful else 0.0
 
 
-def bubble_fraction(timeline: Timeline) -> float:
-    """Idle / (idle + useful): 0 if all ranks work all the time."""
-    return timeline.bubble
-
-
 def by_rank(records: Iterable[Sequence[int | str]]) -> list[list[Action]]:
     """Records (rank, stage, kind, micro-batch), each rank's in its order, as a list for each rank.
 

@@ -21,10 +21,6 @@ class BatchCounts:
     real: tuple[int, ...]
 
     @property
-    def is_padded(self) -> bool:
-        return self.rows != self.real
-
-    @property
     def total(self) -> int:
         """Number of samples in the global batch."""
         return sum(self.real)

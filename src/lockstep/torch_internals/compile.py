@@ -41,13 +41,6 @@ def probe() -> None:
     expect(original(nn) is nn and torch.compile is not None, "what was not compiled")
 
 
-def check_compiled(compiled: Any, module: nn.Module) -> None:
-    """Raise UsageError unless ``module`` is found again in what ``torch.compile`` made of it."""
-    probed("torch.compile", "wraps modules and functions")(
-        lambda: expect(is_compiled(compiled) and original(compiled) is module, "the module inside")
-    )()
-
-
 def is_tracing() -> bool:
     """Whether the compiler looks at tensors now. Relies on: ``TracingContext.try_get`` gives None otherwise."""
     return TracingContext.try_get() is not None

@@ -36,10 +36,6 @@ class WeightedMean:
         self._window_weight: torch.Tensor | None = None
         self._divisor: torch.Tensor | None = None
 
-    @property
-    def window_open(self) -> bool:
-        return self._window_weight is not None
-
     def reset(self) -> None:
         """Forget an unfinished window."""
         self._window_weight = self._divisor = None

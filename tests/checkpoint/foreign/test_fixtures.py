@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lockstep.checkpoint.foreign.convert import read_foreign, write_weights_only
+from lockstep.checkpoint.foreign.convert import read_foreign
+from lockstep.checkpoint.foreign.result import write_imported
 from lockstep.checkpoint.foreign.state import ImportedState, describe
 from lockstep.checkpoint.format.codec import decode, encode
 from lockstep.errors import UsageError
@@ -152,16 +153,11 @@ def test_each_state_fits_into_json_and_tensors(case: str) -> None:
 def test_weights_alone_are_written_as_safetensors(case: str, tmp_path: Path) -> None:
     state, tensors, _ = read(case)
     assert state.weights_only
-    write_weights_only(state, tmp_path / "out")
+    write_imported(state, str(tmp_path / "out"))
     written = load_file(tmp_path / "out" / "model.safetensors")
     tied = {"again.weight"}  # one tensor under two names is written once
     assert {f"model/{name}" for name in written} == tensors.keys() - {f"model/{name}" for name in tied}
     assert all(same(tensor, tensors[f"model/{name}"]) for name, tensor in written.items())
-
-
-def test_more_than_weights_is_not_written_as_weights(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="more than the weights"):
-        write_weights_only(read_foreign(source("training")), tmp_path / "out")
 
 
 def test_a_part_can_be_left_out_and_is_named() -> None:

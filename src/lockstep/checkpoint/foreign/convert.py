@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from pathlib import Path
 
 from lockstep.checkpoint.foreign.accelerate import is_accelerate, read_accelerate
 from lockstep.checkpoint.foreign.dcp import METADATA, read_dcp
@@ -14,9 +13,8 @@ from lockstep.checkpoint.foreign.roles import sort_entries
 from lockstep.checkpoint.foreign.single import SUFFIXES, read_sharded, read_single
 from lockstep.checkpoint.foreign.source import Source
 from lockstep.checkpoint.foreign.state import ImportedState
-from lockstep.checkpoint.weights.model import write_weights
 from lockstep.checkpoint.weights.names import PICKLED_INDEX, PICKLED_WEIGHTS
-from lockstep.errors import CheckpointError, UsageError
+from lockstep.errors import CheckpointError
 
 
 def read_foreign(src: str | os.PathLike[str], skip: Iterable[str] = ()) -> ImportedState:
@@ -47,20 +45,6 @@ def read_foreign(src: str | os.PathLike[str], skip: Iterable[str] = ()) -> Impor
         state = read_single(reader, _only_file(source))
     state.notes += [f"{name}: left out, as skip says" for name in source.skipped]
     return state
-
-
-def write_weights_only(state: ImportedState, directory: str | os.PathLike[str]) -> None:
-    """Write ``model.safetensors`` of a state without more.
-
-    Raises:
-        UsageError: the state has more than one model's weights, or the directory exists with something in it.
-    """
-    if not state.weights_only:
-        raise UsageError("The state has more than the weights of one model. Write it as a checkpoint.")
-    directory = Path(directory).expanduser()
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UsageError(f"{directory} exists and is not an empty folder. Name a new one.")
-    write_weights(state.models[0], directory)
 
 
 def _pickled_file(source: Source) -> str:

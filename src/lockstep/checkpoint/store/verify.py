@@ -14,6 +14,7 @@ from lockstep.checkpoint.format.index import index_from_bytes
 from lockstep.checkpoint.format.json_text import LARGEST_JSON_BYTES as LIMIT
 from lockstep.checkpoint.format.names import MANIFEST
 from lockstep.checkpoint.store.base import Store, UnreachableError
+from lockstep.config.values import listed
 from lockstep.errors import CheckpointError, LockstepError, NoCheckpointError
 
 S = TypeVar("S")
@@ -151,11 +152,6 @@ def _inside(store: Store, root: str, manifest: Manifest, name: str) -> str:
         return ""
     names = [tensor for tensor, entry in index.items() if any(piece.file == name for piece in entry.pieces)]
     return f" It holds {listed(names)}." if names else ""
-
-
-def listed(names: list[str]) -> str:
-    """The first names, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def in_parallel(work: Callable[[S], T], items: Iterable[S]) -> list[T]:

@@ -24,7 +24,7 @@ from lockstep.checkpoint.format.names import MANIFEST, check_name
 from lockstep.checkpoint.format.tensorfile import check_key
 from lockstep.checkpoint.read import Checkpoint
 from lockstep.checkpoint.store.local import LocalStore, sync
-from lockstep.checkpoint.store.verify import read_manifest, verify
+from lockstep.checkpoint.store.verify import verify
 from lockstep.checkpoint.weights.folder import (
     CONFIGURATIONS,
     PARTIAL,
@@ -35,7 +35,8 @@ from lockstep.checkpoint.weights.folder import (
 from lockstep.checkpoint.weights.names import INDEX, WEIGHTS
 from lockstep.checkpoint.weights.slabs import PiecedTensors
 from lockstep.checkpoint.weights.weightfile import check_room, write_tensor_file
-from lockstep.errors import CheckpointError, LockstepError, UsageError
+from lockstep.config.values import listed
+from lockstep.errors import CheckpointError, UsageError
 from lockstep.runtime.plain_file import check_plain_file, check_shard, read_plain_file
 
 LARGEST_CONFIGURATION_BYTES = 64 << 20
@@ -188,8 +189,7 @@ def _of_index(folder: str, name: str) -> Index:
 
 
 def _some(names: Iterable[str]) -> str:
-    found = sorted(names)
-    return (", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")) or "nothing"
+    return listed(sorted(names), none="nothing")
 
 
 def _of_files(path: str, file: str | None = None) -> Index:
@@ -298,14 +298,6 @@ def _refuse_checkpoint(folder: str) -> None:
         if at == os.path.dirname(at):
             return
         at = os.path.dirname(at)
-
-
-def _is_checkpoint(folder: str) -> bool:
-    try:
-        read_manifest(LocalStore(), folder)
-    except LockstepError:  # there is none, or a file of this name that is something else
-        return False
-    return True
 
 
 def _told(weights: Weights, seen: Seen) -> Callable[[str], Iterable[Chunk]]:

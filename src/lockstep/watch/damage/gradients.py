@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import local
+from lockstep.config.values import listed
 from lockstep.watch.damage.divergence import ranks_are
 from lockstep.watch.damage.pieces import held, leaves
 
@@ -176,5 +177,4 @@ def explain(step: int, micro_steps: int, evidence: Sequence[Evidence]) -> str:
 
 def _names(names: Sequence[str]) -> str:
     names = list(dict.fromkeys(names))  # a pipeline has several backwards in a micro-step
-    first = ", ".join(f"'{name}'" for name in names[:3])
-    return f"{first} and {len(names) - 3} more" if len(names) > 3 else first or "no tensor that has a name"
+    return listed((f"'{name}'" for name in names), none="no tensor that has a name")

@@ -29,11 +29,6 @@ class StopGate:
         self._known = threading.Event()
         clock.at_boundary = self.arrive
 
-    @property
-    def is_closing(self) -> bool:
-        """Whether a stop is wanted."""
-        return self._cause is not None
-
     def close(self, cause: str) -> int:
         """Want a stop; returns the boundary passed last. Called by a side thread.
 
