@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import ConfigError
-from lockstep.placement.crossing import cross_devices
+from lockstep.placement.attach import cross_devices
 from lockstep.placement.seats import Seat, assign_seats, check_device_map, main_device_of
 from tests.placement.checkpoints import Net, made
 

@@ -12,7 +12,7 @@ import torch
 
 from lockstep.config.handlers import ProfileKwargs
 from lockstep.errors import ConfigError
-from lockstep.watch.profile import build_profiler
+from lockstep.watch.methods import build_profiler
 
 
 def operations(path: Path) -> list[dict[str, Any]]:

@@ -1,20 +1,131 @@
-"""Make a placed model run: stream what is offloaded, and move inputs between devices."""
+"""Make a placed model run: stream what is offloaded, and move inputs between devices. It cannot be moved as a whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from lockstep.comm.tree import leaves, send_to_device
+from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_blocks
 from lockstep.placement.budget import for_streaming
-from lockstep.placement.crossing import cross_devices
-from lockstep.placement.guard import guard, unguard
 from lockstep.placement.seats import CPU, Seat
 from lockstep.placement.stored import FileBacked
 from lockstep.stream.attach import stop_streaming, stream_weights, streamer_of
 from lockstep.stream.units import find_units
+from lockstep.torch_internals import modules as torch_modules
+
+
+def guard(model: nn.Module) -> None:
+    """Refuse ``to``, ``cuda``, ``half`` and the like on ``model``, unless they would change nothing."""
+    torch_modules.intercept_apply(model, partial(_apply_or_refuse, model))
+
+
+def unguard(model: nn.Module) -> None:
+    """Allow them again."""
+    torch_modules.restore_apply(model)
+
+
+def _apply_or_refuse(
+    model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True, **_: Any
+) -> nn.Module:
+    """In place of what all of them go through."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if all(_changes_nothing(fn, device, dtype) for device, dtype in {(t.device, t.dtype) for t in tensors}):
+        return model
+    raise UsageError(
+        f"{type(model).__name__} is dispatched by a device map and streamed, so that it cannot be moved or converted. "
+        "Pass device_map and dtype when loading it, or call remove_hook_from_submodules(model) before."
+    )
+
+
+def _changes_nothing(
+    fn: Callable[[torch.Tensor], torch.Tensor], device: torch.device, dtype: torch.dtype
+) -> bool:
+    probe = torch.empty(2, 2, 2, 2, dtype=dtype, device=device)
+    shared = probe.is_shared()
+    try:
+        result = fn(probe)
+    except Exception:  # such as that there is no such device; what is asked for is no change of nothing
+        return False
+    return (
+        isinstance(result, torch.Tensor)
+        and (result.device, result.dtype, result.stride()) == (device, dtype, probe.stride())
+        and result.data_ptr() == probe.data_ptr()
+        and result.is_shared() == shared
+    )
+
+
+def cross_devices(
+    model: nn.Module,
+    devices: Mapping[str, torch.device],
+    main_device: torch.device,
+    skip_keys: str | Iterable[str] | None = None,
+) -> list[RemovableHandle]:
+    """Attach the hooks.
+
+    Args:
+        devices: Name of a module -> where it computes.
+        main_device: Where the model's own inputs go.
+        skip_keys: Names of keyword arguments, and of entries of outputs, that stay where they are.
+    """
+    crossing = _Model(main_device, skip_keys)
+    handles = [
+        model.register_forward_hook(crossing.after, with_kwargs=True, always_call=True),
+    ]
+    for name, device in devices.items():
+        if name:
+            module = model.get_submodule(name)
+            handles.append(
+                module.register_forward_pre_hook(_Inputs(device, skip_keys), prepend=True, with_kwargs=True)
+            )
+    handles.append(model.register_forward_pre_hook(crossing.before, prepend=True, with_kwargs=True))
+    return handles
+
+
+class _Inputs:
+    """Moves the inputs of one module."""
+
+    def __init__(self, device: torch.device, skip_keys: str | Iterable[str] | None) -> None:
+        self._device = device
+        self._skip_keys = skip_keys if isinstance(skip_keys, str) else list(skip_keys or ())
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return self.moved(args, kwargs)
+
+    def moved(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return send_to_device(args, self._device), send_to_device(
+            kwargs, self._device, skip_keys=self._skip_keys
+        )
+
+
+class _Model:
+    """Moves the inputs and outputs of the model."""
+
+    def __init__(self, device: torch.device, skip_keys: str | Iterable[str] | None) -> None:
+        self._inputs = _Inputs(device, skip_keys)
+        self._skip_keys = skip_keys if isinstance(skip_keys, str) else list(skip_keys or ())
+        self._from: list[torch.device | None] = []  # one for each call that is under way
+
+    @torch.compiler.disable
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        tensors = (leaf for leaf in leaves((args, kwargs)).values() if isinstance(leaf, torch.Tensor))
+        self._from.append(next((tensor.device for tensor in tensors), None))
+        return self._inputs.moved(args, kwargs)
+
+    @torch.compiler.disable
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        device = self._from.pop() if self._from else None
+        if device is None or output is None:
+            return output
+        return send_to_device(output, device, skip_keys=self._skip_keys)
+
 
 OFFLOADED = "_has_streamed_tensors"
 """Attribute of modules of which a tensor is streamed."""

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.runtime.step_clock import StepClock
-from lockstep.watch.hang.gate import StopGate
+from lockstep.watch.hang.worker import StopGate
 
 
 class Stopped(Exception):
