@@ -10,6 +10,7 @@ import yaml
 from lockstep.config.accelerate import OTHER_KEYS, SECTIONS, from_yaml, load
 from lockstep.config.enums import PrecisionType
 from lockstep.config.run import RunConfig
+from lockstep.config.settings import IN_FILES
 from lockstep.config.write import write_config
 from lockstep.config.yaml_file import MAX_BYTES, parse_yaml
 from lockstep.errors import ConfigError
@@ -247,9 +248,7 @@ def mutated(text: str, dice: random.Random) -> str:
         elif kind == 4:
             lines[spot] = f"{dice.choice(lines).partition(': ')[0]}: {value}"
         else:
-            lines[spot] = (
-                f"{dice.choice([*OTHER_KEYS, *SECTIONS, *RunConfig.model_fields])}: {dice.choice(JUNK)}"
-            )
+            lines[spot] = f"{dice.choice([*OTHER_KEYS, *SECTIONS, *IN_FILES])}: {dice.choice(JUNK)}"
     return "\n".join(lines)
 
 

@@ -15,8 +15,9 @@ from lockstep.config.batch import BatchSizes
 from lockstep.config.deepspeed import from_deepspeed
 from lockstep.config.deepspeed_keys import KEYS
 from lockstep.config.json_file import MAX_BYTES, read_json
-from lockstep.config.rules import Outcome, Said, walk
+from lockstep.config.rules import Outcome, walk
 from lockstep.config.said import precision_of, spread_of
+from lockstep.config.values import SettingValue
 from lockstep.errors import ConfigError
 from tests.config.deepspeed_examples import STAGE2, STAGE3
 
@@ -285,7 +286,7 @@ def test_any_mapping_gives_settings_or_one_message(config: dict[Any, Any]) -> No
         spread_of(found.says)
     except ConfigError:
         return
-    assert all(isinstance(said, Said) for said in found.says.values())
+    assert all(isinstance(said, SettingValue) for said in found.says.values())
     assert Outcome.REFUSED not in {row.outcome for row in found.rows}
 
 

@@ -12,9 +12,9 @@ import pytest
 import lockstep
 from lockstep.config.environment_check import problems_of_environment
 from lockstep.config.options import Options, resolve_options
+from lockstep.config.settings import OF_WORKERS
 from lockstep.config.sources import (
     DEEPSPEED_VARIABLES,
-    SETTINGS,
     control_link,
     process_environment,
     unknown_variables,
@@ -41,7 +41,7 @@ NONSENSE = (
 
 # variable -> what must be there for it to be read
 VARIABLES: dict[str, dict[str, str]] = {
-    **{name: {} for source in SETTINGS.values() for name in source.names},
+    **{name: {} for one in OF_WORKERS.values() for name in one.variables},
     "LOCKSTEP_CONFIG_FILE": {},
     "ACCELERATE_USE_FSDP": {},
     "ACCELERATE_USE_DEEPSPEED": {},
@@ -100,7 +100,7 @@ def worker() -> Options:
 
 
 def test_the_table_has_every_variable_that_is_read() -> None:
-    read = {name for source in SETTINGS.values() for name in source.names} | {*DEEPSPEED_VARIABLES}
+    read = {name for one in OF_WORKERS.values() for name in one.variables} | {*DEEPSPEED_VARIABLES}
     assert read <= {*VARIABLES, *FREE, *WITHOUT_EFFECT}
 
 

@@ -19,7 +19,7 @@ from lockstep.cli.foreign_flags import FOREIGN_FLAGS
 from lockstep.config import deepspeed_keys, fsdp, sections
 from lockstep.config.accelerate import ACCELERATE_ONLY, OTHER_KEYS, SECTIONS
 from lockstep.config.plugins import OWN_FIELDS, DeepSpeedPlugin, FullyShardedDataParallelPlugin
-from lockstep.config.run import RunConfig
+from lockstep.config.settings import IN_FILES
 
 # read from the constants and pydantic models of the version that the file names
 RECORDED = json.loads((Path(__file__).parent / "deepspeed_keys.json").read_text(encoding="utf-8"))
@@ -79,5 +79,5 @@ def test_the_plugins_have_the_fields_of_accelerates_and_each_has_a_rule() -> Non
 
 def test_every_key_of_accelerates_file_is_known() -> None:
     names = {field.name for field in dataclasses.fields(ClusterConfig)}
-    known = {*RunConfig.model_fields, *OTHER_KEYS, *SECTIONS, *ACCELERATE_ONLY}
+    known = {*IN_FILES, *OTHER_KEYS, *SECTIONS, *ACCELERATE_ONLY}
     assert names - known == set()

@@ -14,7 +14,7 @@ import lockstep
 import lockstep.nn
 import lockstep.utils
 from lockstep import Accelerator
-from lockstep.cli.launch_options import LATER_SWITCHES, TOPICS
+from lockstep.cli.launch_options import LATER_SWITCHES
 from lockstep.config import deepspeed_keys, fsdp, sections
 from lockstep.config.accelerate import OTHER_KEYS, from_yaml
 from lockstep.config.deepspeed import from_deepspeed
@@ -22,13 +22,13 @@ from lockstep.config.options import NOT_OPTIONS, parallel_fields
 from lockstep.config.parallel import Parallel
 from lockstep.config.rules import NoEffect, Refused
 from lockstep.config.said import spread_of
-from lockstep.config.sources import SETTINGS
+from lockstep.config.settings import OF_WORKERS, TOPICS
 from lockstep.config.yaml_file import YamlFile
 from lockstep.errors import ConfigError
 
 WORDS = {item.name for item in fields(Parallel)}
-FLAGS = {word for entries in TOPICS.values() for entry in entries for word in entry.words.split()}
-VARIABLES = {name for setting in SETTINGS.values() for name in setting.names}
+FLAGS = {word for settings in TOPICS.values() for one in settings for word in one.flags.split()}
+VARIABLES = {name for one in OF_WORKERS.values() for name in one.variables}
 TABLES: dict[str, Any] = {
     "DeepSpeed": deepspeed_keys.KEYS,
     "FSDP": fsdp.KEYS,
@@ -45,7 +45,7 @@ FEATURES: dict[str, tuple[bool, str]] = {
     r"expert parallel": ("ep" in WORDS, "ep="),
     r"sequence parallel|context parallel|ulysses": ("cp_method" in WORDS, "cp="),
     r"elastic|number of machines": ("--nnodes" in FLAGS, "--nnodes"),
-    r"compilation": ("dynamo_backend" in SETTINGS, "dynamo_backend"),
+    r"compilation": ("dynamo_backend" in OF_WORKERS, "dynamo_backend"),
     r"layout of ranks": ("replicate" in WORDS, "replicate="),
     r"meta device": (hasattr(Accelerator, "prepare_model"), "init_weights"),
     r"offload": ("offload" in WORDS, "offload"),

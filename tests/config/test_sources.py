@@ -104,18 +104,17 @@ def test_without_local_ranks_all_processes_on_the_loopback_are_on_one_machine() 
 def test_code_wins_over_the_environment_and_that_over_defaults() -> None:
     environ = {"LOCKSTEP_MIXED_PRECISION": "bf16", "LOCKSTEP_USE_CPU": "yes"}
     settings = worker_settings({"mixed_precision": "fp16", "cpu": None}, environ)
-    assert (settings.mixed_precision, settings.cpu) == (PrecisionType.FP16, True)
-    assert settings.origins["mixed_precision"] == "code"
-    assert settings.origins["cpu"] == "environment variable LOCKSTEP_USE_CPU"
-    assert settings.origins["dynamo_backend"] == "default"
+    assert settings["mixed_precision"] == (PrecisionType.FP16, "code", {})
+    assert settings["cpu"] == (True, "environment variable LOCKSTEP_USE_CPU", {})
+    assert settings["dynamo_backend"] == ("no", "default", {})
 
 
 def test_accelerates_variables_count_where_ours_are_not_set() -> None:
     theirs = {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"}
-    assert worker_settings({}, theirs).mixed_precision == PrecisionType.FP16
-    assert worker_settings({}, theirs).gradient_accumulation_steps == 3
+    assert worker_settings({}, theirs)["mixed_precision"].value == PrecisionType.FP16
+    assert worker_settings({}, theirs)["gradient_accumulation_steps"].value == 3
     both = theirs | {"LOCKSTEP_MIXED_PRECISION": "bf16"}
-    assert worker_settings({}, both).mixed_precision == PrecisionType.BF16
+    assert worker_settings({}, both)["mixed_precision"].value == PrecisionType.BF16
 
 
 @pytest.mark.parametrize(

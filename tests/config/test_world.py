@@ -15,9 +15,10 @@ from lockstep.config.axes import axes_of
 from lockstep.config.batch import BatchSizes
 from lockstep.config.deepspeed import from_deepspeed
 from lockstep.config.parallel import Parallel
+from lockstep.config.values import SettingValue
 from lockstep.config.world import fitted
 from lockstep.errors import ConfigError
-from lockstep.launch.plan import Program, Setting, make_plan, merge
+from lockstep.launch.plan import Program, make_plan, merge
 
 WORDS = st.fixed_dictionaries(
     {},
@@ -98,14 +99,14 @@ LAUNCHES = [
 ]
 
 
-def plan(line: str, nproc: int, machines: tuple[int, int], **more: Setting) -> None:
+def plan(line: str, nproc: int, machines: tuple[int, int], **more: SettingValue) -> None:
     flags = {
-        "parallel": Setting(line, "flag --parallel"),
-        "nproc": Setting(nproc, "flag --nproc"),
-        "num_machines": Setting(machines[1], "flag --nnodes"),
-        "min_machines": Setting(machines[0], "flag --nnodes"),
-        "main_process_ip": Setting("10.0.0.1", "flag --rdzv"),
-        "main_process_port": Setting(29500, "flag --rdzv"),
+        "parallel": SettingValue(line, "flag --parallel"),
+        "nproc": SettingValue(nproc, "flag --nproc"),
+        "num_machines": SettingValue(machines[1], "flag --nnodes"),
+        "min_machines": SettingValue(machines[0], "flag --nnodes"),
+        "main_process_ip": SettingValue("10.0.0.1", "flag --rdzv"),
+        "main_process_port": SettingValue(29500, "flag --rdzv"),
         **more,
     }
     make_plan(Program("true", no_python=True), merge(flags, {}, {}), device_count=0, cores=8)
@@ -127,13 +128,13 @@ def test_a_launch_refuses_what_its_workers_would(
     "backend", [{"hosts": "a,b"}, {"slurm": True}, {"mpi": True}, {"ray": True}, {"k8s": "jobset"}]
 )
 def test_every_way_of_launching_refuses_it(backend: dict[str, object]) -> None:
-    flags = {name: Setting(value, f"flag --{name}") for name, value in backend.items()}
+    flags = {name: SettingValue(value, f"flag --{name}") for name, value in backend.items()}
     if "k8s" in backend:
-        flags["k8s_options"] = Setting({"image": "a"}, "flag --k8s-option")
+        flags["k8s_options"] = SettingValue({"image": "a"}, "flag --k8s-option")
     flags |= {
-        "parallel": Setting("pp=4", "flag --parallel"),
-        "nproc": Setting(3, "flag --nproc"),
-        "num_machines": Setting(2, "flag --nnodes"),
+        "parallel": SettingValue("pp=4", "flag --parallel"),
+        "nproc": SettingValue(3, "flag --nproc"),
+        "num_machines": SettingValue(2, "flag --nnodes"),
     }
     with pytest.raises(ConfigError, match="6 / 4 is not whole"):
         make_plan(Program("true", no_python=True), merge(flags, {}, {}), device_count=0, cores=8)
@@ -152,7 +153,7 @@ def test_a_launch_counts_rows_as_its_workers_do(tmp_path: Path, rows: int, fits:
     path = tmp_path / "ds.json"
     config = {"train_micro_batch_size_per_gpu": 4, "tensor_parallel": {"autotp_size": 2}}
     path.write_text(json.dumps({"train_batch_size": rows, **config}))
-    settings = merge({"nproc": Setting(4, "flag --nproc")}, {}, {})
+    settings = merge({"nproc": SettingValue(4, "flag --nproc")}, {}, {})
     with (
         nullcontext() if fits else pytest.raises(ConfigError, match="2 processes with rows of their own = 8")
     ):

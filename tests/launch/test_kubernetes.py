@@ -21,12 +21,13 @@ from hypothesis import strategies as st
 
 from launch.kubernetes_api import KINDS, problems
 from lockstep.cli.main import cli
+from lockstep.config.values import SettingValue
 from lockstep.errors import ConfigError
 from lockstep.launch.backends import backend
 from lockstep.launch.kubernetes import MAKE_SECRET, launch, manifests
 from lockstep.launch.kubernetes.options import name_of
 from lockstep.launch.kubernetes.text import as_yaml
-from lockstep.launch.plan import LaunchPlan, Program, Setting, make_plan, merge
+from lockstep.launch.plan import LaunchPlan, Program, make_plan, merge
 
 IMAGE = "ghcr.io/me/train:1"
 needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
@@ -36,7 +37,7 @@ def plan(
     kind: str, *arguments: str, options: dict[str, str] | None = None, script: str = "true", **flags: object
 ) -> LaunchPlan:
     said = {"k8s": kind, "k8s_options": {"image": IMAGE, "name": "train", **(options or {})}, "nproc": 2}
-    settings = merge({name: Setting(value, "flag") for name, value in {**said, **flags}.items()}, {}, {})
+    settings = merge({name: SettingValue(value, "flag") for name, value in {**said, **flags}.items()}, {}, {})
     made = make_plan(Program("true", no_python=True), settings, device_count=0, cores=8)
     return dataclasses.replace(made, command=(sys.executable, script, *arguments))
 

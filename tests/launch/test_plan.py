@@ -7,25 +7,28 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.sources import worker_settings
+from lockstep.config.values import SettingValue
 from lockstep.errors import ConfigError
-from lockstep.launch.plan import LaunchPlan, Program, Setting, make_plan, merge
+from lockstep.launch.plan import LaunchPlan, Program, make_plan, merge
 
 
 def plan(flags: dict[str, object], devices: int = 0, cores: int = 8, **file: object) -> LaunchPlan:
     settings = merge(
-        {name: Setting(value, f"flag --{name}") for name, value in flags.items()},
-        {name: Setting(value, f"c.yaml:1: {name}") for name, value in file.items()},
+        {name: SettingValue(value, f"flag --{name}") for name, value in flags.items()},
+        {name: SettingValue(value, f"c.yaml:1: {name}") for name, value in file.items()},
         {},
     )
     return make_plan(Program("true", no_python=True), settings, device_count=devices, cores=cores)
 
 
 def test_flags_win_over_the_environment_and_that_over_the_file() -> None:
-    file = {name: Setting("fp16", "file") for name in ("mixed_precision",)}
+    file = {name: SettingValue("fp16", "file") for name in ("mixed_precision",)}
     environ = {"LOCKSTEP_MIXED_PRECISION": "bf16"}
     assert merge({}, file, {})["mixed_precision"].value == "fp16"
     assert merge({}, file, environ)["mixed_precision"].value == "bf16"
-    assert merge({"mixed_precision": Setting("no", "flag")}, file, environ)["mixed_precision"].value == "no"
+    assert (
+        merge({"mixed_precision": SettingValue("no", "flag")}, file, environ)["mixed_precision"].value == "no"
+    )
 
 
 def test_processes_of_a_machine_are_the_total_divided_by_the_machines() -> None:
@@ -71,10 +74,10 @@ def test_a_list_of_hosts_says_how_many_machines_and_processes() -> None:
 
 
 def test_slurm_counts_its_nodes() -> None:
-    flags = {"slurm": Setting(True, "flag --slurm"), "nproc": Setting(2, "flag --nproc")}
+    flags = {"slurm": SettingValue(True, "flag --slurm"), "nproc": SettingValue(2, "flag --nproc")}
     environ = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "3"}
     assert merge(flags, {}, environ)["num_processes"].value == 6
-    assert merge({**flags, "num_machines": Setting(2, "flag")}, {}, environ)["num_processes"].value == 4
+    assert merge({**flags, "num_machines": SettingValue(2, "flag")}, {}, environ)["num_processes"].value == 4
 
 
 def test_machines_that_may_leave_give_restarts_and_sizes_that_must_all_fit() -> None:
@@ -157,8 +160,8 @@ def test_parallel_and_sections_travel_as_texts_that_workers_read_back() -> None:
     optimizer = {"type": "SGD", "params": {"lr": 0.5}}
     said = plan({"nproc": 2, "parallel": "zero=2"}, optimizer=optimizer, micro_batch_size=4).environment
     worker = worker_settings({}, said)
-    assert (str(worker.parallel), worker.micro_batch_size) == ("zero=2", 4)
-    assert worker.optimizer is not None and asdict(worker.optimizer) == optimizer
+    assert (str(worker["parallel"].value), worker["micro_batch_size"].value) == ("zero=2", 4)
+    assert asdict(worker["optimizer"].value) == optimizer
 
 
 def test_parallel_must_fit_the_number_of_processes() -> None:

@@ -22,8 +22,9 @@ from click.testing import CliRunner
 
 from launch.fake_ray import Asked, install
 from lockstep.cli.main import cli
+from lockstep.config.values import SettingValue
 from lockstep.errors import ConfigError, MissingExtraError
-from lockstep.launch.plan import LaunchPlan, Program, Setting, make_plan, merge
+from lockstep.launch.plan import LaunchPlan, Program, make_plan, merge
 from lockstep.launch.ray_cluster import commands, launch
 from lockstep.launch.ray_cluster.cluster import address, shortage, uses_gpus
 from lockstep.launch.ray_cluster.record import Ended, Record
@@ -54,7 +55,7 @@ def plan(tmp_path: Path, body: str = "", log_dir: str | None = None, **flags: ob
     script = tmp_path / "script.py"
     script.write_text(WORD + body)
     said = {"ray": True, "nproc": 2, "use_cpu": True, **flags}
-    settings = merge({name: Setting(value, "flag") for name, value in said.items()}, {}, {})
+    settings = merge({name: SettingValue(value, "flag") for name, value in said.items()}, {}, {})
     program = Program(str(script), (str(tmp_path), "--lr", "1e-3"))
     return make_plan(program, settings, device_count=0, cores=4, log_dir=log_dir)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.config import fsdp, sections
-from lockstep.config.rules import Said, Translation, combine
+from lockstep.config.rules import Translation, combine
 from lockstep.config.said import joined_sources, said_by_settings, sources_of, spread_of
-from lockstep.launch.plan import DEFAULTS, Setting
+from lockstep.config.settings import SETTINGS
+from lockstep.config.values import SettingValue
 
 FSDP_FLAGS = tuple(fsdp.PREFIX + key for key in fsdp.KEYS)
-DEEPSPEED_FLAGS = tuple(key for key in sections.DEEPSPEED_KEYS if key not in DEFAULTS)
+DEEPSPEED_FLAGS = tuple(key for key in sections.DEEPSPEED_KEYS if key not in SETTINGS)
 LAYOUT_FLAGS = tuple(sections.LAYOUT_PREFIX + key for key in sections.LAYOUT_KEYS)
 MPI_FLAGS = tuple(sections.MPI_KEYS)
 FOREIGN_FLAGS = (*FSDP_FLAGS, *DEEPSPEED_FLAGS, *LAYOUT_FLAGS, *MPI_FLAGS)
@@ -18,8 +19,8 @@ FOREIGN_SWITCHES = ("use_fsdp", "use_deepspeed", "use_parallelism_config")
 
 
 def spread_settings(
-    given: dict[str, Setting], options: dict[str, Any]
-) -> tuple[dict[str, Setting], tuple[str, ...]]:
+    given: dict[str, SettingValue], options: dict[str, Any]
+) -> tuple[dict[str, SettingValue], tuple[str, ...]]:
     """The settings that these options mean, and warnings; ``given`` are the other flags.
 
     Raises:
@@ -43,24 +44,24 @@ def spread_settings(
     if not parts:
         return {}, ()
     says = combine(*(part.says for part in parts), _said_by_flags(given, machines))
-    names = {"num_processes": "processes"} | {name: name for name in says if name in DEFAULTS}
+    names = {"num_processes": "processes"} | {name: name for name in says if name in SETTINGS}
     settings = {
-        name: Setting(says[said].value, says[said].source)
+        name: SettingValue(says[said].value, says[said].source)
         for name, said in names.items()
         if said in says and name not in given and not (name == "num_processes" and "nproc" in given)
     }
     words = sources_of(says)
     if words:
-        settings["parallel"] = Setting(str(spread_of(says)), joined_sources(words), words)
+        settings["parallel"] = SettingValue(str(spread_of(says)), joined_sources(words), words)
     return settings, tuple(text for part in parts for text in part.warnings)
 
 
-def _said_by_flags(given: dict[str, Setting], machines: int) -> dict[str, Said]:
-    says = said_by_settings({name: (setting.value, setting.origin) for name, setting in given.items()})
+def _said_by_flags(given: dict[str, SettingValue], machines: int) -> dict[str, SettingValue]:
+    says = said_by_settings({name: (setting.value, setting.source) for name, setting in given.items()})
     for name, factor in (("num_processes", 1), ("nproc", machines)):
         if name in given:
             total = given[name].value * factor
-            says["processes"] = Said(total, f"{total} processes ({given[name].origin})")
+            says["processes"] = SettingValue(total, f"{total} processes ({given[name].source})")
     return says
 
 

@@ -13,7 +13,7 @@ from lockstep.cli.foreign_flags import spread_settings
 from lockstep.cli.launch_options import LATER_SWITCHES, LaunchCommand, dashes, options
 from lockstep.config.deepspeed import from_deepspeed
 from lockstep.config.elsewhere import asked_by_environment
-from lockstep.config.rules import Said, Translation, combine
+from lockstep.config.rules import Translation, combine
 from lockstep.config.said import joined_sources, said_by_settings, sources_of, spread_of
 from lockstep.config.sources import (
     CONFIG_VARIABLE,
@@ -22,15 +22,9 @@ from lockstep.config.sources import (
     unknown_variables,
     user_config_file,
 )
+from lockstep.config.values import SettingValue
 from lockstep.errors import ConfigError
-from lockstep.launch.plan import (
-    LaunchPlan,
-    Program,
-    Setting,
-    available_cores,
-    make_plan,
-    merge,
-)
+from lockstep.launch.plan import LaunchPlan, Program, available_cores, make_plan, merge
 
 EPILOG = """\b
 Examples:
@@ -107,10 +101,10 @@ command = LaunchCommand(
 )
 
 
-def _flags(ctx: click.Context, options: dict[str, Any]) -> dict[str, Setting]:
+def _flags(ctx: click.Context, options: dict[str, Any]) -> dict[str, SettingValue]:
     """The settings that were given as flags."""
     given = {
-        name: Setting(value, f"flag --{dashes(name)}")
+        name: SettingValue(value, f"flag --{dashes(name)}")
         for name, value in options.items()
         if value is not None and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
@@ -122,7 +116,7 @@ def _flags(ctx: click.Context, options: dict[str, Any]) -> dict[str, Setting]:
     if "multi_gpu" in given and "use_cpu" in given:
         raise ConfigError("--multi-gpu and --cpu contradict each other. Give one of them.")
     if "multi_gpu" in given:
-        given["use_cpu"] = Setting(False, "flag --multi-gpu")
+        given["use_cpu"] = SettingValue(False, "flag --multi-gpu")
     given |= _of_several_machines(given)
     spread, warnings = spread_settings(given, options)
     for warning in warnings:
@@ -130,45 +124,45 @@ def _flags(ctx: click.Context, options: dict[str, Any]) -> dict[str, Setting]:
     return given | spread
 
 
-def _of_several_machines(given: dict[str, Setting]) -> dict[str, Setting]:
+def _of_several_machines(given: dict[str, SettingValue]) -> dict[str, SettingValue]:
     """The settings of flags that say two at once, or may be repeated."""
-    found: dict[str, Setting] = {}
+    found: dict[str, SettingValue] = {}
     if "num_machines" in given:
         least, most = given["num_machines"].value
-        found["num_machines"] = Setting(most, "flag --nnodes")
-        found["min_machines"] = Setting(least, "flag --nnodes")
+        found["num_machines"] = SettingValue(most, "flag --nnodes")
+        found["min_machines"] = SettingValue(least, "flag --nnodes")
     if "rdzv" in given:
         for name, value in zip(("main_process_ip", "main_process_port"), given["rdzv"].value, strict=True):
             if name in given:
                 raise ConfigError(f"--rdzv and --{dashes(name)} say the same. Give one of them.")
-            found[name] = Setting(value, "flag --rdzv")
+            found[name] = SettingValue(value, "flag --rdzv")
     for name, flag in (("slurm_options", "--slurm-option"), ("k8s_options", "--k8s-option")):
         if name in given:
             pairs = given[name].value
             if len(dict(pairs)) != len(pairs):
                 raise ConfigError(f"{flag} gives an option twice. Give it once.")
-            found[name] = Setting(dict(pairs), f"flag {flag}")
+            found[name] = SettingValue(dict(pairs), f"flag {flag}")
     if "forward_env" in given:
         names = [name for group in given["forward_env"].value for name in group]
-        found["forward_env"] = Setting(tuple(dict.fromkeys(names)), "flag --forward-env")
+        found["forward_env"] = SettingValue(tuple(dict.fromkeys(names)), "flag --forward-env")
     return found
 
 
-def _with_words(setting: Setting, says: Mapping[str, Said]) -> Setting:
+def _with_words(setting: SettingValue, says: Mapping[str, SettingValue]) -> SettingValue:
     """The setting ``parallel`` with what else says words of it."""
-    own = said_by_settings({"parallel": (setting.value, setting.origin)})
-    own = {name: Said(said.value, setting.words.get(name, said.source)) for name, said in own.items()}
+    own = said_by_settings({"parallel": (setting.value, setting.source)})
+    own = {name: SettingValue(said.value, setting.words.get(name, said.source)) for name, said in own.items()}
     together = combine(says, own)
     words = sources_of(together)
-    return Setting(str(spread_of(together)), joined_sources(words), words)
+    return SettingValue(str(spread_of(together)), joined_sources(words), words)
 
 
-def _described(setting: Setting) -> Translation:
+def _described(setting: SettingValue) -> Translation:
     """The DeepSpeed configuration, if there is one, checked before anything starts."""
     return from_deepspeed(setting.value) if setting.value is not None else Translation({})
 
 
-def _file(path: str | None) -> dict[str, Setting]:
+def _file(path: str | None) -> dict[str, SettingValue]:
     """The settings of the configuration file, if one is given or the user has a default one."""
     named = None if path is not None else named_config_file()
     default = user_config_file()
@@ -187,12 +181,14 @@ def _file(path: str | None) -> dict[str, Setting]:
     for warning in loaded.warnings:
         click.echo(f"lockstep launch: {warning}", err=True)
     return {
-        name: Setting(value, loaded.origins.get(name, str(path)), loaded.words if name == "parallel" else {})
+        name: SettingValue(
+            value, loaded.origins.get(name, str(path)), loaded.words if name == "parallel" else {}
+        )
         for name, value in loaded.config.given().items()
     }
 
 
-def _device_count(settings: dict[str, Setting]) -> int:
+def _device_count(settings: dict[str, SettingValue]) -> int:
     """GPUs of this machine; asked only when the number of processes depends on it."""
     if settings["num_processes"].value is not None or settings["use_cpu"].value:
         return 0

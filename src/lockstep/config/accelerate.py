@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from lockstep.config.enums import ComputeEnvironment, DistributedType
 from lockstep.config.fsdp import from_fsdp
-from lockstep.config.rules import Said, Translation, combine, is_off
+from lockstep.config.rules import Translation, combine, is_off
 from lockstep.config.run import RunConfig
 from lockstep.config.said import (
     PARALLEL_FIELDS,
@@ -25,7 +25,8 @@ from lockstep.config.said import (
     spread_of,
 )
 from lockstep.config.sections import MPI_SECTION, from_deepspeed_section, from_layout, from_mpirun
-from lockstep.config.values import shown, suggestion
+from lockstep.config.settings import IN_FILES
+from lockstep.config.values import SettingValue, shown, suggestion
 from lockstep.config.yaml_file import YamlFile, read_yaml
 from lockstep.errors import ConfigError
 
@@ -121,10 +122,10 @@ def from_yaml(file: YamlFile) -> LoadedConfig:
     """Like :func:`load`, for a file that is already parsed."""
     values: dict[str, Any] = {}
     warnings: list[str] = []
-    known = (*RunConfig.model_fields, *OTHER_KEYS, *SECTIONS, *ACCELERATE_ONLY)
+    known = (*IN_FILES, *OTHER_KEYS, *SECTIONS, *ACCELERATE_ONLY)
     for key, value in file.data.items():
         rule = OTHER_KEYS.get(key)
-        if key in RunConfig.model_fields:
+        if key in IN_FILES:
             if value is not None:
                 values[key] = value
         elif key in ACCELERATE_ONLY:
@@ -141,7 +142,7 @@ def from_yaml(file: YamlFile) -> LoadedConfig:
                 )
         else:
             name = key if len(key) <= 60 else key[:57] + "..."
-            near = suggestion(key, known) or f" Known keys: {', '.join(list(RunConfig.model_fields)[:8])} ..."
+            near = suggestion(key, known) or f" Known keys: {', '.join(list(IN_FILES)[:8])} ..."
             at = f"{file.name}:{file.lines[(key,)]}"
             raise ConfigError(f"{at}: {name!r} is not a known key.{near}")
     _apply_type(file, values)
@@ -217,7 +218,7 @@ def _spread(file: YamlFile, config: RunConfig) -> Translation:
 
 
 def _settings(
-    file: YamlFile, config: RunConfig, says: Mapping[str, Said]
+    file: YamlFile, config: RunConfig, says: Mapping[str, SettingValue]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The settings of ``RunConfig`` that follow, and the source of each word of ``parallel``.
 
@@ -226,13 +227,15 @@ def _settings(
     given = {name: (value, file.at(name)) for name, value in config.given().items()}
     own = said_by_settings(given)
     if config.num_processes is not None:
-        own["processes"] = Said(config.num_processes, f"num_processes={config.num_processes} ({file.name})")
+        own["processes"] = SettingValue(
+            config.num_processes, f"num_processes={config.num_processes} ({file.name})"
+        )
     together = combine(says, own)
     try:
         parallel = spread_of(together)
     except ConfigError as error:
         raise ConfigError(f"{next(iter(says.values())).source}: {error}") from None
-    settings = {name: said.value for name, said in together.items() if name in RunConfig.model_fields}
+    settings = {name: said.value for name, said in together.items() if name in IN_FILES}
     if any(name in together for name in PARALLEL_FIELDS):
         settings["parallel"] = str(parallel)
     if "processes" in together:

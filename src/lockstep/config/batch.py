@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lockstep.config.rules import Said
+from lockstep.config.values import SettingValue
 from lockstep.errors import ConfigError
 
 NAMES = ("train_batch_size", "micro_batch_size", "gradient_accumulation_steps")
@@ -24,7 +24,7 @@ class BatchSizes:
     sources: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, says: Mapping[str, Said]) -> BatchSizes:
+    def of(cls, says: Mapping[str, SettingValue]) -> BatchSizes:
         """From the settings that were said."""
         said = [says[name] for name in NAMES if name in says]
         train, micro, accumulation = (says[name].value if name in says else None for name in NAMES)

@@ -13,9 +13,10 @@ from lockstep.config.batch import BatchSizes
 from lockstep.config.deepspeed import from_deepspeed
 from lockstep.config.json_file import read_json
 from lockstep.config.readers import SCALER_FIELDS
-from lockstep.config.rules import Outcome, Row, Said, Table, combine, is_off, walk
-from lockstep.config.run import RunConfig
-from lockstep.config.said import PARALLEL_FIELDS, REACH_SETTINGS, precision_of, said_by_settings, spread_of
+from lockstep.config.rules import Outcome, Row, Table, combine, is_off, walk
+from lockstep.config.said import PARALLEL_FIELDS, precision_of, said_by_settings, spread_of
+from lockstep.config.settings import IN_FILES, REACHING_MACHINES
+from lockstep.config.values import SettingValue
 from lockstep.config.world import fitted
 from lockstep.config.yaml_file import YamlFile, read_yaml
 from lockstep.errors import ConfigError
@@ -57,7 +58,7 @@ def convert(path: str | Path, ranks: int | None = None) -> Conversion:
         given = loaded.config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
         config_file = given.pop(sections.FILE_KEY, None)
         warnings = tuple(loaded.warnings)
-        says: dict[str, Said] = {}
+        says: dict[str, SettingValue] = {}
         if config_file is not None:
             described = from_deepspeed(config_file)
             says, warnings = dict(described.says), (*warnings, *described.warnings)
@@ -83,7 +84,7 @@ def _accelerate_rows(file: YamlFile) -> Iterator[Row]:
             yield from walk(SECTION_TABLES[key], section, key + ".")
             if isinstance(value.get(sections.FILE_KEY), str) and value[sections.FILE_KEY] != "none":
                 yield from walk(deepspeed_keys.KEYS, read_json(value[sections.FILE_KEY]))
-        elif key in RunConfig.model_fields:
+        elif key in IN_FILES:
             outcome = Outcome.OFF if value is None else Outcome.USED
             yield Row(key, value, outcome, "asks for nothing" if value is None else key)
         elif key in ACCELERATE_ONLY:
@@ -101,7 +102,9 @@ def _accelerate_rows(file: YamlFile) -> Iterator[Row]:
             yield Row(key, value, Outcome.REFUSED, text)
 
 
-def _settings(says: Mapping[str, Said], given: Mapping[str, Any], ranks: int | None) -> dict[str, Any]:
+def _settings(
+    says: Mapping[str, SettingValue], given: Mapping[str, Any], ranks: int | None
+) -> dict[str, Any]:
     """The settings of a file of ours that say the same.
 
     Raises:
@@ -131,7 +134,7 @@ def _settings(says: Mapping[str, Said], given: Mapping[str, Any], ranks: int | N
         settings["micro_batch_size"] = batch.micro
     if "gradient_clipping" in says:
         settings["gradient_clipping"] = says["gradient_clipping"].value
-    settings |= {name: says[name].value for name in REACH_SETTINGS if name in says}
+    settings |= {name: says[name].value for name in REACHING_MACHINES if name in says}
     for name in ("optimizer", "scheduler"):
         if name in says and not isinstance(says[name].value, dict):
             settings[name] = asdict(says[name].value)

@@ -10,7 +10,8 @@ from typing import Any
 from lockstep.config.deepspeed_keys import KEYS
 from lockstep.config.json_file import read_json
 from lockstep.config.parallel_words import HOST
-from lockstep.config.rules import Said, Translation, translate
+from lockstep.config.rules import Translation, translate
+from lockstep.config.values import SettingValue
 from lockstep.errors import ConfigError
 
 NEVER = 2**31 - 1
@@ -34,7 +35,7 @@ def from_deepspeed(config: Any, where: str = "the DeepSpeed configuration") -> T
     return Translation(finish(found), found.warnings, found.rows)
 
 
-def finish(found: Translation) -> dict[str, Said]:
+def finish(found: Translation) -> dict[str, SettingValue]:
     """Settings that follow from several keys together.
 
     Raises:
@@ -56,7 +57,7 @@ def finish(found: Translation) -> dict[str, Said]:
     return says
 
 
-def _offload(says: dict[str, Said]) -> None:
+def _offload(says: dict[str, SettingValue]) -> None:
     """Devices and folders of the two parts to ``offload`` and ``offload_to``."""
     optimizer, param = (_offloaded(says, part) for part in ("optimizer", "param"))
     if param is None or optimizer is None:
@@ -76,7 +77,7 @@ def _offload(says: dict[str, Said]) -> None:
         )
 
 
-def _offloaded(says: dict[str, Said], part: str) -> tuple[str, str] | None:
+def _offloaded(says: dict[str, SettingValue], part: str) -> tuple[str, str] | None:
     """Where a part is offloaded to, and what says so."""
     device, folder = says.pop(f"{part}_device", None), says.pop(f"{part}_folder", None)
     if device is None:
@@ -88,13 +89,13 @@ def _offloaded(says: dict[str, Said], part: str) -> tuple[str, str] | None:
     return folder.value, f"{device.source} in {folder.value}"
 
 
-def _say_offload(says: dict[str, Said], word: str, at: str, source: str) -> None:
-    says["offload"] = Said(word, source)
+def _say_offload(says: dict[str, SettingValue], word: str, at: str, source: str) -> None:
+    says["offload"] = SettingValue(word, source)
     if at != HOST:
-        says["offload_to"] = Said(at, source)
+        says["offload_to"] = SettingValue(at, source)
 
 
-def _precision(says: dict[str, Said]) -> None:
+def _precision(says: dict[str, SettingValue]) -> None:
     """``torch_autocast`` to ``fp16`` or ``bf16``; both at once are refused."""
     dtype, autocast = says.pop("autocast_dtype", None), says.pop("autocast", None)
     if autocast is not None:
@@ -105,16 +106,18 @@ def _precision(says: dict[str, Said]) -> None:
             )
         if name in says and not says[name].value:
             del says[name]  # DeepSpeed wants its own engine off beside autocast
-        says.setdefault(name, Said(True, autocast.source))
+        says.setdefault(name, SettingValue(True, autocast.source))
     fp16, bf16 = says.get("fp16"), says.get("bf16")
     if fp16 and bf16 and fp16.value and bf16.value:
         raise ConfigError(f"{fp16.source} contradicts {bf16.source}. Switch one of them off.")
 
 
-def _loss_scale(says: dict[str, Said]) -> None:
+def _loss_scale(says: dict[str, SettingValue]) -> None:
     """A fixed loss scale is a dynamic one that never changes."""
     fixed = says.pop("loss_scale", None)
     if fixed is not None:
         says["init_scale"] = fixed
-        says["growth_interval"] = Said(NEVER, fixed.source)
-        says["backoff_factor"] = Said(math.nextafter(1.0, 0.0), fixed.source)  # torch wants less than 1
+        says["growth_interval"] = SettingValue(NEVER, fixed.source)
+        says["backoff_factor"] = SettingValue(
+            math.nextafter(1.0, 0.0), fixed.source
+        )  # torch wants less than 1

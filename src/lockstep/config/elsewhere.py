@@ -10,10 +10,10 @@ from lockstep.config.deepspeed import finish, from_deepspeed
 from lockstep.config.fsdp import KEYS as FSDP_KEYS
 from lockstep.config.fsdp import from_fsdp, from_fsdp_plugin
 from lockstep.config.plugins import check_fsdp_plugin, from_deepspeed_plugin, the_plugin
-from lockstep.config.rules import Said, Translation, combine, translate
+from lockstep.config.rules import Translation, combine, translate
 from lockstep.config.sections import DEEPSPEED_KEYS, DEFAULT_STAGE, FILE_KEY
 from lockstep.config.sources import accelerate_sections, process_environment
-from lockstep.config.values import plain, suggestion
+from lockstep.config.values import SettingValue, plain, suggestion
 from lockstep.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ from lockstep.errors import ConfigError
 class Elsewhere:
     """Settings and warnings; ``plugin`` is the one DeepSpeed plugin, if there is one."""
 
-    says: Mapping[str, Said]
+    says: Mapping[str, SettingValue]
     warnings: tuple[str, ...] = ()
     plugin: Any = None
 
@@ -114,5 +114,5 @@ def _deepspeed(section: Mapping[str, tuple[str, str]]) -> Translation:
         value == "none" for key, value in section.values() if key == FILE_KEY
     ):  # else it is read as a setting
         stage = f"DeepSpeed's default, stage {DEFAULT_STAGE} (environment variable ACCELERATE_USE_DEEPSPEED)"
-        says.setdefault("zero", Said(DEFAULT_STAGE, stage))
+        says.setdefault("zero", SettingValue(DEFAULT_STAGE, stage))
     return Translation(says, found.warnings, found.rows)

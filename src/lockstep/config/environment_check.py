@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 from lockstep.config.elsewhere import asked_by_environment
 from lockstep.config.place import Environ
+from lockstep.config.settings import OF_WORKERS
 from lockstep.config.sources import (
     CONFIG_VARIABLE,
-    SETTINGS,
     control_link,
     inherited_environment,
     named_config_file,
     process_environment,
+    said_by_environment,
     unknown_variables,
-    variable_of,
 )
 from lockstep.errors import ConfigError
 
@@ -22,11 +22,6 @@ from lockstep.errors import ConfigError
 def problems_of_environment(environ: Environ | None = None) -> list[str]:
     """A sentence for each variable that a run would refuse or ignore."""
     environ = inherited_environment() if environ is None else environ
-
-    def setting(name: str) -> None:
-        variable = variable_of(name, environ)
-        if variable is not None:
-            SETTINGS[name].parse(environ[variable], variable)
 
     def config_file() -> None:
         path = named_config_file(environ)
@@ -39,7 +34,7 @@ def problems_of_environment(environ: Environ | None = None) -> list[str]:
                 raise ConfigError(f"{CONFIG_VARIABLE}: {error}") from None
 
     checks: list[Callable[[], object]] = [
-        *(lambda name=name: setting(name) for name in SETTINGS),
+        *(lambda one=one: said_by_environment(one, environ) for one in OF_WORKERS.values()),
         config_file,
         lambda: process_environment(environ),
         lambda: control_link(environ),

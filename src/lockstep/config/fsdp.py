@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lockstep.config import readers as read
-from lockstep.config.rules import Detail, NoEffect, Refused, Said, Table, Translation, Used, translate
-from lockstep.config.values import parse_bool, shown
+from lockstep.config.rules import Detail, NoEffect, Refused, Table, Translation, Used, translate
+from lockstep.config.values import SettingValue, parse_bool, shown
 from lockstep.errors import ConfigError
 
 PREFIX = "fsdp_"
@@ -103,20 +103,20 @@ def from_fsdp(
     return Translation(finish(found.says, where, machines), found.warnings, found.rows)
 
 
-def finish(found: Mapping[str, Said], where: str, machines: int) -> dict[str, Said]:
+def finish(found: Mapping[str, SettingValue], where: str, machines: int) -> dict[str, SettingValue]:
     """Settings that follow from several keys together; without a strategy it is FULL_SHARD."""
     says = dict(found)
-    says.setdefault("zero", Said(3, f"FULL_SHARD ({where})"))
+    says.setdefault("zero", SettingValue(3, f"FULL_SHARD ({where})"))
     hybrid = says.pop("hybrid", None)
     if hybrid is not None and machines > 1:
-        says["replicate"] = Said(machines, f"{hybrid.source} on {machines} machines")
+        says["replicate"] = SettingValue(machines, f"{hybrid.source} on {machines} machines")
     checkpointing, offload = says.pop("checkpointing", None), says.pop("checkpointing_offload", None)
     if offload is not None:
         if checkpointing is None or not checkpointing.value:
             raise ConfigError(f"{offload.source} needs activation_checkpointing, which is off. Switch it on.")
-        says["activation"] = Said("offload", offload.source)
+        says["activation"] = SettingValue("offload", offload.source)
     elif checkpointing is not None and checkpointing.value:
-        says["activation"] = Said("full", checkpointing.source)
+        says["activation"] = SettingValue("full", checkpointing.source)
     return says
 
 
@@ -148,9 +148,9 @@ def from_fsdp_plugin(plugin: Any, machines: int = 1) -> Translation:
     config = {FIELD_NAMES.get(name, name): _plain(value) for name, value in fields.items()}
     where = "fsdp_plugin"
     found = from_fsdp(config, where, machines, table=KEYS)
-    extra: dict[str, Said] = {}
+    extra: dict[str, SettingValue] = {}
     if rule is not None:
-        extra["blocks"] = Said(rule, f"auto_wrap_policy ({where})")
+        extra["blocks"] = SettingValue(rule, f"auto_wrap_policy ({where})")
     mixed = translate(POLICY_KEYS, policy, f"{where}.mixed_precision_policy")
     extra |= {name: said for name, said in mixed.says.items() if said.value}
     return Translation({**found.says, **extra}, (*found.warnings, *mixed.warnings), found.rows)

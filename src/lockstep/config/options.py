@@ -23,18 +23,17 @@ from lockstep.config.handlers import (
     TorchDynamoPlugin,
 )
 from lockstep.config.parallel import Parallel
-from lockstep.config.rules import Said, combine
+from lockstep.config.rules import combine
 from lockstep.config.said import PARALLEL_FIELDS, precision_of, said_by_settings, said_in, spread_of
 from lockstep.config.sources import (
     CONFIG_VARIABLE,
-    WorkerSettings,
     is_launched,
     named_config_file,
-    suggestion,
     unknown_variables,
     worker_settings,
 )
 from lockstep.config.training_objects import OptimizerConfig, SchedulerConfig
+from lockstep.config.values import SettingValue, suggestion
 from lockstep.config.world import fitted
 from lockstep.errors import ConfigError
 
@@ -160,7 +159,7 @@ def resolve_options(
     handlers = handlers_by_type(kwargs_handlers or ())
     code = _said_by_code(settings, parallel_fields or {}, gradient_accumulation_plugin, handlers)
     elsewhere = asked_elsewhere(
-        settings.deepspeed_config_file, fsdp_plugin, deepspeed_plugin, deepspeed_plugins
+        settings["deepspeed_config_file"].value, fsdp_plugin, deepspeed_plugin, deepspeed_plugins
     )
     says = combine(elsewhere.says, code)
     value = {name: said.value for name, said in says.items()}
@@ -169,12 +168,12 @@ def resolve_options(
     )
     return Options(
         mixed_precision=precision_of(says),
-        cpu=settings.cpu,
+        cpu=settings["cpu"].value,
         parallel=spread_of(says),
         compile_options=None
-        if settings.dynamo_backend == "no"
+        if settings["dynamo_backend"].value == "no"
         else {
-            "backend": settings.dynamo_backend,
+            "backend": settings["dynamo_backend"].value,
             **(dynamo_plugin.compile_options() if dynamo_plugin else {}),
         },
         accumulation=accumulation,
@@ -194,8 +193,8 @@ def resolve_options(
         batch=BatchSizes.of(says),
         config_warnings=(*elsewhere.warnings, *_in_vain()),
         deepspeed_plugin=elsewhere.plugin,
-        watch=settings.watch,
-        grace_s=settings.grace,
+        watch=settings["watch"].value,
+        grace_s=settings["grace"].value,
     )
 
 
@@ -245,39 +244,40 @@ def fit_to_world(options: Options, world_size: int) -> Options:
 
 
 def _said_by_code(
-    settings: WorkerSettings,
+    settings: Mapping[str, SettingValue],
     parallel_fields: Mapping[str, Any],
     accumulation: GradientAccumulationPlugin | None,
     handlers: Mapping[type, Any],
-) -> dict[str, Said]:
+) -> dict[str, SettingValue]:
     """What code and environment say, apart from plugins and files."""
-    origins = settings.origins
     given = {
-        name: (getattr(settings, name), origin)
-        for name, origin in origins.items()
-        if origin != "default" and name not in ("parallel", "deepspeed_config_file")
+        name: (setting.value, setting.source)
+        for name, setting in settings.items()
+        if setting.source != "default" and name not in ("parallel", "deepspeed_config_file")
     }
     # `accelerate launch` always sets this variable, so that its "no" says nothing
-    if settings.mixed_precision == "no" and origins["mixed_precision"].endswith("ACCELERATE_MIXED_PRECISION"):
+    precision = settings["mixed_precision"]
+    if precision.value == "no" and precision.source.endswith("ACCELERATE_MIXED_PRECISION"):
         given.pop("mixed_precision")
     if accumulation is not None:
         given["gradient_accumulation_steps"] = (accumulation.num_steps, "gradient_accumulation_plugin")
     scaler = {
-        name: Said(value, f"GradScalerKwargs({name}={value})")
+        name: SettingValue(value, f"GradScalerKwargs({name}={value})")
         for name, value in handlers[GradScalerKwargs].to_kwargs().items()
     }
     return said_by_settings(given) | _said_in_parallel(settings, parallel_fields) | scaler
 
 
-def _said_in_parallel(settings: WorkerSettings, given: Mapping[str, Any]) -> dict[str, Said]:
+def _said_in_parallel(
+    settings: Mapping[str, SettingValue], given: Mapping[str, Any]
+) -> dict[str, SettingValue]:
     """``parallel`` and its fields; those win over a ``parallel`` of the environment."""
-    line = settings.parallel or Parallel()
-    origin = settings.origins["parallel"]
+    line, origin = settings["parallel"].value or Parallel(), settings["parallel"].source
     given = {name: value for name, value in given.items() if value is not None}
     merged = line.merged(**given) if origin == "code" else replace(line, **given)
     said = said_in(merged, f"parallel='{line}' ({origin})")
     return said | {
-        name: Said(getattr(merged, name), f"{name}={value} (code)") for name, value in given.items()
+        name: SettingValue(getattr(merged, name), f"{name}={value} (code)") for name, value in given.items()
     }
 
 

@@ -7,6 +7,7 @@ import os
 import stat
 from pathlib import Path
 
+from lockstep.config.values import plain
 from lockstep.errors import ConfigError
 
 KINDS = {
@@ -53,6 +54,17 @@ def read_text(path: str | Path, most_bytes: int, language: str) -> str:
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise ConfigError(f"{path}:{line}: not UTF-8 text. Give a {language} file.") from None
+
+
+def check_readable(path: str, origin: str) -> None:
+    """Raise ConfigError, with the name of what says the path, unless it is a file that can be read."""
+    try:
+        read_regular_file(os.path.expanduser(path), 0)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"{origin}={plain(path, 200)} cannot be read: {reason}. Name a file that can be, or unset {origin}."
+        ) from None
 
 
 def _check(mode: int, path: str | Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lockstep.config.enums import Word
-from lockstep.config.values import FALSE_WORDS, shown, suggestion
+from lockstep.config.values import FALSE_WORDS, SettingValue, shown, suggestion
 from lockstep.errors import ConfigError
 
 MAX_DEPTH = 16
@@ -69,13 +69,6 @@ class Outcome(Word):
     REFUSED = "refused"
 
 
-class Said(NamedTuple):
-    """A value, and where it was said, with the value as it was written there."""
-
-    value: Any
-    source: str
-
-
 class Row(NamedTuple):
     """One key: its value, what became of it, in words, and the settings that it says."""
 
@@ -90,7 +83,7 @@ class Row(NamedTuple):
 class Translation:
     """A foreign configuration in our settings; ``says`` has only those that were said."""
 
-    says: Mapping[str, Said]
+    says: Mapping[str, SettingValue]
     warnings: tuple[str, ...] = ()
     rows: tuple[Row, ...] = ()
 
@@ -202,21 +195,21 @@ def joined(row: Row) -> str:
     return row.path + (row.text if row.text[:1] in "=:. " else f": {row.text}")
 
 
-def said_by(rows: Iterable[Row], where: str) -> dict[str, Said]:
+def said_by(rows: Iterable[Row], where: str) -> dict[str, SettingValue]:
     """The settings that rows say, each with its source."""
     return combine(
-        *({name: Said(value, f"{row.path}={shown(row.value)} ({where})") for name, value in row.says.items()}
+        *({name: SettingValue(value, f"{row.path}={shown(row.value)} ({where})") for name, value in row.says.items()}
           for row in rows)
     )  # fmt: skip
 
 
-def combine(*parts: Mapping[str, Said]) -> dict[str, Said]:
+def combine(*parts: Mapping[str, SettingValue]) -> dict[str, SettingValue]:
     """What several sources say together.
 
     Raises:
         ConfigError: two of them contradict each other; the message has both values.
     """
-    together: dict[str, Said] = {}
+    together: dict[str, SettingValue] = {}
     for part in parts:
         for name, said in part.items():
             first = together.setdefault(name, said)

@@ -7,28 +7,15 @@ from dataclasses import fields
 from typing import Any
 
 from lockstep.config.parallel import Parallel
-from lockstep.config.rules import Said
+from lockstep.config.settings import IN_OTHER_FILES
+from lockstep.config.values import SettingValue
 
 PARALLEL_FIELDS = tuple(item.name for item in fields(Parallel))
-SINGLE_SETTINGS = (
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "micro_batch_size",
-    "optimizer",
-    "scheduler",
-    "deepspeed_config_file",
-    "hostfile",
-    "include_hosts",
-    "exclude_hosts",
-    "slurm",
-    "mpi",
-)
-REACH_SETTINGS = ("hostfile", "include_hosts", "exclude_hosts", "slurm", "mpi")
 
 
-def said_by_settings(settings: Mapping[str, tuple[Any, str]]) -> dict[str, Said]:
+def said_by_settings(settings: Mapping[str, tuple[Any, str]]) -> dict[str, SettingValue]:
     """What settings (name -> value, origin) say; None says nothing."""
-    says: dict[str, Said] = {}
+    says: dict[str, SettingValue] = {}
     for name, (value, origin) in settings.items():
         if value is None:
             continue
@@ -38,24 +25,27 @@ def said_by_settings(settings: Mapping[str, tuple[Any, str]]) -> dict[str, Said]
         if name == "parallel":
             says |= said_in(Parallel.parse(value), source)
         elif name == "mixed_precision":
-            says |= {word: Said(value == word, source) for word in ("fp16", "bf16")}
+            says |= {word: SettingValue(value == word, source) for word in ("fp16", "bf16")}
         elif name == "grad_scaler":
-            says |= {field: Said(item, f"{name}.{field}={item} ({origin})") for field, item in value.items()}
-        elif name in SINGLE_SETTINGS:
-            says[name] = Said(value, source)
+            says |= {
+                field: SettingValue(item, f"{name}.{field}={item} ({origin})")
+                for field, item in value.items()
+            }
+        elif name in IN_OTHER_FILES:
+            says[name] = SettingValue(value, source)
     return says
 
 
-def said_in(parallel: Parallel, source: str) -> dict[str, Said]:
+def said_in(parallel: Parallel, source: str) -> dict[str, SettingValue]:
     """The fields of a ``Parallel`` that differ from their defaults."""
     return {
-        name: Said(getattr(parallel, name), source)
+        name: SettingValue(getattr(parallel, name), source)
         for name in PARALLEL_FIELDS
         if getattr(parallel, name) != getattr(Parallel, name)
     }
 
 
-def sources_of(says: Mapping[str, Said]) -> dict[str, str]:
+def sources_of(says: Mapping[str, SettingValue]) -> dict[str, str]:
     """Where each field of ``Parallel`` was said."""
     return {name: says[name].source for name in PARALLEL_FIELDS if name in says}
 
@@ -65,7 +55,7 @@ def joined_sources(sources: Mapping[str, str]) -> str:
     return "; ".join(dict.fromkeys(sources.values()))
 
 
-def spread_of(says: Mapping[str, Said]) -> Parallel:
+def spread_of(says: Mapping[str, SettingValue]) -> Parallel:
     """The ``Parallel`` of the fields that were said.
 
     Raises:
@@ -74,6 +64,6 @@ def spread_of(says: Mapping[str, Said]) -> Parallel:
     return Parallel(**{name: says[name].value for name in PARALLEL_FIELDS if name in says})
 
 
-def precision_of(says: Mapping[str, Said]) -> str:
+def precision_of(says: Mapping[str, SettingValue]) -> str:
     """``fp16``, ``bf16`` or ``no``."""
     return next((word for word in ("fp16", "bf16") if word in says and says[word].value), "no")

@@ -9,18 +9,8 @@ from typing import Any
 from lockstep.config import readers as read
 from lockstep.config.deepspeed import finish, from_deepspeed
 from lockstep.config.hosts import parse_filter
-from lockstep.config.rules import (
-    Detail,
-    NoEffect,
-    Refused,
-    Said,
-    Table,
-    Translation,
-    Used,
-    combine,
-    translate,
-)
-from lockstep.config.values import shown
+from lockstep.config.rules import Detail, NoEffect, Refused, Table, Translation, Used, combine, translate
+from lockstep.config.values import SettingValue, shown
 from lockstep.errors import ConfigError
 
 META = "a model is made as the script makes it; one made on the meta device is filled shard by shard"
@@ -103,18 +93,20 @@ def from_deepspeed_section(section: Mapping[str, Any], where: str) -> Translatio
     says = finish(own)
     path = section.get(FILE_KEY)
     if path in (None, "none", ""):
-        says.setdefault("zero", Said(DEFAULT_STAGE, f"DeepSpeed's default, stage {DEFAULT_STAGE} ({where})"))
+        says.setdefault(
+            "zero", SettingValue(DEFAULT_STAGE, f"DeepSpeed's default, stage {DEFAULT_STAGE} ({where})")
+        )
         return Translation(says, own.warnings, own.rows)
     if not isinstance(path, str):
         raise ConfigError(f"{where}: {FILE_KEY} is not a path. Give the name of a JSON file.")
     combine(
         says, from_deepspeed(path).says
     )  # only to see whether they agree: workers read the file themselves
-    says[FILE_KEY] = Said(path, f"{FILE_KEY}={path} ({where})")
+    says[FILE_KEY] = SettingValue(path, f"{FILE_KEY}={path} ({where})")
     return Translation(says, own.warnings, own.rows)
 
 
-def _check_launcher(says: Mapping[str, Said], section: Mapping[str, Any], where: str) -> None:
+def _check_launcher(says: Mapping[str, SettingValue], section: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError when the launcher and the list of hosts do not belong together."""
     launcher = section.get(LAUNCHER_KEY)
     listed = next(
@@ -152,7 +144,7 @@ def from_mpirun(section: Mapping[str, Any], where: str) -> Translation:
     found = translate(MPI_KEYS, section, where)
     if "hostfile" not in found.says:
         return found
-    return Translation({**found.says, "mpi": Said(True, where)}, found.warnings, found.rows)
+    return Translation({**found.says, "mpi": SettingValue(True, where)}, found.warnings, found.rows)
 
 
 LAYOUT_PREFIX = "parallelism_config_"
@@ -187,21 +179,21 @@ def from_layout(section: Mapping[str, Any], where: str, alone: bool = True) -> T
     table = {**LAYOUT_KEYS, **{LAYOUT_PREFIX + key: rule for key, rule in LAYOUT_KEYS.items()}}
     found = translate(table, section, where)
     copies, shards = found.says.get("copies"), found.says.get("shards")
-    says: dict[str, Said] = {name: found.says[name] for name in ("tp", "cp") if name in found.says}
+    says: dict[str, SettingValue] = {name: found.says[name] for name in ("tp", "cp") if name in found.says}
     ulysses = found.says.get("ulysses")
     if ulysses is not None:
         if "cp" in says:
             raise ConfigError(
                 f"{says['cp'].source} and {ulysses.source} both split the sequence. Set one of them to 1."
             )
-        says |= {"cp": ulysses, "cp_method": Said("ulysses", ulysses.source)}
+        says |= {"cp": ulysses, "cp_method": SettingValue("ulysses", ulysses.source)}
     if shards is not None and shards.value > 1:
         if alone:
-            says["zero"] = Said(3, shards.source)
+            says["zero"] = SettingValue(3, shards.source)
         if copies is not None and copies.value > 1:
             says["replicate"] = copies
     sizes = [said for said in (copies, shards, says.get("cp"), says.get("tp")) if said is not None]
     size = math.prod(said.value for said in sizes)
     if size > 1:
-        says["processes"] = Said(size, " x ".join(said.source for said in sizes))
+        says["processes"] = SettingValue(size, " x ".join(said.source for said in sizes))
     return Translation(says, found.warnings, found.rows)

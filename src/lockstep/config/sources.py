@@ -7,24 +7,22 @@ worker reads this first.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from lockstep.config import readers
-from lockstep.config.checks import MAX_ACCUMULATION_STEPS
-from lockstep.config.enums import DynamoBackend, PrecisionType
-from lockstep.config.json_file import parse_json
-from lockstep.config.parallel import Parallel
 from lockstep.config.place import Environ, ProcessEnvironment, place_in
-from lockstep.config.regular_file import read_regular_file
-from lockstep.config.training_objects import OptimizerConfig, SchedulerConfig
-from lockstep.config.values import parse_bool as parse_bool
-from lockstep.config.values import parse_endpoint, parse_seconds, plain
-from lockstep.config.values import parse_integer as parse_integer
-from lockstep.config.values import parse_precision as parse_precision
-from lockstep.config.values import suggestion as suggestion
+from lockstep.config.regular_file import check_readable
+from lockstep.config.settings import OF_WORKERS, Setting
+from lockstep.config.values import (
+    SettingValue,
+    parse_bool,
+    parse_endpoint,
+    parse_integer,
+    plain,
+    suggestion,
+)
 from lockstep.errors import ConfigError
 
 
@@ -78,35 +76,10 @@ def control_link(environ: Environ | None = None) -> ControlLink | None:
 # -- settings of a worker ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class WorkerSettings:
-    """What an ``Accelerator`` in a worker needs; ``origins[name]`` says where each value came from."""
-
-    mixed_precision: PrecisionType = PrecisionType.NO
-    cpu: bool = False
-    gradient_accumulation_steps: int = 1
-    parallel: Parallel | None = None
-    gradient_clipping: float | None = None
-    micro_batch_size: int | None = None
-    optimizer: OptimizerConfig | None = None
-    scheduler: SchedulerConfig | None = None
-    grad_scaler: Mapping[str, float] | None = None
-    deepspeed_config_file: str | None = None
-    dynamo_backend: Any = "no"
-    watch: bool = True
-    grace: float = 30.0
-    origins: Mapping[str, str] = field(default_factory=dict)
-
-
-class SettingSource(NamedTuple):
-    """One setting: its environment names, first wins, and how its value is read (value, origin)."""
-
-    names: tuple[str, ...]
-    parse: Callable[[Any, str], Any]
-
-
-def worker_settings(code: Mapping[str, Any] | None = None, environ: Environ | None = None) -> WorkerSettings:
-    """Merge what the script says (``code``; None means not said) with the environment and the defaults.
+def worker_settings(
+    code: Mapping[str, Any] | None = None, environ: Environ | None = None
+) -> dict[str, SettingValue]:
+    """What an ``Accelerator`` needs: ``code`` (None says nothing), the environment and the defaults, merged.
 
     Raises:
         ConfigError: a value is not allowed, or ``code`` has a name that is not a setting.
@@ -114,125 +87,31 @@ def worker_settings(code: Mapping[str, Any] | None = None, environ: Environ | No
     environ = os.environ if environ is None else environ
     code = code or {}
     for name in code:
-        if name not in SETTINGS:
-            raise ConfigError(f"{name!r} is not a setting of a worker.{suggestion(name, SETTINGS)}")
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    for name, source in SETTINGS.items():
+        if name not in OF_WORKERS:
+            raise ConfigError(f"{name!r} is not a setting of a worker.{suggestion(name, OF_WORKERS)}")
+    settings: dict[str, SettingValue] = {}
+    for name, setting in OF_WORKERS.items():
         if code.get(name) is not None:
-            values[name], origins[name] = source.parse(code[name], f"Accelerator({name}=...)"), "code"
-            continue
-        variable = variable_of(name, environ)
-        if variable is None:
-            origins[name] = "default"
+            value = setting.kind.for_worker(code[name], f"Accelerator({name}=...)")
+            settings[name] = SettingValue(value, "code")
         else:
-            values[name] = source.parse(environ[variable], variable)
-            origins[name] = f"environment variable {variable}"
-    return WorkerSettings(**values, origins=origins)
+            settings[name] = said_by_environment(setting, environ) or SettingValue(setting.default, "default")
+    return settings
 
 
-def variable_of(name: str, environ: Environ) -> str | None:
-    """The environment variable that says the setting ``name``; an empty one says nothing.
+def said_by_environment(setting: Setting, environ: Environ) -> SettingValue | None:
+    """What the environment says of a setting; None: nothing, as an empty variable does.
 
     Raises:
-        ConfigError: it is blank.
+        ConfigError: a variable is blank, or its value is not allowed.
     """
-    variable = next((variable for variable in SETTINGS[name].names if environ.get(variable)), None)
-    if variable is not None and not environ[variable].strip():
-        raise ConfigError(f"{variable} is blank. Give it a value, or unset it.")
-    return variable
-
-
-def _parse_steps(value: Any, origin: str) -> int:
-    return parse_integer(value, origin, 1, MAX_ACCUMULATION_STEPS)
-
-
-def _parse_grace(value: Any, origin: str) -> float:
-    try:
-        return parse_seconds(value)
-    except ConfigError as error:
-        raise ConfigError(f"{origin}: {error}. Give one.") from None
-
-
-def _parse_path(value: Any, origin: str) -> str | None:
-    if value == "none":  # Accelerate writes it
+    variable = next((variable for variable in setting.variables if environ.get(variable)), None)
+    if variable is None:
         return None
-    check_readable(str(value), origin)
-    return os.path.expanduser(str(value))
-
-
-def check_readable(path: str, origin: str) -> None:
-    """Raise ConfigError, with the name of what says the path, unless it is a file that can be read."""
-    try:
-        read_regular_file(os.path.expanduser(path), 0)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"{origin}={plain(path, 200)} cannot be read: {reason}. Name a file that can be, or unset {origin}."
-        ) from None
-
-
-def _parse_parallel(value: Any, origin: str) -> Parallel:
-    try:
-        return Parallel.parse(value)
-    except ConfigError as error:
-        raise ConfigError(f"{origin}: {error}") from None
-
-
-def _parse_clipping(value: Any, origin: str) -> float | None:
-    return None if value in ("auto", "none") else readers.number(value, origin)
-
-
-def _section(read: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-    """A section, which the environment has as JSON."""
-    return lambda value, origin: read(parse_json(value, origin) if isinstance(value, str) else value, origin)
-
-
-def _parse_backend(value: Any, origin: str) -> Any:
-    """The name of a backend of ``torch.compile``; in code any that torch knows there, or a function."""
-    if callable(value):
-        return value
-    word = str(value)
-    if word.upper() in DynamoBackend.list():
-        return word.lower()
-    from importlib.metadata import entry_points  # here, because workers seldom need it
-
-    registered = {point.name for point in entry_points(group="torch_dynamo_backends")}
-    if origin in VARIABLES_OF_BACKENDS and word not in registered:
-        known = [name.lower() for name in DynamoBackend.list()]
-        raise ConfigError(
-            f"{origin}={plain(word)} is no backend of torch.compile.{suggestion(word, known)} Use one of "
-            f"{', '.join(sorted({*known, *registered}))}."
-        )
-    return word
-
-
-VARIABLES_OF_BACKENDS = ("LOCKSTEP_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_BACKEND")
-
-
-SETTINGS: dict[str, SettingSource] = {
-    "mixed_precision": SettingSource(
-        ("LOCKSTEP_MIXED_PRECISION", "ACCELERATE_MIXED_PRECISION"), parse_precision
-    ),
-    "cpu": SettingSource(("LOCKSTEP_USE_CPU", "ACCELERATE_USE_CPU"), parse_bool),
-    "gradient_accumulation_steps": SettingSource(
-        ("LOCKSTEP_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"), _parse_steps
-    ),
-    "parallel": SettingSource(("LOCKSTEP_PARALLEL",), _parse_parallel),
-    "gradient_clipping": SettingSource(
-        ("LOCKSTEP_GRADIENT_CLIPPING", "ACCELERATE_GRADIENT_CLIPPING"), _parse_clipping
-    ),
-    "micro_batch_size": SettingSource(("LOCKSTEP_MICRO_BATCH_SIZE",), _parse_steps),
-    "optimizer": SettingSource(("LOCKSTEP_OPTIMIZER",), _section(readers.optimizer)),
-    "scheduler": SettingSource(("LOCKSTEP_SCHEDULER",), _section(readers.scheduler)),
-    "grad_scaler": SettingSource(("LOCKSTEP_GRAD_SCALER",), _section(readers.grad_scaler)),
-    "deepspeed_config_file": SettingSource(
-        ("LOCKSTEP_DEEPSPEED_CONFIG_FILE", "ACCELERATE_DEEPSPEED_CONFIG_FILE"), _parse_path
-    ),
-    "watch": SettingSource(("LOCKSTEP_WATCH",), parse_bool),
-    "grace": SettingSource(("LOCKSTEP_GRACE",), _parse_grace),
-    "dynamo_backend": SettingSource(VARIABLES_OF_BACKENDS, _parse_backend),
-}
+    if not environ[variable].strip():
+        raise ConfigError(f"{variable} is blank. Give it a value, or unset it.")
+    value = setting.kind.for_worker(environ[variable], variable)
+    return SettingValue(value, f"environment variable {variable}")
 
 
 # what `accelerate launch` tells its workers, by the names of its file
@@ -297,7 +176,7 @@ OTHER_VARIABLES = (
 def unknown_variables(environ: Environ | None = None) -> tuple[str, ...]:
     """A sentence for each variable that has our prefix, and that nothing reads."""
     environ = os.environ if environ is None else environ
-    known = {*OTHER_VARIABLES, *(name for source in SETTINGS.values() for name in source.names)}
+    known = {*OTHER_VARIABLES, *(name for setting in OF_WORKERS.values() for name in setting.variables)}
     return tuple(
         f"{plain(name, 80)} has no effect: it is not a variable that Lockstep reads.{suggestion(name, known)}"
         for name in sorted(environ)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.config.enums import PrecisionType
 from lockstep.errors import ConfigError
@@ -27,7 +27,10 @@ HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.(?!-)[A-Za-z0-9_-]{1,63})*\.
 
 def shown(value: Any, limit: int = 40) -> str:
     """``value`` as text for a message, cut at ``limit`` characters."""
-    text = repr(value)[: limit * 8] if not isinstance(value, str) else repr(value[: limit * 2])
+    try:
+        text = repr(value)[: limit * 8] if not isinstance(value, str) else repr(value[: limit * 2])
+    except ValueError:  # of integers with thousands of digits
+        return "a huge number"
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -35,6 +38,21 @@ def plain(value: Any, limit: int = 40) -> str:
     """``value`` as text for a message, without quotes: on one line, and cut at ``limit`` characters."""
     text = "".join(character if character.isprintable() else "?" for character in str(value)[: limit + 1])
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+class SettingValue(NamedTuple):
+    """A value, and where it was said; ``words``: where each word of ``parallel`` was, if in several places."""
+
+    value: Any
+    source: str
+    words: Mapping[str, str] = {}
+
+
+def refused(value: Any, origin: str, what: str, instead: str) -> ConfigError:
+    """The error for a value that is not ``what``: a sentence and ``instead``, or what follows the name of a key."""
+    if origin:
+        return ConfigError(f"{origin}={plain(value)} is not {what}. {instead}")
+    return ConfigError(f"{shown(value)} is not {what}")
 
 
 def listed(names: Iterable[str], most: int = 3, none: str = "none") -> str:
@@ -99,12 +117,15 @@ def parse_bool(value: Any, origin: str) -> bool:
         return True
     if word in FALSE_WORDS:
         return False
-    raise ConfigError(f"{origin}={plain(value)} is not a truth value. Use 'true' or 'false'.")
+    raise refused(value, origin, "a truth value", "Use 'true' or 'false'.")
 
 
 def parse_integer(value: Any, origin: str, at_least: int, at_most: int | None = None) -> int:
     """An integer within bounds; raises ConfigError."""
-    text = str(value).strip()
+    try:
+        text = str(value).strip()
+    except ValueError:  # an integer of thousands of digits
+        text = "a huge number"
     digits = text[1:] if text[:1] == "-" else text
     # isdecimal alone also accepts digits of other scripts; int() refuses huge texts with its own error
     number = int(text) if digits.isascii() and digits.isdecimal() and len(digits) <= 18 else None
@@ -115,7 +136,9 @@ def parse_integer(value: Any, origin: str, at_least: int, at_most: int | None = 
         or (at_most is not None and number > at_most)
     ):
         bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-        raise ConfigError(f"{origin}={plain(text)} is not an integer {bounds}. Set a number in that range.")
+        raise refused(
+            text if origin else value, origin, f"an integer {bounds}", "Set a number in that range."
+        )
     return number
 
 

@@ -25,7 +25,7 @@ def write_config(path: Path, answers: Mapping[str, Any]) -> None:
     config = from_yaml(YamlFile(str(path), dict(answers))).config
     if config.parallel is not None and config.num_processes is not None:
         fitted(Parallel.parse(config.parallel), BatchSizes(), config.num_processes)
-    settings = config.model_dump(mode="json", exclude_none=True)
+    settings = config.model_dump(mode="json", exclude_unset=True)
     write_text(path, "# For `lockstep launch`; every key is also one of its flags.\n" + as_yaml(settings))
 
 

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from lockstep.config.checks import HOST_LISTS, LOCAL, backend_of
 from lockstep.config.hosts import Host, chosen, parse_hosts, read_hostfile
-from lockstep.config.values import parse_integer
+from lockstep.config.values import SettingValue, parse_integer
 from lockstep.errors import ConfigError
 
-
-class Setting(NamedTuple):
-    """A value and where it came from; ``words``: where each word of ``parallel`` came from, if from several places."""
-
-    value: Any
-    origin: str
-    words: Mapping[str, str] = {}
-
-
-Settings = dict[str, Setting]
+Settings = dict[str, SettingValue]
 
 
 @dataclass(frozen=True)
@@ -68,7 +59,7 @@ def hosts_of(value: Mapping[str, Any]) -> tuple[Host, ...]:
     return chosen(hosts, value.get("include_hosts"), value.get("exclude_hosts"))
 
 
-def machines_of(settings: Settings, nproc: Setting | None, environ: Mapping[str, str]) -> Settings:
+def machines_of(settings: Settings, nproc: SettingValue | None, environ: Mapping[str, str]) -> Settings:
     """Numbers of machines and processes where the list of hosts, or Slurm's allocation, says them.
 
     Raises:
@@ -81,21 +72,23 @@ def machines_of(settings: Settings, nproc: Setting | None, environ: Mapping[str,
         listed = next(name for name in HOST_LISTS if value[name])
         return _listed(settings, hosts, settings[listed]._replace(value=listed), nproc)
     found: Settings = {}
-    if backend == "slurm" and settings["num_machines"].origin == "default" and environ.get("SLURM_JOB_ID"):
+    if backend == "slurm" and settings["num_machines"].source == "default" and environ.get("SLURM_JOB_ID"):
         variable = "SLURM_JOB_NUM_NODES"
         if environ.get(variable):
             count = parse_integer(environ[variable], variable, at_least=1)
-            found["num_machines"] = Setting(count, f"environment variable {variable}")
+            found["num_machines"] = SettingValue(count, f"environment variable {variable}")
     return found
 
 
-def _listed(settings: Settings, hosts: tuple[Host, ...], where: Setting, nproc: Setting | None) -> Settings:
+def _listed(
+    settings: Settings, hosts: tuple[Host, ...], where: SettingValue, nproc: SettingValue | None
+) -> Settings:
     said = settings["num_machines"]
-    if said.origin != "default" and said.value != len(hosts):
+    if said.source != "default" and said.value != len(hosts):
         raise ConfigError(
-            f"num_machines is {said.value}, but {where.value} names {len(hosts)} ({where.origin}). Correct one of them."
+            f"num_machines is {said.value}, but {where.value} names {len(hosts)} ({where.source}). Correct one of them."
         )
-    found = {"num_machines": Setting(len(hosts), where.origin)}
+    found = {"num_machines": SettingValue(len(hosts), where.source)}
     slots = {host.slots for host in hosts if host.slots is not None}
     if nproc is not None or settings["num_processes"].value is not None:
         total = settings["num_processes"].value
@@ -103,13 +96,13 @@ def _listed(settings: Settings, hosts: tuple[Host, ...], where: Setting, nproc: 
         if slots and each > min(slots):
             raise ConfigError(
                 f"num_processes is {each} for each machine, but {where.value} has a host with {min(slots)} slots "
-                f"({where.origin}). Use fewer processes, or correct the slots."
+                f"({where.source}). Use fewer processes, or correct the slots."
             )
     elif len(slots) == 1 and all(host.slots for host in hosts):
-        found["num_processes"] = Setting(slots.pop() * len(hosts), f"slots of {where.origin}")
+        found["num_processes"] = SettingValue(slots.pop() * len(hosts), f"slots of {where.source}")
     elif slots:
         raise ConfigError(
-            f"{where.value} gives its hosts different numbers of slots ({where.origin}), but every machine takes as "
+            f"{where.value} gives its hosts different numbers of slots ({where.source}), but every machine takes as "
             f"many processes as the others. Set --nproc, or equal slots."
         )
     return found

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import readers
+from lockstep.config import kinds, readers
 from lockstep.config.batch import BatchSizes
-from lockstep.config.checks import LOCAL, MAX_THREADS, check_topology
-from lockstep.config.rules import Said, combine
+from lockstep.config.checks import LOCAL, check_topology
+from lockstep.config.rules import combine
 from lockstep.config.said import (
     joined_sources,
     precision_of,
@@ -21,8 +21,9 @@ from lockstep.config.said import (
     sources_of,
     spread_of,
 )
-from lockstep.config.sources import SETTINGS, variable_of
-from lockstep.config.values import parse_integer
+from lockstep.config.settings import OF_WORKERS, SETTINGS, Setting
+from lockstep.config.sources import said_by_environment
+from lockstep.config.values import SettingValue
 from lockstep.config.world import fitted
 from lockstep.errors import ConfigError
 from lockstep.launch.machines import (
@@ -31,70 +32,11 @@ from lockstep.launch.machines import (
     machines_of,
     reach_of,
 )
-from lockstep.launch.machines import Setting as Setting
 from lockstep.launch.machines import Settings as Settings
 
 ELASTIC_RESTARTS = 1000
-
-DEFAULTS: dict[str, Any] = {
-    "num_processes": None,
-    "num_machines": 1,
-    "min_machines": None,
-    "machine_rank": None,
-    "main_process_ip": None,
-    "main_process_port": None,
-    "rdzv_backend": "static",
-    "interface": None,
-    "secret_file": None,
-    "hosts": None,
-    "hostfile": None,
-    "include_hosts": None,
-    "exclude_hosts": None,
-    "slurm": None,
-    "slurm_options": None,
-    "mpi": None,
-    "ray": None,
-    "k8s": None,
-    "k8s_options": None,
-    "forward_env": None,
-    "max_restarts": None,
-    "hang_timeout": 300.0,
-    "grace": 30.0,
-    "watch": True,
-    "mixed_precision": None,
-    "use_cpu": None,
-    "gpu_ids": None,
-    "debug": None,
-    "gradient_accumulation_steps": None,
-    "parallel": None,
-    "gradient_clipping": None,
-    "micro_batch_size": None,
-    "optimizer": None,
-    "scheduler": None,
-    "grad_scaler": None,
-    "deepspeed_config_file": None,
-    "dynamo_backend": None,
-    "num_cpu_threads_per_process": None,
-}
-
-# settings that travel to the workers in the environment, under the name that they have there
-WORKER_NAMES = {
-    "mixed_precision": "mixed_precision",
-    "use_cpu": "cpu",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "parallel": "parallel",
-    "gradient_clipping": "gradient_clipping",
-    "micro_batch_size": "micro_batch_size",
-    "optimizer": "optimizer",
-    "scheduler": "scheduler",
-    "grad_scaler": "grad_scaler",
-    "deepspeed_config_file": "deepspeed_config_file",
-    "dynamo_backend": "dynamo_backend",
-    "watch": "watch",
-    "grace": "grace",
-}
-
-SECTIONS = ("optimizer", "scheduler", "grad_scaler")  # they travel as JSON
+TEXTS = (kinds.PARALLEL, kinds.OPTIMIZER, kinds.SCHEDULER, kinds.GRAD_SCALER)
+"""Kinds of values that travel on as the environment has them."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +125,7 @@ class LaunchPlan:
     environment: Mapping[str, str] = field(default_factory=dict)
     log_dir: str | None = None
     tee: bool = False
-    settings: Mapping[str, Setting] = field(default_factory=dict)
+    settings: Mapping[str, SettingValue] = field(default_factory=dict)
 
     @property
     def elastic(self) -> bool:
@@ -191,60 +133,53 @@ class LaunchPlan:
         return self.min_machines < self.num_machines
 
 
-def merge(flags: Mapping[str, Setting], file: Mapping[str, Setting], environ: Mapping[str, str]) -> Settings:
+def merge(
+    flags: Mapping[str, SettingValue], file: Mapping[str, SettingValue], environ: Mapping[str, str]
+) -> Settings:
     """Settings by precedence, each with its origin.
 
     Raises:
         ConfigError: two of them contradict each other, or an environment variable is malformed.
     """
     merged: Settings = {}
-    for name, default in DEFAULTS.items():
-        said = flags.get(name) or _from_environment(name, environ) or file.get(name)
-        merged[name] = said or Setting(default, "default")
+    for name, setting in SETTINGS.items():
+        said = flags.get(name) or _from_environment(setting, environ) or file.get(name)
+        default = setting.default if setting.is_for_launcher else None
+        merged[name] = said or SettingValue(default, "default")
     if "num_machines" in flags and "min_machines" not in flags:  # --nnodes says both
-        merged["min_machines"] = Setting(None, flags["num_machines"].origin)
+        merged["min_machines"] = SettingValue(None, flags["num_machines"].source)
     try:
         merged |= machines_of(merged, flags.get("nproc"), environ)
         if "nproc" in flags:  # for each machine, where num_processes is the total
             total = flags["nproc"].value * merged["num_machines"].value
-            merged["num_processes"] = Setting(total, flags["nproc"].origin)
+            merged["num_processes"] = SettingValue(total, flags["nproc"].source)
         check_topology({name: setting.value for name, setting in merged.items()})
         check_counted(merged)
     except ConfigError as error:
         first = str(error).split(" ", 1)[0]
-        origin = merged[first].origin if first in merged else "default"
+        origin = merged[first].source if first in merged else "default"
         raise ConfigError(
             str(error) if origin == "default" else f"{error} ({first} is from {origin})"
         ) from None
     return merged
 
 
-def _from_environment(name: str, environ: Mapping[str, str]) -> Setting | None:
-    if name == "num_cpu_threads_per_process":
-        text = environ.get("OMP_NUM_THREADS")
-        if not text:
-            return None
-        threads = parse_integer(text, "OMP_NUM_THREADS", 1, MAX_THREADS)
-        return Setting(threads, "environment variable OMP_NUM_THREADS")
-    if name not in WORKER_NAMES:
-        return None
-    variable = variable_of(WORKER_NAMES[name], environ)
-    if variable is None:
-        return None
-    value = SETTINGS[WORKER_NAMES[name]].parse(environ[variable], variable)
-    if value is not None and name in (*SECTIONS, "parallel"):
-        value = environ[variable]
-    return Setting(value, f"environment variable {variable}")
+def _from_environment(setting: Setting, environ: Mapping[str, str]) -> SettingValue | None:
+    said = said_by_environment(setting, environ)
+    if said is not None and setting.kind in TEXTS and said.value is not None:
+        variable = said.source.rpartition(" ")[2]
+        return said._replace(value=environ[variable])
+    return said
 
 
 def make_plan(
     program: Program,
-    settings: Mapping[str, Setting],
+    settings: Mapping[str, SettingValue],
     device_count: int,
     cores: int,
     log_dir: str | None = None,
     tee: bool = False,
-    described: Mapping[str, Said] | None = None,
+    described: Mapping[str, SettingValue] | None = None,
     output: str | None = None,
 ) -> LaunchPlan:
     """Turn merged settings into a plan; ``device_count`` GPUs and ``cores`` are what this machine has.
@@ -265,7 +200,7 @@ def make_plan(
     if total is None:
         devices = device_count if value["gpu_ids"] in (None, "all") else len(value["gpu_ids"].split(","))
         total = 1 if value["use_cpu"] else max(1, devices)
-        shown["num_processes"] = Setting(total, "default: one for each GPU, else 1")
+        shown["num_processes"] = SettingValue(total, "default: one for each GPU, else 1")
     nproc = total // machines
     says = check_spread(settings, described or {}, [nproc * count for count in range(least, machines + 1)])
     if described:
@@ -279,14 +214,14 @@ def make_plan(
     threads = value["num_cpu_threads_per_process"]
     if threads is None and reach.backend == LOCAL:  # other machines count their own cores
         threads = max(1, cores // nproc)
-        shown["num_cpu_threads_per_process"] = Setting(
+        shown["num_cpu_threads_per_process"] = SettingValue(
             threads, f"default: {cores} cores over {nproc} processes"
         )
     restarts = value["max_restarts"]
     if restarts is None:
         restarts = ELASTIC_RESTARTS if least < machines else 0
         why = "machines may leave and join" if least < machines else "a failure ends the run"
-        shown["max_restarts"] = Setting(restarts, f"default: {why}")
+        shown["max_restarts"] = SettingValue(restarts, f"default: {why}")
     return LaunchPlan(
         command=program.command(),
         nproc=nproc,
@@ -316,15 +251,15 @@ def _check_folder(log_dir: str) -> None:
         )
 
 
-def _worker_environment(settings: Mapping[str, Setting], threads: Any) -> dict[str, str]:
+def _worker_environment(settings: Mapping[str, SettingValue], threads: Any) -> dict[str, str]:
     """The settings that the workers read from their environment: only what was said."""
     value = {
-        name: None if setting.origin == "default" else setting.value for name, setting in settings.items()
+        name: None if setting.source == "default" else setting.value for name, setting in settings.items()
     }
     environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    for name, worker_name in WORKER_NAMES.items():
-        if value[name] is not None:
-            environment[SETTINGS[worker_name].names[0]] = _as_text(name, value[name])
+    for setting in OF_WORKERS.values():
+        if value[setting.name] is not None:
+            environment[setting.variables[0]] = _as_text(setting.name, value[setting.name])
     if value["gpu_ids"] not in (None, "all"):
         environment["CUDA_VISIBLE_DEVICES"] = str(value["gpu_ids"])
     if value["debug"]:
@@ -342,8 +277,8 @@ def _as_text(name: str, value: Any) -> str:
 
 
 def check_spread(
-    settings: Mapping[str, Setting], described: Mapping[str, Said], sizes: Sequence[int]
-) -> dict[str, Said]:
+    settings: Mapping[str, SettingValue], described: Mapping[str, SettingValue], sizes: Sequence[int]
+) -> dict[str, SettingValue]:
     """Whether ``parallel``, batch sizes and a DeepSpeed configuration agree, and fit each number of processes.
 
     Returns what they say together.
@@ -351,14 +286,14 @@ def check_spread(
     Raises:
         ConfigError: they do not; the message has the values.
     """
-    own = {name: (item.value, item.origin) for name, item in settings.items()}
-    for name in SECTIONS:
+    own = {name: (item.value, item.source) for name, item in settings.items()}
+    for name, setting in SETTINGS.items():
         value, origin = own.get(name, (None, ""))
-        if value is not None:
-            own[name] = (SETTINGS[name].parse(value, name), origin)
+        if value is not None and setting.kind.is_section:
+            own[name] = (setting.kind.for_worker(value, name), origin)
     words = settings["parallel"].words
     said = said_by_settings(own)
-    said |= {name: Said(said[name].value, source) for name, source in words.items() if name in said}
+    said |= {name: SettingValue(said[name].value, source) for name, source in words.items() if name in said}
     says = combine(described, said)
     spread, batch = spread_of(says), BatchSizes.of(says)
     for processes in sizes:
@@ -366,16 +301,16 @@ def check_spread(
     return says
 
 
-def described_settings(says: Mapping[str, Said], processes: int) -> dict[str, Setting]:
+def described_settings(says: Mapping[str, SettingValue], processes: int) -> dict[str, SettingValue]:
     """What a DeepSpeed configuration and the other settings add up to, each with where it is said."""
-    found: dict[str, Setting] = {}
+    found: dict[str, SettingValue] = {}
     words = sources_of(says)
     if words:
-        found["parallel"] = Setting(str(spread_of(says)), joined_sources(words), words)
+        found["parallel"] = SettingValue(str(spread_of(says)), joined_sources(words), words)
     precision = precision_of(says)
     said = says.get(precision) or says.get("fp16") or says.get("bf16")
     if said is not None:
-        found["mixed_precision"] = Setting(precision, said.source)
+        found["mixed_precision"] = SettingValue(precision, said.source)
     batch = BatchSizes.of(says)
     solved = fitted(spread_of(says), batch, processes)
     follows = f"follows from {', '.join(batch.sources)} for {processes} processes"
@@ -385,17 +320,17 @@ def described_settings(says: Mapping[str, Said], processes: int) -> dict[str, Se
         ("gradient_accumulation_steps", solved.accumulation),
     ):
         if value is not None:
-            found[name] = Setting(value, says[name].source if name in says else follows)
+            found[name] = SettingValue(value, says[name].source if name in says else follows)
     for name in ("gradient_clipping", "optimizer", "scheduler"):
         if name in says:
             said = says[name]
             described = hasattr(said.value, "params")
-            found[name] = Setting(asdict(said.value) if described else said.value, said.source)
+            found[name] = SettingValue(asdict(said.value) if described else said.value, said.source)
     scaler = {name: says[name] for name in readers.SCALER_FIELDS if name in says}
     if scaler and precision != "bf16":  # with which gradients are not scaled
         values = {name: item.value for name, item in scaler.items()}
         sources = {name: item.source for name, item in scaler.items()}
-        found["grad_scaler"] = Setting(values, joined_sources(sources))
+        found["grad_scaler"] = SettingValue(values, joined_sources(sources))
     return found
 
 
@@ -409,7 +344,7 @@ def available_cores() -> int:
 def describe(plan: LaunchPlan) -> Sequence[tuple[str, str, str]]:
     """Rows (name, value, origin) of a plan's settings, for ``--dry-run``."""
     return [
-        (name, str(setting.value), setting.origin)
+        (name, str(setting.value), setting.source)
         for name, setting in plan.settings.items()
         if setting.value is not None
     ]

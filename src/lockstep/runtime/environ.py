@@ -6,12 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lockstep.config.sources import (
-    export_environment,
-    inherited_environment,
-    parse_bool,
-    restore_environment,
-)
+from lockstep.config.sources import export_environment, inherited_environment, restore_environment
+from lockstep.config.values import parse_bool
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.config.enums import RNGType
-from lockstep.config.sources import suggestion
+from lockstep.config.values import suggestion
 from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime import process
 

@@ -12,7 +12,7 @@ import torch
 
 from lockstep.config.handlers import ProfileKwargs
 from lockstep.config.options import Options
-from lockstep.config.sources import suggestion
+from lockstep.config.values import suggestion
 from lockstep.errors import ConfigError
 from lockstep.runtime.process import Runtime
 from lockstep.watch.trackers.run import TrackerSet

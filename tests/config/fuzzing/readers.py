@@ -137,8 +137,8 @@ def _environment(given: Input) -> Verdict:
     finally:
         os.environ.clear()
         os.environ.update(kept)
-    values = {f"LOCKSTEP_{name.upper()}": getattr(settings, name) for name in settings.origins}
-    values["LOCKSTEP_USE_CPU"] = settings.cpu
+    values = {f"LOCKSTEP_{name.upper()}": setting.value for name, setting in settings.items()}
+    values["LOCKSTEP_USE_CPU"] = settings["cpu"].value
     values |= {"RANK": place.rank, "WORLD_SIZE": place.world_size} if place.distributed else {}
     return True, nonsense_in_place(place) or differs(given, values)
 

@@ -6,7 +6,8 @@ import json
 import os
 from typing import Any
 
-from lockstep.config.sources import inherited_environment, parse_bool
+from lockstep.config.sources import inherited_environment
+from lockstep.config.values import parse_bool
 from lockstep.watch.trackers.base import on_main_process, plain
 from lockstep.watch.trackers.hosted import HostedTracker
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from lockstep.config.enums import LoggerType
-from lockstep.config.sources import suggestion
+from lockstep.config.values import suggestion
 from lockstep.errors import ConfigError, MissingExtraError, UsageError
 from lockstep.runtime.available import is_available
 from lockstep.watch.trackers import hosted, local

@@ -1,0 +1,226 @@
+"""The kinds of values that settings have: how each is read and shown, wherever it comes from.
+
+A reader takes a value and its origin, and raises ConfigError. With an origin ("LOCKSTEP_WATCH") the message is a whole
+sentence that says what to do. Without one, as for files and flags, it is what follows the name of the key or flag.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from typing import Any
+
+from lockstep.config import readers
+from lockstep.config.checks import MAX_MACHINES
+from lockstep.config.enums import DynamoBackend, PrecisionType
+from lockstep.config.hosts import parse_filter, parse_hosts
+from lockstep.config.json_file import parse_json
+from lockstep.config.parallel import Parallel
+from lockstep.config.regular_file import check_readable
+from lockstep.config.values import (
+    parse_bool,
+    parse_endpoint,
+    parse_gpus,
+    parse_host,
+    parse_integer,
+    parse_interface,
+    parse_machines,
+    parse_names,
+    parse_pairs,
+    parse_precision,
+    parse_seconds,
+    plain,
+    refused,
+    shown,
+    suggestion,
+)
+from lockstep.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of values.
+
+    Attributes:
+        read: (value, origin) -> the value; None is read by nobody: it says nothing.
+        type: What files have once it was read, as an annotation.
+        metavar: How help shows the value of a flag; "": a switch, or what ``bounds`` and ``words`` say.
+        bounds: The least and the greatest, of integers.
+        words: All allowed ones.
+        in_worker: Reads what workers have from their environment or from code, if that is another matter.
+        on_flag: Reads a flag's text, if that is another matter.
+        is_section: In a file a section, in the environment JSON.
+    """
+
+    read: Callable[[Any, str], Any]
+    type: Any = str
+    metavar: str = ""
+    bounds: tuple[int, int] | None = None
+    words: tuple[str, ...] = ()
+    in_worker: Callable[[Any, str], Any] | None = None
+    on_flag: Callable[[Any], Any] | None = None
+    is_section: bool = False
+
+    def for_worker(self, value: Any, origin: str) -> Any:
+        """The value as an ``Accelerator`` takes it."""
+        return (self.in_worker or self.read)(value, origin)
+
+    def as_data(self, value: Any) -> Any:
+        """The value as plain data, as files and plans have it; raises ConfigError without the name of a key."""
+        if value is None:
+            return None
+        found = self.read(value, "")
+        if isinstance(found, Parallel):
+            return str(found)
+        return asdict(found) if is_dataclass(found) and not isinstance(found, type) else found
+
+
+def _kind(read: Callable[[Any], Any], **other: Any) -> Kind:
+    """Of a reader whose messages need a name before them and what to do after them."""
+
+    def with_origin(value: Any, origin: str) -> Any:
+        try:
+            return read(value)
+        except ConfigError as error:
+            raise ConfigError(f"{origin}: {error}. Give one." if origin else str(error)) from None
+
+    return Kind(with_origin, **other)
+
+
+def integer(at_least: int, at_most: int) -> Kind:
+    """Integers within bounds."""
+    return Kind(
+        lambda value, origin: parse_integer(value, origin, at_least, at_most),
+        int,
+        bounds=(at_least, at_most),
+    )
+
+
+def one_of(*words: str) -> Kind:
+    """Some words."""
+
+    def read(value: Any, origin: str) -> str:
+        if value not in words:
+            near = suggestion(value, words) if isinstance(value, str) else ""
+            raise ConfigError(f"{shown(value)} is not one of {', '.join(words)}.{near}")
+        return str(value)
+
+    return Kind(read, words=words)
+
+
+def _precision(value: Any, origin: str) -> PrecisionType:
+    if value is False:  # YAML reads an unquoted `no` as false
+        return PrecisionType.NO
+    if not isinstance(value, str) or len(value) > 40:
+        raise ConfigError(f"{shown(value)} is not one of {', '.join(PrecisionType.list())}")
+    return parse_precision(value, origin or "mixed_precision")
+
+
+def _truth(value: Any, origin: str) -> bool:
+    if not isinstance(value, (bool, str)):
+        raise refused(value, origin, "a truth value", "Use 'true' or 'false'.")
+    return parse_bool(value, origin)
+
+
+def _path(value: Any) -> str:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ConfigError(f"{shown(value)} is not the path of a file")
+    return value
+
+
+def _flag_path(value: Any) -> str:
+    if not str(value).strip():
+        raise ConfigError(f"{shown(value)} is not a path")
+    return str(value)
+
+
+def _readable(value: Any, origin: str) -> str | None:
+    if value == "none":  # Accelerate writes it
+        return None
+    check_readable(str(value), origin)
+    return os.path.expanduser(str(value))
+
+
+def _norm_of_flag(value: Any) -> float:
+    try:
+        return readers.number(value, "")
+    except ConfigError:
+        raise ConfigError(f"{shown(value)} is not a number of at least 0") from None
+
+
+def _norm_in_worker(value: Any, origin: str) -> float | None:
+    return None if value in ("auto", "none") else readers.number(value, origin)
+
+
+def _parallel(value: Any, origin: str) -> Parallel:
+    try:
+        return Parallel.parse(value)
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: {error}" if origin else str(error)) from None
+
+
+def _parallel_of_flag(value: Any) -> str:
+    if not str(value).strip():
+        raise ConfigError(f"{shown(value)} has no word such as zero=3 or ddp")
+    return str(Parallel.parse(value))
+
+
+def _section(read: Callable[[Any, str], Any]) -> Kind:
+    """A section, which the environment has as JSON."""
+    return Kind(
+        read,
+        dict[str, Any],
+        in_worker=lambda value, origin: read(
+            parse_json(value, origin) if isinstance(value, str) else value, origin
+        ),
+        is_section=True,
+    )
+
+
+def _backend(value: Any, origin: str) -> Any:
+    """The name of a backend of ``torch.compile``; in code any that torch knows there, or a function."""
+    if callable(value):
+        return value
+    word = str(value)
+    if word.upper() in DynamoBackend.list():
+        return word.lower()
+    from importlib.metadata import entry_points  # here, because workers seldom need it
+
+    registered = {point.name for point in entry_points(group="torch_dynamo_backends")}
+    if not origin.startswith("Accelerator(") and word not in registered:
+        known = [name.lower() for name in DynamoBackend.list()]
+        raise ConfigError(
+            f"{origin}={plain(word)} is no backend of torch.compile.{suggestion(word, known)} Use one of "
+            f"{', '.join(sorted({*known, *registered}))}."
+        )
+    return word
+
+
+SWITCH = Kind(_truth, bool)
+PRECISION = Kind(_precision, PrecisionType, words=("no", "fp16", "bf16"), in_worker=parse_precision)
+SECONDS = _kind(parse_seconds, type=float, metavar="SECONDS")
+HOST = _kind(parse_host, metavar="HOST")
+INTERFACE = _kind(parse_interface, metavar="NAME")
+GPUS = _kind(parse_gpus, metavar="GPUS")
+HOSTS = _kind(lambda value: ",".join(map(str, parse_hosts(value))), metavar="HOSTS")
+HOST_FILTER = _kind(lambda value: "@".join(parse_filter(value)), metavar="NAMES")
+NAMES = _kind(parse_names, type=tuple[str, ...], metavar="NAME")
+PAIRS = _kind(
+    parse_pairs,
+    type=dict[str, str],
+    metavar="KEY=VALUE",
+    on_flag=lambda value: next(iter(parse_pairs(value).items())),
+)
+ENDPOINT = _kind(parse_endpoint, metavar="HOST:PORT")
+MACHINES = replace(integer(1, MAX_MACHINES), bounds=None, metavar="N or MIN:MAX", on_flag=parse_machines)
+"""A number; on a flag also the least and the most."""
+FILE = _kind(_path, metavar="FILE", on_flag=_flag_path)
+FOLDER = _kind(_path, metavar="DIRECTORY", on_flag=_flag_path)
+READABLE_FILE = _kind(_path, metavar="FILE", on_flag=_flag_path, in_worker=_readable)
+NORM = Kind(readers.number, float, metavar="NORM", on_flag=_norm_of_flag, in_worker=_norm_in_worker)
+PARALLEL = Kind(_parallel, metavar="WORDS", on_flag=_parallel_of_flag)
+OPTIMIZER = _section(readers.optimizer)
+SCHEDULER = _section(readers.scheduler)
+GRAD_SCALER = _section(readers.grad_scaler)
+COMPILER = Kind(_backend)

@@ -1,0 +1,197 @@
+"""The settings of a run, each declared once.
+
+Configuration files, flags, the environment, what workers are told, defaults and the tables in ``docs/`` follow from
+this table. Imports neither torch nor pydantic, because every worker reads it first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.config import kinds
+from lockstep.config.checks import (
+    KUBERNETES_KINDS,
+    MAX_ACCUMULATION_STEPS,
+    MAX_MACHINES,
+    MAX_PORT,
+    MAX_PROCESSES,
+    MAX_RESTARTS,
+    MAX_THREADS,
+)
+from lockstep.config.kinds import Kind
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting.
+
+    Attributes:
+        name: Its key in files.
+        kind: What its values are.
+        help: What its flag does, in a sentence; "": it has none.
+        flags: The words of the flag, the first plain one as people are shown it.
+        default: What holds where nobody says it; None: what ``help`` says, or nothing.
+        argument: The argument of ``Accelerator`` by which workers take it; "": the launcher alone needs it.
+        variables: Environment variables that say it; of several the first wins.
+        is_for_launcher: Whether the launcher itself needs it, and so its default.
+        is_in_files: Whether files may say it; else it is a flag or variable only.
+        is_in_other_files: Whether those of DeepSpeed and Accelerate say it too, so that both must agree.
+        is_repeated: Whether its flag may be given several times.
+        note: What the table of keys in the documentation says of its values.
+    """
+
+    name: str
+    kind: Kind
+    help: str = ""
+    flags: str = ""
+    default: Any = None
+    argument: str = ""
+    variables: tuple[str, ...] = ()
+    is_for_launcher: bool = True
+    is_in_files: bool = True
+    is_in_other_files: bool = False
+    is_repeated: bool = False
+    note: str = ""
+
+
+def _flag(name: str, kind: Kind, help: str, flags: str) -> Setting:
+    """What only the command line says."""
+    return Setting(name, kind, help, flags, is_in_files=False)
+
+
+def _worker(
+    name: str, kind: Kind, variables: str, help: str = "", flags: str = "", argument: str = "", **other: Any
+) -> Setting:
+    """What only workers need."""
+    names = tuple(variables.split())
+    return Setting(
+        name, kind, help, flags, argument=argument or name, variables=names, is_for_launcher=False, **other
+    )
+
+
+_STEPS = kinds.integer(1, MAX_ACCUMULATION_STEPS)
+_PROCESSES = kinds.integer(1, MAX_PROCESSES)
+_MACHINES = kinds.integer(1, MAX_MACHINES)
+
+TOPICS: dict[str, tuple[Setting, ...]] = {
+    "What runs": (
+        _flag("module", kinds.SWITCH, "SCRIPT is a module, as in python -m.", "-m --module"),
+        _flag("no_python", kinds.SWITCH, "SCRIPT is any program, run without python.", "--no-python"),
+        _flag("config_file", kinds.FILE,
+              "YAML, in Lockstep's or Accelerate's form (default: the one that `lockstep config` wrote).",
+              "--config-file"),
+        _flag("dry_run", kinds.SWITCH, "Print what would run, and run nothing.", "--dry-run"),
+    ),
+    "Processes of a machine": (
+        _flag("nproc", _PROCESSES, "Processes on each machine.", "--nproc --nproc-per-node"),
+        Setting("num_processes", _PROCESSES, "Processes over all machines.", "--num-processes"),
+        Setting("num_cpu_threads_per_process", kinds.integer(1, MAX_THREADS),
+                "Threads of each process (default: cores / processes).",
+                "--num-cpu-threads --num-cpu-threads-per-process", variables=("OMP_NUM_THREADS",)),
+        _worker("use_cpu", kinds.SWITCH, "LOCKSTEP_USE_CPU ACCELERATE_USE_CPU",
+                "Train on CPUs only.", "--cpu --use-cpu", argument="cpu", default=False),
+        _flag("multi_gpu", kinds.SWITCH, "Train on this machine's GPUs.", "--multi-gpu"),
+        Setting("gpu_ids", kinds.GPUS, "GPUs to use: 'all' or numbers such as 0,1.", "--gpu-ids"),
+    ),
+    "Training": (
+        _worker("mixed_precision", kinds.PRECISION, "LOCKSTEP_MIXED_PRECISION ACCELERATE_MIXED_PRECISION",
+                "Precision of autocast.", "--mixed-precision", default="no", note="`no`, `fp16`, `bf16`"),
+        _worker("gradient_accumulation_steps", _STEPS,
+                "LOCKSTEP_GRADIENT_ACCUMULATION_STEPS ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+                "Micro-batches in a step.", "--gradient-accumulation-steps", default=1, is_in_other_files=True),
+        _worker("parallel", kinds.PARALLEL, "LOCKSTEP_PARALLEL",
+                "How models are spread, such as 'zero=3 activation=full'.", "--parallel",
+                note="a line such as `zero=3 activation=full`, or a section"),
+        _worker("gradient_clipping", kinds.NORM, "LOCKSTEP_GRADIENT_CLIPPING ACCELERATE_GRADIENT_CLIPPING",
+                "Clip gradients to this norm at each step.", "--gradient-clipping", is_in_other_files=True),
+        _worker("micro_batch_size", _STEPS, "LOCKSTEP_MICRO_BATCH_SIZE", is_in_other_files=True,
+                note="rows that a batch of each process must have"),
+        _worker("optimizer", kinds.OPTIMIZER, "LOCKSTEP_OPTIMIZER", is_in_other_files=True,
+                note="`type` and `params`, for a script that leaves its optimizer to the file"),
+        _worker("scheduler", kinds.SCHEDULER, "LOCKSTEP_SCHEDULER", is_in_other_files=True, note="likewise"),
+        _worker("grad_scaler", kinds.GRAD_SCALER, "LOCKSTEP_GRAD_SCALER",
+                note="`init_scale`, `growth_interval`, `growth_factor`, `backoff_factor` of fp16"),
+        _worker("deepspeed_config_file", kinds.READABLE_FILE,
+                "LOCKSTEP_DEEPSPEED_CONFIG_FILE ACCELERATE_DEEPSPEED_CONFIG_FILE",
+                "A DeepSpeed JSON; all other settings must agree with it.", "--deepspeed-config-file",
+                is_in_other_files=True, note="path of a DeepSpeed JSON"),
+        _worker("dynamo_backend", kinds.COMPILER, "LOCKSTEP_DYNAMO_BACKEND ACCELERATE_DYNAMO_BACKEND",
+                default="no", is_in_files=False),
+    ),
+    "Several machines, one command on each": (
+        Setting("num_machines", kinds.MACHINES, "Number of machines; with MIN:MAX they may leave and join.",
+                "--nnodes --num-machines", 1, note='a number, or `"1:4"`'),
+        Setting("min_machines", _MACHINES, note="the least, where machines may leave and join"),
+        _flag("rdzv", kinds.ENDPOINT,
+              "Where the machines meet: an address of one of them, and a free port there.", "--rdzv"),
+        Setting("machine_rank", kinds.integer(0, MAX_MACHINES - 1),
+                "This machine's number, from 0 (default: as they arrive).", "--node-rank --machine-rank"),
+        Setting("main_process_ip", kinds.HOST, "Address of the machine with rank 0.",
+                "--main-process-ip --master-addr"),
+        Setting("main_process_port", kinds.integer(0, MAX_PORT),
+                "Port there (one machine: a free one by default).", "--main-process-port --master-port"),
+        Setting("rdzv_backend", kinds.one_of("static", "c10d"),
+                "Machines are numbered by --node-rank (static) or as they arrive (c10d).", "--rdzv-backend",
+                "static", note="`static`, `c10d`"),
+        Setting("interface", kinds.INTERFACE,
+                "Network interface for what passes between machines (default: the one towards --rdzv).",
+                "--interface"),
+        Setting("secret_file", kinds.FILE,
+                "File with the secret that the machines share (default: LOCKSTEP_SECRET, or the user's own).",
+                "--secret-file"),
+    ),
+    "Several machines, one command for all": (
+        Setting("hosts", kinds.HOSTS, "Machines to reach by ssh, such as a,me@b:8 (8 processes on b).", "--hosts",
+                note="`a,b:8`, or a list"),
+        Setting("hostfile", kinds.FILE, "The same, from a file with lines such as: host1 slots=8.", "--hostfile",
+                is_in_other_files=True),
+        Setting("include_hosts", kinds.HOST_FILTER, "Only these hosts of the list: host1@host2.",
+                "--include-hosts", is_in_other_files=True),
+        Setting("exclude_hosts", kinds.HOST_FILTER, "All hosts of the list but these.", "--exclude-hosts",
+                is_in_other_files=True),
+        Setting("slurm", kinds.SWITCH, "srun inside an allocation, else sbatch.", "--slurm",
+                is_in_other_files=True, note="true or false"),
+        Setting("slurm_options", kinds.PAIRS, "A long option of srun or sbatch: partition=gpu.",
+                "--slurm-option", is_repeated=True, note="a section such as `{partition: gpu}`"),
+        Setting("mpi", kinds.SWITCH, "mpirun (Open MPI); --hosts or --hostfile say where.", "--mpi",
+                is_in_other_files=True, note="true or false"),
+        Setting("ray", kinds.SWITCH, "Ray's cluster; needs ray[train].", "--ray", note="true or false"),
+        Setting("k8s", kinds.one_of(*KUBERNETES_KINDS), "Kubernetes: write manifests of this kind.", "--k8s",
+                note=", ".join(f"`{kind}`" for kind in KUBERNETES_KINDS)),
+        Setting("k8s_options", kinds.PAIRS, "image=, namespace= and others.", "--k8s-option", is_repeated=True,
+                note="a section such as `{image: registry/train:1}`"),
+        _flag("output", kinds.FILE, "File for the manifests.", "-o --output"),
+        Setting("forward_env", kinds.NAMES, "A further environment variable that travels along.",
+                "--forward-env", is_repeated=True, note="a list of names"),
+    ),
+    "Failures": (
+        Setting("max_restarts", kinds.integer(0, MAX_RESTARTS),
+                "Restarts after a failure (default: 0; with --nnodes MIN:MAX 1000).", "--max-restarts"),
+        Setting("hang_timeout", kinds.SECONDS, "How long a hang may last (default: 300).", "--hang-timeout",
+                300.0, note="seconds"),
+        Setting("grace", kinds.SECONDS, "From a stop signal to SIGKILL (default: 30).", "--grace", 30.0,
+                argument="grace", variables=("LOCKSTEP_GRACE",), note="seconds"),
+        Setting("watch", kinds.SWITCH, "Watch the workers for hangs (default: yes).", "--watch/--no-watch", True,
+                argument="watch", variables=("LOCKSTEP_WATCH",), note="true or false"),
+        Setting("debug", kinds.SWITCH, "Set TORCH_DISTRIBUTED_DEBUG=DETAIL.", "--debug", False),
+    ),
+    "Output": (
+        _flag("log_dir", kinds.FOLDER, "Write each rank's output to rank-N.out and rank-N.err here.", "--log-dir"),
+        _flag("tee", kinds.SWITCH, "With --log-dir: show the output as well.", "--tee"),
+    ),
+}  # fmt: skip
+"""All settings, by the topic under which help shows them."""
+
+SETTINGS = {
+    one.name: one for settings in TOPICS.values() for one in settings if one.is_in_files or one.argument
+}
+"""Those of a run: everything but what the command line alone says."""
+
+IN_FILES = {name: one for name, one in SETTINGS.items() if one.is_in_files}
+OF_WORKERS = {one.argument: one for one in SETTINGS.values() if one.argument}
+"""Argument of ``Accelerator`` -> the setting."""
+
+IN_OTHER_FILES = tuple(name for name, one in SETTINGS.items() if one.is_in_other_files)
+REACHING_MACHINES = ("hostfile", "include_hosts", "exclude_hosts", "slurm", "mpi")
+"""Of these the ones that say how machines are reached."""
