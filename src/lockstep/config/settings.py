@@ -19,6 +19,7 @@ from lockstep.config.checks import (
     MAX_RESTARTS,
     MAX_THREADS,
 )
+from lockstep.config.enums import PrecisionType
 from lockstep.config.kinds import Kind
 
 
@@ -96,7 +97,8 @@ TOPICS: dict[str, tuple[Setting, ...]] = {
     ),
     "Training": (
         _worker("mixed_precision", kinds.PRECISION, "LOCKSTEP_MIXED_PRECISION ACCELERATE_MIXED_PRECISION",
-                "Precision of autocast.", "--mixed-precision", default="no", note="`no`, `fp16`, `bf16`"),
+                "Precision of autocast.", "--mixed-precision", default=PrecisionType.NO,
+                note="`no`, `fp16`, `bf16`"),
         _worker("gradient_accumulation_steps", _STEPS,
                 "LOCKSTEP_GRADIENT_ACCUMULATION_STEPS ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
                 "Micro-batches in a step.", "--gradient-accumulation-steps", default=1, is_in_other_files=True),
