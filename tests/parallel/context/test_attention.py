@@ -31,6 +31,11 @@ class Case:
     dtype: torch.dtype = torch.float32
     scale: float | None = None
     mask: str = ""
+    positions: int = 0
+    """Of each rank; 0: ``LENGTH`` of all."""
+
+    def length(self, ranks: int) -> int:
+        return self.positions * ranks or LENGTH
 
 
 RING, ULYSSES = CPMethod.RING, CPMethod.ULYSSES
@@ -42,6 +47,10 @@ CASES = [
     Case(RING, causal=True, heads=(2, 1), dtype=torch.bfloat16),
     Case(RING, causal=False, dtype=torch.bfloat16),
     Case(RING, causal=True, dtype=torch.float64),
+    Case(RING, causal=True, positions=3),
+    Case(RING, causal=True, heads=(4, 2), positions=7),
+    Case(RING, causal=False, positions=5),
+    Case(ULYSSES, causal=True, positions=3),
     Case(ULYSSES, causal=True),
     Case(ULYSSES, causal=False, head_dim=5, scale=0.3),
     Case(ULYSSES, causal=True, heads=(8, 4)),
@@ -53,11 +62,11 @@ CASES = [
 ]
 
 
-def tensors_of(case: Case) -> list[torch.Tensor]:
+def tensors_of(case: Case, ranks: int = 1) -> list[torch.Tensor]:
     """q, k, v and the gradient of the output, of the whole sequence."""
     generator = torch.Generator().manual_seed(0)
     heads = (case.heads[0], case.heads[1], case.heads[1], case.heads[0])
-    shapes = [(BATCH, count, LENGTH, case.head_dim) for count in heads]
+    shapes = [(BATCH, count, case.length(ranks), case.head_dim) for count in heads]
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype) for shape in shapes]
 
 
@@ -70,9 +79,9 @@ def mask_of(case: Case) -> torch.Tensor | None:
     return torch.rand(BATCH, 1, 1, LENGTH, generator=generator) > 0.3 if case.mask else None
 
 
-def whole(case: Case) -> list[torch.Tensor]:
+def whole(case: Case, ranks: int) -> list[torch.Tensor]:
     """Output and gradients of q, k and v by plain torch."""
-    *inputs, gradient = tensors_of(case)
+    *inputs, gradient = tensors_of(case, ranks)
     inputs = [tensor.double().requires_grad_() for tensor in inputs]
     q, k, v = inputs
     repeat = case.heads[0] // case.heads[1]
@@ -88,7 +97,7 @@ def whole(case: Case) -> list[torch.Tensor]:
 
 def split(case: Case, layout: SequenceLayout) -> list[torch.Tensor]:
     """The same by the method under test, put together from all ranks."""
-    *inputs, gradient = (layout.local(tensor, 2) for tensor in tensors_of(case))
+    *inputs, gradient = (layout.local(tensor, 2) for tensor in tensors_of(case, layout.size))
     inputs = [tensor.requires_grad_() for tensor in inputs]
     if case.method is RING:
         out = ring_attention(*inputs, layout, case.causal, case.scale)
@@ -111,7 +120,7 @@ def worst_differences() -> Iterator[float]:
     for case in CASES:
         results = split(case, layout_of(case.method))
         assert {result.dtype for result in results} == {case.dtype}
-        yield max(map(difference, results, whole(case)))
+        yield max(map(difference, results, whole(case, dist.get_world_size())))
 
 
 def all_worst_differences() -> list[float]:
@@ -179,6 +188,16 @@ def test_the_plain_kernel_gives_what_the_flash_kernel_gives(causal: bool) -> Non
         results.append([out, lse, *kernel.backward(gradient, (q, k, v), (out, lse), causal, 0.3)])
     for flash, plain in zip(*results, strict=True):
         torch.testing.assert_close(flash, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_odd_chunks_are_dealt_out_and_joined(size: int) -> None:
+    whole = torch.arange(3 * size)
+    layouts = [SequenceLayout(None, size, rank, head_tail=True) for rank in range(size)]  # type: ignore[arg-type]
+    held = torch.stack([layout.local(whole, 0) for layout in layouts])
+    assert held[0].tolist() == [0, 1, 3 * size - 1]
+    assert layouts[0].joined(held, 0).tolist() == whole.tolist()
+    assert torch.equal(layouts[0].dealt(whole, 0), held)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

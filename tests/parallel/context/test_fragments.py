@@ -31,7 +31,85 @@ def noted(m: Any, x: Tensor) -> Tensor:
     return x * m.seen.unsqueeze(-1)
 
 
+CHUNK = LENGTH // 2
+"""Positions of a rank, which numbers of heads, experts and features may equal."""
+
+
+def of_experts(m: Any, x: Tensor) -> Tensor:
+    """Each of ``CHUNK`` experts is a column of weights; ``arange`` numbers them."""
+    gates = F.linear(x, m.linear.weight[:CHUNK]).softmax(-1)
+    chosen = gates.argmax(-1, keepdim=True) == torch.arange(CHUNK)
+    return m.linear(x) * (gates * chosen).sum(-1, keepdim=True)
+
+
+def over_heads(m: Any, x: Tensor) -> Tensor:
+    """Attention of ``CHUNK`` heads of one position to each other."""
+    heads = x.unflatten(-1, (CHUNK, -1))
+    return ((heads @ heads.mT).softmax(-1) @ heads).flatten(2)
+
+
+def over_features(m: Any, x: Tensor) -> Tensor:
+    """A convolution along the features of each position."""
+    return F.conv1d(x.flatten(0, 1)[:, None], m.linear.weight[:1, None, :3], padding=1).view_as(x)
+
+
+def recurrent_over_features(m: Any, x: Tensor) -> Tensor:
+    steps = x.flatten(0, 1).unflatten(-1, (4, 4))  # four steps of each position
+    weights = [m.linear.weight[:16, :4], m.linear.weight[:16, 4:8], m.linear.bias, m.linear.bias]
+    state = steps.new_zeros(1, len(steps), 4)
+    return torch.lstm(steps, (state, state), weights, True, 1, 0.0, False, False, True)[0].reshape(x.shape)
+
+
+def explicit_causal(m: Any, x: Tensor) -> Tensor:
+    q = x.unflatten(-1, (4, 4)).transpose(1, 2)
+    mask = torch.ones(LENGTH, LENGTH).tril().log()
+    return F.scaled_dot_product_attention(q, q, q, mask).transpose(1, 2).flatten(2)
+
+
+def everything_seen(m: Any, x: Tensor) -> Tensor:
+    q = x.unflatten(-1, (4, 4)).transpose(1, 2)
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
+    return F.scaled_dot_product_attention(q, q, q, mask).transpose(1, 2).flatten(2)
+
+
+def one_head_of_keys(m: Any, x: Tensor) -> Tensor:
+    q, k = x.unflatten(-1, (4, 4)).transpose(1, 2), x[:, None, :, :4]
+    return F.scaled_dot_product_attention(q, k, k, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def narrower_values(m: Any, x: Tensor) -> Tensor:
+    q = x.unflatten(-1, (4, 4)).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, q, q[..., :3], is_causal=True)
+    return F.pad(out.transpose(1, 2).flatten(2), (0, 4))
+
+
+def wider_values(m: Any, x: Tensor) -> Tensor:
+    q = x.unflatten(-1, (4, 4)).transpose(1, 2)
+    return F.scaled_dot_product_attention(q[..., :2], q[..., 2:], q).transpose(1, 2).flatten(2)
+
+
+def other_sequence(m: Any, x: Tensor) -> Tensor:
+    """Cross-attention to a memory that every rank has."""
+    q = x.unflatten(-1, (4, 4)).transpose(1, 2)
+    k = m.linear.weight[:6].expand(len(x), 6, WIDTH).unflatten(-1, (4, 4)).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+
+
 RIGHT: dict[str, Fragment] = {
+    "experts as many as positions": of_experts,
+    "heads as many as positions": over_heads,
+    "mean over as many heads": lambda m, x: (
+        x.unflatten(-1, (CHUNK, -1)).transpose(1, 2).mean(1).repeat(1, 1, CHUNK)
+    ),
+    "roll of as many features": lambda m, x: x.unflatten(-1, (CHUNK, -1)).roll(1, 2).flatten(2),
+    "convolution over features": over_features,
+    "recurrence over features": recurrent_over_features,
+    "an explicit causal mask": explicit_causal,
+    "a mask that shows everything": everything_seen,
+    "one head of keys": one_head_of_keys,
+    "narrower values": narrower_values,
+    "wider values": wider_values,
+    "another sequence": other_sequence,
     "gelu": lambda m, x: F.gelu(x),
     "linear": lambda m, x: m.linear(x),
     "norm": lambda m, x: F.layer_norm(x, (WIDTH,)),
@@ -48,6 +126,13 @@ RIGHT: dict[str, Fragment] = {
     "kernel of one": lambda m, x: F.conv1d(x.transpose(1, 2), m.linear.weight[..., None]).transpose(1, 2),
 }
 MIXING: dict[str, Fragment] = {
+    "positions counted": lambda m, x: x * torch.arange(x.shape[1])[:, None],
+    "rows of a table": lambda m, x: x + torch.linspace(0, 1, 64 * WIDTH).view(64, WIDTH)[: x.shape[1]],
+    "convolution": lambda m, x: F.conv1d(x.mT, m.linear.weight[..., None].repeat(1, 1, 3), padding=1).mT,
+    "pooled keys": lambda m, x: F.scaled_dot_product_attention(
+        x, x.unflatten(1, (2, -1)).mean(2), x[:, ::4][:, :2]
+    ),
+    "scores": lambda m, x: (x @ x.mT).softmax(-1) @ x,
     "pad": lambda m, x: F.pad(x, (0, 0, 1, 0))[:, :-1],
     "cat": lambda m, x: torch.cat([x[:, :1] * 0, x[:, :-1]], 1),
     "zeros and a slice": shuffled,
@@ -86,6 +171,13 @@ BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "shift": lambda x: x + F.pad(x, (0, 0, 1, 0))[:, :-1],
 }
 FAST = (
+    "experts as many as positions",
+    "heads as many as positions",
+    "an explicit causal mask",
+    "narrower values",
+    "another sequence",
+    "positions counted",
+    "pooled keys",
     "gate",
     "kept on the block",
     "pad",
@@ -149,7 +241,7 @@ def split(method: str, names: list[str], between: bool, verify: str, rehearses: 
         model = Model(None, BETWEEN[name]) if between else Model({**RIGHT, **MIXING}[name])
         model = accelerator.prepare(model)
         for one in region.regions_of(model):
-            one.is_rehearsed = rehearses
+            one.judge.rehearses = rehearses
         try:
             loss = run(model)
             accelerator.backward(loss)

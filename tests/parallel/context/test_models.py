@@ -161,6 +161,106 @@ def test_arguments_along_the_sequence_are_split_and_others_not(
     run_distributed(tables_agree, 2)
 
 
+# -- several chains of blocks ------------------------------------------------------------------------------------
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2).flatten(2)
+
+
+class Attend(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return x + attended(q, k, v, is_causal=True)
+
+
+class Cross(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.q, self.kv = Attend(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        x = self.own(x)
+        k, v = self.kv(memory).chunk(2, -1)
+        return x + attended(self.q(x), k, v)
+
+
+class Feedforward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class TakingTurns(nn.Module):
+    """Two lists of blocks; ``feedforward_first``: the one that was defined last is called first."""
+
+    def __init__(self, feedforward_first: bool, checkpointed: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.attentions = nn.ModuleList(Attend() for _ in range(3))
+        self.feedforwards = nn.ModuleList(Feedforward() for _ in range(3))
+        self.feedforward_first, self.checkpointed = feedforward_first, checkpointed
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for pair in zip(self.attentions, self.feedforwards, strict=True):
+            for block in reversed(pair) if self.feedforward_first else pair:
+                x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x
+
+
+class EncoderDecoder(nn.Module):
+    """``target`` positions of the second sequence."""
+
+    def __init__(self, target: int) -> None:
+        super().__init__()
+        self.embed, self.target = nn.Embedding(VOCABULARY, WIDTH), target
+        self.encoder = nn.ModuleList(Attend() for _ in range(2))
+        self.decoder = nn.ModuleList(Cross() for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        memory = self.embed(tokens)
+        for block in self.encoder:
+            memory = block(memory)
+        x = self.embed(tokens[:, : self.target]) + memory.mean(1, keepdim=True)
+        for block in self.decoder:
+            x = block(x, memory)
+        return x
+
+
+def chains_agree(method: str) -> None:
+    models: list[nn.Module] = [
+        TakingTurns(first, checkpointed) for first in (False, True) for checkpointed in (False, True)
+    ]
+    models += [EncoderDecoder(target) for target in (LENGTH, LENGTH // 2, 12, 10)]
+    tokens = make_batches(1, rows=2)[0]
+    for plain in models:
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.copy_(torch.randn_like(parameter) * 0.3)
+        process.start(cpu=True)
+        for parameter in plain.parameters():
+            dist.broadcast(parameter.data, 0)
+        split = splits(plain, method)
+        for _ in range(2):  # again, once the first forward and backward have been
+            assert_same(plain, split, lambda model: model(tokens), tolerance=2e-5)
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_blocks_that_take_turns_and_encoders_with_decoders(
+    run_distributed: Callable[..., list[Any]], method: str
+) -> None:
+    run_distributed(chains_agree, 2, method)
+
+
 # -- without gradients; copies ----------------------------------------------------------------------------------
 
 

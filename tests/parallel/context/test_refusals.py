@@ -46,15 +46,30 @@ IN_FORWARD: dict[str, tuple[Forward, str, str]] = {
         "ring",
         r"'layers\.0' has a product of matrices \[\.\.\., 4, 4\], which looks like attention .* only the 4 of 8",
     ),
-    "softmax of scores": (
-        lambda block, x: x + x.new_zeros(BATCH, HEADS, LENGTH // 2, LENGTH // 2).softmax(-1).mean(),
+    "softmax of distances": (
+        lambda block, x: x + torch.cdist(x, x).softmax(-1) @ x,
         "ring",
-        r"a softmax over \[2, 3, 4, 4\]",
+        r"mixes positions outside of attention, .* \(it begins with cdist\)",
+    ),
+    "scores beside a whole mask": (
+        lambda block, x: x + (x @ x.mT + torch.zeros(LENGTH, LENGTH)).softmax(-1) @ x,
+        "ring",
+        r"a product of matrices \[\.\.\., 4, 4\], which looks like attention",
+    ),
+    "a whole table": (
+        lambda block, x: attend(x + TABLE[:LENGTH]),
+        "ring",
+        r"'layers\.0' raises RuntimeError \(The size of tensor a .*\), where this rank has 4 of 8 positions",
     ),
     "mask": (
-        lambda block, x: attend(x, attn_mask=torch.ones(4, 4, dtype=torch.bool)),
+        lambda block, x: attend(x, attn_mask=torch.ones(8, 8).triu() > 0),
         "ring",
         "with a mask, but with cp_method=ring no rank sees all keys",
+    ),
+    "mask of a ring's chunk": (
+        lambda block, x: attend(x, attn_mask=torch.ones(4, 4, dtype=torch.bool)),
+        "ring",
+        r"with a mask \[4, 4\] of the 4 positions that this rank holds",
     ),
     "mask of a chunk": (
         lambda block, x: two_heads(x, attn_mask=torch.ones(4, 4, dtype=torch.bool)),
@@ -66,6 +81,11 @@ IN_FORWARD: dict[str, tuple[Forward, str, str]] = {
         lambda block, x: F.scaled_dot_product_attention(x, x[:, :2], x[:, :2], is_causal=True),
         "ring",
         "4 queries, 2 keys and 2 values, but each rank holds 4",
+    ),
+    "pooled keys": (
+        lambda block, x: F.scaled_dot_product_attention(x, x.unflatten(1, (2, -1)).mean(2), x[:, ::2]),
+        "ring",
+        "'layers.0' mixes positions outside of attention",
     ),
     "heads": (lambda block, x: attend(x), "ulysses", r"'layers\.0': .* 3 heads do not divide by cp = 2"),
     "no attention": (lambda block, x: x * 2, "ring", r"No block from 'layers\.0' to 'layers\.1' called"),
@@ -174,7 +194,7 @@ def messages_of_models_and_calls() -> dict[str, str]:
     except RuntimeError as error:
         late = str(error)
     return {
-        "length": message(lambda: good(x[:, :6])),
+        "length": message(lambda: good(x[:, :5])),
         "two dims": message(lambda: good(x[0])),
         "twice": message(lambda: spread(good)),
         "order": message(lambda: good.layers[1](x)),
@@ -182,8 +202,11 @@ def messages_of_models_and_calls() -> dict[str, str]:
         "first length": message(lambda: [first(x), good.layers[1](x)]),
         "batches": message(lambda: spread(Model(lambda block, x: attend(x)))(long)),
         "eager": message(lambda: spread(llama)),
-        "convolution": message(lambda: spread(Model(lambda block, x: x, nn.Conv1d(WIDTH, WIDTH, 3)))),
-        "recurrent": message(lambda: spread(Model(lambda block, x: x, nn.LSTM(WIDTH, WIDTH)))),
+        "recurrent": message(
+            lambda: spread(
+                Model(lambda block, x: attend(block.inner(x)[0]), nn.LSTM(WIDTH, WIDTH, batch_first=True))
+            )(x)
+        ),
         "batch norm": message(lambda: spread(Model(lambda block, x: x, nn.BatchNorm1d(WIDTH)))),
         "sequence first": message(lambda: spread(Model(lambda block, x: x, attention))),
         "cache": message(lambda: spread(make_llama(1))(batch, use_cache=True)),
@@ -198,7 +221,7 @@ def messages_of_models_and_calls() -> dict[str, str]:
 
 
 MESSAGES = {
-    "length": r"'layers\.0' gets has 6 positions, which do not divide into 2 x cp = 4 .* Pad it to 8",
+    "length": r"'layers\.0' gets has 5 positions, which do not divide into cp = 2 .* Pad it to 6",
     "two dims": r"'layers\.0' gets is torch\.float32 \[8, 12\], .* \[batch, sequence, width\]",
     "twice": "context parallel already",
     "order": r"'layers\.1' was called before 'layers\.0'",
@@ -206,8 +229,7 @@ MESSAGES = {
     "first length": r"'layers\.1' got 8 positions, but after 'layers\.0' each rank has 4",
     "batches": r"shapes \[\(2, 8, 12\), \(2, 12, 12\)\]",
     "eager": r"attn_implementation='eager'.*attn_implementation=\"sdpa\"",
-    "convolution": r"'layers\.0\.inner' \(Conv1d\) .* kernel of \[3\]",
-    "recurrent": r"\(LSTM\) in block 'layers\.0' is recurrent",
+    "recurrent": r"Block 'layers\.0' has a recurrent layer, which would begin anew",
     "batch norm": r"\(BatchNorm1d\) in block 'layers\.0' takes statistics",
     "sequence first": "batch_first=True",
     "cache": "use_cache=False",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.parallel.tensor.apply import TensorOptions, tensor_parallel
 from lockstep.runtime import process
 from parallel.tensor import problem
-from parallel.tensor.architectures import ARCHITECTURES, make_batch, make_model
+from parallel.tensor.architectures import ARCHITECTURES, difference, make_batch, make_model
 
 FAST = ("DeepseekV2ForCausalLM", "T5ForConditionalGeneration")
 
@@ -54,13 +54,3 @@ def test_each_architecture_equals_itself_in_one_process(run_distributed, names: 
             if abs(loss - expected[name][0]) > 1e-4 or apart > 1e-3:
                 wrong.append(f"{name} on rank {rank}: loss {loss}, gradients are off by {apart:.2g}")
     assert not wrong, "\n".join(wrong)
-
-
-def difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """By norm; gradients that are tiny next to others (of a bias of keys: zero) count by the others' size."""
-    assert actual.keys() == expected.keys()
-    size = max(g.norm().item() / g.numel() ** 0.5 for g in expected.values())
-    return max(
-        ((actual[n] - g).norm() / max(g.norm().item(), 1e-4 * size * g.numel() ** 0.5)).item()
-        for n, g in expected.items()
-    )

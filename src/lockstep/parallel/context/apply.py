@@ -12,7 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep.config.enums import CPMethod
 from lockstep.errors import UsageError
 from lockstep.parallel.context.layout import layout_on
-from lockstep.parallel.context.region import ContextParallelBlock, ContextParallelModel, Region, regions_of
+from lockstep.parallel.context.region import (
+    Chain,
+    ContextParallelBlock,
+    ContextParallelModel,
+    Region,
+    regions_of,
+)
 from lockstep.parallel.subclass import subclass
 from lockstep.torch_internals import modules as torch_modules
 
@@ -45,11 +51,14 @@ def context_parallel(
         )
     if regions_of(model):
         raise UsageError(f"{type(model).__name__} is context parallel already. Prepare it once.")
+    has_another = _has_other_attention(model)
     for name, block in blocks.items():
-        _check_block(name, block, mesh.size())
-    names = list(blocks)
-    region = Region(layout_on(mesh, method), method, names[0], names[-1])
-    region.around = _around(model, names[0])
+        _check_block(name, block, mesh.size(), has_another)
+    region = Region(layout_on(mesh, method), method, _chains(list(blocks)))
+    region.around = _around(model, next(iter(blocks)))
+    if not has_another:
+        other = f"transformers has no other attention for {type(model).__name__}"
+        region.no_other = f"{other}: leave cp out, or split with tp or pp"
     classes: dict[type, type] = {}
     for name, block in blocks.items():
         cls = type(block)
@@ -63,6 +72,15 @@ def context_parallel(
     model.__class__ = subclass(type(model), ContextParallelModel, _region=region)
 
 
+def _chains(blocks: list[str]) -> dict[str, Chain]:
+    """Blocks of one list, or of lists that differ in a number only, are one chain."""
+    lists: dict[str, list[str]] = {}
+    for name in blocks:
+        parents = name.split(".")[:-1]
+        lists.setdefault(".".join("*" if part.isdigit() else part for part in parents), []).append(name)
+    return {name: Chain(names[0], names[-1]) for names in lists.values() for name in names}
+
+
 def _around(model: nn.Module, name: str) -> str:
     """Class of the nearest module around a block that has a forward, if it is not the model."""
     while "." in name:
@@ -73,7 +91,7 @@ def _around(model: nn.Module, name: str) -> str:
     return ""
 
 
-def _check_block(name: str, block: nn.Module, size: int) -> None:
+def _check_block(name: str, block: nn.Module, size: int, has_another: bool) -> None:
     if "forward" in vars(block):
         raise UsageError(
             f"The block '{name}' has a forward of its own that hides the one of its class {type(block).__name__}, so "
@@ -83,11 +101,23 @@ def _check_block(name: str, block: nn.Module, size: int) -> None:
         full = f"{name}.{inner}" if inner else name
         _check_module(name, full, module, size)
         chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
-        if isinstance(chosen, str) and chosen != "sdpa":
-            raise UsageError(
-                f"'{full}' ({type(module).__name__}) is set to attn_implementation={chosen!r}, which would see only "
-                f'one rank\'s part of the sequence (cp = {size}). Make the model with attn_implementation="sdpa".'
-            )
+        if not isinstance(chosen, str) or chosen == "sdpa" or (chosen == "eager" and not has_another):
+            continue
+        remedy = (
+            'Make the model with attn_implementation="sdpa".'
+            if has_another
+            else "Its class has no attention that can be split: leave cp out."
+        )
+        raise UsageError(
+            f"'{full}' ({type(module).__name__}) is set to attn_implementation={chosen!r}, which would see only one "
+            f"rank's part of the sequence (cp = {size}). {remedy}"
+        )
+
+
+def _has_other_attention(model: nn.Module) -> bool:
+    """Whether a model of ``transformers`` can call ``scaled_dot_product_attention``; True for other models."""
+    said = [getattr(module, "_supports_sdpa", None) for module in model.modules()]
+    return False not in said or True in said
 
 
 def _disable_cache(model: nn.Module) -> None:
@@ -102,15 +132,11 @@ def _disable_cache(model: nn.Module) -> None:
 def _check_module(block: str, name: str, module: nn.Module, size: int) -> None:
     """
     Raises:
-        UsageError: ``module`` inside ``block`` works along the sequence, or is set up for another order of dims.
+        UsageError: ``module`` inside ``block`` takes statistics of positions, or is set up for another order of dims.
     """
     where = f"'{name}' ({type(module).__name__}) in block '{block}'"
     remedy = "Leave its block out with blocks=..., or use another module."
-    if isinstance(module, torch_modules.Convolution) and any(size > 1 for size in module.kernel_size):
-        what = f"has a kernel of {list(module.kernel_size)} and would need the neighbours of each rank's positions"
-    elif isinstance(module, nn.RNNBase):
-        what = "is recurrent and would begin anew at each rank's positions"
-    elif isinstance(module, (torch_modules.BatchNorm, torch_modules.InstanceNorm)):
+    if isinstance(module, (torch_modules.BatchNorm, torch_modules.InstanceNorm)):
         what = "takes statistics of all positions, but would see those of one rank"
     elif isinstance(module, nn.MultiheadAttention) and not module.batch_first:
         what = "expects [sequence, batch, width]"

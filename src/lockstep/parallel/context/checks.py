@@ -1,11 +1,13 @@
 """Calls inside a split sequence that would silently see only this rank's positions, or take them for the first ones.
 
-A torch function mode sees every call of torch's API in the forward of a model or block.
+A torch function mode sees every call of torch's API in the forward of a model or block. By names and lengths alone it
+can only suspect: numbers of experts or heads may equal the length. In blocks ``rehearse`` decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +19,15 @@ from lockstep.errors import UsageError
 from lockstep.parallel.context.layout import SequenceLayout
 
 
+@dataclass(frozen=True)
+class Suspicion:
+    """A call of ``function`` that seems to need other ranks' positions; ``what`` and ``remedy`` as in ``refuse``."""
+
+    function: str
+    what: str
+    remedy: str
+
+
 class OnChunks(TorchFunctionMode):
     """Active within the forward of ``where``, in which each rank has ``length`` positions of the sequence.
 
@@ -26,26 +37,40 @@ class OnChunks(TorchFunctionMode):
     def __init__(self, where: str, layout: SequenceLayout, length: int) -> None:
         super().__init__()
         self.where, self.layout, self.length = where, layout, length
+        self.calls: Any = None
+        """The function that is checked now."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         check = _POSITIONS.get(func)
         if check is not None:
+            self.calls = func
             check(self, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
+    def suspect(self, what: str, remedy: str) -> None:
+        """The call that is made now seems to need other ranks' positions."""
+        self.refuse(what, remedy)
+
     def refuse(self, what: str, remedy: str) -> NoReturn:
+        """
+        Raises:
+            UsageError: always.
+        """
         end = "" if remedy.endswith("...") else "."
         raise UsageError(f"{self.where} {what} (context parallelism, cp = {self.layout.size}). {remedy}{end}")
 
 
 class InBlock(OnChunks):
-    """Active within the forward of ``block``: what mixes positions, other than attention, is refused too."""
+    """Active within the forward of ``block``: what mixes positions, other than attention, is suspected too."""
 
-    def __init__(self, block: str, layout: SequenceLayout, batch: int, length: int) -> None:
+    def __init__(self, block: str, layout: SequenceLayout, batch: int, length: int, no_other: str) -> None:
         super().__init__(f"Block '{block}'", layout, length)
+        self.block = block
         self.batch = batch
+        self.no_other = no_other
+        self.suspicions: list[Suspicion] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -53,23 +78,42 @@ class InBlock(OnChunks):
         kwargs = kwargs or {}
         check = _CHECKS.get(func)
         if check is not None:
+            self.calls = func
             check(self, *args, **kwargs)
         result = func(*args, **kwargs)
         if func in _PRODUCTS:
+            self.calls = func
             self._check_scores(args, result)
         return result
+
+    def suspect(self, what: str, remedy: str) -> None:
+        """Noted: the rehearsal of the block decides."""
+        self.suspicions.append(Suspicion(getattr(self.calls, "__name__", ""), what, remedy))
+
+    def of_length(self, length: int) -> InBlock:
+        """One for a call with so many positions."""
+        return InBlock(self.block, self.layout, self.batch, length, self.no_other)
+
+    def refuse_suspected(self, function: str | None = None) -> None:
+        """
+        Raises:
+            UsageError: a call of ``function``, or of any, was suspected.
+        """
+        for one in self.suspicions:
+            if function in (None, one.function):
+                self.refuse(one.what, one.remedy)
 
     def _check_scores(self, factors: tuple[Any, ...], result: Any) -> None:
         """Weights are matrices, so that a product with one of them has no scores, whatever its width."""
         tensors = [factor for factor in factors if isinstance(factor, Tensor)]
         if all(tensor.ndim > 2 for tensor in tensors) and result.shape[-2:] == (self.length, self.length):
-            self.refuse_scores(f"a product of matrices [..., {self.length}, {self.length}]")
+            self.suspect_scores(f"a product of matrices [..., {self.length}, {self.length}]")
 
-    def refuse_scores(self, what: str) -> NoReturn:
-        self.refuse(
+    def suspect_scores(self, what: str) -> None:
+        self.suspect(
             f"has {what}, which looks like attention computed by hand: it would see only the {self.length} of "
             f"{self.length * self.layout.size} positions that this rank holds",
-            'Use F.scaled_dot_product_attention (transformers: attn_implementation="sdpa")',
+            self.no_other or 'Use F.scaled_dot_product_attention (transformers: attn_implementation="sdpa")',
         )
 
     def has_positions(self, tensor: Any) -> bool:
@@ -84,7 +128,7 @@ class InBlock(OnChunks):
 
 def _check_softmax(mode: InBlock, tensor: Any, *_: Any, **__: Any) -> None:
     if isinstance(tensor, Tensor) and tensor.ndim > 2 and tensor.shape[-2:] == (mode.length, mode.length):
-        mode.refuse_scores(f"a softmax over {list(tensor.shape)}")
+        mode.suspect_scores(f"a softmax over {list(tensor.shape)}")
 
 
 def _check_arange(mode: OnChunks, *args: Any, **kwargs: Any) -> None:
@@ -92,7 +136,7 @@ def _check_arange(mode: OnChunks, *args: Any, **kwargs: Any) -> None:
     start = kwargs.get("start", numbers[0] if len(numbers) > 1 else 0)
     end = kwargs.get("end", numbers[1] if len(numbers) > 1 else numbers[0] if numbers else None)
     if start == 0 and end == mode.length and kwargs.get("step", numbers[2] if len(numbers) > 2 else 1) == 1:
-        mode.refuse(
+        mode.suspect(
             f"calls torch.arange({mode.length}), which looks like positions, but this rank holds {mode.length} of "
             f"{mode.length * mode.layout.size}, and not the first ones",
             "Make positions before the blocks, and pass them, or what is computed of them, to the blocks as arguments",
@@ -110,7 +154,7 @@ def _check_table(mode: OnChunks, tensor: Any, index: Any) -> None:
         if not isinstance(part, slice) or not isinstance(part.stop, int) or part.step not in (None, 1):
             continue
         if part.stop == mode.length < tensor.shape[dim] and part.start in (None, 0):
-            mode.refuse(
+            mode.suspect(
                 f"takes the first {mode.length} of {tensor.shape[dim]} rows of {list(tensor.shape)}, which looks like "
                 "a table of positions, but this rank holds others",
                 "Take them before the blocks, and pass them to the blocks as arguments",
@@ -136,7 +180,7 @@ def _check_roll(mode: InBlock, tensor: Any, *args: Any, **kwargs: Any) -> None:
 def _refuse_along_sequence(mode: InBlock, tensor: Any, dims: list[Any]) -> None:
     flat = [dim for given in dims for dim in (given if isinstance(given, (list, tuple)) else [given])]
     if mode.has_positions(tensor) and any(isinstance(dim, int) and dim % tensor.ndim == 1 for dim in flat):
-        mode.refuse(
+        mode.suspect(
             f"works on {list(tensor.shape)} along dim 1, the sequence, of which this rank holds {mode.length} of "
             f"{mode.length * mode.layout.size} positions",
             "Leave this module out with blocks=..., or do it before or after the blocks",
@@ -145,7 +189,7 @@ def _refuse_along_sequence(mode: InBlock, tensor: Any, dims: list[Any]) -> None:
 
 def _check_convolution(mode: InBlock, tensor: Any, weight: Any, *_: Any, **__: Any) -> None:
     if isinstance(weight, Tensor) and any(size > 1 for size in weight.shape[2:]):
-        mode.refuse(
+        mode.suspect(
             f"has a convolution with a kernel of {list(weight.shape[2:])}, which would need the neighbours of this "
             "rank's positions",
             "Leave this module out with blocks=...",
@@ -153,7 +197,7 @@ def _check_convolution(mode: InBlock, tensor: Any, weight: Any, *_: Any, **__: A
 
 
 def _check_recurrence(mode: InBlock, *_: Any, **__: Any) -> None:
-    mode.refuse(
+    mode.suspect(
         "has a recurrent layer, which would begin anew at each rank's positions",
         "Leave this module out with blocks=...",
     )

@@ -15,16 +15,26 @@ from lockstep.config.enums import CPMethod
 from lockstep.errors import UsageError
 from lockstep.parallel.context.checks import InBlock
 from lockstep.parallel.context.layout import SequenceLayout
+from lockstep.parallel.context.masks import Masks, Visible
 from lockstep.parallel.context.ring import ring_attention
 from lockstep.parallel.context.ulysses import ulysses_attention
 
 
 class SplitSequence(InBlock):
-    """Active within the forward of ``block``, where each rank has ``length`` positions of ``batch`` samples."""
+    """Active within the forward of ``block``, where each rank has hidden states of shape ``hidden``."""
 
-    def __init__(self, block: str, layout: SequenceLayout, method: CPMethod, batch: int, length: int) -> None:
-        super().__init__(block, layout, batch, length)
+    def __init__(
+        self,
+        block: str,
+        layout: SequenceLayout,
+        method: CPMethod,
+        hidden: tuple[int, ...],
+        no_other: str,
+        masks: Masks,
+    ) -> None:
+        super().__init__(block, layout, hidden[0], hidden[1], no_other)
         self.method = method
+        self.masks = masks
         self.attentions = 0
         """Calls of attention so far."""
 
@@ -32,6 +42,7 @@ class SplitSequence(InBlock):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is F.scaled_dot_product_attention:
+            self.calls = func
             return self.attention(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
             return self.multi_head_attention(*args, **(kwargs or {}))
@@ -54,12 +65,16 @@ class SplitSequence(InBlock):
             q, k, v = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
             mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
             return self.attention(q, k, v, mask, dropout_p, is_causal, scale=scale).squeeze(1)
-        self._check_attention(query, key, value, enable_gqa)
+        if key.ndim == value.ndim == query.ndim and 1 == key.shape[1] == value.shape[1]:
+            enable_gqa = True  # one head of keys for all, as broadcasting has it too
+        self._check_attention(query, key, value, enable_gqa, is_causal)
         if attn_mask is not None and is_causal:
             self.refuse(
                 "calls attention with is_causal=True and a mask, of which torch takes one", "Pass one of them"
             )
         self.attentions += 1
+        if key.shape[2] != self.length:
+            return self._of_whole_keys(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
         query, key, value = _cast_by_autocast(query, key, value)
         if self.method is CPMethod.ULYSSES:
             try:
@@ -71,6 +86,16 @@ class SplitSequence(InBlock):
                 )
             except UsageError as error:
                 raise UsageError(f"{self.where}: {error}") from None
+        if attn_mask is not None and attn_mask.shape[-2:] == (self.whole, self.whole):
+            visible = self.masks.visible(attn_mask)
+            is_causal = visible is Visible.UP_TO_QUERY
+            attn_mask = attn_mask if visible is Visible.OTHER else None
+        if attn_mask is not None and attn_mask.shape[-1] == self.length:
+            self.refuse(
+                f"calls attention with a mask {list(attn_mask.shape)} of the {self.length} positions that this rank "
+                "holds",
+                "Make it of the whole sequence, before the blocks, and pass it to them (with cp_method=ulysses)",
+            )
         if attn_mask is not None:
             self.refuse(
                 "calls attention with a mask, but with cp_method=ring no rank sees all keys at once",
@@ -81,7 +106,32 @@ class SplitSequence(InBlock):
                 f"calls attention with dropout_p={dropout_p}, which cp_method=ring does not apply",
                 "Set the model's attention dropout to 0, or use cp_method=ulysses",
             )
-        return ring_attention(query, key, value, self.layout, is_causal, scale)
+        return _ring(query, key, value, self.layout, is_causal, scale)
+
+    @property
+    def whole(self) -> int:
+        """Positions of all ranks."""
+        return self.length * self.layout.size
+
+    def _of_whole_keys(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout_p: float,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> Tensor:
+        """Cross-attention: each rank has all keys, those of another sequence, so that nothing is sent.
+
+        Whether they come from this rank's positions instead, the rehearsal sees.
+        """
+        if mask is not None and mask.ndim > 1 and mask.shape[-2] == self.whole:
+            mask = self.layout.local(mask, mask.ndim - 2)
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
+        )
 
     def multi_head_attention(
         self,
@@ -136,7 +186,9 @@ class SplitSequence(InBlock):
         out = self.attention(q, k, v, mask, dropout_p if training else 0.0, hint)
         return F.linear(out.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias), None
 
-    def _check_attention(self, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    def _check_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, is_causal: bool
+    ) -> None:
         if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
             self.refuse(
                 f"calls attention on queries {list(query.shape)} and keys {list(key.shape)}",
@@ -144,11 +196,17 @@ class SplitSequence(InBlock):
             )
         lengths = [tensor.shape[2] for tensor in (query, key, value)]
         if lengths != [self.length] * 3:
-            self.refuse(
+            what = (
                 f"calls attention on {lengths[0]} queries, {lengths[1]} keys and {lengths[2]} values, but each rank "
-                f"holds {self.length} positions of the sequence",
-                "Only attention of the whole sequence to itself can be split; leave such modules out with blocks=...",
+                f"holds {self.length} positions of the sequence"
             )
+            remedy = (
+                "Only attention of the whole sequence to itself or to another one that comes as an argument can be "
+                "split; leave such modules out with blocks=..."
+            )
+            if lengths[0] != self.length or lengths[1] != lengths[2] or is_causal:
+                self.refuse(what, remedy)
+            self.suspect(what, remedy)
         heads, key_heads = query.shape[1], key.shape[1]
         grouped = enable_gqa and key_heads == value.shape[1] and heads % key_heads == 0
         if key.shape[0] != query.shape[0] or not (grouped or heads == key_heads == value.shape[1]):
@@ -157,12 +215,16 @@ class SplitSequence(InBlock):
                 f"{list(value.shape)}",
                 "Give them the same batch size and number of heads, or enable_gqa=True",
             )
-        if self.method is CPMethod.RING and not query.shape[3] == key.shape[3] == value.shape[3]:
-            self.refuse(
-                f"has values of {value.shape[3]} numbers beside queries of {query.shape[3]}, which cp_method=ring does "
-                "not take",
-                "Use cp_method=ulysses",
-            )
+
+
+def _ring(
+    query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, is_causal: bool, scale: float | None
+) -> Tensor:
+    """``ring_attention``, which wants queries, keys and values of one width: narrower ones get zeros on the right."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    width, of_values = max(query.shape[-1], value.shape[-1]), value.shape[-1]
+    q, k, v = (F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (query, key, value))
+    return ring_attention(q, k, v, layout, is_causal, scale)[..., :of_values]
 
 
 def _cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

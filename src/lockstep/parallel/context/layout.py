@@ -24,7 +24,8 @@ class SequenceLayout:
 
     With causal attention later positions see more keys, so that equal contiguous chunks would be unequal work;
     the pair (r, 2N - 1 - r) sees the same number on every rank (Brandon et al., Striped Attention, 2023, balance
-    by stripes; the pairing of chunks is known as zig-zag).
+    by stripes; the pairing of chunks is known as zig-zag). Where a rank has an odd number of positions, heads have
+    one more than tails.
     """
 
     group: dist.ProcessGroup
@@ -40,26 +41,36 @@ class SequenceLayout:
         """Numbers of the chunks that ``rank`` holds, in the order in which it holds them."""
         return (rank, 2 * self.size - 1 - rank) if self.head_tail else (rank,)
 
+    def fits(self, length: int) -> bool:
+        """Whether ``length`` positions can be dealt out evenly."""
+        return length % self.size == 0 and length >= self.size * FEWEST_POSITIONS
+
     def check(self, length: int, what: str = "The sequence") -> None:
         """
         Raises:
             UsageError: ``length`` positions cannot be dealt out evenly.
         """
-        fewest = self.size * FEWEST_POSITIONS
-        if length % self.chunks == 0 and length >= fewest:
+        if self.fits(length):
             return
-        rule = f"2 x cp = {self.chunks}" if self.head_tail else f"cp = {self.chunks}"
-        fitting = max(-(-length // self.chunks) * self.chunks, fewest)
+        fitting = max(-(-length // self.size) * self.size, self.size * FEWEST_POSITIONS)
         raise UsageError(
-            f"{what} has {length} positions, which do not divide into {rule} equal chunks of which each rank has "
-            f"at least {FEWEST_POSITIONS} positions. Pad it to {fitting} positions."
+            f"{what} has {length} positions, which do not divide into cp = {self.size} equal chunks of which each rank "
+            f"has at least {FEWEST_POSITIONS} positions. Pad it to {fitting} positions."
         )
+
+    def sizes(self, count: int) -> list[int]:
+        """Positions in each part of a rank's ``count``: head and tail, or all."""
+        return [count - count // 2, count // 2] if self.head_tail else [count]
 
     def local(self, whole: Tensor, dim: int) -> Tensor:
         """This rank's chunk. Its gradient is zero in the other ranks' positions."""
-        length = whole.shape[dim] // self.chunks
-        parts = [whole.narrow(dim, number * length, length) for number in self.chunks_of(self.rank)]
+        pieces = self._pieces(whole, dim)
+        parts = [pieces[number] for number in self.chunks_of(self.rank)]
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
+
+    def _pieces(self, whole: Tensor, dim: int) -> tuple[Tensor, ...]:
+        sizes = self.sizes(whole.shape[dim] // self.size)
+        return whole.split([size for size in sizes for _ in range(self.size)], dim)
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
         """The whole sequence, in order, from all ranks' chunks. Its gradient is the sum of all ranks' gradients."""
@@ -80,14 +91,14 @@ class SequenceLayout:
         """[N, ...local...] as the whole sequence, in order."""
         pieces: list[Tensor] = [parts[0]] * self.chunks
         for rank in range(self.size):
-            mine = parts[rank].chunk(len(self.chunks_of(rank)), dim)
+            mine = parts[rank].split(self.sizes(parts[rank].shape[dim]), dim)
             for number, piece in zip(self.chunks_of(rank), mine, strict=True):
                 pieces[number] = piece
         return torch.cat(pieces, dim)
 
     def dealt(self, whole: Tensor, dim: int) -> Tensor:
         """The inverse of ``joined``."""
-        pieces = whole.chunk(self.chunks, dim)
+        pieces = self._pieces(whole, dim)
         return torch.stack(
             [torch.cat([pieces[n] for n in self.chunks_of(rank)], dim) for rank in range(self.size)]
         )

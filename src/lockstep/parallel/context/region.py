@@ -17,16 +17,25 @@ from torch import Tensor, nn
 from lockstep.comm.tree import leaves, map_leaves, map_tensors
 from lockstep.config.enums import CPMethod
 from lockstep.errors import LockstepError, UsageError
-from lockstep.parallel.blocks import settings
 from lockstep.parallel.context.arguments import hidden_states, holds_cache, sequence_dim
 from lockstep.parallel.context.checks import OnChunks
 from lockstep.parallel.context.interception import SplitSequence
+from lockstep.parallel.context.judge import Judge
 from lockstep.parallel.context.layout import SequenceLayout
+from lockstep.parallel.context.masks import Masks
 from lockstep.parallel.context.position_ids import arguments_on_chunks
-from lockstep.parallel.context.rehearse import Call, mixing_operation
+from lockstep.parallel.context.rehearse import Call
 from lockstep.parallel.subclass import Subclassed
 from lockstep.torch_internals import autograd as torch_autograd
 from lockstep.torch_internals import compile as torch_compile
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Blocks that are called one after the other, as those of an encoder or of a decoder."""
+
+    first: str
+    last: str
 
 
 @dataclass
@@ -35,8 +44,8 @@ class Region:
 
     layout: SequenceLayout
     method: CPMethod
-    first: str
-    last: str
+    chains: dict[str, Chain]
+    """Block -> its chain."""
     split: dict[int, Tensor] | None = None
     """Within ``split_sequence``, where the caller splits and gathers: whole tensors, by the id of their chunk."""
     split_length: int = 0
@@ -46,29 +55,37 @@ class Region:
     whole: bool = False
     """This forward is not split: it has no gradients, and a length or a cache that do not allow it."""
     local_length: int | None = None
-    """Positions of each rank, from the first block to the last; None outside."""
+    """Positions of each rank, from the first block of a chain to the last; None outside."""
+    chain: Chain | None = None
+    """The one that is running, or ran last. Of chains whose blocks take turns, the one that began last."""
+    begin_of: set[str] = field(default_factory=set)
+    end_of: set[str] = field(default_factory=set)
+    """Blocks before which the sequence was split in the last forward, and after which it was put together."""
     attentions: int = 0
     is_inside: bool = False
     """Whether a block is running."""
     around: str = ""
     """Class of the module that the blocks are in, where that is not the model."""
     compared: bool = False
-    is_rehearsed: bool = True
-    """Whether blocks are, see ``rehearse``."""
-    rehearsed: set[str] = field(default_factory=set)
-    """Kinds of blocks that were."""
+    masks: Masks = field(default_factory=Masks)
+    judge: Judge = field(default_factory=Judge)
+    no_other: str = ""
+    """What to do where the model's class has no attention that can be split."""
 
     def begin(self) -> None:
         """A forward of the model starts. One before it may have failed half-way."""
         self.local_length, self.whole, self.attentions, self.is_inside = None, False, 0, False
+        self.chain = None
 
     def between(self, model: str, error: Exception) -> str:
         """What to say of an error between blocks."""
         text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        assert self.chain is not None  # an error inside of one
         whole = (self.local_length or 0) * self.layout.size
         named = f"blocks={self.around}" if self.around else "blocks=..."
         return (
-            f"{model}'s forward raises {type(error).__name__} between its blocks '{self.first}' and '{self.last}' "
+            f"{model}'s forward raises {type(error).__name__} between its blocks '{self.chain.first}' and "
+            f"'{self.chain.last}' "
             f"({text}): there each rank has {self.local_length} of {whole} positions (cp = {self.layout.size}), so "
             "that nothing from before the first block fits. Name modules that get the hidden states one "
             f"after the other, residuals included, with {named}."
@@ -80,10 +97,11 @@ class Region:
             UsageError: forward ended inside the region.
         """
         if self.local_length is not None:
+            assert self.chain is not None
             self.local_length = None
             raise UsageError(
-                f"The model's forward called block '{self.first}' but not '{self.last}', after which the ranks' chunks "
-                "of the sequence are put together. Name the blocks that are always called with blocks=..."
+                f"The model's forward called block '{self.chain.first}' but not '{self.chain.last}', after which the "
+                "ranks' chunks of the sequence are put together. Name the blocks that are always called with blocks=..."
             )
 
 
@@ -151,38 +169,19 @@ class ContextParallelBlock(Subclassed):
         if region.whole and not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         hidden = hidden_states(name, args, kwargs)
-        if region.last_by_caller and region.layout.head_tail and hidden.shape[1] % 2:
-            raise UsageError(
-                f"Block '{name}' got {hidden.shape[1]} positions, but with cp_method=ring a rank holds two chunks of "
-                "equal length. Split every tensor with a sequence dimension by the same context."
-            )
-        with SplitSequence(name, region.layout, region.method, *hidden.shape[:2]) as mode:
-            output = forward(*args, **kwargs)
+        in_order = _with_names(self._argument_names, args)
+        mode = SplitSequence(name, region.layout, region.method, hidden.shape, region.no_other, region.masks)
+        call = Call(name, forward, in_order, kwargs, hidden)
+        with mode:
+            try:
+                output = forward(*args, **kwargs)
+            except Exception as error:  # whatever a user's forward raises
+                region.judge.failed(self, call, mode, error)
+                raise
         region.attentions += mode.attentions
-        if torch.is_grad_enabled() and not _in_backward():
-            _rehearse(
-                region, self, Call(name, forward, _with_names(self._argument_names, args), kwargs, hidden)
-            )
+        if not _in_backward():
+            region.judge(self, call, mode)  # type: ignore[arg-type]  # a block, of which this is mixed in
         return output
-
-
-def _rehearse(region: Region, block: Any, call: Call) -> None:
-    """In the first call of each kind of block that learns.
-
-    Raises:
-        UsageError: it mixes positions outside of attention; on all ranks alike.
-    """
-    kind = settings(block)
-    if not region.is_rehearsed or kind in region.rehearsed:
-        return
-    region.rehearsed.add(kind)
-    operation = mixing_operation(block, call)
-    if operation is not None:
-        raise UsageError(
-            f"Block '{call.block}' mixes positions outside of attention, as running it on some of them shows "
-            f"(it begins with {operation}), but each rank holds a part of the sequence (context parallelism, cp = "
-            f"{region.layout.size}). Leave this block out with blocks=..., or do it before or after the blocks."
-        )
 
 
 def _in_backward() -> bool:
@@ -218,9 +217,10 @@ def _enter(region: Region, block: str, hidden: Tensor, named: dict[str, Any]) ->
     """
     size, length = region.layout.size, hidden.shape[1]
     repeated = _in_backward()
-    if block == region.first:
+    chain = region.chains[block]
+    if block in region.begin_of if repeated else block == chain.first and region.local_length is None:
         cached = next((name for name, value in named.items() if holds_cache(name, value)), None)
-        if not torch.is_grad_enabled() and (cached or length % region.layout.chunks or length // size < 2):
+        if not torch.is_grad_enabled() and (cached or not region.layout.fits(length)):
             region.whole = True
             return None
         if cached:
@@ -230,23 +230,28 @@ def _enter(region: Region, block: str, hidden: Tensor, named: dict[str, Any]) ->
             )
         region.layout.check(length, f"The sequence that block '{block}' gets")
         if not region.compared:
-            _compare(region, hidden)
+            _compare(region, block, hidden)
         region.whole = False
         if not repeated:
-            region.local_length, region.attentions = length // size, 0
+            region.local_length, region.attentions, region.chain = length // size, 0, chain
+            region.begin_of.add(block)
         return length
     if region.whole and not torch.is_grad_enabled():
         return None
     if not repeated and region.local_length != length:
-        if region.local_length is None:
+        if region.local_length is None or region.chain is None:
             raise UsageError(
-                f"Block '{block}' was called before '{region.first}', where the sequence is split. Call the blocks in "
+                f"Block '{block}' was called before '{chain.first}', where the sequence is split. Call the blocks in "
                 "their order, or name those that are with blocks=..."
             )
         raise UsageError(
-            f"Block '{block}' got {length} positions, but after '{region.first}' each rank has {region.local_length}. "
-            "Blocks must keep the length, and form one chain: name those of one chain with blocks=..."
+            f"Block '{block}' got {length} positions, but after '{region.chain.first}' each rank has "
+            f"{region.local_length}. Blocks must keep the length, and form one chain: name those of one chain with "
+            "blocks=..."
         )
+    if not repeated and block == chain.first:
+        region.chain = chain
+        region.begin_of.discard(block)
     return length * size
 
 
@@ -258,13 +263,19 @@ def _leave(region: Region, block: str, output: Any, batch: int, local_length: in
             f"Block '{block}' got hidden states of {batch} samples and {local_length} positions, but returned {found}. "
             "Context parallelism needs blocks that keep batch and length: name those with blocks=..."
         )
-    if block != region.last:
+    chain = region.chain
+    if _in_backward():
+        if block not in region.end_of:
+            return output
+    elif chain is None or block != chain.last:
+        region.end_of.discard(block)
         return output
-    if not _in_backward():
+    else:
         region.local_length = None
+        region.end_of.add(block)
         if not region.attentions:
             raise UsageError(
-                f"No block from '{region.first}' to '{region.last}' called F.scaled_dot_product_attention, so nothing "
+                f"No block from '{chain.first}' to '{chain.last}' called F.scaled_dot_product_attention, so nothing "
                 f"would see the whole sequence (cp = {region.layout.size}). Use it in the model, name the blocks that "
                 "do with blocks=..., or leave cp out."
             )
@@ -276,7 +287,7 @@ def _leave(region: Region, block: str, output: Any, batch: int, local_length: in
     return map_tensors(gather, output)
 
 
-def _compare(region: Region, hidden: Tensor) -> None:
+def _compare(region: Region, block: str, hidden: Tensor) -> None:
     """
     Raises:
         UsageError: the ranks' hidden states have different shapes, so they come from different batches.
@@ -286,7 +297,7 @@ def _compare(region: Region, hidden: Tensor) -> None:
     shapes = [tuple(row) for row in region.layout.collect(shape).tolist()]
     if len(set(shapes)) > 1:
         raise UsageError(
-            f"The ranks that share a sequence (cp = {region.layout.size}) entered block '{region.first}' with hidden "
+            f"The ranks that share a sequence (cp = {region.layout.size}) entered block '{block}' with hidden "
             f"states of shapes {shapes}. Give all of them the same batch: prepare the loader."
         )
 

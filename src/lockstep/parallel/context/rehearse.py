@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.comm.tree import leaves, map_leaves
 from lockstep.parallel.context.arguments import sequence_dim
+from lockstep.parallel.context.checks import InBlock
 from lockstep.torch_internals import modules as torch_modules
 
 POSITIONS = 16
@@ -37,26 +38,45 @@ class Call:
     hidden: Tensor
 
 
-def mixing_operation(module: nn.Module, call: Call) -> str | None:
-    """The name of the first operation that mixes positions, or None: there is none, or nobody can tell."""
+@dataclass(frozen=True)
+class Verdict:
+    """``is_known``: the block could be run on parts. ``mixing``: the first operation that mixes positions.
+    ``suspected``: functions of attention by hand, whose shapes follow the number of positions."""
+
+    is_known: bool
+    mixing: str | None = None
+    suspected: frozenset[str] = frozenset()
+
+
+UNKNOWN = Verdict(False)
+SCORES = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum", "softmax", "_softmax"})
+"""Functions that attention by hand is made of. Its weights may be so far apart that mixing is taken for rounding."""
+
+
+def rehearse(module: nn.Module, call: Call, suspecting: Callable[[int], InBlock]) -> Verdict:
+    """Whether the block mixes positions outside of attention; ``suspecting``: a mode for so many positions."""
+
+    def run(start: int, count: int) -> _Run:
+        return _run(call, hidden, start, count, suspecting(count))
+
     count = min(call.hidden.shape[1], POSITIONS) // 2 * 2
     if count < 4 or any(hasattr(inner, "unshard") for inner in module.modules() if inner is not module):
-        return None
+        return UNKNOWN
     hidden = _numbers((call.hidden.shape[0], count, *call.hidden.shape[2:])).to(call.hidden)
     half = count // 2
     try:
         with torch.no_grad(), _left_as_it_was(module):
-            whole = _run(call, hidden, 0, count)
-            again = _run(call, hidden, 0, count)
+            whole, again = run(0, count), run(0, count)
             if not _same(whole.output, again.output, 0, count):
-                return None  # random, or it changes from call to call
-            halves = [_run(call, hidden, start, half) for start in (0, half)]
+                return UNKNOWN  # random, or it changes from call to call
+            halves = [run(start, half) for start in (0, half)]
     except Exception:  # whatever a user's forward raises of other lengths
-        return None
+        return UNKNOWN
     for start, part in zip((0, half), halves, strict=True):
         if not _same(whole.output, part.output, start, half):
-            return _first_difference(whole, halves, half)
-    return None
+            return Verdict(True, _first_difference(whole, halves, half))
+    suspected = whole.suspected & halves[0].suspected & halves[1].suspected
+    return Verdict(True, suspected=suspected & SCORES)
 
 
 def _numbers(shape: tuple[int, ...]) -> Tensor:
@@ -69,9 +89,10 @@ def _numbers(shape: tuple[int, ...]) -> Tensor:
 class _Run:
     output: Any = None
     operations: list[tuple[str, Tensor]] = field(default_factory=list)
+    suspected: frozenset[str] = frozenset()
 
 
-def _run(call: Call, hidden: Tensor, start: int, count: int) -> _Run:
+def _run(call: Call, hidden: Tensor, start: int, count: int, suspecting: InBlock) -> _Run:
     batch, length = call.hidden.shape[:2]
 
     def cut(name: str, leaf: Any) -> Any:
@@ -86,11 +107,12 @@ def _run(call: Call, hidden: Tensor, start: int, count: int) -> _Run:
         return map_leaves(lambda _, leaf: cut(name, leaf), value)
 
     noted = _Run()
-    with _Noting(noted.operations):
+    with suspecting, _Noting(noted.operations):
         noted.output = call.forward(
             *(of(name, value) for name, value in call.args),
             **{name: of(name, value) for name, value in call.kwargs.items()},
         )
+    noted.suspected = frozenset(one.function for one in suspecting.suspicions)
     return noted
 
 
@@ -110,8 +132,9 @@ class _Noting(TorchFunctionMode):
             query, key, value = _three(args, kwargs or {})
             return (query + key.tanh() + value.sin()), None
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.operations.append((getattr(func, "__name__", str(func)), result))
+        first = result[0] if isinstance(result, tuple) and result else result
+        if isinstance(first, Tensor):
+            self.operations.append((getattr(func, "__name__", str(func)), first))
         return result
 
 
@@ -126,6 +149,8 @@ def _by_positions(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if query.ndim > 3 and query.shape[-3] != key.shape[-3]:
         times = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+    if key.shape[-2] != query.shape[-2]:  # of another sequence, whole
+        key, value = key.mean(-2, keepdim=True), value.mean(-2, keepdim=True)
     return value * (1 + query.mean(-1, keepdim=True).tanh()) + key.mean(-1, keepdim=True).tanh()
 
 

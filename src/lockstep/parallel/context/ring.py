@@ -114,9 +114,10 @@ def _visible(layout: SequenceLayout, step: int, causal: bool, length: int) -> tu
     everything = slice(0, length)
     if not causal or step == 0:
         return everything, everything
+    head = layout.sizes(length)[0]
     if step <= layout.rank:  # from an earlier rank
-        return everything, slice(0, length // 2)
-    return slice(length // 2, length), everything
+        return everything, slice(0, head)
+    return slice(head, length), everything
 
 
 def _start(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,104 @@
+"""Architectures of transformers: each, with its sequence split, equals itself in one process, or says why it cannot."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep import Accelerator, DistributedDataParallelKwargs
+from lockstep.errors import UsageError
+from parallel.tensor.architectures import ARCHITECTURES, difference, make_batch, make_model
+
+BY_HAND = r"attention computed by hand.* transformers has no other attention for \w+: leave cp out"
+CONVOLUTION = r"has a convolution with a kernel of \[4\], which would need the neighbours"
+OF_A_CHUNK = r"mask (is )?\[1, 4, 4, 4\]"
+WHOLE_ALIBI = (
+    r"raises RuntimeError .* the whole of attention_mask .* alibi \[8, 1, 8\].* transformers has no other"
+)
+WHOLE_MASK = r"raises RuntimeError .* has 4 of 8 positions and the whole of attention_mask \[2, 1, 8, 8\]"
+REFUSED = {
+    "Gemma2ForCausalLM": BY_HAND,
+    "GPTJForCausalLM": BY_HAND,
+    "DebertaV2ForMaskedLM": BY_HAND,
+    "MPNetForMaskedLM": BY_HAND,
+    "BloomForCausalLM": WHOLE_ALIBI,
+    "DogeForCausalLM": WHOLE_MASK,
+    "MambaForCausalLM": CONVOLUTION,
+    "Qwen3NextForCausalLM": CONVOLUTION,
+    "T5ForConditionalGeneration": OF_A_CHUNK,
+    "MT5ForConditionalGeneration": OF_A_CHUNK,
+}
+REFUSED_BY_RING = {"BeitForImageClassification": r"a mask, but with cp_method=ring .* or cp_method=ulysses"}
+FAST = (
+    "BartForConditionalGeneration",
+    "DeepseekV3ForCausalLM",
+    "FalconForCausalLM",
+    "ViTForImageClassification",
+    "MambaForCausalLM",
+)
+
+
+def run(name: str, model: nn.Module, backward: Any = None) -> tuple[float, dict[str, Tensor]]:
+    loss = model(**make_batch(name)).loss
+    (backward or Tensor.backward)(loss)
+    inner = getattr(model, "module", model)
+    return loss.item(), {n: p.grad.clone() for n, p in inner.named_parameters() if p.grad is not None}
+
+
+def split(method: str, names: list[str]) -> list[Any]:
+    """Of each architecture the message that refuses it, or the loss and all gradients."""
+    torch.set_num_threads(1)
+    found: list[Any] = []
+    for name in names:
+        unused = DistributedDataParallelKwargs(
+            find_unused_parameters=True
+        )  # masks that a vision model may draw
+        accelerator = Accelerator(
+            cpu=True, parallel=f"cp=2 cp_method={method} verify=off", kwargs_handlers=[unused]
+        )
+        model = accelerator.prepare(make_model(name))
+        try:
+            found.append(run(name, model, accelerator.backward))
+        except UsageError as error:
+            found.append(str(error))
+        accelerator.free_memory()
+    return found
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(FAST, id="fast"),
+        pytest.param(
+            tuple(name for name in ARCHITECTURES if name not in FAST), id="all", marks=pytest.mark.exhaustive
+        ),
+    ],
+)
+def test_each_architecture_equals_itself_or_says_why_not(run_distributed, method: str, names: Any) -> None:
+    refused = REFUSED | (REFUSED_BY_RING if method == "ring" else {})
+    expected = {name: run(name, make_model(name)) for name in names if name not in refused}
+    wrong = []
+    for found in run_distributed(split, 2, method, list(names), timeout_s=240):
+        for name, result in zip(names, found, strict=True):
+            if name in refused:
+                if not isinstance(result, str) or not re.search(refused[name], result):
+                    wrong.append(f"{name} is not refused for its reason: {result}")
+                continue
+            if isinstance(result, str):
+                wrong.append(f"{name} is refused: {result}")
+                continue
+            loss, gradients = expected[name]
+            apart = difference(result[1], gradients)
+            if abs(result[0] - loss) > 1e-4 or apart > 1e-3:
+                wrong.append(f"{name}: loss {result[0]} instead of {loss}, gradients are off by {apart:.2g}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_at_least_45_architectures_are_tried_and_most_are_equal() -> None:
+    assert len(ARCHITECTURES) >= 45
+    assert len(REFUSED | REFUSED_BY_RING) <= 11
