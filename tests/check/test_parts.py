@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.check.chance import WithoutChance, without_dropout
 from lockstep.check.compare import compare, tolerance_of
 from lockstep.check.observe import Observations, Observed, observed
 from lockstep.check.passes import Batch, Result, run
 from lockstep.check.reference import Reference
 from lockstep.check.snapshot import Snapshot, numbers
 from lockstep.errors import UsageError
+from lockstep.parallel.chance import WithoutChance, without_dropout
 
 DRAWS: dict[str, Any] = {
     "dropout": lambda x: F.dropout(x, 0.5),

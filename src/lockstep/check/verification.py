@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.check import say
-from lockstep.check.chance import WithoutChance, without_capacities, without_dropout
 from lockstep.check.collect import Collector
 from lockstep.check.compare import Comparison, compare, tolerance_of
 from lockstep.check.observe import observed
@@ -24,6 +23,7 @@ from lockstep.check.reference import Live, Reference
 from lockstep.check.snapshot import Snapshot, numbers
 from lockstep.comm.collectives import Communicator
 from lockstep.errors import LockstepError, UsageError
+from lockstep.parallel.chance import WithoutChance, without_capacities, without_dropout
 from lockstep.parallel.context.region import regions_of
 from lockstep.parallel.prepared import (
     average_gradients,

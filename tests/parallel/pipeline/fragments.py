@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,13 +15,18 @@ Forward = Callable[..., Any]
 
 
 class Block(nn.Module):
-    def __init__(self, extra: Callable[[nn.Module], None] | None = None, hook: Forward | None = None) -> None:
+    def __init__(
+        self,
+        extra: Callable[[nn.Module], None] | None = None,
+        hook: Forward | None = None,
+        after: Forward | None = None,
+    ) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(D)
         self.mix = nn.Linear(D, D)
         self.up = nn.Linear(D, 2 * D)
         self.down = nn.Linear(2 * D, D)
-        self.hook = hook
+        self.hook, self.after = hook, after
         if extra is not None:
             extra(self)
 
@@ -32,7 +36,8 @@ class Block(nn.Module):
         h = self.norm(x)
         scores = (h @ self.mix(h).transpose(1, 2) / D).softmax(-1)
         x = x + scores @ h
-        return x + self.down(F.gelu(self.up(x)))
+        x = x + self.down(F.gelu(self.up(x)))
+        return x if self.after is None else self.after(self, x, *args)
 
 
 class Model(nn.Module):
@@ -42,7 +47,11 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(V, D)
         self.blocks = nn.ModuleList(
-            Block(fragment.block if i in fragment.at else None, fragment.hook if i in fragment.at else None)
+            Block(
+                fragment.block if i in fragment.at else None,
+                fragment.hook if i in fragment.at else None,
+                fragment.after if i in fragment.at else None,
+            )
             for i in range(4)
         )
         self.norm = nn.LayerNorm(D)
@@ -87,6 +96,7 @@ class Fragment:
     block: Callable[[Any], None] | None = None
     root: Callable[[Any], None] | None = None
     hook: Forward | None = None
+    after: Forward | None = None  # what a block returns
     at: tuple[int, ...] = (0, 1, 2, 3)
     options: dict[str, Any] = field(default_factory=dict)
     outside: Callable[[Any, Tensor], Tensor] | None = None
@@ -203,28 +213,6 @@ def flag_on_block(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
 
 def uses_flag(block: Any, x: Tensor, *args: Any) -> Tensor:
     return x * (1 + 0.1 * block.depth)
-
-
-def aux_between(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-    x, aux = model.embed(ids), 0.0
-    for block in model.blocks:
-        x = block(x)
-        aux = aux + x.square().mean()
-    return ce(model, model.norm(x), labels) + 0.01 * aux
-
-
-def aux_of_blocks(model: Any, x: Tensor, labels: Tensor, **_: Any) -> Tensor:
-    return ce(model, x, labels) + 0.01 * sum(block.sparsity for block in model.blocks)
-
-
-def sparsity(block: Any, x: Tensor, *args: Any) -> Tensor:
-    block.sparsity = x.abs().mean()
-    return x
-
-
-def skip(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-    x = model.embed(ids)
-    return ce(model, run(model, x) + x, labels)
 
 
 def fails_later(block: Any, x: Tensor, *args: Any) -> Tensor:
@@ -381,13 +369,6 @@ FRAGMENTS: dict[str, Fragment] = {
     "frozen batch norm": Fragment(block=frozen_norm, hook=normed, at=AT),
     "attributes of blocks": Fragment(forward=attribute_of_block, fast=True),
     "flag on blocks": Fragment(forward=flag_on_block, block=attribute("depth", 0), hook=uses_flag),
-    "auxiliary losses between blocks": Fragment(
-        forward=aux_between, says=("earlier stage", "x, aux = block(x, aux)")
-    ),
-    "auxiliary losses of blocks": Fragment(
-        aux_of_blocks, hook=sparsity, says=("earlier stage", "auxiliary loss")
-    ),
-    "skip": Fragment(forward=skip, says=("earlier stage",)),
 }
 
 
@@ -430,8 +411,3 @@ def seeded(fragment: Fragment) -> Model:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return Model(fragment)
-
-
-@functools.cache
-def expected(name: str) -> Any:
-    return trained(seeded(FRAGMENTS[name]), FRAGMENTS[name])

@@ -102,11 +102,10 @@ def test_models_of_other_kinds_have_one_process_gradients(run_distributed: Any) 
 
 
 SAYS = {
-    "skip": ("Skips", "earlier stage", "Pass it through the blocks"),
+    "hook": ("Collects", "inside of a block", "x, aux = block(x)"),
     "branch": ("Branches", "needs the value", "Branch on inputs"),
     "order": ("blocks.3", "blocks.0", "in order"),
     "noise": ("Noise", "earlier stage"),
-    "history": ("output[0]", "another stage"),
     "few blocks": ("3 blocks", "4 stages"),
     "bare": ("Stage 1", "no parameters"),
     "divide": ("batch of 8", "micro_batches=3"),

@@ -60,7 +60,7 @@ class Instead(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._own = ("received", "keep")  # what subclasses keep themselves
+        self._own = ("received", "keep", "paths")  # what subclasses keep themselves
         torch_modules.children_of(self)["replaced"] = module
 
     def __getattr__(self, name: str) -> Any:

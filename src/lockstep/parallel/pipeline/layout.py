@@ -130,6 +130,13 @@ class Layout:
         """The name under which ``named_parameters`` of the whole model knows a parameter."""
         return self._first.get(name, name)
 
+    def module_of_block(self, name: str) -> nn.Module:
+        """A block of this rank, or a module in one, by its name in the model."""
+        for block_name, block in self.blocks.items():
+            if block.module is not None and (name == block_name or name.startswith(f"{block_name}.")):
+                return block.module.get_submodule(name[len(block_name) + 1 :])
+        raise KeyError(name)
+
     def drop_blocks(self, keep: set[int]) -> None:
         """Blocks of other stages than ``keep`` leave the model."""
         for block in self.blocks.values():

@@ -33,7 +33,6 @@ from lockstep.parallel.pipeline.passes import (
     Reduction,
     evaluate,
     forward_now,
-    rehearse,
     train,
     train_whole,
 )
@@ -46,6 +45,7 @@ from lockstep.parallel.pipeline.plan import (
     used_arguments,
 )
 from lockstep.parallel.pipeline.refusals import batch_norm, follows_rows, sees_micro_batches
+from lockstep.parallel.pipeline.rehearsal import Rehearsal, without_chance
 from lockstep.parallel.pipeline.rows import (
     argument_names,
     batch_of,
@@ -88,6 +88,8 @@ class PipelineModel(nn.Module):
         self._plans: OrderedDict[Signature, Plan] = OrderedDict()
         self._known_dims: dict[str, int | None] = {}
         self._reductions: dict[Any, Reduction] = {}
+        self._kinds: dict[tuple[str, str], str] = {}
+        self._knows_numbers = False
         self._calls = 0
         self._said_order = False
 
@@ -292,6 +294,8 @@ class PipelineModel(nn.Module):
                 dims = self._dims(call, loss_fn, size, given, names, size // count)
             traced = trace(self.module, local.layout, cut(call, count, dims)[0], loss_fn)
             whole = trace(self.module, local.layout, call, loss_fn) if count > 1 else traced
+        if not training and Plan.of(traced, whole, count, dims).has_tensors_without_rows(local.layout):
+            traced, count = whole, 1  # put together of one part, they are right
         local.settle(traced.uses, self._callbacks)
         local.named_modules = self._named_modules
         plan = Plan.of(traced, whole, count, dims)
@@ -381,21 +385,34 @@ class PipelineModel(nn.Module):
             UsageError: something that a forward changes follows the rows.
         """
         kind = (plan.loss, loss_fn is not None, self.module.training)
-        if kind in self._reductions:
+        layout = self._local.layout
+        has_numbers = plan.micro_batches > 1 and plan.has_tensors_without_rows(layout)
+        plan.kinds = self._kinds
+        if kind in self._reductions and (self._knows_numbers or not has_numbers):
             return self._reductions[kind]
         word = self._options.loss_reduction
         is_open = word == "auto" and plan.loss is not None and plan.micro_batches > 1
-        with untouched_generators(self._local.device):
-            found = rehearse(self._local, plan, batch, loss_fn, autocast, is_open)
-        entry = self._local.state.differing()
-        self._local.state.forget_batch()
+        title = type(self.module).__name__
+        rehearsal = Rehearsal(self._local, plan, batch, loss_fn, autocast, is_open, title)
+        whole = None
+        if has_numbers and (is_open or word == "whole" or plan.loss is None):
+            whole = Plan.of(plan.whole, plan.whole, 1, plan.dims)
+            whole.build_segments(self.module, layout, self._local.indices, self._local.conversion)
+            self._knows_numbers = True
+        with untouched_generators(self._local.device), without_chance(dict(self._named_modules())):
+            rehearsal.run(whole)
+            entry = self._local.state.differing()
+            self._local.state.forget_batch()
         told: list[Any] = [None] * self._local.group.size()
         mine = None if entry is None else (entry.kind, entry.name)
-        dist.all_gather_object(told, (found, mine), group=self._local.group)
-        wrong = next((one for _, one in told if one is not None), None)
+        dist.all_gather_object(told, (rehearsal.word, mine, rehearsal.refusal), group=self._local.group)
+        wrong = next((one for _, one, _ in told if one is not None), None)
         if wrong is not None:
-            raise follows_rows(type(self.module).__name__, *wrong)
-        found = next((one for one, _ in told if one), "mean" if word == "auto" else word)
+            raise follows_rows(title, *wrong)
+        refusal = next((one for _, _, one in told if one), None)
+        if refusal is not None:
+            raise UsageError(refusal)
+        found = next((one for one, _, _ in told if one), "mean" if word == "auto" else word)
         return self._note_reduction(plan, loss_fn, Reduction(found, is_open), "the first batch")
 
     def _note_reduction(

@@ -16,11 +16,9 @@ from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import Call
 from lockstep.parallel.pipeline.options import PipelineOptions
 from lockstep.parallel.pipeline.orders import FillDrain, run, torch_schedule
-from lockstep.parallel.pipeline.plan import Plan, Tail, row_dim
+from lockstep.parallel.pipeline.plan import Plan
 from lockstep.parallel.pipeline.reduction import denominators, equal
-from lockstep.parallel.pipeline.reduction import found as found_reduction
 from lockstep.parallel.pipeline.segment import Pass
-from lockstep.parallel.pipeline.state import StepState
 from lockstep.parallel.pipeline.trace import Kind
 
 
@@ -84,7 +82,7 @@ def train(
     counted: list[Any] = []
 
     def finish(index: int, output: Any) -> Tensor:
-        found = leaves(_with_loss(output, calls[index], loss_fn))
+        found = leaves(with_loss(output, calls[index], loss_fn))
         losses.append(found[path].detach())
         if reduction.was_found:
             counted.append(denominators(found[path], once.ends))
@@ -137,13 +135,13 @@ def train_whole(
     def whole(outputs: dict[str, list[Any]]) -> Tensor:
         assert plan.tail is not None
         output = plan.tail.run(batch.whole, plan.tail.joined(outputs), whole=True)
-        found = leaves(_with_loss(output, batch.whole, loss_fn))
+        found = leaves(with_loss(output, batch.whole, loss_fn))
         kept.append({key: leaf.detach() for key, leaf in found.items() if isinstance(leaf, Tensor)})
         roots.append(found[path] * scale)
         return roots[0]
 
     runner = FillDrain(stages.torch_stages(plan, 1), stages.rank_of, plan.micro_batches, keep=True)
-    stages.begin(plan, Pass(batch.parts, _nothing, autocast.inside, whole=whole))
+    stages.begin(plan, Pass(batch.parts, nothing, autocast.inside, whole=whole))
     with kept_apart(stages.parameters()) as gradients:
         runner.fill()
         pulls = _all_from_first(roots[0], plan.micro_batches) if roots else []
@@ -244,19 +242,19 @@ def evaluate(
     kept: list[dict[str, Tensor]] = []
 
     def finish(index: int, output: Any) -> tuple[Tensor, ...]:
-        found = leaves(_with_loss(output, batch.parts[index], loss_fn))
+        found = leaves(with_loss(output, batch.parts[index], loss_fn))
         kept.append({path: found[path] for path in outputs})
         return ()
 
     def whole(given: dict[str, list[Any]]) -> tuple[Tensor, ...]:
         assert plan.tail is not None
         output = plan.tail.run(batch.whole, plan.tail.joined(given), whole=True)
-        found = leaves(_with_loss(output, batch.whole, loss_fn))
+        found = leaves(with_loss(output, batch.whole, loss_fn))
         kept.append({path: found[path] for path in outputs})
         return ()
 
     once = Pass(batch.parts, finish, autocast.inside, whole=None if plan.by_rows else whole)
-    _fill_only(stages, plan, once)
+    fill_only(stages, plan, once)
     stages.state.end_batch()
     joined: dict[str, Tensor] = {}
     if kept:
@@ -266,113 +264,9 @@ def evaluate(
     return _fill(plan.template, joined)
 
 
-def rehearse(
-    stages: LocalStages,
-    plan: Plan,
-    batch: Batch,
-    loss_fn: LossFunction | None,
-    autocast: Autocast,
-    find_reduction: bool,
-) -> str:
-    """All forwards, of which nothing is left: ``stages.state`` finds out what they change, and the last stage what the
-    loss is over the batch ("" elsewhere, and where it is not asked)."""
-    words: list[str] = []
-
-    def finish(index: int, output: Any) -> tuple[Tensor, ...]:
-        _with_loss(output, batch.parts[index], loss_fn)
-        return ()
-
-    def whole(given: dict[str, list[Any]]) -> tuple[Tensor, ...]:
-        assert plan.tail is not None
-        with stages.state.without_differences(lambda: words == ["whole"]):
-            words.append(_reduction(plan, plan.tail, batch, loss_fn, plan.tail.joined(given), stages.state))
-        return ()
-
-    once = Pass(
-        batch.parts, finish, autocast.inside, whole=whole if find_reduction else None, notes_whole=False
-    )
-    _fill_only(stages, plan, once, find=True)
-    return words[0] if words else ""
-
-
-@torch.enable_grad()
-def _reduction(
-    plan: Plan,
-    tail: Tail,
-    batch: Batch,
-    loss_fn: LossFunction | None,
-    given: dict[str, Any],
-    state: StepState,
-) -> str:
-    path = plan.loss
-    assert path is not None
-
-    def leaf(_: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return value.detach().requires_grad_(value.is_floating_point())
-
-    given = map_leaves(leaf, given)
-    tensors = {
-        key: value
-        for key, value in leaves(given).items()
-        if isinstance(value, Tensor) and value.requires_grad
-    }
-    dims = {key: _dim(plan, key) for key in tensors}
-
-    def gradient(call: Call, outputs: dict[str, Any], is_whole: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        with state.micro_batch(note=not is_whole):
-            loss = leaves(_with_loss(tail.run(call, outputs, is_whole), call, loss_fn))[path]
-        own = {key: value for key, value in leaves(outputs).items() if key in tensors}
-        found = torch.autograd.grad(loss, list(own.values()), allow_unused=True)
-        zeros = (torch.zeros_like(v) if g is None else g for v, g in zip(own.values(), found, strict=True))
-        return loss.detach(), dict(zip(own, zeros, strict=True))
-
-    def part(index: int) -> dict[str, Any]:
-        def rows(key: str, value: Any) -> Any:
-            dim = dims.get(key)
-            if not isinstance(value, Tensor) or dim is None:
-                return value
-            return _share(value, dim, index, plan.micro_batches).detach().requires_grad_(value.requires_grad)
-
-        return dict(map_leaves(rows, given))
-
-    loss, gradients = gradient(batch.whole, given, True)
-    each = [gradient(call, part(index), False) for index, call in enumerate(batch.parts)]
-    in_rows = [key for key, dim in dims.items() if dim is not None]
-    if not in_rows:
-        return "whole"
-
-    def vector(found: dict[str, Tensor], index: int | None) -> Tensor:
-        return torch.cat(
-            [
-                (
-                    found[key]
-                    if index is None
-                    else _share(found[key], dims[key] or 0, index, plan.micro_batches)
-                )
-                .reshape(-1)
-                .float()
-                for key in in_rows
-            ]
-        )
-
-    wholes = [vector(gradients, index) for index in range(plan.micro_batches)]
-    return found_reduction(loss, [one for one, _ in each], wholes, [vector(own, None) for _, own in each])
-
-
-def _dim(plan: Plan, key: str) -> int | None:
-    name, _, path = key[2:].partition("']")
-    return row_dim(plan.traced.shapes[name].get(path), plan.whole.shapes[name].get(path))
-
-
-def _share(value: Tensor, dim: int, index: int, count: int) -> Tensor:
-    rows = value.shape[dim] // count
-    return value.narrow(dim, index * rows, rows)
-
-
 @torch.no_grad()
-def _fill_only(stages: LocalStages, plan: Plan, once: Pass, find: bool = False) -> None:
+def fill_only(stages: LocalStages, plan: Plan, once: Pass, find: bool = False) -> None:
+    """All forwards; ``find``: what they change is to be found."""
     if plan.evaluation is None:
         plan.evaluation = FillDrain(
             stages.torch_stages(plan, 0), stages.rank_of, plan.micro_batches, keep=False
@@ -381,7 +275,8 @@ def _fill_only(stages: LocalStages, plan: Plan, once: Pass, find: bool = False) 
     plan.evaluation.fill()
 
 
-def _nothing(_: int, output: Any) -> tuple[Tensor, ...]:
+def nothing(_: int, output: Any) -> tuple[Tensor, ...]:
+    """Of an output nothing is wanted."""
     return ()
 
 
@@ -390,7 +285,8 @@ def _all_from_first(root: Tensor, count: int) -> list[Tensor]:
     return [root, *(torch.zeros_like(root).requires_grad_() for _ in range(count - 1))]
 
 
-def _with_loss(output: Any, call: Call, loss_fn: LossFunction | None) -> Any:
+def with_loss(output: Any, call: Call, loss_fn: LossFunction | None) -> Any:
+    """The output, or the loss that ``loss_fn`` makes of it."""
     return output if loss_fn is None else (loss_fn(output, *call.targets),)
 
 

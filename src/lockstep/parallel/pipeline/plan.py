@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lockstep.comm.tree import leaves, map_leaves
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.absent import Instead, is_stand_in
+from lockstep.parallel.pipeline.carried import Exchange
 from lockstep.parallel.pipeline.layout import Layout
 from lockstep.parallel.pipeline.micro_batch import BatchDims, Call, Joined, find_loss, joined
 from lockstep.parallel.pipeline.segment import (
@@ -27,9 +28,10 @@ from lockstep.parallel.pipeline.segment import (
     ReplayedPart,
     Segment,
     changed,
+    for_itself,
 )
 from lockstep.parallel.pipeline.state import restored
-from lockstep.parallel.pipeline.trace import Argument, Traced, Tracer, storage_of
+from lockstep.parallel.pipeline.trace import RECEIVED, Traced, Tracer, storage_of
 from lockstep.torch_internals.fake import quiet
 
 Signature = tuple[Any, ...]
@@ -144,6 +146,11 @@ def _run(
     tracer: Tracer, model: nn.Module, layout: Layout, call: Call, loss_fn: Callable[..., Tensor] | None
 ) -> Traced:
     tracer.parts = {id(part.copy): name for name, part in layout.parts.items()}
+    tracer.kept = [
+        (f"{name}.{path}" if path else name, inner)
+        for name, block in layout.blocks.items()
+        for path, inner in block.copy.named_modules()
+    ]
     blocks = {name: _Traced(tracer, name, block.copy) for name, block in layout.blocks.items()}
     for module in [*(part.copy for part in layout.parts.values()), *blocks.values()]:
         module.train(model.training)
@@ -174,6 +181,9 @@ class Plan:
     micro_batches: int
     dims: BatchDims  # of the arguments
     loss: str | None  # path of the loss in the output; None: the loop computes it
+    kinds: dict[tuple[str, str], str] = field(
+        default_factory=dict
+    )  # (block, path) -> what has no rows is over the batch
     tail: Tail | None = None  # where the last stage is
     schedule: Any = None
     evaluation: Any = None
@@ -211,6 +221,18 @@ class Plan:
             if isinstance(leaf, Tensor)
         }
 
+    def row_dim(self, block: str, path: str) -> int | None:
+        """The dimension of the rows in what a block returns, or in what the last stage receives."""
+        return row_dim(self.traced.shapes[block].get(path), self.whole.shapes[block].get(path))
+
+    def has_tensors_without_rows(self, layout: Layout) -> bool:
+        """Whether such tensors come to what the last stage does after its blocks."""
+        last = len(self.traced.cuts) - 1
+        names = [name for name, block in layout.blocks.items() if block.stage == last]
+        if exchanges(self.traced, last):
+            names.append(RECEIVED)
+        return any(self.row_dim(name, path) is None for name in names for path in self.traced.shapes[name])
+
     @property
     def by_rows(self) -> bool:
         """Whether the outputs of micro-batches, one after the other, are those of the batch."""
@@ -222,10 +244,11 @@ class Plan:
         """One for each stage of this rank."""
         cuts = self.traced.cuts
         for stage in stages:
-            changes, own = stage_changes(layout, self.traced, stage, set(stages))
+            exchange = exchange_of(model, layout, self.traced, stage)
+            changes, own = stage_changes(layout, self.traced, stage, set(stages), exchange)
             following = cuts[stage + 1] if stage + 1 < len(cuts) else None
-            first = next(iter(own.values()), None)
-            self.segments[stage] = Segment(model, changes, first, following, conversion, own)
+            first = next(iter(own.values()), None) if stage else None
+            self.segments[stage] = Segment(model, changes, first, following, conversion, own, exchange)
             if following is None:
                 self.tail = Tail(model, layout, self, stage, set(stages))
 
@@ -241,39 +264,61 @@ class Tail:
         self._changes = {
             id(traced): stage_changes(layout, traced, stage, local)[0] for traced in (plan.traced, plan.whole)
         }
+        self._exchange = exchange_of(model, layout, plan.traced, stage)
 
     def joined(self, outputs: dict[str, list[Any]]) -> dict[str, Any]:
         """The outputs of each block for all micro-batches as one."""
         return {name: self._join(name, each) for name, each in outputs.items()}
 
     def _join(self, name: str, each: list[Any]) -> Any:
-        part, whole = self._plan.traced.shapes[name], self._plan.whole.shapes[name]
         found = [leaves(one) for one in each]
-        returned = leaves(self._plan.traced.results[name])
 
         def join(path: str, leaf: Any) -> Any:
-            if isinstance(returned.get(path), Argument):
-                return returned[path]
             if not isinstance(leaf, Tensor):
                 return leaf
             values = [one[path] for one in found]
-            dim = row_dim(part.get(path), whole.get(path))
+            dim = self._plan.row_dim(name, path)
             if dim is not None:
                 return torch.cat(values, dim)
-            return torch.stack(values).mean(0) if leaf.is_floating_point() and len(values) > 1 else leaf
+            if len(values) == 1:
+                return leaf
+            total = torch.stack(values)
+            if self._plan.kinds.get((name, path)) == "sum":
+                return total.sum(0)
+            return total.mean(0) if leaf.is_floating_point() else leaf
 
         return map_leaves(join, each[0])
+
+    def source(self, name: str, path: str) -> str:
+        """What a tensor is that a block returned (``name``) or that was received."""
+        if name != RECEIVED:
+            return f"what the block '{name}' returns at {path}"
+        cut = self._plan.traced.cuts[-1]
+        number = int(path.strip("[]")) - len(cut.paths)
+        if number < 0:
+            return f"the argument at {cut.paths[number]} of the block '{cut.block}'"
+        return str(cut.sources[number])
 
     def run(self, call: Call, outputs: dict[str, Any], whole: bool) -> Any:
         """The model's output for ``call``, the whole batch or a micro-batch."""
         traced = self._plan.whole if whole else self._plan.traced
         changes = list(self._changes[id(traced)])
+        exchange = self._exchange
+        received = [for_itself(one) for one in outputs.get(RECEIVED, ())]
+        cut = traced.cuts[-1]
         for name, block in self._own.items():
             assert block is not None
-            given = Given(block, outputs[name])
+            arguments = dict(zip(cut.paths, received, strict=False)) if name == cut.block else {}
+            given = Given(name, block, outputs[name], traced.results[name], exchange, arguments)
             changes += [(entries, key, given) for entries, key in self._slots[name]]
         with changed(changes):
-            return self._model(*call.args, **call.kwargs)
+            if exchange is None:
+                return self._model(*call.args, **call.kwargs)
+            exchange.begin(received)
+            with exchange:
+                output = exchange.result(self._model(*call.args, **call.kwargs))
+            exchange.begin(())
+            return output
 
 
 def row_dim(part: torch.Size | None, whole: torch.Size | None) -> int | None:
@@ -283,8 +328,25 @@ def row_dim(part: torch.Size | None, whole: torch.Size | None) -> int | None:
     return next((dim for dim, (a, b) in enumerate(zip(part, whole, strict=True)) if a != b), None)
 
 
+def exchanges(traced: Traced, stage: int) -> bool:
+    """Whether a stage uses or sends more than arguments of first blocks."""
+    use = traced.stages[stage]
+    sources = traced.cuts[stage + 1].sources if stage + 1 < len(traced.cuts) else ()
+    return bool(sources or use.fetches or use.between)
+
+
+def exchange_of(model: nn.Module, layout: Layout, traced: Traced, stage: int) -> Exchange | None:
+    """What ``stage`` uses and sends beside arguments of first blocks; None: nothing."""
+    if not exchanges(traced, stage):
+        return None
+    use = traced.stages[stage]
+    sources = traced.cuts[stage + 1].sources if stage + 1 < len(traced.cuts) else ()
+    title = type(model).__name__
+    return Exchange(use.fetches, sources, layout.module_of_block, use.within, stage == 0, title)
+
+
 def stage_changes(
-    layout: Layout, traced: Traced, stage: int, local: set[int]
+    layout: Layout, traced: Traced, stage: int, local: set[int], exchange: Exchange | None = None
 ) -> tuple[list[Change], dict[str, LocalBlock]]:
     """What modules the model has while ``stage`` runs, and the stage's own blocks among them."""
     changes: list[Change] = []
@@ -293,11 +355,11 @@ def stage_changes(
     for name, block in layout.blocks.items():
         call: nn.Module
         if block.stage == stage:
-            if stage == 0:
+            if stage == 0 and exchange is None:
                 continue  # nothing that it is called with is absent
             assert block.module is not None
-            cut = traced.cuts[stage] if begins[stage] == name else None
-            call = own_blocks[name] = LocalBlock(block.module, cut)
+            cut = traced.cuts[stage] if stage and begins[stage] == name else None
+            call = own_blocks[name] = LocalBlock(name, block.module, cut, exchange)
         elif block.stage < stage:
             call = Replayed(name, block.copy, traced.results[name])
         elif begins.get(stage + 1) == name:

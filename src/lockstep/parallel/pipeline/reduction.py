@@ -16,6 +16,7 @@ from torch import Tensor
 from lockstep.torch_internals import autograd as torch_autograd
 
 TOLERANCE, TOLERANCE_ROUNDED = 1e-3, 0.02
+TOLERANCE_OF_NUMBERS = 1e-4
 MOST_NODES = 2000
 
 
@@ -39,6 +40,35 @@ def found(whole: Tensor, parts: Sequence[Tensor], gradients: Sequence[Tensor], o
         if all(_proportional(g, mine, share, tolerance) for g, mine in zip(gradients, own, strict=True)):
             return word
     return "whole"
+
+
+def kind_of(whole: Tensor, parts: Sequence[Tensor]) -> str:
+    """What a tensor without rows is over the batch: ``mean`` or ``sum`` of those of the micro-batches, "": neither.
+
+    What is the same for all of them is a mean, too.
+    """
+    values = torch.stack([part.detach().double() for part in parts])
+    rounded = whole.dtype in (torch.float16, torch.bfloat16)
+    limit = (TOLERANCE_ROUNDED if rounded else TOLERANCE_OF_NUMBERS) * values.abs().sum(0).norm()
+    for word, expected, size in (
+        ("mean", values.mean(0), limit / len(parts)),
+        ("sum", values.sum(0), limit),
+    ):
+        if bool((whole.detach().double() - expected).norm() <= size):
+            return word
+    return ""
+
+
+def same_rows(whole: Tensor, parts: Sequence[Tensor], dim: int) -> bool:
+    """Whether the rows of micro-batches are those of the batch."""
+    rows = torch.cat([part.detach() for part in parts], dim)
+    if rows.shape != whole.shape:
+        return False
+    if not whole.is_floating_point():
+        return True
+    rounded = whole.dtype in (torch.float16, torch.bfloat16)
+    a, b = rows.double().nan_to_num(), whole.detach().double().nan_to_num()
+    return bool((a - b).norm() <= (TOLERANCE_ROUNDED if rounded else TOLERANCE) * b.norm())
 
 
 def _close(a: Tensor, b: Tensor, limit: Tensor) -> bool:

@@ -32,3 +32,22 @@ def follows_rows(title: str, kind: str, name: str) -> UsageError:
         "leave different values there. Only what changes in the same way whatever the rows are (a count of steps) is "
         "changed once a step. Return from the model what this one is made of, and change it in the training loop."
     )
+
+
+def neither_mean_nor_sum(title: str, name: str, path: str, source: str) -> UsageError:
+    """For a tensor without rows that micro-batches make otherwise than the batch; ``source``: where it comes from."""
+    return UsageError(
+        f"{title} uses {source} after its last block, which has no rows and is neither the mean nor the sum of what "
+        "the micro-batches of a pipeline give there, so that it cannot be put together. Let the blocks return the rows "
+        "that it is computed from (x, rows = block(x); all_rows.append(rows)), and compute it of all rows after the "
+        "last block (aux = balance(torch.stack(all_rows)))."
+    )
+
+
+def mixes_rows(title: str, name: str) -> UsageError:
+    """For what comes out of blocks otherwise for the batch than for its micro-batches."""
+    return UsageError(
+        f"The blocks of {title} mix the rows of the batch before or in '{name}' (such as by subtracting a mean over "
+        "the batch), but a pipeline shows them one micro-batch at a time. Let blocks compute each row of its own, and "
+        "do what needs all rows before the first block or after the last one."
+    )

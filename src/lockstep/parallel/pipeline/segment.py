@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from lockstep.comm.tree import leaves, map_leaves
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.absent import AbsentBlock, Instead, carried, carry, is_stand_in
+from lockstep.parallel.pipeline.carried import Exchange
 from lockstep.parallel.pipeline.micro_batch import Call
 from lockstep.parallel.pipeline.state import StepState
-from lockstep.parallel.pipeline.trace import Argument, Cut, Kind
+from lockstep.parallel.pipeline.trace import RECEIVED, Argument, Cut, Kind
 from lockstep.torch_internals import tensors as torch_tensors
 
 _MISSING = object()
@@ -89,12 +90,15 @@ class Replayed(AbsentBlock):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = leaves((args, kwargs))
+        new: dict[int, Tensor] = {}
 
         def again(_: str, leaf: Any) -> Any:
             if isinstance(leaf, Argument):
                 return given[leaf.path]
+            if not isinstance(leaf, Tensor):
+                return leaf
             # A new one each time: the value that it carries is of one micro-batch.
-            return leaf.detach() if isinstance(leaf, Tensor) else leaf
+            return new.setdefault(id(leaf), leaf.detach())
 
         return map_leaves(again, self._result)
 
@@ -113,19 +117,30 @@ class ReplayedPart(Instead):
 class LocalBlock(Instead):
     """A block of this stage: stand-ins among its arguments are replaced by what was received for them."""
 
-    def __init__(self, block: nn.Module, cut: Cut | None = None) -> None:
+    def __init__(
+        self, name: str, block: nn.Module, cut: Cut | None = None, exchange: Exchange | None = None
+    ) -> None:
         super().__init__(block)
+        self._name = name
         self._cut = cut  # where it is the first of its stage
+        self._exchange = exchange
+        self.paths = cut.paths if cut is not None else ()
         self.received: tuple[Tensor, ...] = ()
         self.keep: Callable[[Any], None] | None = None  # told what the block returns
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._cut is not None:
             given = leaves((args, kwargs))
-            for path, value in zip(self._cut.paths, self.received, strict=True):
+            for path, value in zip(self._cut.paths, self.received, strict=False):
                 carry(given[path], value)
-        args, kwargs = map_leaves(lambda _, leaf: carried(leaf), (args, kwargs))
-        out = self.replaced(*args, **kwargs)
+        exchange = self._exchange
+        if exchange is None:
+            args, kwargs = map_leaves(lambda _, leaf: carried(leaf), (args, kwargs))
+            out = self.replaced(*args, **kwargs)
+        else:
+            with exchange.calling(self._name, (args, kwargs)) as (args, kwargs):
+                out = self.replaced(*args, **kwargs)
+            exchange.returned(self._name, out)
         if self.keep is not None:
             self.keep(out)
         return out
@@ -134,19 +149,47 @@ class LocalBlock(Instead):
 class Given(Instead):
     """A block of the last stage whose outputs are there already, those of several micro-batches as one."""
 
-    def __init__(self, block: nn.Module, result: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        block: nn.Module,
+        result: Any,
+        returned: Any,
+        exchange: Exchange | None = None,
+        received: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """``returned``: the result in the trace, in which arguments that come back unchanged are marked; ``received``:
+        path -> argument, of the first block of the stage."""
         super().__init__(block)
+        self._name = name
         self._result = result
+        self._returned = leaves(returned)
+        self._exchange = exchange
+        self._received = received or {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._exchange is not None:
+            for path, value in self._received.items():
+                carry(leaves((args, kwargs))[path], value)
+            with self._exchange.calling(self._name, (args, kwargs)) as (args, kwargs):
+                pass
         given = leaves((args, kwargs))
 
-        def own(_: str, leaf: Any) -> Any:
-            if isinstance(leaf, Argument):  # what it returned unchanged of what it got
-                return given[leaf.path]
-            return leaf
+        def own(path: str, leaf: Any) -> Any:
+            argument = self._returned.get(path)
+            if isinstance(argument, Argument) and not is_stand_in(given[argument.path]):
+                return given[argument.path]
+            return for_itself(leaf)
 
-        return map_leaves(own, self._result)
+        out = map_leaves(own, self._result)
+        if self._exchange is not None:
+            self._exchange.returned(self._name, out)
+        return out
+
+
+def for_itself(leaf: Any) -> Any:
+    """A tensor that may be changed in place, where ``leaf`` begins a graph."""
+    return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_leaf else leaf
 
 
 class _Contiguous(torch.autograd.Function):
@@ -170,6 +213,7 @@ class Segment:
         first: The stage's first block among them; None for stage 0.
         following: What the next stage receives; None for the last stage.
         own: The blocks of this stage, by name.
+        exchange: Where more passes between stages than arguments of first blocks.
     """
 
     def __init__(
@@ -180,8 +224,10 @@ class Segment:
         following: Cut | None,
         conversion: Conversion,
         own: dict[str, LocalBlock] | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self._forward = forward
+        self._exchange = exchange
         self._own = own or {}
         self._collected: dict[str, list[Any]] = {}
         self._changes = changes
@@ -197,15 +243,15 @@ class Segment:
             return self._without_tail(micro_batch, call, received)
         self._listen()
         with self.now.state.micro_batch(), changed(self._changes), self.now.autocast():
-            if self._first is not None:
-                self._first.received = tuple(self._enter(tensor) for tensor in received)
             try:
-                output = self._forward(*call.args, **call.kwargs)
+                with self._given(received):
+                    output = self._forward(*call.args, **call.kwargs)
+                    if self._exchange is not None:
+                        output = self._exchange.result(output)
             except _Left as left:
                 return self._sent(left.call)
             finally:
-                if self._first is not None:
-                    self._first.received = ()
+                self._let_go()
             if self._following is not None:
                 raise UsageError(
                     f"The forward ended without calling the block '{self._following.block}', at which the next stage "
@@ -231,6 +277,8 @@ class Segment:
         assert self.now.whole is not None
         if micro_batch == 0:
             self._collected = {name: [] for name in self._own}
+            if self._exchange is not None:
+                self._collected[RECEIVED] = []
         last = next(reversed(self._own))
 
         def keep(name: str) -> Callable[[Any], None]:
@@ -244,15 +292,21 @@ class Segment:
         for name, block in self._own.items():
             block.keep = keep(name)
         try:
-            with self.now.state.micro_batch(), changed(self._changes), self.now.autocast():
-                if self._first is not None:
-                    self._first.received = tuple(self._enter(tensor) for tensor in received)
+            with (
+                self.now.state.micro_batch(),
+                changed(self._changes),
+                self.now.autocast(),
+                self._given(received) as entered,
+            ):
+                if self._exchange is not None:
+                    # What comes after the blocks runs again on what was received, before it was changed in place.
+                    own = len(self._first.paths) if self._first is not None else 0
+                    self._collected[RECEIVED].append((*entered[:own], *(t.clone() for t in entered[own:])))
                 self._forward(*call.args, **call.kwargs)
         except _Left:
             pass
         finally:
-            if self._first is not None:
-                self._first.received = ()
+            self._let_go()
             for block in self._own.values():
                 block.keep = None
         if micro_batch + 1 < len(self.now.calls):
@@ -261,6 +315,28 @@ class Segment:
         with self.now.state.micro_batch(note=self.now.notes_whole), self.now.autocast():
             return self.now.whole(collected)
 
+    @contextmanager
+    def _given(self, received: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+        """The forward inside finds what was received."""
+        entered = tuple(self._enter(tensor) for tensor in received)
+        if self._first is not None:
+            self._first.received = entered
+        if self._exchange is None:
+            yield entered
+            return
+        assert self.now is not None
+        if self.now.wants_ends and self._following is None:
+            self.now.ends.extend(entered)
+        self._exchange.begin(entered)
+        with self._exchange:
+            yield entered
+
+    def _let_go(self) -> None:
+        if self._first is not None:
+            self._first.received = ()
+        if self._exchange is not None:
+            self._exchange.begin(())
+
     def _enter(self, tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
             tensor = _Contiguous.apply(tensor)
@@ -268,12 +344,20 @@ class Segment:
 
     def _sent(self, call: Any) -> tuple[Tensor, ...]:
         assert self._following is not None
-        given = leaves(call)
         cut = self._following
-        return tuple(
-            self._leave(given.get(path), kind, cut.block)
-            for path, kind in zip(cut.paths, cut.kinds, strict=True)
+        values: list[Any] = []
+        if self._exchange is not None:
+            with self._exchange.calling(cut.block, call) as call:
+                values = self._exchange.sent()
+            self._exchange.check_used()
+        given = leaves(call)
+        sent = tuple(
+            self._leave(value, kind, cut.block)
+            for value, kind in zip(
+                [*(given.get(path) for path in cut.paths), *values], cut.kinds, strict=True
+            )
         )
+        return sent
 
     def _leave(self, value: Any, kind: Kind, block: str) -> Tensor:
         value = carried(value)

@@ -89,6 +89,9 @@ class StepState:
 
     def __init__(self) -> None:
         self._names: set[tuple[int, str]] = set()
+        self._known: set[tuple[int, str]] | None = (
+            None  # what there was before the first forward: the rest are notes
+        )
         self._entries: list[Entry] = []
 
     @property
@@ -100,8 +103,11 @@ class StepState:
         """``find``: look at everything, else at what was found to change."""
         self._entries = []
         if find or self._names:
-            found = entries_of(modules)
-            self._entries = [e for e in found if find or (id(e.entries), e.key) in self._names]
+            found = list(entries_of(modules))
+            if self._known is None:
+                self._known = {(id(e.entries), e.key) for e in found}
+            wanted = self._known if find else self._names
+            self._entries = [e for e in found if (id(e.entries), e.key) in wanted]
 
     @contextmanager
     def micro_batch(self, note: bool = True) -> Iterator[None]:

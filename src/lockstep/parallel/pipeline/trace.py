@@ -18,9 +18,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from lockstep.comm.tree import leaves, map_leaves
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.absent import StandIns, carried, carry, is_stand_in
+from lockstep.parallel.pipeline.carried import OUTPUT, Fetch, Source, Values, calling
 from lockstep.torch_internals import tensors as torch_tensors
 from lockstep.torch_internals.dispatch import TorchDispatchMode
 from lockstep.torch_internals.fake import UNKNOWN_VALUE, without_values
+
+RECEIVED = ""
+"""Stands among the names of the last stage's blocks for all that it receives."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +42,26 @@ class Kind:
 
 @dataclass(frozen=True)
 class Cut:
-    """What a stage receives: the arguments of its first block that depend on earlier stages.
+    """What a stage receives: the arguments of its first block that depend on earlier stages, and what else it uses, or
+    stages after it.
 
-    ``paths``: of the leaves of (args, kwargs), one for each tensor.
+    ``paths``: of the leaves of (args, kwargs), one for each tensor; ``sources``: of the rest, in the stage before.
+    ``kinds``: of both.
     """
 
     block: str
     paths: tuple[str, ...] = ()
     kinds: tuple[Kind, ...] = ()
+    sources: tuple[Source, ...] = ()
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a stage uses what it receives outside of the call of its first block. ``within``: inside of blocks too."""
+
+    fetches: tuple[Fetch, ...] = ()
+    between: bool = False
+    within: bool = False
 
 
 @dataclass
@@ -53,6 +69,7 @@ class Traced:
     """What a run showed. ``cuts[s]`` is before stage s; the first is empty."""
 
     cuts: list[Cut]
+    stages: list[Use] = field(default_factory=list)
     output: Any = None
     uses: dict[str, set[int]] = field(default_factory=dict)  # name of a parameter outside blocks -> segments
     results: dict[str, Any] = field(
@@ -69,11 +86,11 @@ class Traced:
     )  # paths of outputs that an earlier segment than the last made
 
 
-@dataclass(frozen=True)
 class Argument:
-    """A leaf of a block's output that is the argument at ``path``, unchanged."""
+    """A leaf of a block's output that is the argument at ``path``, unchanged. No dataclass, which would be no leaf."""
 
-    path: str
+    def __init__(self, path: str) -> None:
+        self.path = path
 
 
 class Tracer(TorchDispatchMode):
@@ -96,11 +113,20 @@ class Tracer(TorchDispatchMode):
         self._order = order
         self._called = 0
         self._segment = 0
+        self._values = Values(
+            lambda: self._segment,
+            lambda tensor: self._born.get(storage_of(tensor)),
+            self._new,
+            self._attribute,
+        )
         self._stand_ins = stand_ins
         self._parameters = {storage_of(tensor): name for name, tensor in outer.items()}
         self._born: dict[int, int] = {}  # storage -> segment, of everything that another stage has not
         self._alive: list[Tensor] = []  # storages' addresses must not be used again
         self.parts: dict[int, str] = {}  # id -> name of modules whose results are to be kept
+        self.kept: list[
+            tuple[str, nn.Module]
+        ] = []  # modules of blocks, whose attributes may be tensors that they made
         self._names = names
         self._title = title
         self._stack: list[str] = []
@@ -110,6 +136,10 @@ class Tracer(TorchDispatchMode):
         self._seen: dict[Any, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self._values.paused():
+            return self._followed(func, args, kwargs)
+
+    def _followed(self, func: Any, args: Any, kwargs: Any) -> Any:
         func, args = _with_known_places(func, args)
         kwargs = kwargs or {}
         given = [leaf for leaf in leaves((args, kwargs)).values() if isinstance(leaf, Tensor)]
@@ -148,8 +178,9 @@ class Tracer(TorchDispatchMode):
             UsageError: the forward cannot be cut; it says at which module, and why.
         """
         try:
-            with self._following_modules(), self:
-                self.traced.output = forward()
+            with self._following_modules(), self, self._values:
+                output = forward()
+            self.traced.output = map_leaves(lambda _, leaf: self._values.here(leaf, OUTPUT), output)
         except UNKNOWN_VALUE as error:
             raise UsageError(
                 f"The forward of {self._where()} needs the value of a tensor that only another stage of the pipeline "
@@ -164,10 +195,31 @@ class Tracer(TorchDispatchMode):
         for path, leaf in leaves(self.traced.output).items():
             if isinstance(leaf, Tensor) and self._born.get(storage_of(leaf), last) < last:
                 self.traced.early.append(path)
+        self._complete_cuts()
         return self.traced
+
+    def _complete_cuts(self) -> None:
+        """Add what stages use beside the arguments of their first blocks."""
+        values, cuts = self._values, self.traced.cuts
+        paths = [cut.paths for cut in cuts]
+        for stage, cut in enumerate(cuts):
+            if stage:
+                kinds = [Kind.of(value.before(stage)) for value in values.messages(stage)]
+                sources = values.sources(stage, paths[stage - 1])
+                cuts[stage] = Cut(cut.block, cut.paths, (*cut.kinds, *kinds), sources)
+            fetches = values.fetches(stage, paths[stage])
+            self.traced.stages.append(
+                Use(fetches, stage in values.between or stage > values.first_change, stage in values.within)
+            )
+        self.traced.shapes[RECEIVED] = {f"[{i}]": kind.shape for i, kind in enumerate(cuts[-1].kinds)}
+        self.traced.results[RECEIVED] = ()
 
     def block(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The call of a block: notes a cut before it, and what it returns."""
+        with self._values.paused():
+            return self._block(name, module, args, kwargs)
+
+    def _block(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         expected = self._order[self._called] if self._called < len(self._order) else None
         if name != expected:
             behind = f"'{expected}' is next" if expected else "all blocks have been called"
@@ -176,9 +228,11 @@ class Tracer(TorchDispatchMode):
                 "every block once and in order: choose them with blocks=..."
             )
         self._called += 1
+        call = (args, kwargs)
+        args, kwargs = map_leaves(lambda _, leaf: self._values.here(leaf, calling(name)), call)
         if self._starts.get(name, 0) > 0:
-            args, kwargs = self._cut(name, (args, kwargs))
-        args, kwargs = map_leaves(lambda _, leaf: carried(leaf), (args, kwargs))
+            self._cut(name, call, (args, kwargs))
+            args, kwargs = map_leaves(lambda _, leaf: carried(leaf), call)
         out = self._result(module, args, kwargs)
         given = {id(leaf): path for path, leaf in leaves((args, kwargs)).items() if isinstance(leaf, Tensor)}
 
@@ -194,6 +248,7 @@ class Tracer(TorchDispatchMode):
         self.traced.results[name] = map_leaves(
             lambda _, leaf: Argument(given[id(leaf)]) if id(leaf) in given else leaf, out
         )
+        self._values.returned(name, out)
         return out
 
     def _result(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -225,7 +280,8 @@ class Tracer(TorchDispatchMode):
     def _called_for(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         depth = len(self._stack)
         try:
-            return module(*args, **kwargs)
+            with self._values.paused(False), self._values.within_a_block():
+                return module(*args, **kwargs)
         except UNKNOWN_VALUE:
             # Experts chosen by a router, for instance. Blocks of such models return what they got, changed.
             del self._stack[depth:]
@@ -241,8 +297,10 @@ class Tracer(TorchDispatchMode):
                 raise
             return self._new(first)
 
-    def _cut(self, name: str, call: Any) -> Any:
+    def _cut(self, name: str, call: Any, present: Any) -> None:
+        """``present``: what stands for the arguments in the segment before."""
         self._segment = self._starts[name]
+        values = leaves(present)
         sent: dict[str, Tensor] = {}
         seen: set[int] = set()
         for path, leaf in leaves(call).items():
@@ -259,12 +317,13 @@ class Tracer(TorchDispatchMode):
                 "Choose other blocks with blocks=... or other beginnings with split=..."
             )
         kinds = []
-        for leaf in sent.values():
-            value = carried(leaf)  # of the segment before, which got it as well
+        for path, leaf in sent.items():
+            value = values[path]
             kinds.append(Kind.of(value))
-            carry(leaf, self._new(value))
+            new = self._new(value)
+            self._values.arrived(leaf, new, path)
+            carry(leaf, new)
         self.traced.cuts[self._segment] = Cut(name, tuple(sent), tuple(kinds))
-        return call
 
     def _new(self, tensor: Tensor) -> Tensor:
         new = self._stand_ins.like(tensor)
@@ -273,18 +332,19 @@ class Tracer(TorchDispatchMode):
         return new
 
     def _leak(self, tensor: Tensor) -> UsageError:
-        shape = tuple(tensor.shape)
-        if not shape:
-            return UsageError(
-                f"The forward of {self._where()} uses a number that it made of what blocks of an earlier stage of the "
-                "pipeline return, such as an auxiliary loss, and only that stage has it. Let blocks take and return it "
-                "beside their activations: x, aux = block(x, aux)."
-            )
         return UsageError(
-            f"The forward of {self._where()} uses a tensor of shape {shape} that an earlier stage of the pipeline made "
-            "and that is no argument of the block at which the next stage begins. Pass it through the blocks, or let "
-            "the stage begin elsewhere with split=..."
+            f"The forward of {self._where()} uses a tensor of shape {tuple(tensor.shape)} that was made inside of a "
+            "block of an earlier stage of the pipeline and that this block neither returns nor keeps as an attribute "
+            "(a hook took it, or a container that blocks share). Let the block return it: x, aux = block(x)."
         )
+
+    def _attribute(self, tensor: Tensor) -> tuple[str, str] | None:
+        """(name of the module, attribute) where a block keeps this tensor."""
+        for name, module in self.kept:
+            for key, value in vars(module).items():
+                if value is tensor:
+                    return name, key
+        return None
 
     def _where(self) -> str:
         name = self._stack[-1] if self._stack else ""

@@ -1,0 +1,187 @@
+"""What is found with a batch before it is trained on: what forwards change, what the loss is over the batch, and
+tensors without rows. All forwards run once more, without randomness, and nothing of them is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.tree import leaves, map_leaves
+from lockstep.errors import UsageError
+from lockstep.parallel.chance import WithoutChance, without_dropout
+from lockstep.parallel.pipeline.local import LocalStages
+from lockstep.parallel.pipeline.micro_batch import Call
+from lockstep.parallel.pipeline.passes import Autocast, Batch, LossFunction, fill_only, nothing, with_loss
+from lockstep.parallel.pipeline.plan import Plan, Tail
+from lockstep.parallel.pipeline.reduction import found, kind_of, same_rows
+from lockstep.parallel.pipeline.refusals import mixes_rows, neither_mean_nor_sum
+from lockstep.parallel.pipeline.segment import Pass
+from lockstep.parallel.pipeline.state import StepState
+
+Outputs = dict[str, list[Any]]
+"""Block of the last stage -> what it returns for each micro-batch; also what the stage receives."""
+
+
+@dataclass
+class Rehearsal:
+    """With one batch. ``looks_at_loss``: what the loss is over it is to be found."""
+
+    stages: LocalStages
+    plan: Plan
+    batch: Batch
+    loss_fn: LossFunction | None
+    autocast: Autocast
+    looks_at_loss: bool
+    title: str
+    word: str = ""
+    refusal: str = ""
+    whole: Outputs = field(default_factory=dict)
+
+    def run(self, whole_plan: Plan | None) -> None:
+        """``whole_plan``: of the whole batch as one micro-batch, where tensors without rows come to the last stage.
+
+        ``word`` is what the loss is, ``refusal`` why it cannot be right, where the last stage is; "" elsewhere.
+        """
+        if whole_plan is not None:
+            once = Pass(
+                [self.batch.whole], nothing, self.autocast.inside, whole=self._note_whole, notes_whole=False
+            )
+            fill_only(self.stages, whole_plan, once, find=True)
+            self.stages.state.forget_batch()
+        looks = self._look if self.looks_at_loss or whole_plan is not None else None
+        once = Pass(self.batch.parts, self._finish, self.autocast.inside, whole=looks, notes_whole=False)
+        fill_only(self.stages, self.plan, once, find=True)
+
+    def _finish(self, index: int, output: Any) -> tuple[Tensor, ...]:
+        with_loss(output, self.batch.parts[index], self.loss_fn)
+        return ()
+
+    def _note_whole(self, outputs: Outputs) -> tuple[Tensor, ...]:
+        self.whole = outputs
+        return ()
+
+    def _look(self, outputs: Outputs) -> tuple[Tensor, ...]:
+        with self.stages.state.without_differences(lambda: self.word == "whole"):
+            try:
+                unknown = self._compared(outputs) if self.whole else []
+                if self.looks_at_loss:
+                    self.word = self._reduction(outputs)
+                for name, path in unknown:
+                    if self._matters(outputs, name, path):
+                        raise neither_mean_nor_sum(self.title, name, path, self._tail.source(name, path))
+            except UsageError as error:  # told to all ranks together
+                self.refusal = str(error)
+        return ()
+
+    @property
+    def _tail(self) -> Tail:
+        assert self.plan.tail is not None
+        return self.plan.tail
+
+    def _compared(self, outputs: Outputs) -> list[tuple[str, str]]:
+        """Notes what each tensor without rows is; returns those that are neither a mean nor a sum."""
+        unknown = []
+        for name, each in outputs.items():
+            parts = [leaves(one) for one in each]
+            for path, value in leaves(self.whole[name][0]).items():
+                if not isinstance(value, Tensor):
+                    continue
+                dim = self.plan.row_dim(name, path)
+                mine = [part[path] for part in parts]
+                if dim is not None:
+                    if not same_rows(value, mine, dim):
+                        raise mixes_rows(self.title, name or self.plan.traced.cuts[-1].block)
+                    continue
+                kind = kind_of(value, mine)
+                self.plan.kinds[name, path] = kind or "mean"
+                if not kind:
+                    unknown.append((name, path))
+        return unknown
+
+    @torch.no_grad()
+    def _matters(self, outputs: Outputs, name: str, path: str) -> bool:
+        """Whether what the model returns depends on this tensor."""
+
+        def changed(at: str, leaf: Any) -> Any:
+            return leaf * 1.5 + 1 if at == path else leaf
+
+        other = {
+            key: [map_leaves(changed, one) for one in each] if key == name else each
+            for key, each in outputs.items()
+        }
+        first, second = (self._numbers(given) for given in (outputs, other))
+        return any(not torch.equal(first[key], second[key]) for key in first)
+
+    def _numbers(self, outputs: Outputs) -> dict[str, Tensor]:
+        call = self.batch.whole
+        output = with_loss(self._tail.run(call, self._tail.joined(outputs), True), call, self.loss_fn)
+        return {key: leaf for key, leaf in leaves(output).items() if isinstance(leaf, Tensor)}
+
+    @torch.enable_grad()
+    def _reduction(self, outputs: Outputs) -> str:
+        plan, tail, batch = self.plan, self._tail, self.batch
+        path = plan.loss
+        assert path is not None
+        state: StepState = self.stages.state
+
+        def gradient(call: Call, given: dict[str, Any], is_whole: bool) -> tuple[Tensor, dict[str, Tensor]]:
+            given = map_leaves(_leaf, given)
+            own = {
+                key: value
+                for key, value in leaves(given).items()
+                if isinstance(value, Tensor) and value.requires_grad
+            }
+            with state.micro_batch(note=not is_whole):
+                loss = leaves(with_loss(tail.run(call, given, is_whole), call, self.loss_fn))[path]
+            got = torch.autograd.grad(loss, list(own.values()), allow_unused=True)
+            zeros = (torch.zeros_like(v) if g is None else g for v, g in zip(own.values(), got, strict=True))
+            return loss.detach(), dict(zip(own, zeros, strict=True))
+
+        loss, gradients = gradient(batch.whole, tail.joined(outputs), True)
+        each = [
+            gradient(call, {name: values[index] for name, values in outputs.items()}, False)
+            for index, call in enumerate(batch.parts)
+        ]
+        dims = {key: plan.row_dim(*_place(key)) for key in gradients}
+        if all(dim is None for dim in dims.values()):
+            return "whole"
+
+        def part(index: int) -> Tensor:
+            """The gradient of the batch's loss with respect to what a micro-batch gave."""
+            shares = []
+            for key, dim in dims.items():
+                value = gradients[key]
+                if dim is not None:
+                    rows = value.shape[dim] // plan.micro_batches
+                    value = value.narrow(dim, index * rows, rows)
+                elif plan.kinds.get(_place(key)) != "sum":
+                    value = value / plan.micro_batches
+                shares.append(value.reshape(-1).float())
+            return torch.cat(shares)
+
+        wholes = [part(index) for index in range(plan.micro_batches)]
+        vectors = [torch.cat([own[key].reshape(-1).float() for key in dims]) for _, own in each]
+        return found(loss, [one for one, _ in each], wholes, vectors)
+
+
+def _leaf(_: str, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().requires_grad_(value.is_floating_point())
+
+
+def _place(key: str) -> tuple[str, str]:
+    name, _, path = key[2:].partition("']")
+    return name, path
+
+
+@contextmanager
+def without_chance(modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Nothing is dropped or drawn at random inside, so that a batch and its parts can be compared."""
+    with without_dropout(list(modules.values())), WithoutChance():
+        yield

@@ -1,0 +1,310 @@
+"""Fragments in which more than one stream passes between blocks; plain torch is the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.parallel.pipeline.fragments import Fragment, ce
+
+
+def ends(model: Any, x: Tensor, labels: Tensor, aux: Any = 0.0, weight: float = 0.1) -> Tensor:
+    return ce(model, model.norm(x), labels) + weight * aux
+
+
+def added(make: Any) -> Any:
+    """Blocks return (x, aux), and the forward adds the second up."""
+
+    def forward(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+        x, total = model.embed(ids), 0.0
+        for block in model.blocks:
+            x = block(x)
+            total = total + make(block, x)
+        return ends(model, x, labels, total)
+
+    return forward
+
+
+def returned(make: Any, reduction: Any = sum, says: tuple[str, ...] = ()) -> Fragment:
+    """Blocks return (x, make(x)); the second is added up in the forward around them."""
+
+    def forward(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+        x, found = model.embed(ids), []
+        for block in model.blocks:
+            x, aux = block(x)
+            found.append(aux)
+        return ends(model, x, labels, reduction(found))
+
+    return Fragment(forward=forward, after=lambda block, x, *args: (x, make(block, x)), says=says)
+
+
+def in_place(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    x, total = model.embed(ids), torch.zeros(())
+    for block in model.blocks:
+        x, aux = block(x)
+        total += aux
+    return ends(model, x, labels, total)
+
+
+def through(start: Any) -> Any:
+    def forward(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+        x, aux = model.embed(ids), start
+        for block in model.blocks:
+            x, aux = block(x, aux)
+        return ends(model, x, labels, aux)
+
+    return forward
+
+
+def cache(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    x = model.embed(ids)
+    kept = torch.zeros_like(x)
+    for block in model.blocks:
+        x, kept = block(x, kept)
+    return ce(model, model.norm(x + kept), labels)
+
+
+def keeps(block: Any, x: Tensor, kept: Tensor) -> Any:
+    return x, kept * 0.5 + x.tanh()
+
+
+def growing(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    x, past = model.embed(ids), list[Tensor]()
+    for block in model.blocks:
+        x, past = block(x, past)
+    return ce(model, model.norm(x + torch.stack(past).mean(0)), labels)
+
+
+def supervised(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    x, losses = model.embed(ids), []
+    for block in model.blocks:
+        x = block(x)
+        losses.append(x)
+    return sum(ce(model, model.norm(one), labels) for one in losses) / len(losses)
+
+
+def stacked(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    x = model.embed(ids)
+    outs = [x]
+    for block in model.blocks:
+        x = block(x)
+        outs += [x]
+    weights = model.mixing.softmax(0)
+    return ce(model, model.norm((torch.stack(outs) * weights[:, None, None, None]).sum(0)), labels)
+
+
+def mixing(model: Any) -> None:
+    model.mixing = torch.nn.Parameter(torch.linspace(0, 1, 5))
+
+
+def unet(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    x, skips = model.embed(ids), list[Tensor]()
+    half = len(model.blocks) // 2
+    for block in model.blocks[:half]:
+        skips.append(x)
+        x = block(x)
+    for block in model.blocks[half:]:
+        x = block(x + skips.pop())
+    return ce(model, model.norm(x), labels)
+
+
+def unet_by_arguments(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    x, skips = model.embed(ids), list[Tensor]()
+    for index, block in enumerate(model.blocks):
+        x = block(x) if index < 2 else block(x, skips.pop())
+        if index < 2:
+            skips.append(x)
+    return ce(model, model.norm(x), labels)
+
+
+def joins(block: Any, x: Tensor, *skip: Tensor) -> Tensor:
+    return block.norm(torch.stack([x, *skip]).sum(0))
+
+
+def around(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    x = model.embed(ids)
+    for block in model.blocks:
+        x = x + 0.5 * block(x)
+    return ce(model, model.norm(x), labels)
+
+
+def skip(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    x = model.embed(ids)
+    first = x
+    for block in model.blocks:
+        x = block(x)
+    return ce(model, model.norm(x + first), labels)
+
+
+def hidden_states(model: Any, ids: Tensor, labels: Tensor) -> Any:
+    x, states = model.embed(ids), []
+    for block in model.blocks:
+        x = block(x)
+        states.append(x)
+    return model.head(model.norm(x)), states
+
+
+def of_states(output: Any, labels: Tensor) -> Tensor:
+    z, states = output
+    return F.cross_entropy(z.flatten(0, 1), labels.flatten()) + 0.01 * sum(x.square().mean() for x in states)
+
+
+def with_total(model: Any, ids: Tensor, labels: Tensor) -> Any:
+    x, total = model.embed(ids), 0.0
+    for block in model.blocks:
+        x, aux = block(x)
+        total = total + aux
+    return model.head(model.norm(x)), total
+
+
+def of_total(output: Any, labels: Tensor) -> Tensor:
+    return F.cross_entropy(output[0].flatten(0, 1), labels.flatten()) + 0.1 * output[1]
+
+
+def sparsity(block: Any, x: Tensor, *args: Any) -> Tensor:
+    block.sparsity = x.abs().mean()
+    return x
+
+
+def of_attributes(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    x = model.embed(ids)
+    for block in model.blocks:
+        x = block(x)
+    return ends(model, x, labels, sum(block.sparsity for block in model.blocks))
+
+
+def inner_note(block: Any, x: Tensor, *args: Any) -> Tensor:
+    block.norm.last = x
+    return x
+
+
+def of_inner_notes(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    x = model.embed(ids)
+    for block in model.blocks:
+        x = block(x)
+    return ends(model, x, labels, sum(block.norm.last.square().mean() for block in model.blocks))
+
+
+def mean(block: Any, x: Tensor) -> Tensor:
+    return x.square().mean()
+
+
+def total(block: Any, x: Tensor) -> Tensor:
+    return 1e-3 * x.square().sum()
+
+
+def balance(block: Any, x: Tensor) -> Tensor:
+    """As of a router: not linear in the rows."""
+    share = x.softmax(-1).mean((0, 1))
+    return (share * share).sum()
+
+
+def of_weights(block: Any, x: Tensor) -> Tensor:
+    return block.mix.weight.square().mean()
+
+
+def per_row(block: Any, x: Tensor) -> Tensor:
+    return x.square().mean((1, 2))
+
+
+def statistics(block: Any, x: Tensor) -> Tensor:
+    return x.mean((0, 1))
+
+
+def mixes_rows(block: Any, x: Tensor, *args: Any) -> Any:
+    return x - 0.5 * x.mean(0, keepdim=True), x.square().mean()
+
+
+def two(block: Any, x: Tensor, *args: Any) -> Any:
+    return x, {"mean": mean(block, x), "sum": total(block, x), "rows": per_row(block, x)}
+
+
+def of_two(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    x, found = model.embed(ids), []
+    for block in model.blocks:
+        x, aux = block(x)
+        found.append(aux)
+    return ends(model, x, labels, sum(a["mean"] + a["sum"] + a["rows"].mean() for a in found))
+
+
+def loss_is_a_sum(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    x, found = model.embed(ids), 0.0
+    for block in model.blocks:
+        x, aux = block(x)
+        found = found + aux
+    return ce(model, model.norm(x), labels, reduction="sum") + found
+
+
+def of_rows(found: list[Tensor]) -> Tensor:
+    return torch.stack(found).mean(1).square().sum()
+
+
+def looked_at(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    """Not part of the loss."""
+    x, found = model.embed(ids), []
+    for block in model.blocks:
+        x, aux = block(x)
+        found.append(aux)
+    model.seen = len(found)
+    return ce(model, model.norm(x), labels)
+
+
+def preallocated(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    x = model.embed(ids)
+    outs = torch.zeros(len(model.blocks), *x.shape)
+    for index, block in enumerate(model.blocks):
+        x = block(x)
+        outs[index] = x
+    return ce(model, model.norm(outs.mean(0)), labels)
+
+
+def keep_mean(block: Any, x: Tensor, *args: Any) -> Any:
+    return x, mean(block, x)
+
+
+def adds(block: Any, x: Tensor, aux: Any, *args: Any) -> Any:
+    return x, aux + x.square().mean()
+
+
+PASSING: dict[str, Fragment] = {
+    "means added up": Fragment(forward=added(mean), fast=True),
+    "sums added up": Fragment(forward=added(total)),
+    "means of blocks": returned(mean),
+    "sums of blocks": returned(total),
+    "means of blocks, stacked": returned(mean, lambda found: torch.stack(found).mean()),
+    "means of blocks in place": Fragment(forward=in_place, after=keep_mean),
+    "rows of blocks": returned(per_row, lambda found: torch.stack(found).square().mean()),
+    "statistics of blocks": returned(statistics, lambda found: sum(found).sum()),
+    "squared statistics of blocks": returned(statistics, lambda found: sum(found).square().sum()),
+    "penalties of weights": returned(of_weights),
+    "balance of blocks": returned(
+        balance,
+        says=("what the block 'blocks.2' returns at [1]", "neither the mean nor the sum", "all_rows.append"),
+    ),
+    "balance of rows": returned(lambda b, x: x.softmax(-1).mean(1), lambda found: of_rows(found)),
+    "balance of blocks, looked at": Fragment(forward=looked_at, after=lambda b, x, *a: (x, balance(b, x))),
+    "several of blocks": Fragment(forward=of_two, after=two, fast=True),
+    "a sum and means": Fragment(forward=loss_is_a_sum, after=keep_mean),
+    "a sum and sums": Fragment(forward=loss_is_a_sum, after=lambda b, x, *a: (x, total(b, x))),
+    "a number through blocks": Fragment(forward=through(0.0), after=adds, fast=True),
+    "a tensor through blocks": Fragment(forward=through(torch.zeros(())), after=adds),
+    "a cache through blocks": Fragment(forward=cache, after=keeps, fast=True),
+    "a growing list": Fragment(forward=growing, after=lambda b, x, past: (x, [*past, x.tanh()])),
+    "deep supervision": Fragment(forward=supervised, padded=True, fast=True),
+    "mixture of layers": Fragment(forward=stacked, root=mixing),
+    "long skips": Fragment(forward=unet, fast=True),
+    "long skips as arguments": Fragment(forward=unet_by_arguments, hook=joins),
+    "residuals around blocks": Fragment(forward=around),
+    "a skip from the embedding": Fragment(forward=skip),
+    "states outside": Fragment(forward=hidden_states, outside=of_states),
+    "a number outside": Fragment(forward=with_total, after=keep_mean, outside=of_total),
+    "notes": Fragment(forward=of_attributes, hook=sparsity, fast=True),
+    "notes of inner modules": Fragment(forward=of_inner_notes, hook=inner_note),
+    "a preallocated tensor": Fragment(forward=preallocated),
+    "rows are mixed": Fragment(
+        forward=in_place, after=mixes_rows, says=("mix the rows", "after the last one")
+    ),
+}
