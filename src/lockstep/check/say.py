@@ -11,6 +11,10 @@ from lockstep.check.compare import STATE, Comparison, Difference
 REMEDIES: Mapping[str, str] = {
     "tp": "Leave it whole with a tp_plan of your own that names what is split (docs: tensor parallel)",
     "cp": "Leave blocks that mix positions out with blocks=..., or do that before or after the blocks",
+    "chunks": (
+        "Inside maybe_context_parallel everything that has positions belongs into buffers, and a mean over labels of "
+        "which some are left out needs num_items_in_batch, the whole sequence's number divided by cp"
+    ),
     "pp": "Say with loss=mean, sum or whole what the loss is over the batch, or with batch_dims=NAME=0 what is cut",
     "ep": "Spread only layers of lockstep.nn.MixtureOfExperts, and keep other layers the same on all ranks",
 }

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.check import say
+from lockstep.check.chunks import Chunks, shapes_of
 from lockstep.check.collect import Collector
 from lockstep.check.compare import Comparison, compare, tolerance_of
 from lockstep.check.observe import observed
@@ -24,7 +25,6 @@ from lockstep.check.snapshot import Snapshot, numbers
 from lockstep.comm.collectives import Communicator
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.chance import WithoutChance, without_capacities, without_dropout
-from lockstep.parallel.context.region import regions_of
 from lockstep.parallel.prepared import (
     average_gradients,
     backward_begins,
@@ -114,7 +114,10 @@ class Verification:
         model = unwrap(self._prepared, keep_compile=False)
         if not self._collector.is_ready(model):
             return  # gradients wait for more: next time
-        reason = self._shared([self._why_not(model)])[0]
+        chunks = Chunks.of(model)
+        if chunks is not None:
+            batch = chunks.whole(batch)
+        reason = self._shared([self._why_not(chunks)])[0]
         if not reason and self._setup.shares_batches:
             batch, reason = self._same_batch(batch)
         if reason:
@@ -127,12 +130,13 @@ class Verification:
         before = numbers(model)
         with self._apart(model), _restored(snapshot):
             live = self._collector.live(model, snapshot)
-            comparison, reason = self._compared(model, batch, live, before, look=False)
+            comparison, reason = self._compared(model, batch, chunks, live, before, look=False)
             if self._shared([comparison is not None and bool(comparison.differences)])[0]:
                 self._collector.drop_gradients(model)
                 snapshot.restore()
-                comparison, reason = self._compared(model, batch, live, before, look=True)
-        self._tell(comparison, reason)
+                comparison, reason = self._compared(model, batch, chunks, live, before, look=True)
+        axes = self._setup.axes
+        self._tell(comparison, reason, axes if chunks is None else ["chunks", *axes])
         self._is_due = False
         if not self._setup.interval:
             self._end()
@@ -144,14 +148,25 @@ class Verification:
             self._handle.remove()
 
     def _compared(
-        self, model: nn.Module, batch: Batch, live: Live, before: dict[str, Any], look: bool
+        self,
+        model: nn.Module,
+        batch: Batch,
+        chunks: Chunks | None,
+        live: Live,
+        before: dict[str, Any],
+        look: bool,
     ) -> tuple[Comparison | None, str]:
         """On rank 0, or why there is none. To ``look`` at modules costs more, and shows where a difference begins."""
         whole, reason = self._whole(batch, live, look)
         reason = self._shared([reason])[0]
         if reason:
             return None, reason
-        split = self._split(model, batch, look)
+        if chunks is None:
+            split = self._split(model, batch, look)
+        else:
+            shapes = self._shared([shapes_of(whole.outputs) if whole is not None else {}])[0]
+            with chunks.split(batch) as part:
+                split = self._split(model, part, look, lambda output: chunks.joined(output, shapes))
         digests, ranks = self._collector.gather(model, split, before)
         if whole is None:
             return None, ""
@@ -161,13 +176,15 @@ class Verification:
 
     # The two passes -----------------------------------------------------------------------------------
 
-    def _split(self, model: nn.Module, batch: Batch, look: bool) -> Result:
+    def _split(
+        self, model: nn.Module, batch: Batch, look: bool, joined: Callable[[Any], Any] = lambda output: output
+    ) -> Result:
         prepared: Any = self._prepared
 
         def call(given: Batch) -> Any:
             if given.loss_function is not None and is_pipeline(prepared):
                 return prepared.train_step(given.loss_function, given.targets, given.args, given.kwargs)
-            output = prepared(*given.args, **given.kwargs)
+            output = joined(prepared(*given.args, **given.kwargs))
             return output if given.loss_function is None else given.loss_function(output, *given.targets)
 
         def backward(objective: Tensor) -> None:
@@ -229,11 +246,11 @@ class Verification:
         """Those of rank 0."""
         return self._communicator.broadcast_object_list(values)
 
-    def _why_not(self, model: nn.Module) -> str:
+    def _why_not(self, chunks: Chunks | None) -> str:
         if self._reference is None:
             return self._reason
-        if any(region.split is not None for region in regions_of(model)):
-            return "within maybe_context_parallel no rank has the whole batch."
+        if chunks is not None and chunks.why_not():
+            return chunks.why_not()
         try:
             self._reference.check_memory(self._setup.device)
         except UsageError as error:
@@ -250,14 +267,14 @@ class Verification:
         args, kwargs, targets = values[0]
         return Batch(args, kwargs, batch.loss_function, targets).detached(self._setup.device), ""
 
-    def _tell(self, comparison: Comparison | None, reason: str) -> None:
+    def _tell(self, comparison: Comparison | None, reason: str, axes: list[str]) -> None:
         if reason:
             self._say_not(reason)
             return
         text, is_right = "", True
         if comparison is not None:
             is_right = not comparison.differences
-            parallel, axes = self._setup.parallel, self._setup.axes
+            parallel = self._setup.parallel
             when = f"in training call {self._calls}" if self._has_verified else "on the first batch"
             text = (
                 say.verified(self._name, parallel, when, comparison)

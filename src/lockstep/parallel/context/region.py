@@ -48,6 +48,8 @@ class Region:
     """Block -> its chain."""
     split: dict[int, Tensor] | None = None
     """Within ``split_sequence``, where the caller splits and gathers: whole tensors, by the id of their chunk."""
+    split_dims: dict[int, int] = field(default_factory=dict)
+    """Their dims along the sequence."""
     split_length: int = 0
     """Positions of each rank within ``split_sequence``."""
     last_by_caller: bool = False

@@ -40,6 +40,7 @@ def split_sequence(
         buffer.data = regions[0].layout.local(buffer.data, dim)
     for region in regions:
         region.split = dict(zip(map(id, buffers), wholes, strict=True))
+        region.split_dims = dict(zip(map(id, buffers), buffer_seq_dims, strict=True))
         region.split_length = buffers[0].shape[buffer_seq_dims[0]] if buffers else 0
     try:
         yield
