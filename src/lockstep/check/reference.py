@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import psutil
@@ -16,6 +17,7 @@ from lockstep.check.observe import observed
 from lockstep.check.passes import Batch, Result, run
 from lockstep.check.snapshot import Snapshot, numbers, set_numbers
 from lockstep.errors import UsageError
+from lockstep.parallel.contents import is_container, rebound
 from lockstep.torch_internals import modules as torch_modules
 
 COPIES = 3
@@ -54,6 +56,7 @@ class Reference:
                 f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}). Give what cannot be "
                 "copied a __deepcopy__ method."
             ) from error
+        _rebind_functions(self.model, {number: made for number, made in memo.items() if _can_be_around(made)})
 
     def check_memory(self, device: torch.device) -> None:
         """
@@ -133,6 +136,21 @@ class Reference:
                 for parameter in model.parameters():
                     parameter.grad = None
         return result
+
+
+def _can_be_around(value: Any) -> bool:
+    """Whether a hook's own values may be one that has been copied."""
+    return isinstance(value, nn.Module) or is_container(value)
+
+
+def _rebind_functions(model: nn.Module, copies: dict[int, Any]) -> None:
+    """Hooks and functions that modules keep work on the copies: copying leaves functions as they are."""
+    for module in model.modules():
+        places: list[dict[Any, Any]] = [vars(module), *torch_modules.hooks_of(module)]
+        for held in places:
+            for key, value in list(held.items()):
+                if isinstance(value, FunctionType):
+                    held[key] = rebound(value, copies)
 
 
 def _call_of(model: nn.Module) -> Callable[[Batch], Any]:

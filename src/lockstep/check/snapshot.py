@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.dtensor import local
+from lockstep.parallel.contents import saved
 from lockstep.runtime.seed import rng_state, set_rng_state
 from lockstep.torch_internals import modules as torch_modules
 
 _PLAIN = (bool, int, float, str, type(None))
-_CONTAINERS: tuple[type, ...] = (list, dict, set)
 
 
 class Snapshot:
@@ -28,6 +29,23 @@ class Snapshot:
             if buffer is not None
         }
         self._attributes = [(module, attributes(module)) for module in _of_the_user(model)]
+        self._objects = [
+            (module, name, value, restore)
+            for module in _of_the_user(model)
+            for name, value in vars(module).items()
+            if name not in torch_modules.OWN_ATTRIBUTES and not isinstance(value, Tensor)
+            if (restore := saved(value)) is not None
+        ]
+        self._around_hooks = [
+            restore
+            for module in _of_the_user(model)
+            for hooks in torch_modules.hooks_of(module)
+            for hook in hooks.values()
+            if (restore := saved(hook)) is not None
+        ]
+        self._names = {id(module): set(vars(module)) for module, _ in self._attributes}
+        self._written: dict[int, tuple[Tensor, Tensor]] = {}
+        self._parameters = {local(p).untyped_storage().data_ptr(): p for p in model.parameters()}
 
     def named_buffers(self) -> dict[str, Tensor]:
         """As they were, under all their names."""
@@ -58,16 +76,32 @@ class Snapshot:
                 buffer.copy_(values)
             torch_modules.buffers_of(module)[name] = buffer if buffer.shape == values.shape else values
         for module, before in self._attributes:
-            for name in attributes(module):
-                if name not in before:
-                    del vars(module)[name]
+            for name in set(vars(module)) - self._names[id(module)]:
+                del vars(module)[name]
             for name, (value, copy) in before.items():
                 _put_back(module, name, value, copy)
+        for module, name, value, restore in self._objects:
+            restore()
+            vars(module)[name] = value
+        for restore in self._around_hooks:
+            restore()
+        for part, copy in self._written.values():
+            part.copy_(copy)
         set_rng_state(self._rng)
+
+    def before_write(self, tensor: Tensor) -> None:
+        """``tensor`` is about to be changed in place: if it is a parameter, or a view of one, keep its values."""
+        if tensor.is_meta or hasattr(tensor, "fake_mode"):
+            return  # of a forward that only looks at shapes
+        place = local(tensor).untyped_storage().data_ptr()
+        parameter = self._parameters.get(place) if place else None
+        if parameter is not None and place not in self._written:
+            part = local(parameter.detach())
+            self._written[place] = (part, part.clone())
 
 
 def attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Name -> (value, a copy) of numbers, texts, tensors and containers that the module keeps as attributes."""
+    """Name -> (value, a copy) of numbers, texts and tensors that the module keeps as attributes."""
     found: dict[str, tuple[Any, Any]] = {}
     for name, value in vars(module).items():
         if name in torch_modules.OWN_ATTRIBUTES:
@@ -76,8 +110,6 @@ def attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
             found[name] = (value, value)
         elif isinstance(value, Tensor):
             found[name] = (value, value.detach().clone())
-        elif type(value) in _CONTAINERS:
-            found[name] = (value, value.copy())
     return found
 
 
@@ -112,9 +144,6 @@ def _same(before: Any, now: Any) -> bool:
 def _put_back(module: nn.Module, name: str, value: Any, copy: Any) -> None:
     if isinstance(value, Tensor) and value.shape == copy.shape:
         value.copy_(copy)
-    elif type(value) in _CONTAINERS and value != copy:
-        value.clear()
-        value.update(copy) if isinstance(value, (dict, set)) else value.extend(copy)
     vars(module)[name] = value
 
 

@@ -24,7 +24,7 @@ from lockstep.check.reference import Live, Reference
 from lockstep.check.snapshot import Snapshot, numbers
 from lockstep.comm.collectives import Communicator
 from lockstep.errors import LockstepError, UsageError
-from lockstep.parallel.chance import WithoutChance, without_capacities, without_dropout
+from lockstep.parallel.chance import BeforeWrites, WithoutChance, without_capacities, without_dropout
 from lockstep.parallel.prepared import (
     average_gradients,
     backward_begins,
@@ -128,7 +128,7 @@ class Verification:
         self._setup.at_rest()
         snapshot = Snapshot(model)
         before = numbers(model)
-        with self._apart(model), _restored(snapshot):
+        with self._apart(model), _restored(snapshot), BeforeWrites(snapshot.before_write):
             live = self._collector.live(model, snapshot)
             comparison, reason = self._compared(model, batch, chunks, live, before, look=False)
             if self._shared([comparison is not None and bool(comparison.differences)])[0]:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lockstep.comm.tree import leaves
 from lockstep.parallel.expert.layer import MixtureOfExperts
 from lockstep.torch_internals import modules as torch_modules
 
@@ -37,6 +38,32 @@ class WithoutChance(TorchFunctionMode):
         result = func(*args, **kwargs)
         settle = _DRAWS.get(func)
         return result if settle is None else settle(result, args, kwargs)
+
+
+class BeforeWrites(TorchFunctionMode):
+    """Within it, ``note(tensor)`` is called before a function changes ``tensor`` in place."""
+
+    def __init__(self, note: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if (name.endswith("_") and not name.endswith("__")) or name in _WRITES:
+            for tensor in leaves((args[:1], kwargs.get("out"))).values():
+                if isinstance(tensor, Tensor):
+                    self._note(tensor)
+        elif func is F.embedding and (kwargs.get("max_norm") or (len(args) > 3 and args[3])):
+            self._note(args[1] if len(args) > 1 else kwargs["weight"])
+        elif kwargs.get("out") is not None:
+            self._note(kwargs["out"])
+        return func(*args, **kwargs)
+
+
+_WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__set__")
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class Subclassed:
         return plain.__reduce_ex__(1)
 
 
-def subclass(cls: type, mixin: type[Subclassed], **attributes: Any) -> type:
+def subclass(cls: type, mixin: type[Subclassed], /, **attributes: Any) -> type:
     """A subclass of ``cls`` with the same name, under ``mixin``."""
     names = {
         "__module__": cls.__module__,

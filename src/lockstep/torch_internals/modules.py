@@ -68,6 +68,13 @@ def forward_pre_hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
     return list(module._forward_pre_hooks.values())
 
 
+def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    """All dictionaries of hooks. Relies on: the names of those that have them end so, as ``_forward_hooks`` does."""
+    return [
+        vars(module)[name] for name in OWN_ATTRIBUTES if name.endswith("_hooks") and vars(module).get(name)
+    ]
+
+
 def clear_forward_hooks(module: nn.Module) -> None:
     """Take off hooks before and after the forward. Relies on: there are no others that a forward calls than
     ``_forward_hooks`` and ``_forward_pre_hooks``."""
@@ -138,6 +145,7 @@ def _probe_calls() -> None:
     called: list[str] = []
     layer = nn.Linear(1, 1)
     layer.register_forward_pre_hook(lambda *_: called.append("before"))
+    expect(len(hooks_of(layer)) == 1, "dictionaries of hooks")
     layer.register_forward_hook(lambda *_: called.append("after"))
     for hook in forward_pre_hooks_of(layer):
         hook(layer, ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ class LocalStages:
         self.deposit = Deposit({})
         self.conversion = Conversion(_plain, lambda tensor: tensor)
         self.executed: list[Executed] = []
-        self.state = StepState()
+        self.state = StepState(self.tell)
         self.named_modules: Callable[[], list[tuple[str, nn.Module]]] = list
         self._last_rank = dist.get_global_rank(group, self.rank_of(self.count - 1))
 
@@ -128,6 +129,13 @@ class LocalStages:
     def _sharded(self) -> list[FSDPModule]:
         found = (inner for module in self.modules.values() for inner in module.modules())
         return [module for module in found if isinstance(module, FSDPModule)]
+
+    def tell(self, mine: Any) -> list[Any]:
+        """What each rank says, in the order of the last stages that they hold. Collective."""
+        told: list[Any] = [None] * self.ranks
+        dist.all_gather_object(told, mine, group=self.group)
+        last = {self.rank_of(stage): stage for stage in range(self.count)}
+        return [told[rank] for rank in sorted(last, key=last.__getitem__)]
 
     def flag_of_last(self, value: bool | None) -> bool:
         """What the rank with the last stage says, on all ranks. Waits for the device."""

@@ -401,18 +401,23 @@ class PipelineModel(nn.Module):
             self._knows_numbers = True
         with untouched_generators(self._local.device), without_chance(dict(self._named_modules())):
             rehearsal.run(whole)
-            entry = self._local.state.differing()
+            entry, changed = self._local.state.differing(), self._local.state.changed()
+            mine = None if entry is None else (entry.kind, entry.name)
+            if (parameter := self._local.state.written_parameter()) is not None:
+                mine = ("parameter", parameter)
             self._local.state.forget_batch()
-        told: list[Any] = [None] * self._local.group.size()
-        mine = None if entry is None else (entry.kind, entry.name)
-        dist.all_gather_object(told, (rehearsal.word, mine, rehearsal.refusal), group=self._local.group)
-        wrong = next((one for _, one, _ in told if one is not None), None)
+        told = self._local.tell((rehearsal.word, mine, rehearsal.refusal, changed))
+        wrong = next((one for _, one, _, _ in told if one is not None), None)
         if wrong is not None:
             raise follows_rows(title, *wrong)
-        refusal = next((one for _, _, one in told if one), None)
+        refusal = next((one for _, _, one, _ in told if one), None)
         if refusal is not None:
             raise UsageError(refusal)
-        found = next((one for one, _, _ in told if one), "mean" if word == "auto" else word)
+        blocks = tuple(f"{name}." for name in layout.blocks)
+        self._local.state.share(
+            name for _, _, _, names in told for name in names if not name.startswith(blocks)
+        )
+        found = next((one for one, _, _, _ in told if one), "mean" if word == "auto" else word)
         return self._note_reduction(plan, loss_fn, Reduction(found, is_open), "the first batch")
 
     def _note_reduction(

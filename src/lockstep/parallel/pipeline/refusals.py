@@ -26,7 +26,12 @@ def sees_micro_batches(title: str, name: str) -> UsageError:
 
 
 def follows_rows(title: str, kind: str, name: str) -> UsageError:
-    """For a buffer or attribute that micro-batches change differently."""
+    """For a buffer or attribute that micro-batches change differently, or a parameter that they change at all."""
+    if kind == "parameter":
+        return UsageError(
+            f"The forward of {title} changes the parameter '{name}' in place, which a pipeline would do once for each "
+            "micro-batch. Do it in the training loop, after optimizer.step(), or keep these values in buffers."
+        )
     return UsageError(
         f"The forward of {title} changes the {kind} '{name}' by what is in the batch, and a pipeline's micro-batches "
         "leave different values there. Only what changes in the same way whatever the rows are (a count of steps) is "

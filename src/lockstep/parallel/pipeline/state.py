@@ -7,6 +7,7 @@ which no micro-batch has all of.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.dtensor import local
+from lockstep.parallel.contents import is_container, is_plain, saved, set_contents
 from lockstep.parallel.pipeline.absent import is_stand_in
 from lockstep.torch_internals import modules as torch_modules
+from lockstep.torch_internals import tensors as torch_tensors
 
 _PLAIN = (bool, int, float, str)
-_CONTAINERS: tuple[type, ...] = (list, dict, set)
 _ABSENT = object()
 
 
@@ -35,6 +38,8 @@ class Entry:
     copy: Any
     after: Any = _ABSENT  # what the first micro-batch that changed it left
     differs: bool = False  # others left something else
+    begun: Any = None  # what the micro-batch that runs has found
+    version: int = 0
 
     @property
     def kind(self) -> str:
@@ -43,23 +48,35 @@ class Entry:
     def begin(self) -> None:
         """Let a micro-batch find what there was; autograd may have saved what the one before it wrote to."""
         if isinstance(self.copy, Tensor):
-            self.entries[self.key] = self.copy.clone()
+            self.begun = self.copy.clone()
+            self.version = torch_tensors.version(self.begun)
+        elif is_container(self.copy):
+            set_contents(self.value, copy.deepcopy(self.copy))
+            self.begun = self.value
         else:
-            self.entries[self.key] = self.copy
+            self.begun = self.copy
+        self.entries[self.key] = self.begun
 
     def end(self) -> None:
         """Note what a micro-batch left."""
         now = self.entries.get(self.key)
-        if _same(now, self.copy):
-            return
+        if (_same(now, self.copy) and not self._is_written(now)) or (is_container(now) and not is_plain(now)):
+            return  # nothing was changed, or tensors were noted
         if self.after is _ABSENT:
             self.after = _copied(now)
         elif not _same(now, self.after):
             self.differs = True
 
+    def _is_written(self, now: Any) -> bool:
+        """Also with the same values: a running average of what has not changed yet."""
+        return isinstance(now, Tensor) and now is self.begun and torch_tensors.version(now) != self.version
+
     @torch.no_grad()
     def put(self, value: Any) -> None:
-        """Let the entry be ``value``, in the tensor that it was."""
+        """Let the entry be ``value``, in the tensor or container that it was."""
+        if is_container(value) and is_container(self.value):
+            set_contents(self.value, copy.deepcopy(value))
+            value = self.value
         if isinstance(value, Tensor) and isinstance(self.value, Tensor) and _alike(value, self.value):
             if not _same(value, self.value):
                 self.value.copy_(value)
@@ -67,28 +84,43 @@ class Entry:
         self.entries[self.key] = value
 
 
-def entries_of(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Entry]:
-    """Of modules by name; those of this package keep their own state right."""
+def entries_of(
+    modules: Iterable[tuple[str, nn.Module]], wanted: Callable[[dict[str, Any], str, str], bool] | None = None
+) -> Iterator[Entry]:
+    """Of modules by name; those of this package keep their own state right.
+
+    ``wanted(entries, key, name)``: which; otherwise all.
+    """
     for name, module in modules:
         if type(module).__module__.startswith("lockstep."):
             continue
         prefix = f"{name}." if name else ""
         buffers = torch_modules.buffers_of(module)
         for key, value in buffers.items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and (wanted is None or wanted(buffers, key, f"{prefix}{key}")):
                 yield Entry(f"{prefix}{key}", True, buffers, key, value, _copied(value))
         for key, value in vars(module).items():
             if key in torch_modules.OWN_ATTRIBUTES:
                 continue
+            if wanted is not None and not wanted(vars(module), key, f"{prefix}{key}"):
+                continue
             if isinstance(value, (*_PLAIN, Tensor)) and not is_stand_in(value):
                 yield Entry(f"{prefix}{key}", False, vars(module), key, value, _copied(value))
+            elif is_container(value) and is_plain(value):
+                yield Entry(f"{prefix}{key}", False, vars(module), key, value, copy.deepcopy(value))
 
 
 class StepState:
-    """What changes in the forwards of this rank. ``watch`` finds it, once; then each batch begins and ends."""
+    """What changes in the forwards of this rank. A batch that is to ``find`` it comes first; then each begins and ends.
 
-    def __init__(self) -> None:
+    ``tell`` gathers what each rank says, ranks of later stages last.
+    """
+
+    def __init__(self, tell: Callable[[Any], list[Any]] = lambda mine: [mine]) -> None:
+        self._tell = tell
         self._names: set[tuple[int, str]] = set()
+        self._shared: set[str] = set()
+        self._frozen: dict[str, tuple[nn.Parameter, int]] = {}
         self._known: set[tuple[int, str]] | None = (
             None  # what there was before the first forward: the rest are notes
         )
@@ -97,17 +129,45 @@ class StepState:
     @property
     def is_used(self) -> bool:
         """Whether forwards change anything."""
-        return bool(self._names)
+        return bool(self._names or self._shared)
+
+    def _is_state(self, entries: dict[str, Any], key: str, name: str) -> bool:
+        return (id(entries), key) in self._names or name in self._shared
+
+    def written_parameter(self) -> str | None:
+        """A parameter without gradients that the batch that was to find it has changed in place."""
+        found = (
+            n
+            for n, (parameter, version) in self._frozen.items()
+            if torch_tensors.version(local(parameter)) != version
+        )
+        return next(found, None)
+
+    def changed(self) -> list[str]:
+        """Names of what the forwards of this batch have changed so far."""
+        return [entry.name for entry in self._entries if entry.after is not _ABSENT]
+
+    def share(self, names: Iterable[str]) -> None:
+        """Modules of these names' owners are on all ranks: what one rank's stages change there, all ranks get."""
+        self._shared |= set(names)
 
     def begin_batch(self, modules: Iterable[tuple[str, nn.Module]], find: bool = False) -> None:
         """``find``: look at everything, else at what was found to change."""
         self._entries = []
-        if find or self._names:
-            found = list(entries_of(modules))
+        if find:
+            modules = list(modules)
+            self._frozen = {
+                f"{prefix}.{name}" if prefix else name: (parameter, torch_tensors.version(local(parameter)))
+                for prefix, module in modules
+                for name, parameter in torch_modules.parameters_of(module).items()
+                if parameter is not None and not parameter.requires_grad
+            }
+            self._entries = list(entries_of(modules))
             if self._known is None:
-                self._known = {(id(e.entries), e.key) for e in found}
-            wanted = self._known if find else self._names
-            self._entries = [e for e in found if (id(e.entries), e.key) in wanted]
+                self._known = {(id(e.entries), e.key) for e in self._entries}
+            self._entries = [e for e in self._entries if (id(e.entries), e.key) in self._known]
+        elif self.is_used:
+            self._entries = list(entries_of(modules, self._is_state))
 
     @contextmanager
     def micro_batch(self, note: bool = True) -> Iterator[None]:
@@ -134,17 +194,26 @@ class StepState:
                 entry.differs = differed
 
     def end_batch(self) -> None:
-        """Keep what the micro-batches left."""
+        """Keep what the micro-batches left. Collective, if something is shared."""
+        if self._shared:
+            self._take_from_others()
         for entry in self._entries:
             entry.put(entry.copy if entry.after is _ABSENT else entry.after)
         self._entries = []
+
+    def _take_from_others(self) -> None:
+        mine = {e.name: e.after for e in self._entries if e.name in self._shared and e.after is not _ABSENT}
+        left = {name: value for told in self._tell(mine) for name, value in told.items()}
+        for entry in self._entries:
+            if entry.name in left:
+                entry.after = left[entry.name]
 
     def forget_batch(self) -> None:
         """Put everything back, and remember what changed."""
         self._names |= {(id(e.entries), e.key) for e in self._entries if e.after is not _ABSENT}
         for entry in self._entries:
             entry.put(entry.copy)
-        self._entries = []
+        self._entries, self._frozen = [], {}
 
 
 @contextmanager
@@ -163,12 +232,12 @@ def untouched(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
     """What forwards inside change is put back."""
     modules = list(modules)
     entries = list(entries_of(modules))
-    containers = [
-        (vars(module), key, value, value.copy())
+    held = [
+        (vars(module), key, value, saved(value))
         for _, module in modules
         if not type(module).__module__.startswith("lockstep.")
         for key, value in vars(module).items()
-        if key not in torch_modules.OWN_ATTRIBUTES and type(value) in _CONTAINERS
+        if key not in torch_modules.OWN_ATTRIBUTES and not isinstance(value, Tensor)
     ]
     known = {id(module): set(vars(module)) for _, module in modules}
     nones = [
@@ -179,13 +248,12 @@ def untouched(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
     finally:
         for entry in entries:
             entry.put(entry.copy)
-        for held, key, value, before in containers:
-            if value != before if not _has_tensors(value, before) else True:
-                value.clear()
-                value.update(before) if isinstance(value, (dict, set)) else value.extend(before)
-            held[key] = value
-        for held, key in nones:
-            held[key] = None
+        for attributes, key, value, restore in held:
+            if restore is not None:
+                restore()
+                attributes[key] = value
+        for attributes, key in nones:
+            attributes[key] = None
         for _, module in modules:
             for key in set(vars(module)) - known[id(module)]:
                 del vars(module)[key]
@@ -196,14 +264,6 @@ def untouched_generators(device: torch.device) -> Iterator[None]:
     """Random numbers are as before afterwards."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
-
-
-def _has_tensors(*containers: Any) -> bool:
-    return any(
-        isinstance(item, Tensor)
-        for container in containers
-        for item in (container.values() if isinstance(container, dict) else container)
-    )
 
 
 def _copied(value: Any) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.errors import UsageError
 from lockstep.parallel.tensor import communication
 from lockstep.parallel.tensor.communication import part_of
 from lockstep.parallel.tensor.modules import Group
@@ -63,7 +65,24 @@ class WeightElsewhere:
         return whole.t() if self._is_transposed else whole
 
     def __getattr__(self, name: str) -> Any:
+        if (
+            name.endswith("_")
+            and not name.endswith("__")
+            and name != "requires_grad_"
+            and hasattr(Tensor, name)
+        ):
+            raise UsageError(
+                f"A forward changes a weight of {type(self._owner).__name__} in place ({name}), of which each rank "
+                "holds a part (tensor parallel). Do it in the training loop, or leave that layer out with a tp_plan of "
+                "your own."
+            )
         return getattr(self.whole(), name)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.whole())
 
     @classmethod
     def __torch_function__(
@@ -98,3 +117,21 @@ class WeightElsewhere:
         local = F.linear(communication.copy(input, group.mesh), parameter.to_local(), bias)
         assert local.shape[-1] == part_of(rows, group.mesh)[1]
         return leave_logits(local, group, rows, weight._owner.training)
+
+
+def _operator(name: str) -> Any:
+    """Of the whole weight: Python looks operators up in the class."""
+
+    def apply(self: WeightElsewhere, *args: Any) -> Any:
+        values = (arg.whole() if isinstance(arg, WeightElsewhere) else arg for arg in args)
+        return getattr(self.whole(), name)(*values)
+
+    return apply
+
+
+for _name in (
+    *("getitem", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "matmul"),
+    *("neg", "abs", "lt", "le", "gt", "ge", "eq", "ne", "float", "bool", "int"),
+):
+    setattr(WeightElsewhere, f"__{_name}__", _operator(f"__{_name}__"))
+WeightElsewhere.__hash__ = object.__hash__  # type: ignore[method-assign]

@@ -1,0 +1,159 @@
+"""What lists, dictionaries and other objects hold that modules keep as attributes: compared, and put back in place."""
+
+from __future__ import annotations
+
+import copy
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.torch_internals import tensors as torch_tensors
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+DEPTH = 4
+"""Of objects inside of objects: state of a forward does not lie deeper."""
+_OPAQUE = (type, nn.Module, types.ModuleType, torch.device, torch.dtype, torch.distributed.ProcessGroup)
+
+
+def is_container(value: Any) -> bool:
+    """Whether it is one whose contents can be put back in place."""
+    return isinstance(value, (list, dict, set, deque))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a container of numbers, texts and such containers alone."""
+    if isinstance(value, dict):
+        return all(map(is_plain, value.values()))
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return all(map(is_plain, value))
+    return isinstance(value, PLAIN)
+
+
+def set_contents(container: Any, contents: Any) -> None:
+    """Let ``container`` hold what ``contents``, one like it, holds."""
+    if container is contents:
+        return
+    held = copy.copy(contents)
+    container.clear()
+    container.update(held) if isinstance(container, (dict, set)) else container.extend(held)
+
+
+def saved(value: Any) -> Callable[[], None] | None:
+    """What puts back all that ``value`` holds now, in place; None if it holds nothing that can change."""
+    return _saved(value, set(), 0)
+
+
+def around(function: Any) -> list[Any]:
+    """What a function that was made inside of another has of that one's variables, and its defaults."""
+    if not isinstance(function, types.FunctionType):
+        return []
+    cells = [cell.cell_contents for cell in function.__closure__ or () if not _is_empty(cell)]
+    return [*cells, *(function.__defaults__ or ())]
+
+
+def rebound(function: Any, copies: Mapping[int, Any], seen: tuple[Any, ...] = ()) -> Any:
+    """The same function for copies: of what it has around it, those in ``copies`` (by ``id``) in their place."""
+    inner = [value for value in around(function) if not any(value is one for one in (function, *seen))]
+    if len(seen) > DEPTH or not any(id(value) in copies or around(value) for value in inner):
+        return function
+
+    def other(value: Any) -> Any:
+        return copies[id(value)] if id(value) in copies else rebound(value, copies, (*seen, function))
+
+    cells = tuple(
+        cell if _is_empty(cell) else types.CellType(other(cell.cell_contents))
+        for cell in function.__closure__ or ()
+    )
+    defaults = function.__defaults__ and tuple(map(other, function.__defaults__))
+    made = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, defaults, cells or None
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update(vars(function))
+    return made
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - it raises
+    except ValueError:
+        return True
+    return False
+
+
+def _saved(value: Any, seen: set[int], depth: int) -> Callable[[], None] | None:
+    if isinstance(value, PLAIN) or id(value) in seen or depth > DEPTH or isinstance(value, _OPAQUE):
+        return None
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        return _of_tensor(value)
+    if isinstance(value, torch.Generator):
+        state = value.get_state()
+        return lambda: _ignore(value.set_state(state))
+    if isinstance(value, random.Random):
+        numbers = value.getstate()
+        return lambda: value.setstate(numbers)
+    if isinstance(value, np.random.Generator):
+        bits = copy.deepcopy(value.bit_generator.state)
+        return lambda: setattr(value.bit_generator, "state", bits)
+    if is_container(value):
+        held = copy.copy(value)
+        parts = list(value.values()) if isinstance(value, dict) else list(value)
+        inner = _all(parts, seen, depth)
+        return _both(value, held, inner)
+    if isinstance(value, (tuple, frozenset)):
+        return _all(list(value), seen, depth)
+    if isinstance(value, types.FunctionType):
+        return _all([one for one in around(value) if is_container(one)], seen, depth)
+    return _of_object(value, seen, depth)
+
+
+def _of_tensor(tensor: Tensor) -> Callable[[], None]:
+    before, version = tensor.detach().clone(), torch_tensors.version(tensor)
+
+    @torch.no_grad()
+    def restore() -> None:
+        if torch_tensors.version(tensor) != version and tensor.shape == before.shape:
+            tensor.copy_(before)
+
+    return restore
+
+
+def _of_object(value: Any, seen: set[int], depth: int) -> Callable[[], None] | None:
+    """Of an instance of a class of the script's own."""
+    held = getattr(value, "__dict__", None)
+    library = type(value).__module__.partition(".")[0]
+    if not isinstance(held, dict) or callable(value) or library in ("torch", "lockstep", "transformers"):
+        return None
+    before = dict(held)
+    inner = _all(list(before.values()), seen, depth)
+    return _both(held, before, inner)
+
+
+def _both(container: Any, contents: Any, inner: Callable[[], None]) -> Callable[[], None]:
+    def restore() -> None:
+        set_contents(container, contents)
+        inner()
+
+    return restore
+
+
+def _all(values: list[Any], seen: set[int], depth: int) -> Callable[[], None]:
+    found = [_saved(one, seen, depth + 1) for one in values]
+
+    def restore() -> None:
+        for one in found:
+            if one is not None:
+                one()
+
+    return restore
+
+
+def _ignore(value: Any) -> None:
+    """For what a lambda does beside its result."""
