@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.parallel.tensor import architectures as more
+
 SMALL = {
     "vocab_size": 37,
     "hidden_size": 16,
@@ -126,9 +128,20 @@ EQUAL = [
     "DeepseekV3ForCausalLM",
 ]
 
+FURTHER = [name for name in more.ARCHITECTURES if name not in EQUAL]
+REFUSED = {
+    "AlbertForMaskedLM": ("1 blocks", "2 stages", "blocks=..."),
+    "Wav2Vec2ForCTC": ("needs the value of a tensor", "Branch on inputs instead of on activations"),
+}
+"""What the refusal says."""
+
 
 def build(name: str) -> nn.Module:
     import transformers
+
+    if name in FURTHER:
+        with torch.random.fork_rng():
+            return more.make_model(name)
 
     kind: Any = getattr(transformers, name)
     config_class = kind.config_class
@@ -150,6 +163,10 @@ def build(name: str) -> nn.Module:
 
 
 def batch(name: str, rows: int = 8) -> dict[str, Any]:
+    if name in FURTHER:
+        two = more.make_batch(name)
+        turned = [{k: v.roll(turn, -1) for k, v in two.items()} for turn in range(rows // 2)]
+        return {key: torch.cat([one[key] for one in turned]) for key in two}
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 37, (rows, 10), generator=generator)
     labels = ids.clone()
