@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.dtensor import local
 from lockstep.parallel.contents import saved
+from lockstep.parallel.pipeline.absent import is_stand_in
 from lockstep.runtime.seed import rng_state, set_rng_state
 from lockstep.torch_internals import modules as torch_modules
 
@@ -77,7 +78,8 @@ class Snapshot:
             torch_modules.buffers_of(module)[name] = buffer if buffer.shape == values.shape else values
         for module, before in self._attributes:
             for name in set(vars(module)) - self._names[id(module)]:
-                del vars(module)[name]
+                if not is_stand_in(vars(module)[name]):
+                    del vars(module)[name]
             for name, (value, copy) in before.items():
                 _put_back(module, name, value, copy)
         for module, name, value, restore in self._objects:
@@ -101,10 +103,13 @@ class Snapshot:
 
 
 def attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Name -> (value, a copy) of numbers, texts and tensors that the module keeps as attributes."""
+    """Name -> (value, a copy) of numbers, texts and tensors that the module keeps as attributes.
+
+    Tensors without values stand for parameters of another stage of a pipeline.
+    """
     found: dict[str, tuple[Any, Any]] = {}
     for name, value in vars(module).items():
-        if name in torch_modules.OWN_ATTRIBUTES:
+        if name in torch_modules.OWN_ATTRIBUTES or is_stand_in(value):
             continue
         if isinstance(value, _PLAIN):
             found[name] = (value, value)

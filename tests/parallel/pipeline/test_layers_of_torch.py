@@ -1,0 +1,92 @@
+"""torch's own Transformer layers and vision models under pp=2: plain torch's numbers, or refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import traceback
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep import Accelerator
+from lockstep.errors import LockstepError
+from tests.parallel.pipeline import layers_of_torch
+from tests.parallel.pipeline.layers_of_torch import CASES, Case
+
+TOLERANCE = 2e-5
+FAST = ("encoder, masked", "both, time first", "swin", "vit", "resnet with batch norm")
+
+
+def trained(
+    model: nn.Module, prepared: Any, case: Case, backward: Any
+) -> tuple[float, dict[str, torch.Tensor]]:
+    loss = prepared(**case.batch())
+    backward(loss)
+    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def seeded(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    return case.make().train()
+
+
+def outcome(case: Case) -> tuple[str, str]:
+    """Whether this rank has plain torch's numbers, refuses, or crashes."""
+    torch.set_num_threads(1)
+    plain = seeded(case)
+    loss, wanted = trained(plain, plain, case, lambda one: one.backward())
+    accelerator = Accelerator(cpu=True, parallel=case.parallel)
+    try:
+        model = accelerator.prepare(seeded(case))
+        with contextlib.redirect_stderr(io.StringIO()):
+            got = trained(model.module, model, case, accelerator.backward)
+    except LockstepError as error:
+        return "refused", str(error)
+    except Exception:
+        return "crashed", traceback.format_exc()
+    finally:
+        accelerator.free_memory()
+    largest = max(gradient.norm().item() for gradient in wanted.values())
+    apart = max(
+        ((got[1][n] - wanted[n]).norm() / max(wanted[n].norm().item(), 1e-2 * largest)).item() for n in got[1]
+    )
+    if abs(got[0] - loss) < TOLERANCE and apart < TOLERANCE:
+        return "equal", ""
+    return "differs", f"loss {got[0]} instead of {loss}, gradients by {apart}"
+
+
+def outcomes(names: list[str], of_torchvision: bool = False) -> dict[str, tuple[str, str]]:
+    cases = layers_of_torch.torchvision_cases() if of_torchvision else CASES
+    return {name: outcome(cases[name]) for name in names}
+
+
+def check(results: dict[str, tuple[str, str]], cases: dict[str, Case]) -> None:
+    wrong = {
+        name: (word, text)
+        for name, (word, text) in results.items()
+        if word != ("refused" if cases[name].says else "equal")
+        or any(part not in text for part in cases[name].says)
+    }
+    assert wrong == {}
+
+
+def test_some_layers_are_right_or_refused(run_distributed: Any) -> None:
+    for results in run_distributed(outcomes, 2, list(FAST), timeout_s=120):
+        check(results, CASES)
+
+
+@pytest.mark.exhaustive
+def test_all_other_layers_are_right_or_refused(run_distributed: Any) -> None:
+    for results in run_distributed(outcomes, 2, [name for name in CASES if name not in FAST], timeout_s=300):
+        check(results, CASES)
+
+
+@pytest.mark.exhaustive
+def test_models_of_torchvision_are_right_or_refused(run_distributed: Any) -> None:
+    pytest.importorskip("torchvision")
+    cases = layers_of_torch.torchvision_cases()
+    for results in run_distributed(outcomes, 2, list(cases), True, timeout_s=300):
+        check(results, cases)
