@@ -121,7 +121,6 @@ class CallCheck:
         return is_here
 
     def _compare(self, call: CheckedCall, meetings: Meetings, number: int) -> None:
-        # The hang watch finds this frame by its name, and `call` in it, while it waits for the other ranks.
         records = meetings.records(number)
         if len({record.digest for record in records.values()}) > 1 or not splits_fit(list(records.values())):
             raise mismatch(records)
@@ -146,6 +145,17 @@ class CallCheck:
             return None
         is_cpu = all(one.device.type == "cpu" for one in tensors) if tensors else has_cpu(group)
         return group if is_cpu or self._cuda else None
+
+
+def compared_in(frame: FrameType) -> CheckedCall | None:
+    """The call that this frame, of whichever function, is just comparing with the other ranks'; None: it is not.
+
+    For the hang watch, which looks at the frames of a thread that stands still.
+    """
+    if frame.f_code is not CallCheck._compare.__code__:
+        return None
+    call: CheckedCall | None = frame.f_locals.get("call")
+    return call
 
 
 class CheckedWork(dist.Work):

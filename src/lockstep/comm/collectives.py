@@ -45,7 +45,7 @@ reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.red
 # a rank that was heard to end may have begun anew in the same process
 CONFIRMED_AFTER_S = 0.3
 
-CAUGHT = (CheckpointError, NoCheckpointError, ConfigError, UsageError)
+CAUGHT = {kind.__name__: kind for kind in (CheckpointError, NoCheckpointError, ConfigError, UsageError)}
 
 
 class Communicator:
@@ -238,13 +238,15 @@ class Communicator:
             calls = self._exchange(call.at(line_of_user()))
             check_same(calls, free_dim, any_shape)
         if any(failed):
-            messages = self._exchange(f"{type(error).__name__}: {error}")
+            messages = self._exchange((type(error).__name__, str(error)))
             if error is not None:
                 raise error
             rank = failed.index(1)
             where = "" if call.operation == "agree" else f" in {call.operation}"
-            consequence = _kind_of(messages[rank])(
-                f"Rank {rank} failed{where} with {messages[rank]} This rank stops with it. Mend the cause on that rank."
+            name, message = messages[rank]
+            consequence = CAUGHT.get(name, LockstepError)(
+                f"Rank {rank} failed{where} with {name}: {message} This rank stops with it. Mend the cause on that "
+                "rank."
             )
             consequence.caused_by_rank = rank
             raise consequence
@@ -305,12 +307,6 @@ class Communicator:
         if tensor.dtype.is_floating_point or (tensor.dtype is torch.int16 and total.dtype is dtype):
             total = total.to(tensor.dtype)
         return total.to(tensor.device)
-
-
-def _kind_of(message: str) -> type[LockstepError]:
-    """The class of another rank's exception, where it is one of those that callers catch; else their base."""
-    name = message.split(":")[0]
-    return next((kind for kind in CAUGHT if kind.__name__ == name), LockstepError)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

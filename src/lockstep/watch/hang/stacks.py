@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lockstep.comm.call_check import compared_in
 from lockstep.torch_internals import compile as torch_compile
 from lockstep.torch_internals import dataloader
 from lockstep.torch_internals import modules as torch_modules
@@ -22,7 +23,6 @@ from lockstep.watch.hang.records import LONGEST_STACK, Place
 MOST_FRAMES = 200
 TORCH = os.path.dirname(torch.__file__) + os.sep
 LOCKSTEP = str(Path(__file__).parents[2]) + os.sep
-CALL_CHECK = os.path.join("comm", "call_check.py")
 INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 STANDARD_LIBRARY = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
 # Frames between a user's call and the function that it called.
@@ -73,7 +73,7 @@ def look_at(thread: int) -> Seen:
     operation, group, peer = innermost_operation(below)
     if not operation and waits_for_handle(frames[0]):
         operation = "wait"
-    checked = next((one.f_locals.get("call") for one in below if is_check(one)), None)
+    checked = next(filter(None, map(compared_in, below)), None)
     names = [checked.name] if checked is not None else [function_name(one) for one in reversed(engine)]
     return Seen(
         place=place_of(frames[at], loader_wait(below)),
@@ -107,10 +107,6 @@ def is_users(file: str) -> bool:
     if is_engine(file) or any(one in file for one in INSTALLED):
         return False
     return not file.startswith(("<frozen", *STANDARD_LIBRARY))
-
-
-def is_check(frame: FrameType) -> bool:
-    return frame.f_code.co_name == "_compare" and frame.f_code.co_filename == LOCKSTEP + CALL_CHECK
 
 
 def place_of(frame: FrameType, doing: str = "") -> Place:
