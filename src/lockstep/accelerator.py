@@ -35,7 +35,7 @@ from lockstep.parallel.autocast import autocast
 from lockstep.parallel.compilation import check_backend
 from lockstep.parallel.join import join_replicas
 from lockstep.parallel.materialize import InitWeights
-from lockstep.parallel.prepared import call_of, hold_back, is_pipeline, loss_of, unwrap
+from lockstep.parallel.parallel_model import PipelinedModel, call_of, unwrap
 from lockstep.preparation.files import FileMethods
 from lockstep.preparation.prepare import Preparation
 from lockstep.preparation.window import OpenWindow
@@ -155,7 +155,7 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         self._accumulation = Accumulation(
             self._step,
             self.runtime,
-            hold_back,
+            lambda model, inside_window: self._preparation.parallel_of(model).no_sync(inside_window),
             # Where gradients are averaged before the window ends.
             agreed_divisor=self._step.sync_each_batch
             or options.ddp.static_graph
@@ -352,9 +352,10 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         Returns:
             The loss, 0-d and detached, on every rank.
         """
-        if is_pipeline(model):
+        parallel = self._preparation.parallel_of(model)
+        if isinstance(parallel, PipelinedModel):
             self._preparation.verifications.before_step(model, loss_function, *call_of(inputs, targets))
-        loss = loss_of(model, loss_function, inputs, targets, self.autocast)
+        loss = parallel.loss_of(loss_function, inputs, targets, self.autocast)
         self.backward(loss, weight=weight)
         return loss.detach()
 
@@ -443,7 +444,10 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         from lockstep.parallel.context.split import split_sequence
 
         return split_sequence(
-            self._preparation.models, buffers or [], buffer_seq_dims or [], no_restore_buffers or set()
+            [model.module for model in self._preparation.models],
+            buffers or [],
+            buffer_seq_dims or [],
+            no_restore_buffers or set(),
         )
 
     def end_training(self) -> None:

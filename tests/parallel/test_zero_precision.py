@@ -14,7 +14,6 @@ from torch.func import functional_call
 from lockstep import Accelerator, AutocastKwargs, GradScalerKwargs
 from lockstep.comm.ledger import CommunicationLedger
 from lockstep.config.parallel import Parallel
-from lockstep.parallel.prepared import gradients
 from lockstep.plan.dtypes import NONE, dtypes
 from parallel import zero_precision_problem as oracle
 from parallel import zero_problem as problem
@@ -258,7 +257,7 @@ def observed_types(parallel: str, precision: str) -> dict[str, str]:
                 accelerator.backward(problem.loss_of(model, tokens, labels))
                 if not accelerator.sync_gradients and parallel.startswith("zero=1"):
                     # What the window's micro-batches are added up in.
-                    (seen["unsharded gradients"],) = {g.dtype for g in gradients(model) if g.ndim}
+                    (seen["unsharded gradients"],) = {g.dtype for g in accelerator._preparation.gradients() if g.ndim}
                 optimizer.step()
     weight = model.layers[0].up.weight
     seen["sharded gradients"] = weight.grad.dtype

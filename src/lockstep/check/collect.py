@@ -15,7 +15,7 @@ from lockstep.checkpoint.training import Whole, ties_of
 from lockstep.checkpoint.weights.stages import collect_stages
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import is_dtensor, local
-from lockstep.parallel.prepared import gradients
+from lockstep.parallel.parallel_model import ParallelModel
 
 
 class Collector:
@@ -26,9 +26,9 @@ class Collector:
         self._numbers: dict[str, Any] = {}
         self._whole = Whole((), ties_of(model))
 
-    def is_ready(self, model: nn.Module) -> bool:
+    def is_ready(self, model: ParallelModel) -> bool:
         """Whether no rank holds gradients now. Collective."""
-        mine = next(gradients(model), None) is None
+        mine = next(model.gradients(), None) is None
         return all(self._communicator.gather_object([mine]))
 
     def note_split(self, model: nn.Module) -> None:

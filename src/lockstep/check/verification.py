@@ -25,13 +25,7 @@ from lockstep.check.snapshot import Snapshot, numbers
 from lockstep.comm.collectives import Communicator
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.chance import BeforeWrites, WithoutChance, without_capacities, without_dropout
-from lockstep.parallel.prepared import (
-    average_gradients,
-    backward_begins,
-    is_pipeline,
-    synchronised,
-    unwrap,
-)
+from lockstep.parallel.parallel_model import ParallelModel, PipelinedModel
 from lockstep.runtime import failure
 from lockstep.runtime.process import Runtime
 from lockstep.torch_internals import compile as torch_compile
@@ -69,7 +63,7 @@ class Verification:
         self._collector = Collector(model, communicator)
         self._reference: Reference | None = None
         self._reason = ""
-        self._prepared: nn.Module | None = None
+        self._prepared: ParallelModel | None = None
         self._handle: RemovableHandle | None = None
         self._calls = 0
         self._is_due = True
@@ -81,12 +75,12 @@ class Verification:
             except UsageError as error:
                 self._reason = str(error)
 
-    def watch(self, prepared: nn.Module) -> None:
+    def watch(self, prepared: ParallelModel) -> None:
         """Verify calls of the model as it is split."""
         self._prepared = prepared
-        self._collector.note_split(unwrap(prepared, keep_compile=False))
+        self._collector.note_split(prepared.plain)
         hook = _BeforeForward(self)
-        self._handle = prepared.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+        self._handle = prepared.module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
     def before_call(self, batch: Batch) -> None:
         """Verify with this batch, if it is time. Collective.
@@ -111,8 +105,8 @@ class Verification:
 
     def _verify(self, batch: Batch) -> None:
         assert self._prepared is not None
-        model = unwrap(self._prepared, keep_compile=False)
-        if not self._collector.is_ready(model):
+        model = self._prepared.plain
+        if not self._collector.is_ready(self._prepared):
             return  # gradients wait for more: next time
         chunks = Chunks.of(model)
         if chunks is not None:
@@ -179,21 +173,23 @@ class Verification:
     def _split(
         self, model: nn.Module, batch: Batch, look: bool, joined: Callable[[Any], Any] = lambda output: output
     ) -> Result:
-        prepared: Any = self._prepared
+        assert self._prepared is not None
+        prepared, module = self._prepared, self._prepared.module
 
         def call(given: Batch) -> Any:
-            if given.loss_function is not None and is_pipeline(prepared):
-                return prepared.train_step(given.loss_function, given.targets, given.args, given.kwargs)
-            output = joined(prepared(*given.args, **given.kwargs))
+            if given.loss_function is not None and isinstance(prepared, PipelinedModel):
+                pipeline: Any = module
+                return pipeline.train_step(given.loss_function, given.targets, given.args, given.kwargs)
+            output = joined(module(*given.args, **given.kwargs))
             return output if given.loss_function is None else given.loss_function(output, *given.targets)
 
         def backward(objective: Tensor) -> None:
-            backward_begins(prepared)
+            prepared.backward_begins()
             self._setup.unnoticed(objective.backward)
-            average_gradients(prepared)
+            prepared.reduce_gradients()
 
         try:
-            with observed(model if look else None) as seen, synchronised(prepared):
+            with observed(model if look else None) as seen, prepared.synchronised():
                 result = run(call, batch, backward)
         except LockstepError:
             raise
@@ -201,8 +197,8 @@ class Verification:
             if failure.is_consequence(error):
                 raise
             setup, cause = self._setup, _first_cause(error)
-            module = _module_of(cause, model)
-            raise UsageError(say.cannot_run(self._name, setup.parallel, setup.axes, cause, module)) from error
+            name = _module_of(cause, model)
+            raise UsageError(say.cannot_run(self._name, setup.parallel, setup.axes, cause, name)) from error
         result.observed = seen
         return result
 
@@ -233,7 +229,7 @@ class Verification:
             stack.enter_context(WithoutChance())
             stack.enter_context(self._without_chance(model))
             if not self._setup.computes_in_half:
-                stack.enter_context(in_full_precision(self._prepared))
+                stack.enter_context(in_full_precision(self._prepared.module))
                 stack.enter_context(torch.autocast(self._setup.device.type, enabled=False))
             if self._setup.is_compiled:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))

@@ -11,9 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm.dtensor import is_dtensor, shard_like
-from lockstep.parallel.prepared import unwrap
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.replicate import mark_used
-from lockstep.parallel.sharding import sharding_of
 from lockstep.parallel.unreduced import PartialSum, is_used, put_unreduced, take_unreduced
 from lockstep.torch_internals import tensors as torch_tensors
 
@@ -55,19 +54,18 @@ class Accumulated:
         return {*self.local, *self.reduced, *partial}
 
 
-def layout(model: nn.Module) -> str:
+def layout(model: ParallelModel) -> str:
     """Equal for models whose ranks can take over each other's gradients as they are, in a world of the same size."""
-    sharding = sharding_of(model)
-    return "whole" if sharding is None else sharding.layout
+    return "whole" if model.sharding is None else model.sharding.layout
 
 
-def accumulated(model: nn.Module, spent: Collection[int]) -> Accumulated:
+def accumulated(model: ParallelModel, spent: Collection[int]) -> Accumulated:
     """What a prepared model has accumulated now. The tensors are the model's own.
 
     Args:
         spent: ``id`` of each parameter whose gradient an optimizer has stepped on.
     """
-    plain, sharding = _plain(model), sharding_of(model)
+    plain, sharding = model.plain, model.sharding
     found = Accumulated()
     inside: set[str] = set()
     if sharding is not None:
@@ -87,14 +85,15 @@ def accumulated(model: nn.Module, spent: Collection[int]) -> Accumulated:
             found.spent.append(name)
         else:
             found.local[name] = _as_parts(parameter.grad.detach())
-    if isinstance(model, DistributedDataParallel):
-        found.takes_buffers = not model.modules_buffers or bool(model.will_sync_module_buffers())
+    if isinstance(model.module, DistributedDataParallel):
+        replica = model.module
+        found.takes_buffers = not replica.modules_buffers or bool(replica.will_sync_module_buffers())
     return found
 
 
-def clear(model: nn.Module) -> None:
+def clear(model: ParallelModel) -> None:
     """Forget all gradients of a prepared model."""
-    plain, sharding = _plain(model), sharding_of(model)
+    plain, sharding = model.plain, model.sharding
     if sharding is not None:
         shards = [parameter for _, parameter in sharding.shards(names_by_id(plain))]
         sharding.discard_unreduced(shards)
@@ -102,20 +101,20 @@ def clear(model: nn.Module) -> None:
             parameter.grad = None
     for parameter in plain.parameters():
         parameter.grad = None
-    if isinstance(model, DistributedDataParallel):
-        model.require_forward_param_sync = True
+    if isinstance(model.module, DistributedDataParallel):
+        model.module.require_forward_param_sync = True
 
 
 @torch.no_grad()
-def put_back(model: nn.Module, states: list[Accumulated], rank: int) -> None:
+def put_back(model: ParallelModel, states: list[Accumulated], rank: int) -> None:
     """Go on with this rank's gradients, bit for bit. Collective for sharded models.
 
     ``states`` are those of all ranks, of a model of the same layout in a world of the same size.
     """
-    plain, sharding = _plain(model), sharding_of(model)
+    plain, sharding = model.plain, model.sharding
     own = states[rank]
     places = places_of(model)
-    mark_used(model, [places[name] for name in own.local if name in places])
+    mark_used(model.module, [places[name] for name in own.local if name in places])
     inside: set[str] = set()
     if sharding is not None:
         names = names_by_id(plain)
@@ -130,12 +129,12 @@ def put_back(model: nn.Module, states: list[Accumulated], rank: int) -> None:
     for name, gradient in own.local.items():
         if name not in inside:
             places[name].grad = _fitted(_from_parts(gradient), places[name])
-    if isinstance(model, DistributedDataParallel):
-        model.require_forward_param_sync = own.takes_buffers
+    if isinstance(model.module, DistributedDataParallel):
+        model.module.require_forward_param_sync = own.takes_buffers
 
 
 @torch.no_grad()
-def put_mean(model: nn.Module, states: list[Accumulated], shares: list[float]) -> None:
+def put_mean(model: ParallelModel, states: list[Accumulated], shares: list[float]) -> None:
     """Go on with the mean gradient of all ranks of another world or another layout.
 
     Every rank gets it as its own, or its shard of it, so that the mean over the ranks stays what it is.
@@ -146,7 +145,7 @@ def put_mean(model: nn.Module, states: list[Accumulated], shares: list[float]) -
     """
     places = places_of(model)
     names = set().union(*(state.names() for state in states))
-    mark_used(model, [places[name] for name in names])
+    mark_used(model.module, [places[name] for name in names])
     for name in sorted(set().union(*(state.spent for state in states)) - names):
         places[name].grad = torch.zeros_like(places[name])
     for name in sorted(names):
@@ -162,9 +161,9 @@ def names_by_id(plain: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in plain.named_parameters()}
 
 
-def places_of(model: nn.Module) -> dict[str, torch.Tensor]:
+def places_of(model: ParallelModel) -> dict[str, torch.Tensor]:
     """By name, the parameters that optimizers hold: shards, also while the whole ones stand in their place."""
-    plain, sharding = _plain(model), sharding_of(model)
+    plain, sharding = model.plain, model.sharding
     found: dict[str, torch.Tensor] = dict(plain.named_parameters())
     if sharding is not None:
         found.update(sharding.shards(names_by_id(plain)))
@@ -230,7 +229,3 @@ def _from_parts(gradient: Any) -> torch.Tensor:
         is_coalesced=gradient["is_coalesced"],
         check_invariants=True,
     )
-
-
-def _plain(model: nn.Module) -> nn.Module:
-    return unwrap(model, keep_compile=False)

@@ -30,7 +30,7 @@ class Replicas:
 
 
 class GradientMean:
-    """Belongs to one prepared model, which carries it; ``gradient_mean_of`` finds it."""
+    """Averages the gradients of one prepared model."""
 
     def __init__(self, replicas: Sequence[Replicas]) -> None:
         self._replicas = [each for each in replicas if each.size > 1]
@@ -72,12 +72,6 @@ class GradientMean:
         for each in self._replicas:
             for bucket in _buckets([p for p in each.parameters if p.requires_grad]):
                 _average(bucket, each)
-
-
-def gradient_mean_of(model: nn.Module) -> GradientMean | None:
-    """The ``GradientMean`` of a prepared model."""
-    found = getattr(model, "_gradient_mean", None)
-    return found if isinstance(found, GradientMean) else None
 
 
 def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

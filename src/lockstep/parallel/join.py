@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.algorithms.join import Join, Joinable
 
 from lockstep.errors import UsageError
-from lockstep.parallel.sharding import sharding_of
+from lockstep.torch_internals.fsdp2 import is_sharded
 
 
 def join_replicas(models: Iterable[Any], world_size: int) -> AbstractContextManager[Any]:
@@ -24,7 +24,7 @@ def join_replicas(models: Iterable[Any], world_size: int) -> AbstractContextMana
         return nullcontext()
     models = list(models)
     for model in models:
-        if sharding_of(model) is not None:
+        if is_sharded(model):
             raise UsageError(
                 f"join_uneven_inputs got a {type(model).__name__} that is sharded: every rank takes part in each of "
                 "its forwards. Use even batches and accelerator.sample_weights(), or parallel='ddp'."

@@ -23,20 +23,24 @@ from lockstep.torch_internals import tensors as torch_tensors
 GradientHook = Callable[[Any, c10d.GradBucket], "torch.futures.Future[torch.Tensor]"]
 
 
+def has_trained_parameters(model: nn.Module) -> bool:
+    """Whether there is something to average; if not, a model that is thawed later is refused in its forward."""
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return True
+    model.register_forward_pre_hook(refuse_thawed)
+    return False
+
+
 def distributed_data_parallel(
     model: nn.Module, runtime: Runtime, options: DistributedDataParallelKwargs
-) -> nn.Module:
+) -> DistributedDataParallel:
     """Replicate ``model`` on all ranks; gradients are averaged during backward.
 
-    A model without trainable parameters needs no averaging and is returned as it is.
     Reference: Li et al., PyTorch Distributed, VLDB 2020.
 
     Raises:
         ConfigError: contradictory or unknown hook options.
     """
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        model.register_forward_pre_hook(refuse_thawed)
-        return model
     device_ids = [runtime.device.index] if runtime.device.type == "cuda" else None
     arguments = _arguments(options)
     if Hook(options.comm_hook) == Hook.POWER_SGD and runtime.device.type == "cpu":

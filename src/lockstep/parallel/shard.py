@@ -19,6 +19,7 @@ import itertools
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from lockstep.parallel.materialize import (
 )
 from lockstep.parallel.outputs import without_views
 from lockstep.parallel.quantized import quantize_collectives
-from lockstep.parallel.sharding import Sharding, send_shards_home, sharding_of, synchronised_buffers
+from lockstep.parallel.sharding import Sharding, send_shards_home, synchronised_buffers
 from lockstep.runtime.process import Runtime
 from lockstep.stream.homes import FileHomes
 from lockstep.torch_internals import fsdp2, fsdp2_probe
@@ -71,7 +72,7 @@ class ShardOptions:
 
 def shard(
     model: nn.Module, blocks: dict[str, nn.Module], runtime: Runtime, options: ShardOptions
-) -> nn.Module:
+) -> tuple[Sharding, GradientMean]:
     """Shard ``model`` in place: its class becomes a subclass of itself, its parameters DTensors. Collective.
 
     The parameters of a block are gathered together; what is in no block is the root group. Parameters on
@@ -134,18 +135,16 @@ def shard(
         is_exact=not options.parallel.quantized_weights,
         steps_in_background=options.parallel.offloads_optimizer,
     )
-    model._sharding = sharding  # type: ignore[assignment]
-    model._gradient_mean = GradientMean([Replicas(whole, options.group, options.mesh.size())])  # type: ignore[assignment]
     model.register_forward_pre_hook(sharding.before_forward, prepend=True)
     model.register_forward_hook(sharding.skipped.forward_ends, prepend=True)
     model.register_forward_hook(sharding.after_forward, always_call=True)
-    model.register_load_state_dict_pre_hook(_shard_whole_tensors)
+    model.register_load_state_dict_pre_hook(partial(_shard_whole_tensors, sharding))
     for module in sharded:
         type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]  # of the class that torch made
     sharding.lost_changes = behave_like_plain(shard_like)
     sharding.by_hand.notice_data(sharding.lost_changes)
     fsdp2.lazy_init(model)
-    return model
+    return sharding, GradientMean([Replicas(whole, options.group, options.mesh.size())])
 
 
 def _refuse_sparse(model: nn.Module, parallel: Parallel) -> None:
@@ -166,11 +165,11 @@ def _refuse_copy(model: nn.Module, _: Any) -> Any:
     )
 
 
-def _shard_whole_tensors(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _shard_whole_tensors(
+    sharding: Sharding, model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
     """Let ``load_state_dict`` take whole tensors, such as those of a file: every rank has the same."""
-    sharding = sharding_of(model)
-    if sharding is not None:
-        sharding.reshard()  # torch does so only as it comes to each group
+    sharding.reshard()  # torch does so only as it comes to each group
     for name, place in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
         given = state_dict.get(prefix + name)
         if isinstance(given, torch.Tensor) and given.shape == place.shape:

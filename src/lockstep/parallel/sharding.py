@@ -33,7 +33,7 @@ class _Flags(NamedTuple):
 
 
 class Sharding:
-    """Belongs to one sharded model, which carries it; ``sharding_of`` finds it.
+    """Belongs to one sharded model: what torch's engine does in its steps, and when.
 
     Args:
         stage: Of ZeRO.
@@ -283,12 +283,6 @@ def name_of(parameter: Any, names: Mapping[int, str]) -> str:
     """The name of torch's record of one sharded parameter, whichever of its forms stands in the model now."""
     found = (names.get(id(form)) for form in fsdp2.forms(parameter))
     return next(name for name in found if name is not None)
-
-
-def sharding_of(model: nn.Module) -> Sharding | None:
-    """The ``Sharding`` of a model that ``shard`` returned."""
-    found = getattr(model, "_sharding", None)
-    return found if isinstance(found, Sharding) else None
 
 
 @torch.no_grad()

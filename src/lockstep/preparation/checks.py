@@ -89,7 +89,7 @@ def check_trained(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> N
         )
 
 
-def check_called(models: Collection[nn.Module], forward_was_seen: bool) -> None:
+def check_called(models: Collection[Any], forward_was_seen: bool) -> None:
     """Raise UsageError unless some prepared model's forward has run.
 
     A loss of an unprepared model would train without averaging over ranks, and without a sign of it.

@@ -17,7 +17,7 @@ from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import is_dtensor, whole
 from lockstep.comm.together import together
 from lockstep.config.options import Options
-from lockstep.parallel import prepared
+from lockstep.parallel.parallel_model import unwrap as unwrap_module
 from lockstep.preparation.prepare import Preparation
 from lockstep.preparation.window import OpenWindow
 from lockstep.runtime.process import Runtime
@@ -52,8 +52,8 @@ class FileMethods:
         if whole_model is not None:
             from lockstep.checkpoint.weights.stages import collect_stages
 
-            return collect_stages(prepared.unwrap(model).state_dict(), self._communicator, whole_model)
-        state = (prepared.unwrap(model, keep_compile=False) if unwrap else model).state_dict()
+            return collect_stages(unwrap_module(model).state_dict(), self._communicator, whole_model)
+        state = (unwrap_module(model, keep_compile=False) if unwrap else model).state_dict()
         gathered: dict[str, Any] = whole(state)
         if not any(map(is_dtensor, state.values())):
             return gathered
@@ -80,7 +80,7 @@ class FileMethods:
         """
         with together(self._communicator):
             refuse_pickle("save_model", safe_serialization)
-            plain = prepared.unwrap(model, keep_compile=False)
+            plain = unwrap_module(model, keep_compile=False)
         # With pydantic, which a run may never need.
         from lockstep.checkpoint.weights.export import save_model, save_stages
 

@@ -16,8 +16,8 @@ from lockstep.comm.together import together
 from lockstep.config.parallel import Parallel
 from lockstep.errors import OffloadError
 from lockstep.parallel.blocks import find_blocks
-from lockstep.parallel.prepared import unwrap
-from lockstep.parallel.sharding import Sharding, name_of, sharding_of
+from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parallel.sharding import Sharding, name_of
 from lockstep.stream.attach import stop_streaming, stream_weights
 from lockstep.stream.events import listen
 from lockstep.stream.units import Unit, find_units
@@ -61,12 +61,11 @@ class Offload:
                 "that, or three times as much, so that reading overlaps with computing."
             )
 
-    def add_model(self, prepared: nn.Module) -> None:
+    def add_model(self, prepared: ParallelModel) -> None:
         """Bring this model's parameters before they are used, if they rest elsewhere; note its units. Collective."""
         if not self._is_on:
             return
-        model = unwrap(prepared, keep_compile=False)
-        sharding = sharding_of(model)
+        model, sharding = prepared.plain, prepared.sharding
         units = (
             find_units(model, find_blocks(model, self._parallel.blocks), self._wanted(model))
             if sharding is None

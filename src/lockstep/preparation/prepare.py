@@ -19,18 +19,9 @@ from lockstep.config.options import Options
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.prepare import prepare_loader
 from lockstep.errors import UsageError
-from lockstep.parallel.compose import ModelOptions, spread
 from lockstep.parallel.materialize import InitWeights
-from lockstep.parallel.prepared import (
-    average_gradients,
-    backward_begins,
-    check_averaged,
-    check_reduced,
-    gradients,
-    is_pipeline,
-    own_gradients,
-    unwrap,
-)
+from lockstep.parallel.parallel_model import ParallelModel, PipelinedModel
+from lockstep.parallel.parallelize import ModelOptions, parallelize
 from lockstep.preparation.backward_watch import BackwardWatch
 from lockstep.preparation.checked_optimizer import CheckedOptimizer
 from lockstep.preparation.checks import (
@@ -98,7 +89,7 @@ class Preparation:
         self._forward_seen = False
         self.offload = Offload(options.parallel, runtime.device, communicator)
         self._wholes: dict[int, Whole] = {}
-        self.models: list[nn.Module] = []
+        self.models: list[ParallelModel] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[PreparedLoader] = []
@@ -175,7 +166,7 @@ class Preparation:
         whole = _whole(model) if self._meshes.axes.pp > 1 else None
         before = dict(model.named_parameters(remove_duplicate=False))
         self._shards.note_storages(before.values())
-        prepared = spread(
+        prepared = parallelize(
             model,
             self._runtime,
             ModelOptions(
@@ -195,25 +186,32 @@ class Preparation:
         if not evaluation_mode:
             self.verifications.watch(prepared)
         until_settled = [self._take_over(prepared, before)]  # not longer: it would keep what this rank drops
-        if is_pipeline(prepared):
-            pipeline: Any = prepared
+        if isinstance(prepared, PipelinedModel):
+            pipeline: Any = prepared.module
             pipeline.on_settled(lambda: self._take_over(prepared, until_settled.pop()))
         self.offload.add_model(prepared)
         if not evaluation_mode:
-            self._backward_watch.add(prepared)
+            self._backward_watch.add(prepared.module)
         if not self._forward_seen:
-            FirstForward(prepared, self.forward_was_seen)
-        self._seen.add(model, prepared)  # not before: what was refused may be mended and prepared again
+            FirstForward(prepared.module, self.forward_was_seen)
+        self._seen.add(
+            model, prepared.module
+        )  # not before: what was refused may be mended and prepared again
         if self._runtime.world_size > 1 and not evaluation_mode:
             self._step_checks.start()
         if whole is not None:
             self._wholes[len(self.models)] = whole
         self.models.append(prepared)
-        return prepared
+        return prepared.module
+
+    def parallel_of(self, model: nn.Module) -> ParallelModel:
+        """How a model is spread; one that was not prepared here is each rank's own."""
+        found = next((known for known in self.models if known.module is model), None)
+        return ParallelModel(model) if found is None else found
 
     def whole_of(self, model: nn.Module) -> Whole | None:
         """What a model was of which this rank has some blocks; None for others."""
-        number = next((i for i, known in enumerate(self.models) if known is model), None)
+        number = next((i for i, known in enumerate(self.models) if known.module is model), None)
         return None if number is None else self._wholes.get(number)
 
     def training(self, further: dict[str, list[Any]]) -> Training:
@@ -222,7 +220,7 @@ class Preparation:
         meshes = self._meshes
         place = Place(meshes.data_rank, meshes.data_size, meshes.gradient_rank, meshes.gradient_size)
         return Training(
-            models=[unwrap(model, keep_compile=False) for model in self.models],
+            models=[model.plain for model in self.models],
             parts={
                 "optimizer": list(self.optimizers),
                 "scheduler": list(self.schedulers),
@@ -310,11 +308,7 @@ class Preparation:
         group = self._meshes.stage_group
         if group is None:
             return None
-        counted: set[int] = set()
-        for model in self.models:
-            named: Any = model
-            counted |= {id(p) for p in (named.owned().values() if is_pipeline(model) else ())}
-        return OtherStages(group, {id(p) for p in self.parameters()} - counted)
+        return OtherStages(group, set().union(*(model.counted_elsewhere() for model in self.models)))
 
     def clip_norm(
         self, parameters: list[torch.Tensor], max_norm: float, norm_type: float, window_ended: bool
@@ -333,14 +327,14 @@ class Preparation:
     def gradients(self) -> Iterator[torch.Tensor]:
         """The tensors in which this rank accumulates the gradients of the prepared models now."""
         for model in self.models:
-            yield from gradients(model)
+            yield from model.gradients()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """``loss.backward``, and average what torch's engines leave to us."""
         if is_dtensor(loss):  # of a term of sharded parameters, such as their norm
             keep_plain_gradients(loss)
         for model in self.models:
-            backward_begins(model)
+            model.backward_begins()
         try:
             with nullcontext() if self._damage is None else self._damage.backward(loss):
                 self._backward_watch.backward(partial(loss.backward, **kwargs))
@@ -361,19 +355,19 @@ class Preparation:
 
     def _average_gradients(self) -> None:
         for model in self.models:
-            average_gradients(model)
+            model.reduce_gradients()
 
     def _before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         for model in self.models:
-            check_reduced(model)
+            model.check_reduced()
             if not has_closure and self._ranks_step_together():
-                check_averaged(model, partial(_held, optimizer))
+                model.check_averaged(partial(_held, optimizer))
         self._backward_watch.before_step(optimizer, has_closure)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """All parameters of the prepared models."""
         for model in self.models:
-            yield from model.parameters()
+            yield from model.module.parameters()
 
     def shards_of(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """The same, but the shard of each that a sharded model has gathered, as between forward and backward."""
@@ -386,7 +380,7 @@ class Preparation:
 
     def _own_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         for number, model in enumerate(self.models):
-            for name, gradient in own_gradients(model):
+            for name, gradient in model.own_gradients():
                 yield name if len(self.models) == 1 else f"{name} of model {number}", gradient
 
     def clear(self) -> None:
@@ -408,9 +402,9 @@ class Preparation:
         self.schedulers.clear()
         self.loaders.clear()
 
-    def _take_over(self, prepared: nn.Module, before: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    def _take_over(self, prepared: ParallelModel, before: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Let optimizers have the parameters that came in the place of others. Returns these by name."""
-        now = dict(unwrap(prepared, keep_compile=False).named_parameters(remove_duplicate=False))
+        now = dict(prepared.plain.named_parameters(remove_duplicate=False))
         self._shards.add_model(prepared, before, now, self.optimizers)
         return now
 

@@ -12,8 +12,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.comm.dtensor import is_dtensor, shard_like
 from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
-from lockstep.parallel.prepared import parts
-from lockstep.parallel.sharding import Sharding, sharding_of
+from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parallel.sharding import Sharding
 from lockstep.torch_internals.dtensor_operators import behave_like_plain
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.sharded import check_optimizer, choose_implementation, replace_parameters
@@ -52,7 +52,7 @@ class Shards:
 
     def add_model(
         self,
-        model: nn.Module,
+        model: ParallelModel,
         before: Mapping[str, nn.Parameter],
         after: Mapping[str, nn.Parameter],
         optimizers: list[PreparedOptimizer],
@@ -63,10 +63,7 @@ class Shards:
             before: The parameters that it had, by name.
             after: Those that it has now.
         """
-        for part in parts(model):
-            sharding = sharding_of(part)
-            if sharding is not None and sharding not in self._of_models:
-                self._of_models.append(sharding)
+        self._of_models += [sharding for sharding in model.shardings if sharding not in self._of_models]
         if any(map(is_dtensor, after.values())):
             behave_like_plain(shard_like)
         self._note(before, after)

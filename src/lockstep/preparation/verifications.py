@@ -10,6 +10,7 @@ from torch import nn
 
 from lockstep.comm.collectives import Communicator
 from lockstep.config.options import Options
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.runtime.mesh import Meshes
 from lockstep.runtime.process import Runtime
 
@@ -67,11 +68,11 @@ class Verifications:
         )
         self._next = Verification(model, setup, self._communicator)
 
-    def watch(self, prepared: nn.Module) -> None:
+    def watch(self, prepared: ParallelModel) -> None:
         """It was made of the last model that was given to ``before_split``."""
         if self._next is not None:
             self._next.watch(prepared)
-            self._of_models[id(prepared)] = self._next
+            self._of_models[id(prepared.module)] = self._next
             self._next = None
 
     def before_step(

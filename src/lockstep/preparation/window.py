@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.parallel.accumulated import (
@@ -18,7 +17,7 @@ from lockstep.parallel.accumulated import (
     put_back,
     put_mean,
 )
-from lockstep.parallel.prepared import gradients
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.unreduced import check_partial
 from lockstep.runtime.mesh import Meshes
 from lockstep.train.accumulation import Accumulation
@@ -45,7 +44,7 @@ class OpenWindow:
     def __init__(
         self,
         accumulation: Accumulation,
-        models: list[nn.Module],
+        models: list[ParallelModel],
         optimizers: list[PreparedOptimizer],
         meshes: Meshes,
         before_load: Callable[[], None] = lambda: None,
@@ -109,7 +108,7 @@ class OpenWindow:
         for i, model in enumerate(self._models):
             shapes = {name: tuple(place.shape) for name, place in places_of(model).items()}
             for saved in _of_model(states, i):
-                _check_names(saved, shapes, type(model).__name__)
+                _check_names(saved, shapes, type(model.module).__name__)
                 if not unchanged:
                     check_partial(saved.partial)
 
@@ -144,7 +143,7 @@ class OpenWindow:
         factor = self._accumulation.rescaling(windows[0])
         if factor != 1:
             for model in self._models:
-                rescale(gradients(model), torch.tensor(factor, dtype=torch.float64))
+                rescale(model.gradients(), torch.tensor(factor, dtype=torch.float64))
 
     def is_unchanged(self, states: list[dict[str, Any]]) -> bool:
         """Whether as many ranks with models spread alike saved these; each then needs its own tensors only."""

@@ -16,7 +16,7 @@ from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
 from lockstep.train.weighting import WeightedMean
 
-HoldBack = Callable[[nn.Module, bool], AbstractContextManager[Any]]
+NoSync = Callable[[nn.Module, bool], AbstractContextManager[Any]]
 """(model, inside a window) -> a context in which backward does not average over the ranks."""
 
 
@@ -24,15 +24,15 @@ class Accumulation:
     """Counts micro-batches into windows. Only the last backward of a window averages over the ranks.
 
     Args:
-        hold_back: How averaging is held back for a model.
+        no_sync: How a model does without averaging.
         agreed_divisor: See ``WeightedMean``.
     """
 
     def __init__(
-        self, step: StepState, runtime: Runtime, hold_back: HoldBack, agreed_divisor: bool = False
+        self, step: StepState, runtime: Runtime, no_sync: NoSync, agreed_divisor: bool = False
     ) -> None:
         self._step = step
-        self._hold_back = hold_back
+        self._no_sync = no_sync
         self._runtime = runtime
         self._weighted = WeightedMean(runtime, agreed_divisor)
         self._inputs_are_uneven = False
@@ -106,7 +106,7 @@ class Accumulation:
         try:
             with ExitStack() as stack:
                 for model in models:
-                    stack.enter_context(self._hold_back(model, False))
+                    stack.enter_context(self._no_sync(model, False))
                 yield
         finally:
             self._is_alone = before
@@ -116,7 +116,7 @@ class Accumulation:
         models = tuple(models)
         with ExitStack() as stack:
             for model in models:
-                stack.enter_context(self._hold_back(model, inside_window))
+                stack.enter_context(self._no_sync(model, inside_window))
             if not models:
                 yield
                 return

@@ -44,7 +44,7 @@ from lockstep.config.handlers import (
 )
 from lockstep.config.parallel import Parallel
 from lockstep.config.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
-from lockstep.parallel.prepared import extract_model_from_parallel, is_compiled_module
+from lockstep.parallel.parallel_model import extract_model_from_parallel, is_compiled_module
 from lockstep.placement.device_map import infer_auto_device_map
 from lockstep.placement.loading import load_checkpoint_in_model
 from lockstep.placement.memory import get_balanced_memory, get_max_memory

@@ -6,13 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.comm.dtensor import local
 from lockstep.comm.tree import leaves
-from lockstep.parallel.prepared import gradients
-from lockstep.parallel.sharding import sharding_of
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.stream.direct import region_of
 
 
@@ -31,7 +29,7 @@ class StateBytes:
 
 
 @torch.no_grad()
-def count_state(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> StateBytes:
+def count_state(models: Iterable[ParallelModel], optimizers: Iterable[Optimizer]) -> StateBytes:
     """What models and optimizers hold now: of a sharded tensor this rank's part, of a tied one once.
 
     Gradients are also those that a window has not reduced yet. Not counted: buffers, gathered weights, DDP's
@@ -40,7 +38,7 @@ def count_state(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) ->
     models = list(models)
     kinds = (
         [parameter for model in models for parameter in _kept(model)],
-        [gradient for model in models for gradient in gradients(model)],
+        [gradient for model in models for gradient in model.gradients()],
         [
             value
             for optimizer in optimizers
@@ -54,11 +52,10 @@ def count_state(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) ->
     return StateBytes(weights, gradient, state, on_disk)
 
 
-def _kept(model: nn.Module) -> Iterator[torch.Tensor]:
+def _kept(model: ParallelModel) -> Iterator[torch.Tensor]:
     """The parameters, and in the places of gathered ones their shards."""
-    sharding = sharding_of(model)
-    shards = {} if sharding is None else {id(whole): shard for whole, shard in sharding.gathered()}
-    return (shards.get(id(parameter), parameter) for parameter in model.parameters())
+    shards = {id(whole): shard for sharding in model.shardings for whole, shard in sharding.gathered()}
+    return (shards.get(id(parameter), parameter) for parameter in model.module.parameters())
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

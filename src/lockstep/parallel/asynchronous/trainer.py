@@ -10,8 +10,8 @@ from torch import nn
 
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import ConfigError, UsageError
-from lockstep.parallel.sharding import sharding_of
 from lockstep.runtime.process import Runtime
+from lockstep.torch_internals.fsdp2 import is_sharded
 
 
 class Trainer(Protocol):
@@ -43,7 +43,7 @@ def check_replicas(what: str, trainer: Trainer, model: Any) -> None:
         raise UsageError(f"{what} got a {type(model).__name__}. Pass the model that prepare() returned.")
     world_size, kind = trainer.runtime.world_size, type(model).__name__
     refused = f"Prepare it with parallel='ddp', or leave {what} out."
-    if sharding_of(model) is not None:
+    if is_sharded(model):
         raise UsageError(
             f"{what} needs the whole model on every rank, but {kind} is sharded by ZeRO. {refused}"
         )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.tree import leaves
 from lockstep.errors import UsageError
+from lockstep.parallel.parallel_model import ModuleAround
 from lockstep.parallel.pipeline.failing import first_is_named
 from lockstep.parallel.pipeline.layout import Layout
 from lockstep.parallel.pipeline.local import LocalStages
@@ -64,13 +65,11 @@ logger = logging.getLogger(__name__)
 PLANS = 16  # shapes of batches that are remembered
 
 
-class PipelineModel(nn.Module):
+class PipelineModel(ModuleAround):
     """What ``split_model`` returns. ``module`` is the user's model with this rank's parameters.
 
     Every call is collective over the pipeline's ranks, which must pass the same batch.
     """
-
-    module: nn.Module
 
     def __init__(
         self,

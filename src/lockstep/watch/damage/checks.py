@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.comm.collectives import Communicator
 from lockstep.config.handlers import DamageChecks
 from lockstep.errors import DamageError
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.watch.damage.divergence import Divergence
 from lockstep.watch.damage.gradients import GradientTrace, any_not_finite, explain
 
@@ -33,7 +33,7 @@ class DamageWatch:
         self,
         options: DamageChecks,
         communicator: Communicator,
-        models: Sequence[nn.Module],
+        models: Sequence[ParallelModel],
         ranks_step_together: Callable[[], bool],
     ) -> None:
         self._options = options

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import local
 from lockstep.comm.transfer import transfer
 from lockstep.errors import DamageError
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.watch.damage.digest import Digester
 from lockstep.watch.damage.pieces import Piece, pieces
 
@@ -77,7 +77,7 @@ class Divergence:
         self._shared: Shared | None = None
         self._equal_at: int | None = None
 
-    def check(self, step: int, models: Sequence[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+    def check(self, step: int, models: Sequence[ParallelModel], optimizers: Iterable[Optimizer]) -> None:
         """Collective. One all-gather of 8 bytes for each piece that is on several ranks.
 
         Raises:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -19,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import local
 from lockstep.config.values import listed
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.watch.damage.divergence import ranks_are
 from lockstep.watch.damage.pieces import held, leaves
 
@@ -65,7 +65,7 @@ class GradientTrace:
         return self._micro
 
     @contextmanager
-    def backward(self, loss: torch.Tensor, models: Sequence[nn.Module]) -> Iterator[None]:
+    def backward(self, loss: torch.Tensor, models: Sequence[ParallelModel]) -> Iterator[None]:
         """Around ``loss.backward()``."""
         self._micro += 1
         self._losses.append((self._micro, "the loss", size(loss.detach())))
@@ -84,7 +84,7 @@ class GradientTrace:
         if self._is_on:
             self._noted.append((self._micro, name, size(local(gradient).detach())))
 
-    def evidence(self, rank: int, models: Sequence[nn.Module]) -> Evidence:
+    def evidence(self, rank: int, models: Sequence[ParallelModel]) -> Evidence:
         """What is not finite on this rank. Waits for the device."""
         averaged = [
             name

@@ -24,8 +24,15 @@ from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.changed import refuse_hooks
 from lockstep.parallel.gradient_mean import GradientMean, Replicas
 from lockstep.parallel.materialize import InitWeights, check_same_model, is_on_meta, materialize
+from lockstep.parallel.parallel_model import (
+    ParallelModel,
+    PipelinedModel,
+    ReplicatedModel,
+    ShardedModel,
+    SplitModel,
+)
 from lockstep.parallel.recompute import recompute
-from lockstep.parallel.replicate import data_parallel, distributed_data_parallel
+from lockstep.parallel.replicate import data_parallel, distributed_data_parallel, has_trained_parameters
 from lockstep.parallel.sync_batchnorm import synchronize_batchnorm
 from lockstep.runtime.mesh import Meshes
 from lockstep.runtime.process import Runtime
@@ -40,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What ``spread`` does to a model. ``loss_scale``: the factor of losses now, with fp16."""
+    """What ``parallelize`` does to a model. ``loss_scale``: the factor of losses now, with fp16."""
 
     meshes: Meshes
     parallel: Parallel = field(default_factory=Parallel)
@@ -52,15 +59,15 @@ class ModelOptions:
     loss_scale: Callable[[], float] | None = None
 
 
-def spread(
+def parallelize(
     model: nn.Module,
     runtime: Runtime,
     options: ModelOptions,
     device_placement: bool = True,
     evaluation_mode: bool = False,
     before_split: Callable[[], None] = lambda: None,
-) -> nn.Module:
-    """The model that the training loop calls. ``unwrap`` gives back the user's own object.
+) -> ParallelModel:
+    """The model as the training loop calls it (its ``module``), and what else is asked of it.
 
     With ``evaluation_mode`` the model is neither replicated with gradients nor sharded: each rank just calls it, or
     its part of it. ``before_split`` is called when the model is on its device and still whole.
@@ -86,8 +93,9 @@ def spread(
     if shards or divides_weights:
         _compile(blocks or {"": model}, options)
     if shards:
-        model = _shard(model, blocks, runtime, options, is_filled=divides_weights)
-        return autocast_forward(model, options.mixed_precision, runtime.device, options.autocast)
+        sharded = _shard(model, blocks, runtime, options, is_filled=divides_weights)
+        autocast_forward(model, options.mixed_precision, runtime.device, options.autocast)
+        return sharded
     if parallel.offloads_params:
         _offload(model, runtime, options)
     elif is_on_meta(model):
@@ -98,14 +106,14 @@ def spread(
     if options.compile_options is not None and not divides_weights:
         model = torch.compile(model, **options.compile_options)  # type: ignore[assignment]
     if evaluation_mode:
-        return model
+        return ParallelModel(model)
     if parallel.strategy is Strategy.DATA_PARALLEL:
-        return data_parallel(model, runtime)
+        return ParallelModel(data_parallel(model, runtime))
     if divides_weights:
-        return _with_gradient_mean(model, experts, options)
-    if runtime.world_size > 1:
-        return distributed_data_parallel(model, runtime, options.ddp)
-    return model
+        return SplitModel(model, _gradient_mean(model, experts, options))
+    if runtime.world_size > 1 and has_trained_parameters(model):
+        return ReplicatedModel(distributed_data_parallel(model, runtime, options.ddp))
+    return ParallelModel(model)
 
 
 def _synchronize_batchnorm(model: nn.Module, runtime: Runtime, options: ModelOptions) -> None:
@@ -240,7 +248,7 @@ def _pipeline(
     options: ModelOptions,
     shards: bool,
     evaluation_mode: bool,
-) -> nn.Module:
+) -> PipelinedModel:
     """This rank's stages. What comes after splitting follows in the first forward, which settles who has what."""
     from lockstep.parallel.pipeline import PipelineOptions, split_model
 
@@ -272,16 +280,21 @@ def _pipeline(
     _prepare_layers(model, local, options, runtime, None if plan is None else plan.within(model))
     _compile(local, options)
 
+    prepared = PipelinedModel(pipeline)
+
     def settle() -> None:
         if shards:
             _refuse_shared(pipeline.shared_between_stages(), parallel)
-            for stage in pipeline.stage_modules():
+            prepared.stages = [
                 _shard(stage, pipeline.blocks_of(stage), runtime, options, is_filled=True)
+                for stage in pipeline.stage_modules()
+            ]
         elif not evaluation_mode:
-            _with_gradient_mean(pipeline, [], options)
+            prepared.mean = _gradient_mean(pipeline, [], options)
 
     pipeline.on_settled(settle)
-    return autocast_forward(pipeline, options.mixed_precision, runtime.device, options.autocast)
+    autocast_forward(pipeline, options.mixed_precision, runtime.device, options.autocast)
+    return prepared
 
 
 def _gathered_dtype(options: ModelOptions) -> torch.dtype | None:
@@ -299,7 +312,7 @@ def _refuse_shared(names: list[str], parallel: Parallel) -> None:
         )
 
 
-def _with_gradient_mean(model: nn.Module, experts: list[nn.Parameter], options: ModelOptions) -> nn.Module:
+def _gradient_mean(model: nn.Module, experts: list[nn.Parameter], options: ModelOptions) -> GradientMean:
     """Average gradients after backward: of experts among the ranks that hold the same ones."""
     from lockstep.parallel.sharding import broadcast_buffers, synchronised_buffers
 
@@ -312,7 +325,6 @@ def _with_gradient_mean(model: nn.Module, experts: list[nn.Parameter], options: 
             Replicas(experts, meshes.expert_replicas, axes.data // axes.ep),
         ]
     )
-    model._gradient_mean = mean  # type: ignore[assignment]
     buffers = synchronised_buffers(model)
     if options.ddp.broadcast_buffers and buffers and meshes.gradient_size > 1:
 
@@ -321,12 +333,12 @@ def _with_gradient_mean(model: nn.Module, experts: list[nn.Parameter], options: 
                 broadcast_buffers(buffers, meshes.gradient_group)
 
         model.register_forward_pre_hook(take_buffers, prepend=True)
-    return model
+    return mean
 
 
 def _shard(
     model: nn.Module, blocks: dict[str, nn.Module], runtime: Runtime, options: ModelOptions, is_filled: bool
-) -> nn.Module:
+) -> ShardedModel:
     # Imported here, because torch's sharding takes most of a second to import.
     from lockstep.parallel.shard import ShardOptions, shard
 
@@ -340,4 +352,4 @@ def _shard(
         group=options.meshes.gradient_group,
         is_filled=is_filled,
     )
-    return shard(model, blocks, runtime, shard_options)
+    return ShardedModel(model, *shard(model, blocks, runtime, shard_options))

@@ -1,0 +1,299 @@
+"""A model as it is spread over the ranks, and what everything else asks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.comm.dtensor import local
+from lockstep.parallel.autocast import remove_autocast
+from lockstep.parallel.gradient_mean import GradientMean
+from lockstep.parallel.replica import DistributedDataParallel
+from lockstep.parallel.sharding import Sharding
+from lockstep.torch_internals import compile as torch_compile
+from lockstep.torch_internals import modules as torch_modules
+
+Autocast = Callable[[], AbstractContextManager[Any]]
+LossFunction = Callable[..., torch.Tensor]
+
+
+class ModuleAround(nn.Module):
+    """A module of ours around the user's own, which is its ``module``."""
+
+    module: nn.Module
+
+
+class ParallelModel:
+    """A model that each rank runs by itself, with gradients of its own. Other ways to spread one are subclasses.
+
+    Attributes:
+        module: What the training loop calls.
+        sharding: Of a model that ZeRO shards as a whole.
+    """
+
+    sharding: Sharding | None = None
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    # -- what it consists of -----------------------------------------------------------------------------
+
+    def unwrap(self, keep_autocast: bool = True, keep_compile: bool = True) -> nn.Module:
+        """The user's own model; see :func:`unwrap`."""
+        return unwrap(self.module, keep_autocast, keep_compile)
+
+    @property
+    def plain(self) -> nn.Module:
+        """The user's own model, not compiled."""
+        return self.unwrap(keep_compile=False)
+
+    @property
+    def shardings(self) -> list[Sharding]:
+        """Of the model, or of its stages on this rank."""
+        return [] if self.sharding is None else [self.sharding]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's, by the names that they have in the whole model."""
+        yield from self.plain.named_parameters()
+
+    def counted_elsewhere(self) -> set[int]:
+        """``id`` of parameters that another rank of the same pipeline counts in a norm."""
+        return set()
+
+    # -- gradients ---------------------------------------------------------------------------------------
+
+    def no_sync(self, inside_window: bool = False) -> AbstractContextManager[Any]:
+        """Backward inside adds to this rank's gradients without averaging them over all ranks.
+
+        ``inside_window``: as a micro-batch of an accumulation window, in which a sharded model may keep its
+        gradients sharded.
+        """
+        its_own: Any = getattr(self.module, "no_sync", nullcontext)  # of a model that the user has wrapped
+        context: AbstractContextManager[Any] = its_own()
+        return context
+
+    def synchronised(self) -> AbstractContextManager[Any]:
+        """Backward inside averages gradients over all ranks, also within ``no_sync``."""
+        return nullcontext()
+
+    def backward_begins(self) -> None:
+        """A backward of the training loop comes, in which every rank takes part."""
+
+    def reduce_gradients(self) -> None:
+        """Average after backward what torch's engines leave to us, unless within ``no_sync``. Collective."""
+
+    def check_reduced(self) -> None:
+        """Raise UsageError if a backward has left out gradients that other ranks wait for."""
+
+    def check_averaged(self, stepped: Callable[[], set[int]]) -> None:
+        """Raise UsageError before a step of these parameters (by ``id``) if their gradients are this rank's own."""
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """The tensors in which this rank accumulates gradients now."""
+        yield from (local(p.grad) for p in self.module.parameters() if p.grad is not None)
+
+    def own_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, gradient) of those that this rank keeps to itself until an accumulation window ends."""
+        yield from ()
+
+    # -- a step ------------------------------------------------------------------------------------------
+
+    def loss_of(self, function: LossFunction, inputs: Any, targets: Any, autocast: Autocast) -> torch.Tensor:
+        """``function(model(inputs), targets)``, micro-batch by micro-batch in a pipeline that trains."""
+        args, keywords, targets = call_of(inputs, targets)
+        return function(self.module(*args, **keywords), *targets)
+
+
+class ReplicatedModel(ParallelModel):
+    """Every rank has all of it; DDP averages gradients in backward."""
+
+    module: DistributedDataParallel
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        super().__init__(module)
+        self._has_seen_backward = False
+
+    def no_sync(self, inside_window: bool = False) -> AbstractContextManager[Any]:
+        if self.module.static_graph and not self._has_seen_backward:
+            # With a static graph DDP records the graph in its first backward, which must be a synchronised
+            # one. Averaging early leaves the window's result the same: a mean of equal means is that mean.
+            self._has_seen_backward = True
+            return nullcontext()
+        context: AbstractContextManager[Any] = self.module.no_sync()
+        return context
+
+    def synchronised(self) -> AbstractContextManager[Any]:
+        return self.module.synchronised()
+
+    def check_reduced(self) -> None:
+        self.module.check_reduced()
+
+    def check_averaged(self, stepped: Callable[[], set[int]]) -> None:
+        self.module.check_averaged(stepped)
+
+    def own_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.module.module.named_parameters():
+            if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                yield name, parameter.grad
+
+
+class SplitModel(ParallelModel):
+    """Split within its layers (tp), by experts (ep) or over positions (cp); gradients are averaged after backward."""
+
+    def __init__(self, module: nn.Module, mean: GradientMean) -> None:
+        super().__init__(module)
+        self._mean = mean
+
+    def no_sync(self, inside_window: bool = False) -> AbstractContextManager[Any]:
+        return self._mean.no_sync()
+
+    def synchronised(self) -> AbstractContextManager[Any]:
+        return self._mean.synchronised()
+
+    def reduce_gradients(self) -> None:
+        self._mean.average()
+
+
+class ShardedModel(SplitModel):
+    """Sharded by ZeRO; ``mean`` is that of the parameters that every rank holds whole."""
+
+    sharding: Sharding
+
+    def __init__(self, module: nn.Module, sharding: Sharding, mean: GradientMean) -> None:
+        super().__init__(module, mean)
+        self.sharding = sharding
+
+    @contextmanager
+    def no_sync(self, inside_window: bool = False) -> Iterator[None]:
+        sharding = self.sharding
+        with sharding.inside_window() if inside_window else sharding.no_sync(), self._mean.no_sync():
+            yield
+
+    @contextmanager
+    def synchronised(self) -> Iterator[None]:
+        with self.sharding.synchronised(), self._mean.synchronised():
+            yield
+
+    def backward_begins(self) -> None:
+        self.sharding.unused.backward_begins()
+
+    def reduce_gradients(self) -> None:
+        self.sharding.unused.backward_ends()
+        super().reduce_gradients()
+
+    def check_averaged(self, stepped: Callable[[], set[int]]) -> None:
+        self.sharding.check_reduced(stepped)
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        yield from self.sharding.gradients()
+
+    def own_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.sharding.own_gradients() if self.sharding.stage == 1 else ()
+
+
+class PipelinedModel(ParallelModel):
+    """Each rank holds some stages of it, which are known after its first forward.
+
+    Attributes:
+        stages: This rank's, as models that are sharded.
+        mean: Averages gradients where they are not.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._pipeline: Any = module
+        self.stages: Sequence[ShardedModel] = ()
+        self.mean: GradientMean | None = None
+
+    @property
+    def shardings(self) -> list[Sharding]:
+        return [stage.sharding for stage in self.stages]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self._pipeline.named_parameters()
+
+    def counted_elsewhere(self) -> set[int]:
+        owned = {id(parameter) for parameter in self._pipeline.owned().values()}
+        return {id(parameter) for parameter in self.module.parameters()} - owned
+
+    @contextmanager
+    def no_sync(self, inside_window: bool = False) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(
+                self._pipeline.no_sync()
+            )  # torch's schedules tell sharded stages when to reduce
+            for mean in self._means():
+                stack.enter_context(mean.no_sync())
+            yield
+
+    @contextmanager
+    def synchronised(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self._pipeline.synchronised())
+            for sharding in self.shardings:
+                stack.enter_context(sharding.synchronised())
+            for mean in self._means():
+                stack.enter_context(mean.synchronised())
+            yield
+
+    def backward_begins(self) -> None:
+        for stage in self.stages:
+            stage.backward_begins()
+
+    def reduce_gradients(self) -> None:
+        for stage in self.stages:
+            stage.reduce_gradients()
+        if self.mean is not None:
+            self.mean.average()
+
+    def check_averaged(self, stepped: Callable[[], set[int]]) -> None:
+        for stage in self.stages:
+            stage.check_averaged(stepped)
+
+    def loss_of(self, function: LossFunction, inputs: Any, targets: Any, autocast: Autocast) -> torch.Tensor:
+        args, keywords, targets = call_of(inputs, targets)
+        for hook in torch_modules.forward_pre_hooks_of(self.module):  # as a call of the model would
+            hook(self.module, args)
+        with autocast():
+            loss: torch.Tensor = self._pipeline.train_step(function, targets, args, keywords)
+        return loss
+
+    def _means(self) -> list[GradientMean]:
+        means = [stage._mean for stage in self.stages]
+        return means if self.mean is None else [self.mean, *means]
+
+
+def call_of(inputs: Any, targets: Any) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+    """(arguments, keywords, targets of the loss) of a call; ``inputs``: one value, a tuple of them, or keywords."""
+    args, keywords = ((), dict(inputs)) if isinstance(inputs, Mapping) else (_as_tuple(inputs), {})
+    return args, keywords, _as_tuple(targets)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def unwrap(module: nn.Module, keep_autocast: bool = True, keep_compile: bool = True) -> nn.Module:
+    """The user's own model inside what the training loop calls."""
+    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel, ModuleAround)):
+        module = module.module
+    inner: nn.Module = torch_compile.original(module)
+    if not keep_autocast:
+        remove_autocast(inner)
+    return module if keep_compile else inner
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` returned this module."""
+    return torch_compile.is_compiled(module)
+
+
+def extract_model_from_parallel(
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> nn.Module:
+    """``unwrap`` under the name and arguments that scripts know."""
+    return unwrap(model, keep_autocast=keep_fp32_wrapper, keep_compile=keep_torch_compile)
