@@ -42,7 +42,7 @@ from lockstep.preparation.window import OpenWindow
 from lockstep.runtime import process
 from lockstep.runtime.control import ProcessControl, RunState
 from lockstep.runtime.memory import release_memory
-from lockstep.runtime.mesh import Meshes
+from lockstep.runtime.mesh import DeviceMeshes
 from lockstep.runtime.step import StepState
 from lockstep.train import clipping
 from lockstep.train.accumulation import Accumulation, trigger_sync
@@ -141,7 +141,7 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         self._options = options = fit_to_world(options, self.runtime.world_size)
         self._watch = watch_process(self.runtime, options.watch, options.grace_s)
         self._watch.save_with(self._save_before_stop)
-        self.meshes = Meshes(self.runtime, options.parallel)
+        self.meshes = DeviceMeshes(self.runtime, options.parallel)
         for text in options.config_warnings if self.runtime.is_main else ():
             warnings.warn(text, stacklevel=2)
         self._communicator = Communicator(self.runtime)

@@ -11,7 +11,7 @@ from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_blocks
 from lockstep.runtime import process
-from lockstep.runtime.mesh import Meshes
+from lockstep.runtime.mesh import DeviceMeshes
 
 
 def prepare_pippy(
@@ -38,7 +38,7 @@ def prepare_pippy(
     from lockstep.parallel.pipeline import PipelineOptions, split_model
 
     runtime = process.start()
-    mesh = Meshes(runtime, Parallel(pp=runtime.world_size)).axis("pp")
+    mesh = DeviceMeshes(runtime, Parallel(pp=runtime.world_size)).axis("pp")
     if mesh is None:
         raise UsageError("prepare_pippy spreads a model over processes, but there is one. Start several.")
     model = model.to(runtime.device).eval()

@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from lockstep.checkpoint.format.digest import FileRecord
 from lockstep.checkpoint.format.documents import FileEntry, Manifest, Saved, entry_of, rank_file
-from lockstep.checkpoint.format.index import Piece, TensorEntry, index_from_bytes, index_to_bytes
+from lockstep.checkpoint.format.index import ChunkMetadata, TensorEntry, index_from_bytes, index_to_bytes
 from lockstep.checkpoint.format.json_text import canonical, parse_json
 from lockstep.checkpoint.format.names import check_name
 from lockstep.errors import CheckpointError, UsageError
@@ -240,9 +240,9 @@ def index_of(*pieces: Any, dtype: Any = "F32", shape: Any = (2, 3), **more: Any)
 
 
 def test_an_index_survives() -> None:
-    top = Piece(file="a.safetensors", key="w@0x0", offsets=(0, 0), shape=(1, 3))
-    below = Piece(file="b.safetensors", key="w@1x0", offsets=(1, 0), shape=(1, 3))
-    scalar = Piece(file="a.safetensors", key="s", offsets=(), shape=())
+    top = ChunkMetadata(file="a.safetensors", key="w@0x0", offsets=(0, 0), shape=(1, 3))
+    below = ChunkMetadata(file="b.safetensors", key="w@1x0", offsets=(1, 0), shape=(1, 3))
+    scalar = ChunkMetadata(file="a.safetensors", key="s", offsets=(), shape=())
     index = {
         "model.0.w": TensorEntry(dtype="BF16", shape=(2, 3), pieces=[top, below]),
         "state": TensorEntry(dtype="F64", shape=(), pieces=[scalar]),

@@ -16,7 +16,7 @@ import torch
 from checkpoint import hostile_run
 from lockstep.checkpoint.format.digest import digest_of
 from lockstep.checkpoint.format.documents import Manifest
-from lockstep.checkpoint.format.index import Piece, TensorEntry, index_from_bytes, index_to_bytes
+from lockstep.checkpoint.format.index import ChunkMetadata, TensorEntry, index_from_bytes, index_to_bytes
 from lockstep.checkpoint.format.json_text import canonical
 from lockstep.errors import CheckpointError, UsageError
 
@@ -162,7 +162,9 @@ def _tiles(rng: random.Random, box: list[tuple[int, int]]) -> list[list[tuple[in
 
 def _is_taken(shape: list[int], boxes: list[list[tuple[int, int]]]) -> bool:
     pieces = [
-        Piece(file="a", key=str(i), offsets=tuple(start for start, _ in box), shape=tuple(n for _, n in box))
+        ChunkMetadata(
+            file="a", key=str(i), offsets=tuple(start for start, _ in box), shape=tuple(n for _, n in box)
+        )
         for i, box in enumerate(boxes)
     ]
     entry = TensorEntry(dtype="U8", shape=tuple(shape), pieces=pieces)

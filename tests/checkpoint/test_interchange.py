@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lockstep import Accelerator
-from lockstep.checkpoint.format.index import Piece, TensorEntry
+from lockstep.checkpoint.format.index import ChunkMetadata, TensorEntry
 from lockstep.checkpoint.weights.convert import open_weights, write_file, write_weights_folder
 from lockstep.checkpoint.weights.slabs import PiecedTensors, slabs
 from lockstep.errors import CheckpointError, UsageError
@@ -67,7 +67,7 @@ def test_pieces_of_any_layout_are_read_as_one_tensor(tmp_path_factory: Any, data
             part = part.narrow(dim, start, length)
         file, key = f"part-{number % 3}.safetensors", f"t@{number}"
         files.setdefault(file, {})[key] = part.contiguous()
-        pieces.append(Piece(file=file, key=key, offsets=offsets, shape=lengths))
+        pieces.append(ChunkMetadata(file=file, key=key, offsets=offsets, shape=lengths))
     for file, tensors in files.items():
         save_file(tensors, folder / file)
     names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.bool: "BOOL"}

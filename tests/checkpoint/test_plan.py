@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from lockstep import Accelerator
 from lockstep.checkpoint import plan as plans
 from lockstep.checkpoint.pieces import empty_like, reads
-from lockstep.checkpoint.plan import Planner, group_of
+from lockstep.checkpoint.plan import SavePlanner, group_of
 from lockstep.comm.dtensor import local
 from lockstep.comm.ledger import CommunicationLedger
 from lockstep.errors import CheckpointError, UsageError
@@ -54,7 +54,7 @@ def planned(kind: str) -> dict[str, Any]:
     tensors = replicated() | (sharded(accelerator) if kind == "sharded" else {})
     if kind == "own":
         tensors[f"rank.{rank}.x"] = numbered(10 + rank)
-    planner = Planner()
+    planner = SavePlanner()
     with CommunicationLedger() as first:
         plan = planner.plan(tensors, rank, list(range(world)), accelerator._communicator)
     with CommunicationLedger() as second:
@@ -132,7 +132,7 @@ def changes() -> list[str]:
     """The kinds of a change after which a plan is made anew. On rank 1 alone in the end."""
     accelerator = Accelerator(cpu=True)
     rank, ranks = accelerator.process_index, list(range(accelerator.num_processes))
-    planner = Planner()
+    planner = SavePlanner()
     tensors: dict[str, torch.Tensor] = {"a": numbered(4), "b": numbered(2, 2)}
     plan = planner.plan(tensors, rank, ranks, accelerator._communicator)
     anew = []
@@ -163,8 +163,8 @@ class Alone:
         return list(value) if isinstance(value, list) else [value]
 
 
-def alone(tensors: dict[str, torch.Tensor]) -> plans.Plan:
-    return Planner().plan(tensors, 0, [0], Alone())  # type: ignore[arg-type]
+def alone(tensors: dict[str, torch.Tensor]) -> plans.SavePlan:
+    return SavePlanner().plan(tensors, 0, [0], Alone())  # type: ignore[arg-type]
 
 
 def test_large_files_are_parted_between_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +224,7 @@ def reads_of_other_layouts() -> list[str]:
     wrong = []
     for saved, layout in layouts.items():
         index = (
-            Planner()
+            SavePlanner()
             .plan({"t": distribute_tensor(whole, *layout)}, rank, ranks, accelerator._communicator)
             .index
         )
@@ -258,7 +258,7 @@ def disagreeing() -> str:
     part: Any = DTensor.from_local(numbered(2), mesh, [Shard(0)], run_check=False)
     tensors = {"a": numbered(4) if accelerator.process_index == 0 else part}
     try:
-        Planner().plan(tensors, accelerator.process_index, [0, 1], accelerator._communicator)
+        SavePlanner().plan(tensors, accelerator.process_index, [0, 1], accelerator._communicator)
     except CheckpointError as error:
         return str(error)
     return ""

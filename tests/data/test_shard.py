@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.shard import Round, ShardPlan, grouped, rounds
+from lockstep.data.batch_sharding import GlobalBatch, ShardPlan, grouped, rounds
 from lockstep.errors import ConfigError
 
 plans = st.fixed_dictionaries(
@@ -25,18 +25,18 @@ plans = st.fixed_dictionaries(
 )
 
 
-def deal(samples: int, batch: int, world: int, split: bool, even: bool, drop: bool) -> list[Round[int]]:
+def deal(samples: int, batch: int, world: int, split: bool, even: bool, drop: bool) -> list[GlobalBatch[int]]:
     """Rounds of ``range(samples)``; ``batch`` is per rank, whether or not batches are split."""
     size = batch * world if split else batch
     plan = ShardPlan(world, size, split, even, drop)
     return list(rounds(grouped(range(samples), size, drop), plan))
 
 
-def union(this: Round[int]) -> list[int]:
+def union(this: GlobalBatch[int]) -> list[int]:
     return [row for part in this.parts for row in part]
 
 
-def real_rows(this: Round[int]) -> list[int]:
+def real_rows(this: GlobalBatch[int]) -> list[int]:
     return [row for part, real in zip(this.parts, this.counts.real, strict=True) for row in part[:real]]
 
 

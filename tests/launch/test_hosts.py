@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lockstep.config.hosts import Host, chosen, parse_hosts, read_hostfile
 from lockstep.errors import ConfigError
 from lockstep.launch import hosts
-from lockstep.launch.machines import Reach
+from lockstep.launch.machines import Transport
 from lockstep.launch.node import parse
 from lockstep.launch.plan import LaunchPlan
 from tests.launch import training
@@ -42,7 +42,7 @@ def plan_for(command: list[str], names: str = "hosta,hostb") -> LaunchPlan:
         2,
         len(listed),
         len(listed),
-        reach=Reach("hosts", listed),
+        reach=Transport("hosts", listed),
         environment={"OMP_NUM_THREADS": "1"},
     )
 

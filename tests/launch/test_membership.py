@@ -16,20 +16,20 @@ from lockstep.launch.membership import (
     Beat,
     Closed,
     Completed,
-    Ended,
     Event,
-    Failed,
     Finished,
-    Formed,
-    Joined,
+    JoinRefused,
+    JoinRequest,
+    JoinTimeout,
     Lost,
     Membership,
     Missing,
     Newcomer,
-    Offer,
-    Overdue,
+    NodeEnded,
+    NodeFailed,
+    NodeJoined,
     Phase,
-    Refused,
+    RoundStarted,
     Tick,
 )
 
@@ -37,8 +37,8 @@ RUN = "train.py on 4 machines"
 SEQUENCES, EVENTS = 10_000, 25
 
 
-def offer(machine: str, rank: int | None = None, nproc: int = 1, **other: str) -> Offer:
-    return Offer(
+def offer(machine: str, rank: int | None = None, nproc: int = 1, **other: str) -> JoinRequest:
+    return JoinRequest(
         machine=machine,
         name=f"host-{machine}",
         run=other.get("run", RUN),
@@ -59,22 +59,22 @@ def only(actions: list[Action]) -> Action:
     return actions[0]
 
 
-def formed(actions: list[Action]) -> Formed:
-    found = [action for action in actions if isinstance(action, Formed)]
+def formed(actions: list[Action]) -> RoundStarted:
+    found = [action for action in actions if isinstance(action, RoundStarted)]
     assert len(found) == 1, actions
     return found[0]
 
 
-def names(round: Formed) -> list[str]:
+def names(round: RoundStarted) -> list[str]:
     return [seat.offer.machine for seat in round.seats]
 
 
 def test_a_round_begins_at_once_when_all_are_here_and_ranks_follow_machine_ranks() -> None:
     members = launch(3, 3)
-    assert members.step(Joined(offer("c", 2, nproc=2)), 100.0) == []
-    assert members.step(Joined(offer("a", 0, nproc=3)), 101.0) == []
+    assert members.step(NodeJoined(offer("c", 2, nproc=2)), 100.0) == []
+    assert members.step(NodeJoined(offer("a", 0, nproc=3)), 101.0) == []
     assert members.lacking() == "machine 1"
-    round = formed(members.step(Joined(offer("b", 1)), 102.0))
+    round = formed(members.step(NodeJoined(offer("b", 1)), 102.0))
     assert names(round) == ["a", "b", "c"]
     assert [seat.base_rank for seat in round.seats] == [0, 3, 4]
     assert (round.number, round.world_size) == (0, 6)
@@ -84,47 +84,47 @@ def test_a_round_begins_at_once_when_all_are_here_and_ranks_follow_machine_ranks
 def test_without_numbers_ranks_follow_arrival_but_the_host_is_first() -> None:
     members = launch(3, 3)
     for machine in "cb":
-        assert members.step(Joined(offer(machine)), 100.0) == []
-    assert names(formed(members.step(Joined(offer("a")), 100.0))) == ["a", "c", "b"]
+        assert members.step(NodeJoined(offer(machine)), 100.0) == []
+    assert names(formed(members.step(NodeJoined(offer("a")), 100.0))) == ["a", "c", "b"]
 
 
 def test_a_first_round_waits_for_late_comers_once_there_are_enough() -> None:
     members = launch(2, 4)
     assert members.lacking() == "2 more machines"
-    members.step(Joined(offer("a")), 0.0)
+    members.step(NodeJoined(offer("a")), 0.0)
     assert members.lacking() == "1 more machine"
-    assert members.step(Joined(offer("b")), 10.0) == []
+    assert members.step(NodeJoined(offer("b")), 10.0) == []
     assert members.step(Tick(), 10.0 + LAST_CALL_S - 0.1) == []
-    assert members.step(Joined(offer("c")), 10.0 + LAST_CALL_S - 0.05) == []
+    assert members.step(NodeJoined(offer("c")), 10.0 + LAST_CALL_S - 0.05) == []
     assert names(formed(members.step(Tick(), 10.0 + LAST_CALL_S))) == ["a", "b", "c"]
 
 
 def test_a_lost_machine_ends_the_round_and_the_others_form_the_next_without_waiting() -> None:
     members = launch(1, 2)
-    members.step(Joined(offer("a", 0)), 0.0)
-    assert formed(members.step(Joined(offer("b", 1)), 0.0)).number == 0
+    members.step(NodeJoined(offer("a", 0)), 0.0)
+    assert formed(members.step(NodeJoined(offer("b", 1)), 0.0)).number == 0
     assert members.step(Lost("b"), 1.0) == [
         Missing(offer("b", 1), "its connection closed", 0),
-        Ended(0, ("a",)),
+        NodeEnded(0, ("a",)),
     ]
     assert members.step(Tick(), 1.1) == []  # not before "a" has ended its workers
-    again = formed(members.step(Joined(offer("a", 0, epoch="this")), 1.5))
+    again = formed(members.step(NodeJoined(offer("a", 0, epoch="this")), 1.5))
     assert (again.number, names(again), again.world_size) == (1, ["a"], 1)
 
 
 def test_too_few_survivors_wait_for_another_machine_and_give_up_in_the_end() -> None:
     members = launch(2, 2)
-    members.step(Joined(offer("a", 0)), 0.0)
-    members.step(Joined(offer("b", 1)), 0.0)
+    members.step(NodeJoined(offer("a", 0)), 0.0)
+    members.step(NodeJoined(offer("b", 1)), 0.0)
     members.step(Lost("b"), 1.0)
-    assert members.step(Joined(offer("a", 0, epoch="this")), 2.0) == []
+    assert members.step(NodeJoined(offer("a", 0, epoch="this")), 2.0) == []
     now = 2.0
     while now < JOIN_LIMIT_S:
         now += 1.0
         assert members.step(Beat("a"), now) == members.step(Tick(), now) == []
     members.step(Beat("a"), now + 2)
     overdue = only(members.step(Tick(), now + 2))
-    assert isinstance(overdue, Overdue)
+    assert isinstance(overdue, JoinTimeout)
     assert (
         overdue.sentence
         == f"machine 1 did not come within {JOIN_LIMIT_S:.0f} s. Start it, or fewer machines."
@@ -133,17 +133,17 @@ def test_too_few_survivors_wait_for_another_machine_and_give_up_in_the_end() -> 
 
 def test_a_newcomer_is_announced_and_takes_part_in_the_next_round() -> None:
     members = launch(1, 2)
-    members.step(Joined(offer("a")), 0.0)
+    members.step(NodeJoined(offer("a")), 0.0)
     assert formed(members.step(Tick(), LAST_CALL_S)).world_size == 1
-    assert members.step(Joined(offer("b")), 10.0) == [Newcomer(offer("b"), 0)]
-    assert members.step(Failed(0), 10.0) == [Ended(0, ("a",))]
-    assert names(formed(members.step(Joined(offer("a", epoch="this")), 11.0))) == ["a", "b"]
+    assert members.step(NodeJoined(offer("b")), 10.0) == [Newcomer(offer("b"), 0)]
+    assert members.step(NodeFailed(0), 10.0) == [NodeEnded(0, ("a",))]
+    assert names(formed(members.step(NodeJoined(offer("a", epoch="this")), 11.0))) == ["a", "b"]
 
 
 def test_a_round_is_complete_when_the_workers_of_all_machines_ended_well() -> None:
     members = launch(2, 2)
-    members.step(Joined(offer("a")), 0.0)
-    members.step(Joined(offer("b")), 0.0)
+    members.step(NodeJoined(offer("a")), 0.0)
+    members.step(NodeJoined(offer("b")), 0.0)
     assert members.step(Finished("a", 0), 1.0) == []
     assert members.step(Finished("b", 7), 1.0) == []  # of another round
     assert members.step(Finished("b", 0), 1.0) == [Completed(0)]
@@ -164,13 +164,13 @@ def test_a_round_is_complete_when_the_workers_of_all_machines_ended_well() -> No
     ],
 )
 def test_who_does_not_belong_here_is_refused_with_the_reason(
-    newcomer: Offer, words: str, later: bool
+    newcomer: JoinRequest, words: str, later: bool
 ) -> None:
     members = launch(1, 2)
-    members.step(Joined(offer("a", 0)), 0.0)
-    members.step(Joined(offer("b", 1)), 0.0)
-    refused = only(members.step(Joined(newcomer), 1.0))
-    assert isinstance(refused, Refused)
+    members.step(NodeJoined(offer("a", 0)), 0.0)
+    members.step(NodeJoined(offer("b", 1)), 0.0)
+    refused = only(members.step(NodeJoined(newcomer), 1.0))
+    assert isinstance(refused, JoinRefused)
     assert words in refused.sentence
     assert refused.later is later
     assert "c" not in members.members
@@ -179,15 +179,15 @@ def test_who_does_not_belong_here_is_refused_with_the_reason(
 def test_nobody_is_let_in_when_the_launch_is_over() -> None:
     members = launch(1, 2)
     members.step(Closed(), 0.0)
-    refused = only(members.step(Joined(offer("a")), 1.0))
-    assert isinstance(refused, Refused)
+    refused = only(members.step(NodeJoined(offer("a")), 1.0))
+    assert isinstance(refused, JoinRefused)
     assert "over" in refused.sentence
 
 
 def test_a_silent_machine_is_dead_by_the_clock_of_the_receiver_alone() -> None:
     members = launch(1, 2)
-    members.step(Joined(offer("a")), 0.0)
-    members.step(Joined(offer("b")), 0.0)
+    members.step(NodeJoined(offer("a")), 0.0)
+    members.step(NodeJoined(offer("b")), 0.0)
     now = 0.0
     while now < DEAD_AFTER_S:
         now += 0.5
@@ -200,8 +200,8 @@ def test_a_silent_machine_is_dead_by_the_clock_of_the_receiver_alone() -> None:
 
 def test_a_judge_that_stood_still_or_whose_clock_jumps_buries_nobody() -> None:
     members = launch(2, 2)
-    members.step(Joined(offer("a")), 0.0)
-    members.step(Joined(offer("b")), 0.0)
+    members.step(NodeJoined(offer("a")), 0.0)
+    members.step(NodeJoined(offer("b")), 0.0)
     assert members.step(Tick(), 3600.0) == []  # it was suspended for an hour
     assert members.step(Tick(), 0.0) == []  # a clock that goes back
     now = 3600.0
@@ -249,13 +249,13 @@ def play(seed: int) -> int:
 
     def apply(event: Event) -> None:
         for action in members.step(event, now):
-            if isinstance(action, Formed):
+            if isinstance(action, RoundStarted):
                 assert not open_rounds, "two rounds at once"
                 assert all(one.running is None for one in machines.values() if one.connected)
                 open_rounds.append(action.number)
                 for seat in action.seats:
                     machines[seat.offer.machine].running = action.number
-            elif isinstance(action, (Ended, Completed)):
+            elif isinstance(action, (NodeEnded, Completed)):
                 assert open_rounds == [action.number]
                 open_rounds.clear()
             elif isinstance(action, Newcomer):
@@ -267,7 +267,7 @@ def play(seed: int) -> int:
     def join(one: Machine) -> None:
         one.connected, one.running = True, None
         apply(
-            Joined(
+            NodeJoined(
                 offer(
                     one.name,
                     nproc=1 + ord(one.name) % 2,
@@ -282,7 +282,7 @@ def play(seed: int) -> int:
         join,
         lambda one: apply(Lost(one.name)),
         lambda one: apply(Finished(one.name, choose.randint(0, members.rounds))),
-        lambda one: apply(Failed(choose.randint(0, members.rounds))),
+        lambda one: apply(NodeFailed(choose.randint(0, members.rounds))),
         lambda one: setattr(one, "cut_off", not one.cut_off),
     ]
     for name in choose.sample("abcde", choose.randint(0, 4)):
@@ -308,8 +308,8 @@ def test_ten_thousand_random_histories_never_break_an_invariant() -> None:
 
 def test_the_invariants_would_notice_a_dead_machine_in_a_round() -> None:
     members = launch(1, 2)
-    members.step(Joined(offer("a")), 0.0)
-    members.step(Joined(offer("b")), 0.0)
+    members.step(NodeJoined(offer("a")), 0.0)
+    members.step(NodeJoined(offer("b")), 0.0)
     assert members.round is not None
     members.round = replace(members.round, seats=members.round.seats[:1])
     with pytest.raises(AssertionError):

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from lockstep.config.hosts import parse_hosts
 from lockstep.errors import ConfigError
 from lockstep.launch import mpi
-from lockstep.launch.machines import Reach
-from lockstep.launch.plan import LaunchPlan, Survival
+from lockstep.launch.machines import Transport
+from lockstep.launch.plan import FaultPolicy, LaunchPlan
 from tests.launch.fakes import CANARY, Fakes, canaries
 from tests.launch.helpers import run, start, wait_until
 
 HOSTILE = st.text(st.sampled_from(list(";$()`\"'\n\\ -x=MCA:,é")), max_size=30)
-PLAN = LaunchPlan(("python", "t.py"), 2, reach=Reach("mpi"))
-TWO = replace(PLAN, num_machines=2, min_machines=2, reach=Reach("mpi", parse_hosts("hosta:4,me@hostb:4")))
+PLAN = LaunchPlan(("python", "t.py"), 2, reach=Transport("mpi"))
+TWO = replace(PLAN, num_machines=2, min_machines=2, reach=Transport("mpi", parse_hosts("hosta:4,me@hostb:4")))
 
 
 @pytest.fixture
@@ -58,8 +58,8 @@ def test_hosts_take_the_processes_of_a_machine_each_and_meet_at_the_first() -> N
     ("plan", "sentence"),
     [
         (replace(TWO, min_machines=1), "min_machines asks for restarts"),
-        (replace(PLAN, survival=Survival(max_restarts=2)), "max_restarts 2 asks for restarts"),
-        (replace(TWO, reach=Reach("mpi")), "mpirun does not know which. Set --hosts"),
+        (replace(PLAN, survival=FaultPolicy(max_restarts=2)), "max_restarts 2 asks for restarts"),
+        (replace(TWO, reach=Transport("mpi")), "mpirun does not know which. Set --hosts"),
         (replace(PLAN, log_dir="logs"), "--log-dir is not available with --mpi"),
     ],
 )

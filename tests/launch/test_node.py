@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from lockstep.config.hosts import Host
 from lockstep.errors import ConfigError
 from lockstep.launch.document import as_line, from_line, plan_as_data, plan_from_data
-from lockstep.launch.machines import Reach
+from lockstep.launch.machines import Transport
 from lockstep.launch.node import Node, first_host, local_plan, node_of, parse
-from lockstep.launch.plan import LaunchPlan, Survival
+from lockstep.launch.plan import FaultPolicy, LaunchPlan
 
 # anything that an argument vector or an environment can hold, bytes that are not UTF-8 included
 WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30) | st.binary(
@@ -36,8 +36,10 @@ def test_what_a_machine_is_told_is_one_line_from_which_everything_comes_back(
 
 
 def test_a_plan_comes_back_with_all_its_parts() -> None:
-    reach = Reach("mpi", (Host("a", 2, "me"), Host("b")), {"x": "y"}, None, None, ("A", "B"))
-    plan = replace(PLAN, survival=Survival(3, 1.5, 2.5, False), reach=reach, environment={"A": "b"}, tee=True)
+    reach = Transport("mpi", (Host("a", 2, "me"), Host("b")), {"x": "y"}, None, None, ("A", "B"))
+    plan = replace(
+        PLAN, survival=FaultPolicy(3, 1.5, 2.5, False), reach=reach, environment={"A": "b"}, tee=True
+    )
     assert plan_from_data(from_line(as_line(plan_as_data(plan)))) == plan
 
 
@@ -114,6 +116,6 @@ def test_the_first_host_of_slurms_lists(nodes: str, first: str) -> None:
 
 def test_a_shown_document_has_no_secret_and_a_real_one_only_those_that_were_asked_for() -> None:
     environ = {"HF_TOKEN": "canary", "WANDB_API_KEY": "canary", "NCCL_DEBUG": "INFO"}
-    plan = replace(PLAN, reach=Reach("hosts", forward_env=("HF_TOKEN",)))
+    plan = replace(PLAN, reach=Transport("hosts", forward_env=("HF_TOKEN",)))
     assert "canary" not in node_of(plan, "<secret>", environ, "/").line()
     assert node_of(plan, "ab" * 32, environ, "/").environment == {"HF_TOKEN": "canary", "NCCL_DEBUG": "INFO"}

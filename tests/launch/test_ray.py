@@ -27,7 +27,7 @@ from lockstep.errors import ConfigError, MissingExtraError
 from lockstep.launch.plan import LaunchPlan, Program, make_plan, merge
 from lockstep.launch.ray_cluster import commands, launch
 from lockstep.launch.ray_cluster.cluster import address, shortage, uses_gpus
-from lockstep.launch.ray_cluster.record import Ended, Record
+from lockstep.launch.ray_cluster.record import RayEnded, RunRecord
 
 WORD = """
 import json, os, pathlib, sys, time
@@ -276,16 +276,16 @@ def test_which_cluster_and_what_it_lacks(tmp_path: Path) -> None:
 
 
 def test_a_round_is_what_ray_starts_together() -> None:
-    record = Record()
+    record = RunRecord()
     assert not record.request_stop()  # there is nobody who could save anything
-    record = Record()
+    record = RunRecord()
     assert [record.begin(rank, "a") for rank in (0, 1)] == [0, 0]
     record.meet("127.0.0.1", 1)
-    assert record.ended(Ended(1, 3, {}, ended_by_us=False))
+    assert record.ended(RayEnded(1, 3, {}, ended_by_us=False))
     assert record.orders(0).end
     assert [record.begin(rank, "b") for rank in (1, 0)] == [1, 1]  # in whatever order they come
     assert (record.orders(0).end, record.orders(0).meeting, record.results()) == (False, None, [])
-    assert not record.ended(Ended(0, 75, {}, ended_by_us=False))
+    assert not record.ended(RayEnded(0, 75, {}, ended_by_us=False))
     assert not record.orders(1).end  # the others are still saving
     assert record.request_stop()
     assert (record.orders(0).stop, record.orders(1).stop) == (True, False)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from time import monotonic, sleep
 from typing import Any
 
-from lockstep.link import Peer, Secret, Server
+from lockstep.link import ControlConnection, Secret, Server
 
 PROTOCOL = b"lockstep link 1\n"
 
@@ -87,15 +87,15 @@ class Echo:
 
     def __init__(self) -> None:
         self.messages: list[Mapping[str, Any]] = []
-        self.lost_peers: list[Peer] = []
+        self.lost_peers: list[ControlConnection] = []
         self.ticks: list[float] = []
 
-    def received(self, peer: Peer, message: Mapping[str, Any]) -> None:
+    def received(self, peer: ControlConnection, message: Mapping[str, Any]) -> None:
         self.messages.append(message)
         peer.data["messages"] = peer.data.get("messages", 0) + 1
         peer.send({**message, "answered": peer.data["messages"]})
 
-    def lost(self, peer: Peer) -> None:
+    def lost(self, peer: ControlConnection) -> None:
         self.lost_peers.append(peer)
 
     def tick(self, now: float) -> None:

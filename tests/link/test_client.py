@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import LinkError
-from lockstep.link import Client, Peer, Secret
+from lockstep.link import Client, ControlConnection, Secret
 from tests.link.oracle import PROTOCOL, Echo, frame, serving, sign
 
 RAW = bytes(range(32))
@@ -123,10 +123,10 @@ def test_nobody_there_is_said_with_the_address() -> None:
 
 
 def test_receive_gives_none_in_time_and_what_comes_later_afterwards() -> None:
-    peers: list[Peer] = []
+    peers: list[ControlConnection] = []
 
     class Late(Echo):
-        def received(self, peer: Peer, message: Mapping[str, Any]) -> None:
+        def received(self, peer: ControlConnection, message: Mapping[str, Any]) -> None:
             peers.append(peer)
 
     with serving(Late(), SECRET) as server, Client(server.address, SECRET, 5) as client:

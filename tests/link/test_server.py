@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError, LinkError
-from lockstep.link import Client, Peer, Secret, Server, new_secret
+from lockstep.link import Client, ControlConnection, Secret, Server, new_secret
 from lockstep.link.peer import MAX_QUEUED_BYTES
 from tests.link.oracle import Echo, PlainClient, comes_true, frame, serving
 
@@ -220,7 +220,7 @@ def test_without_descriptors_the_server_waits_and_goes_on() -> None:
 class Flooding(Echo):
     """Sends a peer who asks for it more than any queue holds."""
 
-    def received(self, peer: Peer, message: Mapping[str, Any]) -> None:
+    def received(self, peer: ControlConnection, message: Mapping[str, Any]) -> None:
         if message["kind"] != "echo.flood":
             super().received(peer, message)
             return
@@ -243,7 +243,7 @@ def test_a_reader_too_slow_is_dropped_at_a_bounded_queue_and_blocks_nobody() -> 
 
 def test_a_reader_that_keeps_up_gets_what_does_not_fit_into_the_kernel_at_once() -> None:
     class Sending(Echo):
-        def received(self, peer: Peer, message: Mapping[str, Any]) -> None:
+        def received(self, peer: ControlConnection, message: Mapping[str, Any]) -> None:
             for i in range(30):
                 peer.send({"i": i, "filler": "x" * 120_000})
 
@@ -255,7 +255,7 @@ def test_a_reader_that_keeps_up_gets_what_does_not_fit_into_the_kernel_at_once()
 
 
 class Faulty(Echo):
-    def received(self, peer: Peer, message: Mapping[str, Any]) -> None:
+    def received(self, peer: ControlConnection, message: Mapping[str, Any]) -> None:
         if message["kind"] == "echo.fail":
             raise KeyError(message["text"])
         super().received(peer, message)
@@ -284,11 +284,11 @@ def test_all_handlers_are_called_in_one_thread_which_also_ticks_and_runs_calls()
     seen: set[int] = set()
 
     class Watching(Echo):
-        def received(self, peer: Peer, message: Mapping[str, Any]) -> None:
+        def received(self, peer: ControlConnection, message: Mapping[str, Any]) -> None:
             seen.add(threading.get_ident())
             peer.close()
 
-        def lost(self, peer: Peer) -> None:
+        def lost(self, peer: ControlConnection) -> None:
             super().lost(peer)
             seen.add(threading.get_ident())
 

@@ -257,7 +257,9 @@ def observed_types(parallel: str, precision: str) -> dict[str, str]:
                 accelerator.backward(problem.loss_of(model, tokens, labels))
                 if not accelerator.sync_gradients and parallel.startswith("zero=1"):
                     # What the window's micro-batches are added up in.
-                    (seen["unsharded gradients"],) = {g.dtype for g in accelerator._preparation.gradients() if g.ndim}
+                    (seen["unsharded gradients"],) = {
+                        g.dtype for g in accelerator._preparation.gradients() if g.ndim
+                    }
                 optimizer.step()
     weight = model.layers[0].up.weight
     seen["sharded gradients"] = weight.grad.dtype

@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.errors import ConfigError
 from lockstep.placement.attach import cross_devices
-from lockstep.placement.seats import Seat, assign_seats, check_device_map, main_device_of
+from lockstep.placement.seats import TensorPlacement, assign_seats, check_device_map, main_device_of
 from tests.placement.checkpoints import Net, made
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
@@ -24,7 +24,7 @@ def two_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
 
 
-def seats_of(model: nn.Module, device_map: dict[str, Any], **options: Any) -> dict[str, Seat]:
+def seats_of(model: nn.Module, device_map: dict[str, Any], **options: Any) -> dict[str, TensorPlacement]:
     check_device_map(model, device_map)
     seats = assign_seats(model, device_map, main_device_of(device_map), **options)
     return {seat.name: seat for seat in seats}

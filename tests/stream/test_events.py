@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.stream.events import listen
-from lockstep.stream.units import Unit, find_units
+from lockstep.stream.units import WeightGroup, find_units
 from stream.models import Blocks
 
 FORWARD = [
@@ -24,13 +24,13 @@ class Log:
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def forward_begins(self, unit: Unit) -> None:
+    def forward_begins(self, unit: WeightGroup) -> None:
         self.events.append(f"begin {unit.name}")
 
-    def forward_ended(self, unit: Unit) -> None:
+    def forward_ended(self, unit: WeightGroup) -> None:
         self.events.append(f"end {unit.name}")
 
-    def backward_begins(self, unit: Unit) -> None:
+    def backward_begins(self, unit: WeightGroup) -> None:
         self.events.append(f"backward {unit.name}")
 
     def taken(self) -> list[str]:

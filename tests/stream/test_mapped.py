@@ -15,7 +15,7 @@ from lockstep.errors import OffloadError, UsageError
 from lockstep.stream import pages
 from lockstep.stream.mapped import MappedMover, drop, map_file, populate
 from lockstep.stream.pages import Pages
-from lockstep.stream.units import Unit, find_units
+from lockstep.stream.units import WeightGroup, find_units
 from stream.models import Blocks, map_weights
 from stream.resident import resident_bytes
 
@@ -192,7 +192,7 @@ def test_parameters_in_files_of_their_own_and_buffers_may_be_written_to(tmp_path
     statistics.write_bytes(bytes(4 * PAGE))
     model.running_mean = map_file(statistics).view(torch.float32)
     mover = MappedMover(
-        [Unit("", [model], {**dict(model.named_parameters()), **dict(model.named_buffers())}, 0)]
+        [WeightGroup("", [model], {**dict(model.named_parameters()), **dict(model.named_buffers())}, 0)]
     )
     with torch.no_grad():
         model.weight.mul_(2)

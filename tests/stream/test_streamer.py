@@ -14,42 +14,42 @@ from torch import nn
 from lockstep.errors import OffloadError, UsageError
 from lockstep.stream.mover import least_budget
 from lockstep.stream.streamer import Streamer
-from lockstep.stream.units import Unit
+from lockstep.stream.units import WeightGroup
 
 TIMEOUT_S = 30.0
 
 
-def make_units(n: int, nbytes: int = 10) -> list[Unit]:
-    return [Unit(f"block.{index}", [nn.Identity()], {}, nbytes) for index in range(n)]
+def make_units(n: int, nbytes: int = 10) -> list[WeightGroup]:
+    return [WeightGroup(f"block.{index}", [nn.Identity()], {}, nbytes) for index in range(n)]
 
 
 class Recorder:
     """A mover that moves nothing, and notes what it is asked for."""
 
     def __init__(self) -> None:
-        self.loaded: set[Unit] = set()
+        self.loaded: set[WeightGroup] = set()
         self.most = 0
-        self.bound: list[Unit] = []
+        self.bound: list[WeightGroup] = []
         self.threads: set[int] = set()
-        self.cannot_release: set[Unit] = set()
-        self.before_load: Callable[[Unit], None] = lambda unit: None
+        self.cannot_release: set[WeightGroup] = set()
+        self.before_load: Callable[[WeightGroup], None] = lambda unit: None
         self.is_closed = False
 
-    def nbytes(self, unit: Unit) -> int:
+    def nbytes(self, unit: WeightGroup) -> int:
         return unit.nbytes
 
-    def load(self, unit: Unit) -> None:
+    def load(self, unit: WeightGroup) -> None:
         self.threads.add(threading.get_ident())
         self.before_load(unit)
         assert unit not in self.loaded
         self.loaded.add(unit)
         self.most = max(self.most, sum(one.nbytes for one in self.loaded))
 
-    def bind(self, unit: Unit) -> None:
+    def bind(self, unit: WeightGroup) -> None:
         assert unit in self.loaded
         self.bound.append(unit)
 
-    def release(self, unit: Unit) -> bool:
+    def release(self, unit: WeightGroup) -> bool:
         assert unit in self.loaded
         if unit in self.cannot_release:
             return False
@@ -61,7 +61,7 @@ class Recorder:
         self.loaded.clear()
 
 
-def run(streamer: Streamer, units: list[Unit], mover: Recorder, backward: bool = False) -> None:
+def run(streamer: Streamer, units: list[WeightGroup], mover: Recorder, backward: bool = False) -> None:
     """A forward, and a backward, in which everything that can be loaded ahead is."""
     for unit in units:
         streamer.forward_begins(unit)
@@ -114,7 +114,7 @@ def test_training_keeps_what_is_used_next() -> None:
 
 def test_units_around_others_stay_while_those_are_used() -> None:
     inner = make_units(4)
-    root = Unit("", [nn.ModuleList([unit.modules[0] for unit in inner])], {}, 5)
+    root = WeightGroup("", [nn.ModuleList([unit.modules[0] for unit in inner])], {}, 5)
     mover = Recorder()
     assert least_budget([root, *inner], mover.nbytes) == 15
     with pytest.raises(
@@ -177,7 +177,7 @@ def test_loading_waits_until_a_unit_is_ready() -> None:
     units, mover = make_units(3), Recorder()
     may_go, asked = threading.Event(), []
 
-    def ready(unit: Unit) -> None:
+    def ready(unit: WeightGroup) -> None:
         asked.append(unit)
         if unit is units[1]:
             assert may_go.wait(TIMEOUT_S)
@@ -197,7 +197,7 @@ def test_loading_waits_until_a_unit_is_ready() -> None:
 def test_an_error_of_the_background_is_raised_where_its_unit_is_used() -> None:
     units, mover = make_units(3), Recorder()
 
-    def fail(unit: Unit) -> None:
+    def fail(unit: WeightGroup) -> None:
         if unit is units[1]:
             raise OffloadError("disk failed")
 

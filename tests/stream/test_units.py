@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lockstep.stream.units import Unit, around, find_units
+from lockstep.stream.units import WeightGroup, around, find_units
 from stream.models import Blocks
 
 
-def names(units: list[Unit]) -> list[str]:
+def names(units: list[WeightGroup]) -> list[str]:
     return [unit.name for unit in units]
 
 

@@ -11,7 +11,7 @@ from lockstep.check.observe import Observed
 from lockstep.check.passes import Result
 from lockstep.check.reference import Live
 from lockstep.check.snapshot import Snapshot, numbers
-from lockstep.checkpoint.training import Whole, ties_of
+from lockstep.checkpoint.training import FullModelSpec, ties_of
 from lockstep.checkpoint.weights.stages import collect_stages
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import is_dtensor, local
@@ -24,7 +24,7 @@ class Collector:
     def __init__(self, model: nn.Module, communicator: Communicator) -> None:
         self._communicator = communicator
         self._numbers: dict[str, Any] = {}
-        self._whole = Whole((), ties_of(model))
+        self._whole = FullModelSpec((), ties_of(model))
 
     def is_ready(self, model: ParallelModel) -> bool:
         """Whether no rank holds gradients now. Collective."""

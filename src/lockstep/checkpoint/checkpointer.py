@@ -18,14 +18,14 @@ from lockstep.checkpoint.format.json_text import canonical
 from lockstep.checkpoint.format.tensorfile import TensorFile
 from lockstep.checkpoint.format.versions import versions
 from lockstep.checkpoint.places import Places, Target
-from lockstep.checkpoint.plan import Plan, Planner
+from lockstep.checkpoint.plan import SavePlan, SavePlanner
 from lockstep.checkpoint.read import Checkpoint
 from lockstep.checkpoint.restore import plan_restoration
-from lockstep.checkpoint.state import Collected, collect, digests_of, part_ways
+from lockstep.checkpoint.state import RankState, collect, digests_of, split_divergent_state
 from lockstep.checkpoint.store.base import Store, UnreachableError
 from lockstep.checkpoint.store.local import LocalStore
 from lockstep.checkpoint.store.verify import verify
-from lockstep.checkpoint.training import Hooks, Training
+from lockstep.checkpoint.training import CheckpointContents, Hooks
 from lockstep.checkpoint.union import gather_documents, joined_names, joined_state, names_here, refuse_untold
 from lockstep.checkpoint.write import Members, Snapshot, Transaction, now
 from lockstep.comm.collectives import Communicator
@@ -58,7 +58,7 @@ class Checkpointer:
         self._runtime = runtime
         self._communicator = communicator
         self._project = project
-        self._planner = Planner()
+        self._planner = SavePlanner()
         self._background = Background(runtime)
         self._members = _members(runtime, project)
         self._places = Places(project, self._members, communicator)
@@ -80,7 +80,7 @@ class Checkpointer:
     def save(
         self,
         output_dir: str | os.PathLike[str] | None,
-        training: Training,
+        training: CheckpointContents,
         described: Mapping[str, Any],
         blocking: bool = True,
     ) -> str:
@@ -124,7 +124,7 @@ class Checkpointer:
         return target.directory
 
     def _snapshot(
-        self, training: Training, members: Members, target: Target, described: Mapping[str, Any]
+        self, training: CheckpointContents, members: Members, target: Target, described: Mapping[str, Any]
     ) -> Snapshot:
         """What this rank will write; tensors are not copied."""
         world_size = self._runtime.world_size
@@ -133,7 +133,7 @@ class Checkpointer:
             mine = digests_of(collected) if world_size > 1 else {}
         told = self._communicator.gather_object([(collected.state["contents"], mine)])
         _refuse_other_contents([contents for contents, _ in told])
-        part_ways(collected, [digests for _, digests in told], members.rank, members.ranks)
+        split_divergent_state(collected, [digests for _, digests in told], members.rank, members.ranks)
         if self.hooks.save:
             _refuse_url(target)
             self._run_save_hooks(training, collected, target.staging)
@@ -152,7 +152,7 @@ class Checkpointer:
             self._check_room(plan, target, members)
             return self._files(plan, tensors, collected, members, described)
 
-    def _joined_state(self, collected: Collected, training: Training) -> dict[str, Any]:
+    def _joined_state(self, collected: RankState, training: CheckpointContents) -> dict[str, Any]:
         """What is common to all ranks that share a directory, also where each has other blocks of a model."""
         with together(self._communicator):
             canonical(collected.state)  # raises where it is too deep
@@ -166,7 +166,7 @@ class Checkpointer:
                 )
             return joined_state([documents[rank] for rank in ranks], training)
 
-    def _run_save_hooks(self, training: Training, collected: Collected, staging: str) -> None:
+    def _run_save_hooks(self, training: CheckpointContents, collected: RankState, staging: str) -> None:
         """Hooks see whole weights, and what they leave of them is what is saved."""
         with together(self._communicator):
             states: list[dict[str, Any]] = [model.state_dict() for model in training.models]
@@ -180,9 +180,9 @@ class Checkpointer:
 
     def _files(
         self,
-        plan: Plan,
+        plan: SavePlan,
         tensors: Mapping[str, torch.Tensor],
-        collected: Collected,
+        collected: RankState,
         members: Members,
         described: Mapping[str, Any],
     ) -> Snapshot:
@@ -202,7 +202,7 @@ class Checkpointer:
         )
         return Snapshot(files, documents, saved)
 
-    def _check_room(self, plan: Plan, target: Target, members: Members) -> None:
+    def _check_room(self, plan: SavePlan, target: Target, members: Members) -> None:
         free = target.store.free_bytes(target.directory) if members.is_first else None
         needed = plan.nbytes
         if free is not None and free < needed:
@@ -213,7 +213,7 @@ class Checkpointer:
 
     # Load -------------------------------------------------------------------------------------------
 
-    def load(self, input_dir: str | os.PathLike[str] | None, training: Training) -> str:
+    def load(self, input_dir: str | os.PathLike[str] | None, training: CheckpointContents) -> str:
         """Restore the newest checkpoint that is whole, or the given one, and return its directory.
 
         All ranks look at everything before anything is changed.
@@ -277,7 +277,7 @@ class Checkpointer:
         with store.local_copy(directory, share, self._communicator) as folder:
             yield folder
 
-    def _restore(self, directory: str, training: Training) -> None:
+    def _restore(self, directory: str, training: CheckpointContents) -> None:
         with together(self._communicator):
             checkpoint = Checkpoint(directory)
             models: list[nn.Module] = list(training.models)

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.checkpoint.format.index import Index, Piece, TensorEntry
+from lockstep.checkpoint.format.index import ChunkMetadata, Index, TensorEntry
 from lockstep.comm.dtensor import boxes_of, is_dtensor, local
-from lockstep.comm.layout import Box
+from lockstep.comm.layout import ShardRegion
 from lockstep.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Read:
+class ReadItem:
     """Copy ``lengths`` elements from ``offsets`` on of ``key`` in ``file`` into ``into``, a view of this shape."""
 
     file: str
@@ -29,7 +29,7 @@ class Read:
     name: str
 
 
-def reads(places: Mapping[str, torch.Tensor], index: Index) -> list[Read]:
+def reads(places: Mapping[str, torch.Tensor], index: Index) -> list[ReadItem]:
     """What must be read to fill ``places``, whole tensors or DTensors of which each rank holds its part.
 
     Raises:
@@ -38,9 +38,9 @@ def reads(places: Mapping[str, torch.Tensor], index: Index) -> list[Read]:
     return reads_as({name: (name, place) for name, place in places.items()}, index)
 
 
-def reads_as(places: Mapping[str, tuple[str, torch.Tensor]], index: Index) -> list[Read]:
+def reads_as(places: Mapping[str, tuple[str, torch.Tensor]], index: Index) -> list[ReadItem]:
     """As ``reads``, of places that are known by other names than the tensors, which stand first in the pairs."""
-    found: list[Read] = []
+    found: list[ReadItem] = []
     for name, (saved, tensor) in places.items():
         if saved not in index:
             raise CheckpointError(
@@ -78,7 +78,7 @@ class _Pieces:
             self._starts = [piece.offsets[dim] for piece in self._pieces]
             self._longest = max((piece.shape[dim] for piece in self._pieces), default=0)
 
-    def near(self, box: Box) -> Iterator[Piece]:
+    def near(self, box: ShardRegion) -> Iterator[ChunkMetadata]:
         """All pieces that may share elements with the box."""
         if self._dim is None:
             yield from self._pieces
@@ -89,7 +89,7 @@ class _Pieces:
         yield from self._pieces[first:last]
 
 
-def _read_of(piece: Piece, box: Box, part: torch.Tensor, name: str) -> Read | None:
+def _read_of(piece: ChunkMetadata, box: ShardRegion, part: torch.Tensor, name: str) -> ReadItem | None:
     """What of the piece belongs into the box of this rank's part; None if nothing does."""
     starts = tuple(map(max, box.offsets, piece.offsets))
     lengths = tuple(
@@ -104,7 +104,9 @@ def _read_of(piece: Piece, box: Box, part: torch.Tensor, name: str) -> Read | No
     inside = tuple(
         start - offset + place for start, offset, place in zip(starts, box.offsets, box.inside, strict=True)
     )
-    return Read(piece.file, piece.key, from_, lengths, Box(starts, lengths, inside).of(part), name)
+    return ReadItem(
+        piece.file, piece.key, from_, lengths, ShardRegion(starts, lengths, inside).of(part), name
+    )
 
 
 def empty_like(parameter: torch.Tensor, entry: TensorEntry) -> torch.Tensor:

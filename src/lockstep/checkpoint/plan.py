@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 
 from lockstep.checkpoint.format.digest import digest_of
-from lockstep.checkpoint.format.index import Index, Piece, TensorEntry, index_to_bytes, overlap
+from lockstep.checkpoint.format.index import ChunkMetadata, Index, TensorEntry, index_to_bytes, overlap
 from lockstep.checkpoint.format.tensorfile import dtype_name, free_key
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import boxes_of, is_dtensor, local
-from lockstep.comm.layout import Box, whole_box
+from lockstep.comm.layout import ShardRegion, whole_box
 from lockstep.errors import CheckpointError
 
 SMALLEST_PART_BYTES, LARGEST_PART_BYTES, PARTS = 64 << 20, 4 << 30, 4
@@ -30,21 +30,21 @@ Files = dict[str, dict[str, str]]
 """For each file of this rank the names of tensors, a piece of which is in it, by their keys there."""
 
 
-class Held(NamedTuple):
+class LocalShards(NamedTuple):
     """What one rank holds of a tensor; ``is_own``: copies may differ, and the first rank's is the one to write."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    boxes: list[Box]
+    boxes: list[ShardRegion]
     is_own: bool
 
 
-class Item(NamedTuple):
+class WriteItem(NamedTuple):
     """A piece that a rank writes."""
 
-    held: Held
-    box: Box
+    held: LocalShards
+    box: ShardRegion
 
     @property
     def nbytes(self) -> int:
@@ -52,12 +52,12 @@ class Item(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """``index`` tells of all tensors of all ranks, ``mine`` which files this rank writes, ``boxes`` what is in them."""
 
     index: Index
     mine: Files
-    boxes: dict[tuple[str, str], Box] = field(default_factory=dict)
+    boxes: dict[tuple[str, str], ShardRegion] = field(default_factory=dict)
 
     @cached_property
     def index_content(self) -> bytes:
@@ -77,12 +77,12 @@ class Plan:
         return found
 
 
-class Planner:
+class SavePlanner:
     """Makes plans, collectively, and keeps the last one, as states of one run mostly look alike."""
 
     def __init__(self) -> None:
         self._looks: list[str] = []
-        self._plan: Plan | None = None
+        self._plan: SavePlan | None = None
 
     def plan(
         self,
@@ -91,7 +91,7 @@ class Planner:
         ranks: list[int],
         communicator: Communicator,
         own: Collection[str] = (),
-    ) -> Plan:
+    ) -> SavePlan:
         """The plan of this ``rank`` among ``ranks``, those that write one directory together.
 
         Every rank of the communicator calls it. Of tensors whose copies may differ (``own``), the copy of the first
@@ -126,17 +126,17 @@ def _spread(tensor: torch.Tensor) -> tuple[str, ...]:
     return str(tensor.placements), str(tuple(mesh.shape)), str(mesh.get_coordinate())  # type: ignore[attr-defined]
 
 
-def _held(name: str, tensor: torch.Tensor, is_own: bool) -> Held:
+def _held(name: str, tensor: torch.Tensor, is_own: bool) -> LocalShards:
     # One empty piece says that there is a tensor without elements.
     found = boxes_of(tensor) if tensor.numel() else [whole_box(tensor.shape)]
-    return Held(name, tensor.dtype, tuple(tensor.shape), found, is_own)
+    return LocalShards(name, tensor.dtype, tuple(tensor.shape), found, is_own)
 
 
-def _global_plan(held: list[list[Held]], rank: int, ranks: list[int]) -> Plan:
+def _global_plan(held: list[list[LocalShards]], rank: int, ranks: list[int]) -> SavePlan:
     _refuse_different(held, ranks)
     index: Index = {}
     mine: Files = {}
-    boxes: dict[tuple[str, str], Box] = {}
+    boxes: dict[tuple[str, str], ShardRegion] = {}
     for writer, items in zip(ranks, _dealt(held), strict=True):
         for file, of_file in _into_files(items, writer).items():
             taken: set[str] = set()
@@ -148,19 +148,19 @@ def _global_plan(held: list[list[Held]], rank: int, ranks: list[int]) -> Plan:
                     mine.setdefault(file, {})[piece.key] = item.held.name
                     boxes[piece.file, piece.key] = item.box
     _refuse_incomplete(index)
-    return Plan(index, mine, boxes)
+    return SavePlan(index, mine, boxes)
 
 
-def _dealt(held: list[list[Held]]) -> list[list[Item]]:
+def _dealt(held: list[list[LocalShards]]) -> list[list[WriteItem]]:
     """What each rank writes: of the ranks that hold the same box, that with the fewest bytes so far."""
-    holders: dict[tuple[object, ...], list[tuple[int, Item]]] = {}
+    holders: dict[tuple[object, ...], list[tuple[int, WriteItem]]] = {}
     for number, of_rank in enumerate(held):
         for one in of_rank:
             for box in one.boxes:
                 found = holders.setdefault((one.name, box.offsets, box.shape), [])
                 if not (one.is_own and found):
-                    found.append((number, Item(one, box)))
-    items: list[list[Item]] = [[] for _ in held]
+                    found.append((number, WriteItem(one, box)))
+    items: list[list[WriteItem]] = [[] for _ in held]
     sizes = [0] * len(held)
     for candidates in holders.values():
         number, item = min(candidates, key=lambda candidate: sizes[candidate[0]])
@@ -169,7 +169,7 @@ def _dealt(held: list[list[Held]]) -> list[list[Item]]:
     return items
 
 
-def _refuse_different(held: list[list[Held]], ranks: list[int]) -> None:
+def _refuse_different(held: list[list[LocalShards]], ranks: list[int]) -> None:
     """Raise CheckpointError where ranks hold tensors of different shapes or dtypes under one name."""
     seen: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
     for rank, of_rank in zip(ranks, held, strict=True):
@@ -193,7 +193,7 @@ def _refuse_incomplete(index: Index) -> None:
             )
 
 
-def _add_piece(index: Index, item: Item, piece: Piece) -> None:
+def _add_piece(index: Index, item: WriteItem, piece: ChunkMetadata) -> None:
     name, dtype, shape, *_ = item.held
     if name not in index:
         said = dtype_name(torch.empty(0, dtype=dtype), name)
@@ -201,9 +201,9 @@ def _add_piece(index: Index, item: Item, piece: Piece) -> None:
     index[name].pieces.append(piece)
 
 
-def _into_files(items: list[Item], rank: int) -> dict[str, list[Item]]:
+def _into_files(items: list[WriteItem], rank: int) -> dict[str, list[WriteItem]]:
     """The items by file: models apart from the rest, in parts that can be written at the same time."""
-    groups: dict[str, list[Item]] = {}
+    groups: dict[str, list[WriteItem]] = {}
     for item in items:
         groups.setdefault(group_of(item.held.name), []).append(item)
     total = sum(item.nbytes for item in items)
@@ -217,8 +217,8 @@ def _into_files(items: list[Item], rank: int) -> dict[str, list[Item]]:
     return files
 
 
-def _parts(items: list[Item], limit: int) -> list[list[Item]]:
-    parts: list[list[Item]] = [[]]
+def _parts(items: list[WriteItem], limit: int) -> list[list[WriteItem]]:
+    parts: list[list[WriteItem]] = [[]]
     size = 0
     for item in items:
         if parts[-1] and size + item.nbytes > limit:
@@ -237,9 +237,9 @@ def group_of(name: str) -> str:
     return "model" if match[1] == "0" else f"model_{match[1]}"
 
 
-def _piece_of(item: Item, file: str, taken: Collection[str]) -> Piece:
+def _piece_of(item: WriteItem, file: str, taken: Collection[str]) -> ChunkMetadata:
     name, (offsets, shape, _) = item.held.name, item.box
     key = name if file.startswith("state") else name.split(".", 2)[2]
     if shape != item.held.shape:
         key += "@" + "x".join(str(offset) for offset in offsets)
-    return Piece(file=file, key=free_key(key, taken), offsets=offsets, shape=shape)
+    return ChunkMetadata(file=file, key=free_key(key, taken), offsets=offsets, shape=shape)

@@ -13,7 +13,7 @@ from lockstep.checkpoint.format.index import Index, index_from_bytes
 from lockstep.checkpoint.format.json_text import LARGEST_JSON_BYTES, checked, parse_json
 from lockstep.checkpoint.format.names import MANIFEST
 from lockstep.checkpoint.format.tensorfile import TensorReader
-from lockstep.checkpoint.pieces import Read, reads
+from lockstep.checkpoint.pieces import ReadItem, reads
 from lockstep.checkpoint.store.local import LocalStore
 from lockstep.checkpoint.store.verify import in_parallel, read_manifest, root_of
 from lockstep.errors import CheckpointError
@@ -57,7 +57,7 @@ class Checkpoint:
         self.check(planned)
         self.read(planned)
 
-    def check(self, planned: Iterable[Read]) -> None:
+    def check(self, planned: Iterable[ReadItem]) -> None:
         """Raise CheckpointError unless the files hold, under each key, the dtype and shape that the index says."""
         keys_of: dict[str, set[str]] = {}
         for one in planned:
@@ -76,9 +76,9 @@ class Checkpoint:
         in_parallel(check_file, keys_of)
 
     @torch.no_grad()
-    def read(self, planned: Iterable[Read]) -> None:
+    def read(self, planned: Iterable[ReadItem]) -> None:
         """Do what ``plan.reads`` planned."""
-        by_file: dict[str, list[Read]] = {}
+        by_file: dict[str, list[ReadItem]] = {}
         for one in planned:
             by_file.setdefault(one.file, []).append(one)
 

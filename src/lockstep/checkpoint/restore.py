@@ -12,11 +12,11 @@ from torch import nn
 from lockstep.checkpoint.checks import check_buffers, check_rng, check_scaler, check_scheduler
 from lockstep.checkpoint.format.codec import encode
 from lockstep.checkpoint.parameters import OptimizerPlaces, ParameterNames
-from lockstep.checkpoint.pieces import Read, reads, reads_as
+from lockstep.checkpoint.pieces import ReadItem, reads, reads_as
 from lockstep.checkpoint.read import Checkpoint
 from lockstep.checkpoint.sources import Sources
 from lockstep.checkpoint.state import is_extra, place_of
-from lockstep.checkpoint.training import Training
+from lockstep.checkpoint.training import CheckpointContents
 from lockstep.checkpoint.trial import try_scheduler
 from lockstep.checkpoint.union import Everywhere
 from lockstep.checkpoint.window import decoded, plan_window
@@ -31,7 +31,7 @@ class Restoration:
 
     checkpoint: Checkpoint
     left: list[str] = field(default_factory=list)
-    reads: list[Read] = field(default_factory=list)
+    reads: list[ReadItem] = field(default_factory=list)
     models: list[tuple[int, nn.Module, dict[str, Any]]] = field(default_factory=list)
     loaders: list[tuple[Any, Any]] = field(default_factory=list)
     states: list[tuple[Any, Any]] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Restoration:
 
 def plan_restoration(
     checkpoint: Checkpoint,
-    training: Training,
+    training: CheckpointContents,
     models: list[nn.Module],
     rank: int,
     world_size: int,
@@ -158,7 +158,7 @@ def _load(item: Any, state: Any) -> None:
         ) from error
 
 
-def _check_contents(checkpoint: Checkpoint, state: dict[str, Any], training: Training) -> None:
+def _check_contents(checkpoint: Checkpoint, state: dict[str, Any], training: CheckpointContents) -> None:
     saved, mine = state.get("contents"), training.contents()
     if saved != mine:
         raise CheckpointError(
@@ -176,7 +176,7 @@ def _plan_model(
     model: nn.Module,
     number: int,
     saved_models: dict[str, Any],
-    training: Training,
+    training: CheckpointContents,
     everywhere: set[str],
 ) -> None:
     what = f"{plan.checkpoint.directory} does not fit {type(model).__name__}"

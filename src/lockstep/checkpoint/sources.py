@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from lockstep.checkpoint.read import Checkpoint
-from lockstep.checkpoint.training import Place
+from lockstep.checkpoint.training import DataCoordinates
 from lockstep.errors import CheckpointError
 
 
@@ -23,12 +23,14 @@ class Sources:
         CheckpointError: the checkpoint tells of places that no ranks can have.
     """
 
-    def __init__(self, checkpoint: Checkpoint, rank: int, world_size: int, place: Place | None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, rank: int, world_size: int, place: DataCoordinates | None
+    ) -> None:
         self._checkpoint = checkpoint
         self._saved = checkpoint.manifest.saved.world_size
         self._heads = {other: _head(checkpoint.of_rank(other)) for other in checkpoint.ranks}
         self._places = self._saved_places()
-        here = place or Place(rank, world_size, rank, world_size)
+        here = place or DataCoordinates(rank, world_size, rank, world_size)
         there = self._places.get(rank if rank in self._places else checkpoint.ranks[0])
         assert there is not None
         as_many = self._saved == world_size
@@ -66,11 +68,11 @@ class Sources:
         """The ranks that are looked at: all of this world, or of another those whose state is there."""
         return range(self._saved) if self.same_places else self._checkpoint.ranks
 
-    def _saved_places(self) -> dict[int, Place]:
+    def _saved_places(self) -> dict[int, DataCoordinates]:
         first, *others = self._checkpoint.ranks
         place = _read(self._heads[first], self._checkpoint.root)
         if place is None:
-            return {rank: Place(rank, self._saved, rank, self._saved) for rank in (first, *others)}
+            return {rank: DataCoordinates(rank, self._saved, rank, self._saved) for rank in (first, *others)}
         places = {first: place}
         for rank in others:
             found = _read(self._heads[rank], self._checkpoint.root)
@@ -95,14 +97,14 @@ def _head(document: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read(document: Mapping[str, Any], what: str) -> Place | None:
+def _read(document: Mapping[str, Any], what: str) -> DataCoordinates | None:
     found = document.get("place")
     if found is None:
         return None
-    names = [one.name for one in fields(Place)]
+    names = [one.name for one in fields(DataCoordinates)]
     fits = isinstance(found, dict) and sorted(found) == sorted(names)
     if fits and all(type(number) is int and 0 <= number < 2**17 for number in found.values()):
-        place = Place(**found)
+        place = DataCoordinates(**found)
         if place.data_rank < place.data_size and place.gradient_rank < place.gradient_size:
             return place
     raise CheckpointError(f"{what} has {str(found)[:80]} as a rank's place. Load another checkpoint.")

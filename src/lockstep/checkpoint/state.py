@@ -21,7 +21,7 @@ from lockstep.checkpoint.format.codec import encode, tensor_names
 from lockstep.checkpoint.format.digest import Digest
 from lockstep.checkpoint.format.tensorfile import dtype_name
 from lockstep.checkpoint.parameters import ParameterNames, encode_optimizer
-from lockstep.checkpoint.training import Training
+from lockstep.checkpoint.training import CheckpointContents
 from lockstep.comm.collectives import as_bytes
 from lockstep.comm.dtensor import boxes_of, is_dtensor, local
 from lockstep.errors import UsageError
@@ -33,12 +33,12 @@ COMMON, OF_RANK = ("scheduler", "scaler"), ("loader", "object", "window")
 
 
 @dataclass
-class Collected:
+class RankState:
     """A run's state on one rank.
 
     ``tensors`` are common to all ranks that have them, ``of_first`` those that only the first of these may write,
-    ``of_rank`` this rank's own. ``shared`` are in objects of each rank, which may hold the same, until ``part_ways``
-    divides them. ``state`` and ``own`` are the documents of all ranks and of this one.
+    ``of_rank`` this rank's own. ``shared`` are in objects of each rank, which may hold the same, until
+    ``split_divergent_state`` divides them. ``state`` and ``own`` are the documents of all ranks and of this one.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -62,13 +62,13 @@ class Collected:
             self.state["models"][str(number)] = collect_weights(weights, set(), number, self)
 
 
-def collect(training: Training, rank: int) -> Collected:
+def collect(training: CheckpointContents, rank: int) -> RankState:
     """The state of the run on this rank; tensors are not copied.
 
     Raises:
         UsageError: a state holds what no checkpoint can.
     """
-    found = Collected(ties={number: whole.ties for number, whole in training.whole.items()})
+    found = RankState(ties={number: whole.ties for number, whole in training.whole.items()})
     found.state = {"contents": training.contents(), "models": {}}
     for i, model in enumerate(training.models):
         found.state["models"][str(i)] = _collect_model(model, i, found)
@@ -99,7 +99,7 @@ def collect(training: Training, rank: int) -> Collected:
     return found
 
 
-def _collect_of_rank(item: Any, name: str, rank: int, found: Collected) -> Any:
+def _collect_of_rank(item: Any, name: str, rank: int, found: RankState) -> Any:
     tensors: dict[str, torch.Tensor] = {}
     document = encode(item.state_dict(), tensors, name)
     is_window = name.startswith("window.")
@@ -121,13 +121,13 @@ def _collect_of_rank(item: Any, name: str, rank: int, found: Collected) -> Any:
     return rename_tensors(document, names)
 
 
-def _collect_model(model: nn.Module, number: int, found: Collected) -> dict[str, Any]:
+def _collect_model(model: nn.Module, number: int, found: RankState) -> dict[str, Any]:
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return collect_weights(model.state_dict(), parameters, number, found)
 
 
 def collect_weights(
-    weights: dict[str, Any], parameters: set[str], number: int, found: Collected
+    weights: dict[str, Any], parameters: set[str], number: int, found: RankState
 ) -> dict[str, Any]:
     """Names of tied weights by the first name of each, and what is no tensor, as JSON."""
     first_names: dict[Any, str] = {}
@@ -161,12 +161,14 @@ def place_of(tensor: torch.Tensor) -> Any:
     return torch_tensors.storage_key(part), part.storage_offset(), tensor.shape, part.stride(), part.dtype
 
 
-def digests_of(found: Collected) -> dict[str, str]:
+def digests_of(found: RankState) -> dict[str, str]:
     """Digests of what ranks may hold the same or not: buffers, and tensors of registered objects."""
     return {name: _digest_of(tensor) for name, tensor in (found.of_first | found.shared).items()}
 
 
-def part_ways(found: Collected, digests: list[dict[str, str]], rank: int, ranks: list[int]) -> None:
+def split_divergent_state(
+    found: RankState, digests: list[dict[str, str]], rank: int, ranks: list[int]
+) -> None:
     """Give this rank tensors of its own where they differ from those of the first of ``ranks``.
 
     Buffers that it does not have, as its blocks are others, are compared with those of the first rank that has them.

@@ -19,7 +19,7 @@ from lockstep.errors import CheckpointError, NoCheckpointError
 
 
 @dataclass
-class Group:
+class SummaryGroup:
     """Tensors of one object of the run: how many there are, their elements, and bytes by dtype."""
 
     name: str
@@ -42,11 +42,11 @@ class Summary:
     contents: dict[str, int]
 
     @property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[SummaryGroup]:
         """The tensors by what they belong to, in the order of the run's objects."""
-        groups: dict[str, Group] = {}
+        groups: dict[str, SummaryGroup] = {}
         for name, entry in sorted(self.index.items(), key=lambda item: _natural(item[0])):
-            group = groups.setdefault(_owner(name), Group(_owner(name)))
+            group = groups.setdefault(_owner(name), SummaryGroup(_owner(name)))
             group.tensors += 1
             group.elements += math.prod(entry.shape)
             group.bytes_by_dtype[entry.dtype] = group.bytes_by_dtype.get(entry.dtype, 0) + entry.nbytes

@@ -34,7 +34,7 @@ class Hooks:
 
 
 @dataclass(frozen=True)
-class Place:
+class DataCoordinates:
     """What a rank's own state belongs to: its number among those with batches of their own, and among those whose
     gradients are averaged.
 
@@ -49,7 +49,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Whole:
+class FullModelSpec:
     """A model before its blocks went to several ranks.
 
     ``names`` are those in its ``state_dict``, in order; ``ties`` the first name of each weight that has several, by
@@ -74,11 +74,11 @@ def ties_of(model: nn.Module) -> dict[str, str]:
     return {name: first for name, first in names if first != name}
 
 
-NO_TIES = Whole((), {})
+NO_TIES = FullModelSpec((), {})
 
 
 @dataclass
-class Training:
+class CheckpointContents:
     """What a checkpoint holds. ``models`` are unwrapped; ``parts`` have ``state_dict``/``load_state_dict``, by kind.
 
     Models of which each rank has some blocks only list those; ``whole`` tells of such a model by its number.
@@ -87,10 +87,10 @@ class Training:
 
     models: list[nn.Module]
     parts: dict[str, list[Any]]
-    place: Place | None = None
-    whole: Mapping[int, Whole] = field(default_factory=dict)
+    place: DataCoordinates | None = None
+    whole: Mapping[int, FullModelSpec] = field(default_factory=dict)
 
-    def whole_of(self, number: int) -> Whole:
+    def whole_of(self, number: int) -> FullModelSpec:
         """What is known of a model's other ranks."""
         return self.whole.get(number, NO_TIES)
 
@@ -100,7 +100,7 @@ class Training:
             for i, item in enumerate(self.parts.get(kind, ())):
                 yield f"{kind}.{i}", item
 
-    def only(self, kinds: Collection[str]) -> Training:
+    def only(self, kinds: Collection[str]) -> CheckpointContents:
         """The models, and the parts of these kinds."""
         return replace(self, parts={kind: items for kind, items in self.parts.items() if kind in kinds})
 

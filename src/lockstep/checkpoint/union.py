@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.checkpoint.format.digest import digest_of
 from lockstep.checkpoint.format.json_text import canonical
 from lockstep.checkpoint.parameters import ParameterNames
-from lockstep.checkpoint.training import Training
+from lockstep.checkpoint.training import CheckpointContents
 from lockstep.comm.collectives import Communicator
 from lockstep.errors import CheckpointError, UsageError
 
@@ -26,7 +26,7 @@ def gather_documents(document: Any, communicator: Communicator) -> list[Any]:
     return [sent[first[digest]] for digest in digests]
 
 
-def joined_state(documents: list[dict[str, Any]], training: Training) -> dict[str, Any]:
+def joined_state(documents: list[dict[str, Any]], training: CheckpointContents) -> dict[str, Any]:
     """state.json of all ranks: where several tell of the same, the first one's is taken.
 
     Raises:
@@ -48,7 +48,7 @@ def joined_state(documents: list[dict[str, Any]], training: Training) -> dict[st
     return state
 
 
-def refuse_untold(training: Training, state: Mapping[str, Any], names: Collection[str]) -> None:
+def refuse_untold(training: CheckpointContents, state: Mapping[str, Any], names: Collection[str]) -> None:
     """Raise CheckpointError if a tensor of a model that is spread by blocks is held by no rank."""
     for number, whole in training.whole.items():
         told = state["models"].get(str(number))
@@ -71,7 +71,7 @@ class Everywhere:
     optimizers: dict[str, list[list[str]]]
 
 
-def names_here(training: Training) -> dict[str, Any]:
+def names_here(training: CheckpointContents) -> dict[str, Any]:
     """This rank's part of ``Everywhere``, as JSON."""
     names = ParameterNames(training.models, {i: whole.ties for i, whole in training.whole.items()})
     return {
@@ -100,7 +100,7 @@ def _distinct(documents: list[Any]) -> list[Any]:
     return list({id(document): document for document in documents}.values())
 
 
-def _order(training: Training) -> dict[str, int]:
+def _order(training: CheckpointContents) -> dict[str, int]:
     """The places of parameters in whole models."""
     names = (f"{i}.{name}" for i, whole in sorted(training.whole.items()) for name in whole.names)
     return {name: place for place, name in enumerate(names)}

@@ -31,7 +31,7 @@ class LeafSpec:
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """One rank's call of one collective: operation with its arguments, and the leaves by path."""
 
     operation: str
@@ -43,7 +43,7 @@ class Call:
         text = repr((self.operation, sorted((path, str(spec)) for path, spec in self.leaves.items())))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
-    def at(self, line: str) -> Call:
+    def at(self, line: str) -> CollectiveCall:
         return replace(self, line=line)
 
 
@@ -73,7 +73,7 @@ def tensors_only(operation: str, found: dict[str, Any], instead: str) -> TypeErr
     return None
 
 
-def check_same(calls: list[Call], free_dim: int | None, any_shape: bool) -> None:
+def check_same(calls: list[CollectiveCall], free_dim: int | None, any_shape: bool) -> None:
     """Compare the calls of all ranks; each rank does so with the same list.
 
     ``free_dim`` may differ in size; with ``any_shape`` only the number of dims must be equal.

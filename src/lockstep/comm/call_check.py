@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.call_record import CheckedCall, Record, checked_call, splits_fit, tensors_in
+from lockstep.comm.call_record import CallRecord, CheckedCall, checked_call, splits_fit, tensors_in
 from lockstep.comm.call_signatures import SIGNATURES, Signature
 from lockstep.errors import CollectiveMismatchError
 from lockstep.torch_internals import c10d
@@ -236,12 +236,12 @@ class Meetings:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         return True
 
-    def records(self, number: int) -> dict[int, Record]:
+    def records(self, number: int) -> dict[int, CallRecord]:
         """Global rank -> its record, once all are there. How long that may take is for the hang watch to say."""
         values = [bytes(one) for one in self._store.multi_get(self._keys(number))]
         self._has_read(number)
         self._delete_until(min(struct.unpack(">q", one[:8])[0] for one in values))
-        return {rank: Record.of(one[8:]) for rank, one in zip(self.ranks, values, strict=True)}
+        return {rank: CallRecord.of(one[8:]) for rank, one in zip(self.ranks, values, strict=True)}
 
     def _has_read(self, number: int) -> None:
         self._read_early.add(number)
@@ -271,7 +271,7 @@ def store_of_its_own() -> Any:
     return own
 
 
-def mismatch(records: Mapping[int, Record]) -> CollectiveMismatchError:
+def mismatch(records: Mapping[int, CallRecord]) -> CollectiveMismatchError:
     names = {record.text.partition("(")[0] for record in records.values()}
     lines = "".join(f"\n  rank {rank}: {record.text}" for rank, record in records.items())
     if len(names) > 1:

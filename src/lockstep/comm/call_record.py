@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.agreement import Call, LeafSpec, describe
+from lockstep.comm.agreement import CollectiveCall, LeafSpec, describe
 from lockstep.comm.call_signatures import Signature
 
 RECORD_BYTES = 512
@@ -45,7 +45,7 @@ class CheckedCall:
         is_issued: It was compared only after it was issued.
     """
 
-    agreed: Call
+    agreed: CollectiveCall
     text: str
     splits: tuple[int, ...]
     group: str
@@ -73,7 +73,7 @@ class CheckedCall:
 
 
 @dataclass(frozen=True)
-class Record:
+class CallRecord:
     """What came from another rank."""
 
     digest: bytes
@@ -81,11 +81,11 @@ class Record:
     text: str
 
     @staticmethod
-    def of(data: bytes) -> Record:
+    def of(data: bytes) -> CallRecord:
         count = data[DIGEST_BYTES]
         end = DIGEST_BYTES + 1 + 8 * count
         splits = struct.unpack(f">{count}q", data[DIGEST_BYTES + 1 : end])
-        return Record(data[:DIGEST_BYTES], splits, data[end:].rstrip(b"\0").decode(errors="replace"))
+        return CallRecord(data[:DIGEST_BYTES], splits, data[end:].rstrip(b"\0").decode(errors="replace"))
 
 
 def checked_call(
@@ -105,7 +105,7 @@ def checked_call(
     source = tensors[-1:] if signature.exchanged or len(signature.tensors) > 1 else tensors[:1]
     line = line_shown(caller)
     return CheckedCall(
-        agreed=Call(operation, agreed_leaves(signature, given)),
+        agreed=CollectiveCall(operation, agreed_leaves(signature, given)),
         text=f"{text} ({line})",
         splits=all_to_all_splits(signature, given, group.size()),
         group=group.group_name,
@@ -162,7 +162,7 @@ def elements_per_rank(value: Any, splits: Any, size: int) -> list[int]:
     return [int(rows) * row for rows in splits]
 
 
-def splits_fit(records: Sequence[Record]) -> bool:
+def splits_fit(records: Sequence[CallRecord]) -> bool:
     """What each rank of an all-to-all sends to another is what that one takes from it."""
     size = len(records)
     if any(len(record.splits) != 2 * size for record in records):

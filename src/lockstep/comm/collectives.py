@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.agreement import Call, check_same, describe, line_of_user, tensors_only
+from lockstep.comm.agreement import CollectiveCall, check_same, describe, line_of_user, tensors_only
 from lockstep.comm.tree import leaves, map_leaves
 from lockstep.errors import (
     CheckpointError,
@@ -80,7 +80,9 @@ class Communicator:
         if self.world_size == 1:
             return tree
         found = leaves(tree)
-        call = Call("gather", {path: describe(leaf, at_least_1d=True) for path, leaf in found.items()})
+        call = CollectiveCall(
+            "gather", {path: describe(leaf, at_least_1d=True) for path, leaf in found.items()}
+        )
         calls = self._meet(call, tensors_only("gather", found, "gather_object"), free_dim=0)
         results = {}
         for path in sorted(found):  # dicts of ranks may have been filled in different orders
@@ -103,7 +105,7 @@ class Communicator:
             return tree
         found = leaves(tree)
         name = f"reduce(reduction={reduction!r}, scale={scale!r})"
-        call = Call(name, {path: describe(leaf) for path, leaf in found.items()})
+        call = CollectiveCall(name, {path: describe(leaf) for path, leaf in found.items()})
         self._meet(call, tensors_only("reduce", found, "gather_object"))
         results = {path: self._reduce_tensor(found[path], reduction, scale) for path in sorted(found)}
         return map_leaves(lambda path, _: results[path], tree)
@@ -114,7 +116,7 @@ class Communicator:
             return tree
         self._check_rank(from_process)
         found = leaves(tree)
-        call = Call(
+        call = CollectiveCall(
             f"broadcast(from_process={from_process})", {p: describe(leaf) for p, leaf in found.items()}
         )
         self._meet(call, tensors_only("broadcast", found, "broadcast_object_list"))
@@ -138,7 +140,9 @@ class Communicator:
         if self.world_size == 1:
             return tree
         found = leaves(tree)
-        call = Call(f"pad_across_processes(dim={dim})", {p: describe(leaf) for p, leaf in found.items()})
+        call = CollectiveCall(
+            f"pad_across_processes(dim={dim})", {p: describe(leaf) for p, leaf in found.items()}
+        )
         problem = tensors_only("pad_across_processes", found, "gather_object")
         calls = self._meet(call, problem, any_shape=True)
 
@@ -166,7 +170,7 @@ class Communicator:
         if self.world_size == 1:
             return values
         payload, problem = pickled(values, "gather_object")
-        self._meet(Call("gather_object"), problem)
+        self._meet(CollectiveCall("gather_object"), problem)
         payloads: list[Any] = [None] * self.world_size
         dist.all_gather_object(payloads, payload, group=self._group)
         return [one for other in payloads for one in pickle.loads(other)]
@@ -181,7 +185,7 @@ class Communicator:
         if self.runtime.rank == from_process:
             payload, problem = pickled(values, "broadcast_object_list")
         name = f"broadcast_object_list(list of {len(values)}, from_process={from_process})"
-        self._meet(Call(name), problem)
+        self._meet(CollectiveCall(name), problem)
         box: list[Any] = [payload]
         dist.broadcast_object_list(
             box, group=self._group, group_src=from_process, device=self.runtime.control_device
@@ -193,7 +197,7 @@ class Communicator:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.world_size > 1:
-            self._meet(Call("barrier"))
+            self._meet(CollectiveCall("barrier"))
 
     def agree(self, error: Exception | None = None) -> None:
         """Fail together: where any rank passes an exception, every rank raises.
@@ -204,17 +208,17 @@ class Communicator:
                 other's class if that is one of ``CAUGHT``.
         """
         if self.world_size > 1:
-            self._meet(Call("agree"), error)
+            self._meet(CollectiveCall("agree"), error)
         elif error is not None:
             raise error
 
     def _meet(
         self,
-        call: Call,
+        call: CollectiveCall,
         error: Exception | None = None,
         free_dim: int | None = None,
         any_shape: bool = False,
-    ) -> list[Call]:
+    ) -> list[CollectiveCall]:
         """Wait for all ranks and return their calls, once it is clear that they belong together."""
         if self.world_size == 1:
             if error is not None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.collectives import all_gather_into_tensor, as_bytes
-from lockstep.comm.layout import Box, boxes, dim_of, is_partial, is_plain, local_shape, whole_box
+from lockstep.comm.layout import ShardRegion, boxes, dim_of, is_partial, is_plain, local_shape, whole_box
 from lockstep.comm.tree import map_tensors
 from lockstep.errors import UsageError
 from lockstep.torch_internals import tensors as torch_tensors
@@ -98,7 +98,7 @@ def _gathered(part: torch.Tensor, shape: Sequence[int], mesh: Any, placements: S
     return full
 
 
-def boxes_of(tensor: torch.Tensor) -> list[Box]:
+def boxes_of(tensor: torch.Tensor) -> list[ShardRegion]:
     """What this rank holds of a tensor: all of it, unless it is a DTensor.
 
     Raises:

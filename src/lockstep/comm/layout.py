@@ -21,7 +21,7 @@ Range = tuple[int, int]
 """First index, and how many."""
 
 
-class Box(NamedTuple):
+class ShardRegion(NamedTuple):
     """``shape`` elements of a tensor from ``offsets`` on, which a rank has from ``inside`` on in its local part."""
 
     offsets: tuple[int, ...]
@@ -48,19 +48,19 @@ def is_partial(placement: Any) -> bool:
     return bool(placement.is_partial())
 
 
-def whole_box(shape: Sequence[int]) -> Box:
+def whole_box(shape: Sequence[int]) -> ShardRegion:
     """All of a tensor, held whole."""
     zeros = (0,) * len(shape)
-    return Box(zeros, tuple(shape), zeros)
+    return ShardRegion(zeros, tuple(shape), zeros)
 
 
 def boxes(
     shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Any], coordinate: Sequence[int]
-) -> list[Box]:
+) -> list[ShardRegion]:
     """What the rank at ``coordinate`` of the mesh holds, in boxes that together are its local part; none is empty."""
     ranges = held(shape, mesh_shape, placements, coordinate)
     return [
-        Box(
+        ShardRegion(
             tuple(start for _, (start, _) in chosen),
             tuple(count for _, (_, count) in chosen),
             tuple(inside for inside, _ in chosen),

@@ -21,7 +21,7 @@ from lockstep.torch_internals import c10d, dispatch
 
 
 @dataclass(frozen=True)
-class Record:
+class CollectiveRecord:
     """One collective on this rank. ``payload_bytes`` is the size of the full tensor: what is
     reduced, what is gathered in the end, what is scattered in the beginning."""
 
@@ -98,7 +98,7 @@ CALLED_BY_HOOKS = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_to
 class _Recorder(dispatch.TorchDispatchMode):
     """Appends a record per collective operator of the thread in which it is active."""
 
-    def __init__(self, records: list[Record]) -> None:
+    def __init__(self, records: list[CollectiveRecord]) -> None:
         super().__init__()
         self.records = records
 
@@ -124,7 +124,7 @@ class CommunicationLedger:
     """
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
+        self.records: list[CollectiveRecord] = []
         self._exits = ExitStack()
 
     def __enter__(self) -> CommunicationLedger:
@@ -172,13 +172,15 @@ class CommunicationLedger:
             lines.append(f"{name:<16}{counts}")
         return "\n".join(lines)
 
-    def _of(self, operation: str | None) -> list[Record]:
+    def _of(self, operation: str | None) -> list[CollectiveRecord]:
         if operation is not None and operation not in WIRE_SHARES:
             raise ValueError(f"operation is {operation!r}, but must be one of {', '.join(WIRE_SHARES)}.")
         return [one for one in self.records if operation is None or one.operation == operation]
 
 
-def record(func: Any, known: tuple[str, str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
+def record(
+    func: Any, known: tuple[str, str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> CollectiveRecord:
     operation, name, is_part = known
     names = dispatch.argument_names(func)
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -186,7 +188,7 @@ def record(func: Any, known: tuple[str, str, bool], args: tuple[Any, ...], kwarg
     tensors = list(tensors_in(given.get(name)))
     payload = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     dtype = tensors[0].dtype if tensors else None
-    return Record(operation, payload * size if is_part else payload, dtype, size)
+    return CollectiveRecord(operation, payload * size if is_part else payload, dtype, size)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 from lockstep.comm.collectives import Communicator, Reduction
 from lockstep.comm.ledger import CommunicationLedger
 from lockstep.comm.tree import leaves, map_tensors
-from lockstep.runtime.mesh import Meshes
+from lockstep.runtime.mesh import DeviceMeshes
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
 
@@ -80,7 +80,7 @@ class CollectiveMethods:
     """Methods that need the ranks of a run and what the step shares."""
 
     runtime: Runtime
-    meshes: Meshes
+    meshes: DeviceMeshes
     _communicator: Communicator
     _step: StepState
     _trigger: bool = False

@@ -9,7 +9,7 @@ from lockstep.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Axes:
+class ParallelDims:
     """The mesh pp x replicate x shard x cp x tp, outermost first: ranks that differ in tp alone are neighbours.
 
     A rank's data are those of its place on replicate x shard. ``ep`` ranks that share experts are neighbours among
@@ -43,7 +43,7 @@ class Axes:
         return rank // (self.cp * self.tp) % self.data
 
 
-def axes_of(parallel: Parallel, world_size: int) -> Axes:
+def axes_of(parallel: Parallel, world_size: int) -> ParallelDims:
     """The sizes for a world.
 
     Raises:
@@ -64,6 +64,6 @@ def axes_of(parallel: Parallel, world_size: int) -> Axes:
         )
     shard = parallel.shard_size(world_size)  # with cp, parameters are sharded over the sequence's ranks too
     if not parallel.shards:
-        return Axes(parallel.pp, data, 1, parallel.cp, parallel.tp, parallel.ep)
+        return ParallelDims(parallel.pp, data, 1, parallel.cp, parallel.tp, parallel.ep)
     replicate = parallel.replicate if world_size > 1 else 1
-    return Axes(parallel.pp, replicate, shard // parallel.cp, parallel.cp, parallel.tp, parallel.ep)
+    return ParallelDims(parallel.pp, replicate, shard // parallel.cp, parallel.cp, parallel.tp, parallel.ep)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 
-class Word(str, Enum):
+class StringEnum(str, Enum):
     """A string enum that compares and prints as its value."""
 
     def __str__(self) -> str:
@@ -17,7 +17,7 @@ class Word(str, Enum):
         return [member.value for member in cls]
 
 
-class DistributedType(Word):
+class DistributedType(StringEnum):
     """How the processes of a run work together."""
 
     NO = "NO"
@@ -37,7 +37,7 @@ class DistributedType(Word):
     MULTI_NEURON = "MULTI_NEURON"
 
 
-class PrecisionType(Word):
+class PrecisionType(StringEnum):
     """Values of ``mixed_precision``."""
 
     NO = "no"
@@ -45,7 +45,7 @@ class PrecisionType(Word):
     BF16 = "bf16"
 
 
-class Strategy(Word):
+class Strategy(StringEnum):
     """Ways of data parallel training that keep the whole model in each process."""
 
     AUTO = "auto"
@@ -53,7 +53,7 @@ class Strategy(Word):
     DATA_PARALLEL = "dataparallel"
 
 
-class Activation(Word):
+class Activation(StringEnum):
     """What of a block's activations is kept for backward.
 
     ``NONE``: all. ``FULL``: its inputs; the rest is computed again. ``SELECTIVE``: its inputs and the results
@@ -66,7 +66,7 @@ class Activation(Word):
     OFFLOAD = "offload"
 
 
-class Offload(Word):
+class Offload(StringEnum):
     """What of a training state rests outside of the device, and is brought there when it is needed.
 
     ``OPTIMIZER``: the optimizer's state. ``PARAMS``: parameters and gradients. ``ALL``: both.
@@ -78,7 +78,7 @@ class Offload(Word):
     ALL = "all"
 
 
-class Schedule(Word):
+class Schedule(StringEnum):
     """The order in which a pipeline's stages work on micro-batches, by the names of its papers.
 
     ``GPIPE``: Huang et al., NeurIPS 2019. ``1F1B``: Narayanan et al., SOSP 2019. ``INTERLEAVED``: Narayanan et
@@ -93,7 +93,7 @@ class Schedule(Word):
     DUALPIPEV = "dualpipev"
 
 
-class CPMethod(Word):
+class CPMethod(StringEnum):
     """How attention sees the whole sequence when each rank holds a part of it.
 
     ``RING``: keys and values travel around. ``ULYSSES``: each rank gets all of the sequence for some heads.
@@ -103,7 +103,7 @@ class CPMethod(Word):
     ULYSSES = "ulysses"
 
 
-class ReduceType(Word):
+class ReduceType(StringEnum):
     """Types in which gradients may be averaged."""
 
     FP32 = "fp32"
@@ -111,14 +111,14 @@ class ReduceType(Word):
     FP16 = "fp16"
 
 
-class QuantizedType(Word):
+class QuantizedType(StringEnum):
     """Integers that stand for blocks of numbers in a collective."""
 
     INT8 = "int8"
     INT4 = "int4"
 
 
-class LoggerType(Word):
+class LoggerType(StringEnum):
     """Values of ``log_with``."""
 
     ALL = "all"
@@ -134,7 +134,7 @@ class LoggerType(Word):
     SWANLAB = "swanlab"
 
 
-class RNGType(Word):
+class RNGType(StringEnum):
     """Random number generators that ``rng_types`` may name."""
 
     TORCH = "torch"
@@ -143,7 +143,7 @@ class RNGType(Word):
     GENERATOR = "generator"
 
 
-class DynamoBackend(Word):
+class DynamoBackend(StringEnum):
     """Backends of ``torch.compile`` by the names that scripts know; in lower case they are torch's."""
 
     NO = "NO"
@@ -162,12 +162,12 @@ class DynamoBackend(Word):
     HPU_BACKEND = "HPU_BACKEND"
 
 
-class ComputeEnvironment(Word):
+class ComputeEnvironment(StringEnum):
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
-class DDPCommunicationHookType(Word):
+class DDPCommunicationHookType(StringEnum):
     """Gradient compression of DDP's all-reduce (``torch.distributed.algorithms.ddp_comm_hooks``)."""
 
     NO = "no"

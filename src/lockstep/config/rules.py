@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lockstep.config.enums import Word
+from lockstep.config.enums import StringEnum
 from lockstep.config.values import FALSE_WORDS, SettingValue, shown, suggestion
 from lockstep.errors import ConfigError
 
@@ -59,7 +59,7 @@ Rule = Used | NoEffect | Refused | Detail
 Table = Mapping[str, "Rule | Table"]
 
 
-class Outcome(Word):
+class Outcome(StringEnum):
     """What became of a key."""
 
     USED = "used"

@@ -7,16 +7,18 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from lockstep.config.axes import Axes
+from lockstep.config.axes import ParallelDims
 from lockstep.config.handlers import DataLoaderConfiguration
+from lockstep.data.batch_sharding import ShardPlan
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.map_reader import sample_count
 from lockstep.data.order import find_distributed_sampler
-from lockstep.data.shard import ShardPlan
 from lockstep.errors import ConfigError, UsageError
 
 
-def decide(loader: DataLoader[Any], config: DataLoaderConfiguration, axes: Axes) -> tuple[ShardPlan, bool]:
+def decide(
+    loader: DataLoader[Any], config: DataLoaderConfiguration, axes: ParallelDims
+) -> tuple[ShardPlan, bool]:
     """How the loader is dealt, and whether rank 0 dispatches it. Raises UsageError or ConfigError if it cannot be."""
     check_loader(loader, axes.data)
     dispatch = should_dispatch(loader, config, axes)
@@ -58,7 +60,7 @@ def plan_for(loader: DataLoader[Any], config: DataLoaderConfiguration, world_siz
     return replace(plan, split_batches=config.split_batches)
 
 
-def should_dispatch(loader: DataLoader[Any], config: DataLoaderConfiguration, axes: Axes) -> bool:
+def should_dispatch(loader: DataLoader[Any], config: DataLoaderConfiguration, axes: ParallelDims) -> bool:
     """Streams are read once, because ranks that share one model need the same rows too."""
     if axes.data == 1 and not axes.splits_model:
         return False

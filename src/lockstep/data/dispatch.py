@@ -8,14 +8,17 @@ import torch
 
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.tree import leaves, map_tensors, send_to_device
-from lockstep.data.readers import Dealt, Rounds
+from lockstep.data.readers import GlobalBatches, ReadBatch
 from lockstep.errors import LockstepError
 
-# What rank 0 announces before each round: ("round", Dealt with a skeleton of the batches), ("end",) or ("error", text).
+# What rank 0 announces before each round: ("round", ReadBatch with a skeleton of the batches), ("end",) or
+# ("error", text).
 Announcement = tuple[Any, ...]
 
 
-def dispatched(source: Rounds | None, communicator: Communicator, rank: int, device: torch.device) -> Rounds:
+def dispatched(
+    source: GlobalBatches | None, communicator: Communicator, rank: int, device: torch.device
+) -> GlobalBatches:
     """Yield this rank's batch of each round, on ``device``.
 
     ``source`` is a reader for all ranks on rank 0 and None elsewhere. Every ``next`` is a collective
@@ -44,13 +47,13 @@ def dispatched(source: Rounds | None, communicator: Communicator, rank: int, dev
                 f"Rank 0, which reads the data for all ranks, failed with {announcement[1]}. "
                 "See the traceback of rank 0; dispatch_batches=False lets every rank read for itself."
             )
-        dealt: Dealt = announcement[1]
+        dealt: ReadBatch = announcement[1]
         parts = _share(parts, dealt.batches, communicator, device)
         yield dealt._replace(batches=[parts[rank]])
 
 
-def _next_round(source: Rounds, device: torch.device) -> tuple[list[Any], Announcement]:
-    following: Dealt | None = next(source, None)
+def _next_round(source: GlobalBatches, device: torch.device) -> tuple[list[Any], Announcement]:
+    following: ReadBatch | None = next(source, None)
     if following is None:
         return [], ("end",)
     parts = send_to_device(following.batches, device)

@@ -29,6 +29,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lockstep.data.batch_sharding import grouped
 from lockstep.data.order import is_cut_anew, one_batch, samplers_of, skip_batches
 from lockstep.data.rng import (
     Generators,
@@ -38,7 +39,6 @@ from lockstep.data.rng import (
     plain_states,
     states_of,
 )
-from lockstep.data.shard import grouped
 from lockstep.data.worker_states import WorkerStates
 from lockstep.errors import CheckpointError
 

@@ -11,13 +11,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from lockstep.comm.tree import send_to_device
+from lockstep.data.batch_sharding import ShardPlan
 from lockstep.data.drawn import Drawing, SavedDraws, SeedableRandomSampler, generators_of, of_samplers
 from lockstep.data.map_reader import MapReader
 from lockstep.data.order import announce_epoch
-from lockstep.data.position import Epochs, Iteration, Position, Setup, read_state, state_of
-from lockstep.data.readers import Begin, Reader, Rounds
+from lockstep.data.position import Epochs, Iteration, LoaderSetup, Position, read_state, state_of
+from lockstep.data.readers import Begin, GlobalBatches, Reader
 from lockstep.data.rng import Generators, PrivateDraws, States
-from lockstep.data.shard import ShardPlan
 from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.step import LoaderProgress, StepState
 
@@ -49,7 +49,7 @@ class LoaderParts:
     opaque: bool
     keeps_inner_state: bool
     reads: bool
-    dispatch: Callable[[Rounds | None], Rounds] | None
+    dispatch: Callable[[GlobalBatches | None], GlobalBatches] | None
     before_epoch: Callable[[], None]
     generators: Generators | None
     seedable: SeedableRandomSampler | None
@@ -271,9 +271,9 @@ class PreparedLoader(DataLoader[Any]):
         epochs.next, epochs.latest = position.epoch, None
         epochs.loaded = position if position.is_midway else None
 
-    def _setup(self) -> Setup:
+    def _setup(self) -> LoaderSetup:
         parts, plan = self._parts, self._parts.plan
-        return Setup(
+        return LoaderSetup(
             kind="map" if isinstance(parts.reader, MapReader) else "stream",
             world_size=plan.world_size,
             batch_size=None if parts.opaque else plan.batch_size,
@@ -292,7 +292,7 @@ class PreparedLoader(DataLoader[Any]):
         begin, iteration = self._epochs.begin(self._setup().streams)
         return self._iterate(self._source(begin, iteration), iteration)
 
-    def _iterate(self, source: Rounds, iteration: Iteration) -> Iterator[Any]:
+    def _iterate(self, source: GlobalBatches, iteration: Iteration) -> Iterator[Any]:
         self._parts.step.clock.batch_wanted()
         progress = LoaderProgress(loader=self)
         self._progress = progress
@@ -304,7 +304,9 @@ class PreparedLoader(DataLoader[Any]):
             # No reference cycle: workers of a loader that is collected late take seconds to end.
             progress.loader = None
 
-    def _batches(self, source: Rounds, progress: LoaderProgress, iteration: Iteration) -> Iterator[Any]:
+    def _batches(
+        self, source: GlobalBatches, progress: LoaderProgress, iteration: Iteration
+    ) -> Iterator[Any]:
         device, non_blocking = self._parts.device, self._parts.non_blocking
         number = 0
         try:
@@ -338,7 +340,7 @@ class PreparedLoader(DataLoader[Any]):
                 "accumulated up to its last batch. Give the sampler a __len__ that is exact, or none."
             )
 
-    def _source(self, begin: Position, iteration: Iteration) -> Rounds:
+    def _source(self, begin: Position, iteration: Iteration) -> GlobalBatches:
         parts = self._parts
         # What an uninterrupted run did at the beginning of the epoch is in the generators that were loaded.
         if not (begin.is_midway and begin.same_world):

@@ -13,22 +13,22 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from lockstep.data.arrival import SeededIndex
+from lockstep.data.batch_sharding import GlobalBatch, ShardPlan, rounds
 from lockstep.data.drawn import Drawing, DrawnOrder
 from lockstep.data.order import GlobalOrder
-from lockstep.data.position import Behind, nothing
-from lockstep.data.readers import Begin, Dealt, Rounds, measured, seed_workers
+from lockstep.data.position import Progress, nothing
+from lockstep.data.readers import Begin, GlobalBatches, ReadBatch, measured, seed_workers
 from lockstep.data.rng import States
-from lockstep.data.shard import Round, ShardPlan, rounds
 from lockstep.data.worker_states import FromWorker, TellingCollate, WorkerStates
 from lockstep.runtime.step import BatchCounts
 
 
-class Announced(NamedTuple):
-    """What is known of a round when its indices are dealt; see ``Dealt``."""
+class PendingBatch(NamedTuple):
+    """What is known of a round when its indices are dealt; see ``ReadBatch``."""
 
     counts: BatchCounts
     last: bool
-    behind: Behind | None
+    behind: Progress | None
     digest: int | None
 
 
@@ -47,7 +47,7 @@ class ShardedBatches(Sampler[Any]):
         self.ranks = tuple(ranks)
         self.workers = workers
         self.begin = Begin(order.seed, 0, nothing(1))
-        self.announced: deque[Announced] = deque()
+        self.announced: deque[PendingBatch] = deque()
         self.latest: DrawnBatches | None = None
         self.torch_seeds = False
         self.announces_epoch = True
@@ -83,7 +83,7 @@ class ShardedBatches(Sampler[Any]):
         self.latest = DrawnBatches(partial(self._drawn, order, begin, plan, self.announced))
         return self.latest
 
-    def _seeded(self, begin: Begin, plan: ShardPlan, announced: deque[Announced]) -> Iterator[Any]:
+    def _seeded(self, begin: Begin, plan: ShardPlan, announced: deque[PendingBatch]) -> Iterator[Any]:
         order = replace(self.order, seed=begin.seed)
         # A state of torchdata counts from where this dealing began.
         [samples] = begin.behind.samples if begin.inner is None else begin.behind.base
@@ -91,7 +91,7 @@ class ShardedBatches(Sampler[Any]):
         yield from self._dealt(rounds(later, plan, first), samples, begin, announced, None)
 
     def _drawn(
-        self, order: DrawnOrder, begin: Begin, plan: ShardPlan, announced: deque[Announced]
+        self, order: DrawnOrder, begin: Begin, plan: ShardPlan, announced: deque[PendingBatch]
     ) -> Iterator[Any]:
         [samples] = begin.behind.samples
         restored = self.restored
@@ -120,10 +120,10 @@ class ShardedBatches(Sampler[Any]):
 
     def _dealt(
         self,
-        dealt: Iterator[Round[Any]],
+        dealt: Iterator[GlobalBatch[Any]],
         samples: int,
         begin: Begin,
-        announced: deque[Announced],
+        announced: deque[PendingBatch],
         order: DrawnOrder | None,
     ) -> Iterator[Any]:
         for left_out in islice(dealt, begin.left_out):
@@ -136,15 +136,15 @@ class ShardedBatches(Sampler[Any]):
             parts = self._own_parts(this)
             if not parts:
                 continue
-            behind = None if is_over else Behind((samples,), base, (done,))
-            announced.append(Announced(this.counts, not coming, behind, digest))
+            behind = None if is_over else Progress((samples,), base, (done,))
+            announced.append(PendingBatch(this.counts, not coming, behind, digest))
             for rank, part in parts:
                 index = part[0] if self.order.opaque else part
                 yield self._for_worker(index, begin, start + sum(this.counts.rows[:rank]), done)
 
     def _with_ends(
-        self, dealt: Iterator[Round[Any]], samples: int, order: DrawnOrder | None
-    ) -> Iterator[tuple[Round[Any], bool, bool, int | None]]:
+        self, dealt: Iterator[GlobalBatch[Any]], samples: int, order: DrawnOrder | None
+    ) -> Iterator[tuple[GlobalBatch[Any], bool, bool, int | None]]:
         """Each round, whether the epoch is over with it, whether these ranks have a batch in the next one, a digest."""
         if order is not None and self.plan.world_size == 1 and order.is_over(samples) is not None:
             # To look ahead would draw what the next batch needs before this one is trained on.
@@ -169,7 +169,7 @@ class ShardedBatches(Sampler[Any]):
             return SeededIndex(index, (begin.seed, begin.epoch, place), epoch)
         return index if epoch is None else SeededIndex(index, None, epoch)
 
-    def _own_parts(self, dealt: Round[Any] | None) -> list[tuple[int, list[Any]]]:
+    def _own_parts(self, dealt: GlobalBatch[Any] | None) -> list[tuple[int, list[Any]]]:
         """Rank and rows, for those of ``ranks`` that have a batch in this round."""
         return (
             [] if dealt is None else [(rank, dealt.parts[rank]) for rank in self.ranks if dealt.parts[rank]]
@@ -232,7 +232,7 @@ class MapReader:
         self._are_made = False
         self._made_at: States | None = None
 
-    def read(self, begin: Begin) -> Rounds:
+    def read(self, begin: Begin) -> GlobalBatches:
         seed_workers(self.inner, begin, self.own)
         self.batches.begin = begin
         loaded = 0
@@ -243,7 +243,7 @@ class MapReader:
         source = iter(self.inner) if begin.drawing is None else self._begun(begin, begin.drawing)
         return self._dealt(source, self.batches.announced, loaded)
 
-    def _dealt(self, source: Iterator[Any], announced: deque[Announced], loaded: int) -> Rounds:
+    def _dealt(self, source: Iterator[Any], announced: deque[PendingBatch], loaded: int) -> GlobalBatches:
         width = len(self.batches.ranks)
         exact = self.has_position and not self.batches.order.opaque
         alone = self.batches.plan.world_size == 1
@@ -260,7 +260,7 @@ class MapReader:
             if not exact:
                 counts = measured(parts[0]) if alone else None
             inner = self.inner.state_dict() if self.keeps_inner_state else None  # type: ignore[attr-defined]
-            yield Dealt(parts, counts, last, behind, inner, digest)
+            yield ReadBatch(parts, counts, last, behind, inner, digest)
 
     # -- workers whose generators torch has seeded ---------------------------------------------------
 

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from lockstep.data.batch_sharding import grouped, later
 from lockstep.data.rng import draw_privately, epoch_generator, epoch_seed
-from lockstep.data.shard import grouped, later
 from lockstep.errors import CheckpointError
 
 # The attributes under which samplers hold other samplers.

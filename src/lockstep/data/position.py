@@ -10,7 +10,7 @@ from lockstep.data.drawn import Drawing, SavedDraws
 from lockstep.errors import CheckpointError
 
 
-class Behind(NamedTuple):
+class Progress(NamedTuple):
     """What the loop has behind it in an epoch: one number for each worker process of a stream, else one.
 
     ``samples`` have been dealt, out of the order or of the worker's stream. Dealing as it goes now began behind
@@ -22,25 +22,25 @@ class Behind(NamedTuple):
     rounds: tuple[int, ...] = (0,)
     turn: int = 0
 
-    def after(self, worker: int, samples: int) -> Behind:
+    def after(self, worker: int, samples: int) -> Progress:
         """One round of ``worker`` with so many samples later."""
         workers = len(self.samples)
-        return Behind(
+        return Progress(
             tuple(n + samples if i == worker else n for i, n in enumerate(self.samples)),
             self.base,
             tuple(n + 1 if i == worker else n for i, n in enumerate(self.rounds)),
             (worker + 1) % workers,
         )
 
-    def dealt_anew(self) -> Behind:
+    def dealt_anew(self) -> Progress:
         """The same samples, behind which another way of dealing begins."""
-        return Behind(self.samples, self.samples, tuple(0 for _ in self.rounds), self.turn)
+        return Progress(self.samples, self.samples, tuple(0 for _ in self.rounds), self.turn)
 
 
-def nothing(workers: int) -> Behind:
+def nothing(workers: int) -> Progress:
     """The beginning of an epoch that ``workers`` streams feed."""
     zeros = (0,) * max(1, workers)
-    return Behind(zeros, zeros, zeros)
+    return Progress(zeros, zeros, zeros)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Position:
     """
 
     epoch: int
-    behind: Behind
+    behind: Progress
     inner: dict[str, Any] | None = None
     same_world: bool = True
     drawing: Drawing | None = None
@@ -65,7 +65,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Setup:
+class LoaderSetup:
     """How a loader reads and deals, as far as positions depend on it.
 
     ``kind`` is ``"map"`` or ``"stream"``. ``dataset_size`` is None where the dataset has no length
@@ -92,7 +92,7 @@ class Iteration:
     """One pass of a loop. ``behind`` is None once the whole epoch is."""
 
     epoch: int
-    behind: Behind | None
+    behind: Progress | None
     inner: dict[str, Any] | None = None
     running: bool = True
     drawing: Drawing | None = None
@@ -144,7 +144,7 @@ class Epochs:
         return begin, self.latest
 
 
-def state_of(position: Position, seed: int, setup: Setup, draws: SavedDraws | None) -> dict[str, Any]:
+def state_of(position: Position, seed: int, setup: LoaderSetup, draws: SavedDraws | None) -> dict[str, Any]:
     """Plain values, tensors of generators, and torchdata's state: what ``read_state`` reads."""
     behind = position.behind
     state = {
@@ -180,7 +180,9 @@ FIELDS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def read_state(state: Any, here: Setup, keeps_inner_state: bool) -> tuple[Position, int, SavedDraws | None]:
+def read_state(
+    state: Any, here: LoaderSetup, keeps_inner_state: bool
+) -> tuple[Position, int, SavedDraws | None]:
     """The position that ``state`` gives a loader set up as ``here``, the seed of its order, and what it draws.
 
     Without draws the order is a function of the seed and the epoch: so it is always in states of version 0.1.
@@ -189,8 +191,8 @@ def read_state(state: Any, here: Setup, keeps_inner_state: bool) -> tuple[Positi
         CheckpointError: ``state`` is not one of ``state_of``, or of other data.
     """
     _check_fields(state)
-    saved = Setup(**{name: state[name] for name in Setup.__dataclass_fields__})
-    behind = Behind(tuple(state["samples"]), tuple(state["base"]), tuple(state["rounds"]), state["turn"])
+    saved = LoaderSetup(**{name: state[name] for name in LoaderSetup.__dataclass_fields__})
+    behind = Progress(tuple(state["samples"]), tuple(state["base"]), tuple(state["rounds"]), state["turn"])
     _check_consistent(behind, saved)
     _check_fits(behind, saved, here)
     same_dealing = replace(saved, num_workers=0) == replace(here, num_workers=0)
@@ -244,7 +246,7 @@ def _is_a(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
-def _check_consistent(behind: Behind, saved: Setup) -> None:
+def _check_consistent(behind: Progress, saved: LoaderSetup) -> None:
     lengths = {len(behind.samples), len(behind.base), len(behind.rounds)}
     problem = None
     if saved.kind not in ("map", "stream"):
@@ -263,7 +265,7 @@ def _check_consistent(behind: Behind, saved: Setup) -> None:
         )
 
 
-def _check_fits(behind: Behind, saved: Setup, here: Setup) -> None:
+def _check_fits(behind: Progress, saved: LoaderSetup, here: LoaderSetup) -> None:
     if saved.kind != here.kind:
         raise CheckpointError(
             f"The position was saved of a {_KINDS[saved.kind]} dataset, but this loader has a {_KINDS[here.kind]} one. "

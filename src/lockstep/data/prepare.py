@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.together import together
-from lockstep.config.axes import Axes
+from lockstep.config.axes import ParallelDims
 from lockstep.config.enums import RNGType
 from lockstep.config.handlers import DataLoaderConfiguration
+from lockstep.data.batch_sharding import ShardPlan
 from lockstep.data.checks import batches_by_sampler, check_lengths, decide, is_iterable, lengths
 from lockstep.data.dispatch import dispatched
 from lockstep.data.drawn import draws_nothing, generators_of, with_seedable
@@ -23,7 +24,6 @@ from lockstep.data.map_reader import MapReader, ShardedBatches
 from lockstep.data.order import GlobalOrder, initial_seed_of
 from lockstep.data.readers import Reader
 from lockstep.data.rng import States
-from lockstep.data.shard import ShardPlan
 from lockstep.data.stream import ResumableStream, ShardedStream, StreamReader, as_it_is
 from lockstep.data.worker_states import TellingCollate
 from lockstep.errors import ConfigError, MissingExtraError, UsageError
@@ -57,7 +57,7 @@ def prepare_loader(
     rank: int | None = None,
     world_size: int | None = None,
     rng_types: Sequence[Any] | None = None,
-    axes: Axes | None = None,
+    axes: ParallelDims | None = None,
 ) -> PreparedLoader:
     """This rank's part of ``loader``.
 
@@ -72,7 +72,7 @@ def prepare_loader(
     # With ranks that stand in for others there is nobody to talk to.
     stands_in = world_size not in (None, runtime.world_size)
     shared = communicator if runtime.world_size > 1 and not stands_in else None
-    axes = axes or Axes(replicate=runtime.world_size if world_size is None else world_size)
+    axes = axes or ParallelDims(replicate=runtime.world_size if world_size is None else world_size)
     rank = axes.data_rank(runtime.rank) if rank is None else rank
     world_size = axes.data
     with together(shared) if shared is not None else nullcontext():

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.comm.tree import find_batch_size
 from lockstep.data.drawn import Drawing
-from lockstep.data.position import Behind
+from lockstep.data.position import Progress
 from lockstep.data.rng import States, mixed_seed
 from lockstep.data.worker_states import WorkerStates
 from lockstep.runtime.step import BatchCounts
@@ -31,13 +31,13 @@ class Begin:
 
     seed: int
     epoch: int
-    behind: Behind
+    behind: Progress
     inner: dict[str, Any] | None = None
     left_out: int = 0
     drawing: Drawing | None = None
 
 
-class Dealt(NamedTuple):
+class ReadBatch(NamedTuple):
     """One round: a batch for each of the reader's ranks.
 
     ``behind`` is the position after it; None: the epoch is over with it. ``last``: these ranks have no later batch.
@@ -48,13 +48,13 @@ class Dealt(NamedTuple):
     batches: list[Any]
     counts: BatchCounts | None
     last: bool
-    behind: Behind | None
+    behind: Progress | None
     inner: dict[str, Any] | None = None
     digest: int | None = None
     states: States | None = None
 
 
-Rounds = Iterator[Dealt]
+GlobalBatches = Iterator[ReadBatch]
 
 
 class Reader(Protocol):
@@ -69,7 +69,7 @@ class Reader(Protocol):
     def has_position(self) -> bool:
         """Whether the position in the middle of an epoch is known."""
 
-    def read(self, begin: Begin) -> Rounds: ...
+    def read(self, begin: Begin) -> GlobalBatches: ...
 
     def worker_states(self, is_midway: bool) -> WorkerStates | None:
         """What a run that continues here must know of workers that torch has seeded."""

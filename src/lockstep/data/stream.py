@@ -11,10 +11,11 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info, graph_settings
 
+from lockstep.data.batch_sharding import GlobalBatch, ShardPlan, grouped, later, rounds
 from lockstep.data.drawn import Drawing
 from lockstep.data.order import announce_epoch_to
-from lockstep.data.position import Behind, nothing
-from lockstep.data.readers import Begin, Dealt, Rounds, row_count, seed_workers
+from lockstep.data.position import Progress, nothing
+from lockstep.data.readers import Begin, GlobalBatches, ReadBatch, row_count, seed_workers
 from lockstep.data.rng import (
     Generators,
     PrivateDraws,
@@ -25,7 +26,6 @@ from lockstep.data.rng import (
     seed_generators,
     set_generator_states,
 )
-from lockstep.data.shard import Round, ShardPlan, grouped, later, rounds
 from lockstep.data.worker_states import Told, WorkerStates
 from lockstep.runtime.step import BatchCounts
 
@@ -51,7 +51,7 @@ class StreamStart:
             self.numbers.share_memory_()
 
     def give(
-        self, seed: int, epoch: int, behind: Behind, drawn: bool, before: Sequence[int] | None = None
+        self, seed: int, epoch: int, behind: Progress, drawn: bool, before: Sequence[int] | None = None
     ) -> None:
         """``before``: how many batches of the epoch before torch's loader would have asked each worker for."""
         signed = (seed + 2**63) % 2**64 - 2**63
@@ -59,10 +59,10 @@ class StreamStart:
         numbers = [signed, epoch, int(drawn), behind.turn, *behind.base, *behind.rounds, *asked]
         self.numbers.copy_(torch.tensor(numbers))
 
-    def take(self) -> tuple[int, int, bool, Behind]:
+    def take(self) -> tuple[int, int, bool, Progress]:
         seed, epoch, drawn, turn, *counts = self.numbers.tolist()
         base, done = counts[: self.streams], counts[self.streams : 2 * self.streams]
-        return seed, epoch, bool(drawn), Behind(tuple(base), tuple(base), tuple(done), turn)
+        return seed, epoch, bool(drawn), Progress(tuple(base), tuple(base), tuple(done), turn)
 
     def asked_before(self, worker: int) -> int:
         return int(self.numbers[4 + 2 * self.streams + worker])
@@ -161,7 +161,7 @@ class ShardedStream(IterableDataset[Any]):
                 Generators().write(states)
 
     def _messages(
-        self, number: int, behind: Behind, samples: Iterator[Any], begun: Told | None
+        self, number: int, behind: Progress, samples: Iterator[Any], begun: Told | None
     ) -> Iterator[Message]:
         if begun is not None:
             yield number, 0, begun, None
@@ -178,7 +178,7 @@ class ShardedStream(IterableDataset[Any]):
         if begun is not None:
             yield number, 0, Told(Generators().read()), None
 
-    def _rounds(self, behind: int, samples: Iterator[Any]) -> Iterator[Round[Any]]:
+    def _rounds(self, behind: int, samples: Iterator[Any]) -> Iterator[GlobalBatch[Any]]:
         size = self._sample_batch_size or 1
         first, rest = later(samples, behind, self._plan.beginning * size)
         beginning = list(grouped(first, size, drop_last=False))
@@ -187,7 +187,9 @@ class ShardedStream(IterableDataset[Any]):
     def _samples(self) -> Iterator[Any]:
         return iter(self._dataset)
 
-    def _collated(self, parts: list[Any], this: Round[Any]) -> tuple[list[Any] | None, BatchCounts | None]:
+    def _collated(
+        self, parts: list[Any], this: GlobalBatch[Any]
+    ) -> tuple[list[Any] | None, BatchCounts | None]:
         if not all(parts):
             return None, None
         if self._sample_batch_size is not None:
@@ -250,7 +252,7 @@ class ResumableStream(ShardedStream):
                 yield sample
 
 
-def _opaque_counts(this: Round[Any]) -> BatchCounts | None:
+def _opaque_counts(this: GlobalBatch[Any]) -> BatchCounts | None:
     """Counts of a round whose parts hold one ready-made batch each."""
     sizes = [row_count(part[0]) if part else 0 for part in this.parts]
     rows = tuple(size for size in sizes if size is not None)
@@ -294,7 +296,7 @@ class StreamReader:
         # Batches of this epoch that were handed over; None: all of them, or nobody knows.
         self._handed_over: int | None = None
 
-    def read(self, begin: Begin) -> Rounds:
+    def read(self, begin: Begin) -> GlobalBatches:
         seed_workers(self.inner, begin, self.own)
         start = self.stream._stream_start
         if begin.inner is not None:
@@ -387,7 +389,7 @@ class StreamReader:
                 return
             yield following, None, draws.states
 
-    def _shown(self, dealt: Rounds, draws: PrivateDraws | None) -> Rounds:
+    def _shown(self, dealt: GlobalBatches, draws: PrivateDraws | None) -> GlobalBatches:
         """``dealt``, with the generators at each of them where torch's loader would have brought them."""
         for this in dealt:
             if draws is not None and this.states is not None:
@@ -409,11 +411,11 @@ class StreamReader:
 
     # -- rounds ---------------------------------------------------------------------------------------
 
-    def _dealt(self, messages: Iterator[tuple[Message, Any, States | None]], begin: Begin) -> Rounds:
+    def _dealt(self, messages: Iterator[tuple[Message, Any, States | None]], begin: Begin) -> GlobalBatches:
         """One round behind ``messages``, because only the end of a stream says which one is the last."""
         behind = begin.behind
         left_out = 0
-        held: Dealt | None = None
+        held: ReadBatch | None = None
         others_go_on = False
         told: set[int] = set()
         knows = not any((*behind.base, *behind.rounds, behind.turn, left_out))
@@ -436,7 +438,7 @@ class StreamReader:
             if held is not None:
                 self._hands_over()
                 yield held
-            held = Dealt(batches, counts, last=False, behind=behind, inner=inner, states=states)
+            held = ReadBatch(batches, counts, last=False, behind=behind, inner=inner, states=states)
             others_go_on = False
         if held is not None:
             self._hands_over()

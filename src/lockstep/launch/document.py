@@ -9,8 +9,8 @@ from typing import Any
 
 from lockstep.config.hosts import Host
 from lockstep.errors import ConfigError
-from lockstep.launch.machines import Reach
-from lockstep.launch.plan import LaunchPlan, Survival
+from lockstep.launch.machines import Transport
+from lockstep.launch.plan import FaultPolicy, LaunchPlan
 
 MAX_BYTES = 16 * 1024 * 1024
 
@@ -33,10 +33,10 @@ def plan_from_data(data: Any) -> LaunchPlan:
         hosts = tuple(Host(**host) for host in reach.pop("hosts"))
         forward = tuple(reach.pop("forward_env"))
         command = tuple(values.pop("command"))
-        survival = Survival(**values.pop("survival"))
+        survival = FaultPolicy(**values.pop("survival"))
         if not command or not all(isinstance(word, str) for word in command):
             raise TypeError("command")
-        where = Reach(hosts=hosts, forward_env=forward, **reach)
+        where = Transport(hosts=hosts, forward_env=forward, **reach)
         return LaunchPlan(command=command, survival=survival, reach=where, **values)
     except (TypeError, ValueError, KeyError, AttributeError):
         raise ConfigError(

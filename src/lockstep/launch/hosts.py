@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError
 from lockstep.launch import node
 from lockstep.launch.command import SECRET, Command
 from lockstep.launch.plan import LaunchPlan
-from lockstep.launch.programs import Prefix, Program, Programs
+from lockstep.launch.programs import Prefix, Programs, RunningProgram
 
 # no questions, a bounded wait, and a connection whose other end is gone is noticed within 20 s
 SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15",
@@ -44,7 +44,9 @@ def launch(plan: LaunchPlan) -> int:
     return Programs(started, plan.survival.grace_s, plan.min_machines).run()
 
 
-def programs(plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: str) -> list[Program]:
+def programs(
+    plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: str
+) -> list[RunningProgram]:
     """What is started for each host. Raises ConfigError when the machines could not meet."""
     hosts = plan.reach.hosts
     address, port = meeting_point(plan)
@@ -53,7 +55,7 @@ def programs(plan: LaunchPlan, secret: str, environ: Mapping[str, str], director
         own = replace(plan, machine_rank=rank, address=address, port=port)
         told = node.node_of(own, secret, environ, directory)
         found.append(
-            Program(
+            RunningProgram(
                 title=f"{host.target}, machine {rank} of {len(hosts)}",
                 arguments=arguments(host),
                 shown=_prefixed(host.name),

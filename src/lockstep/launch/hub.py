@@ -22,7 +22,7 @@ CAUSE_WAIT_S = 1.5
 JOINING = "a machine that joins"
 
 
-class Peer(Protocol):
+class NodeConnection(Protocol):
     """One launcher's connection."""
 
     data: dict[str, Any]
@@ -50,7 +50,7 @@ class Watch(Protocol):
 
 
 @dataclass(frozen=True)
-class Failure:
+class RoundFailure:
     """How a round failed: a clause for people, the launch's exit code if no other round follows, whom to blame."""
 
     cause: str
@@ -87,17 +87,17 @@ class Hub:
         self._elastic = elastic
         self._say = say
         self._clock = clock
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, NodeConnection] = {}
         self._codes: list[int] = []
         self._states: dict[str, dict[int, str]] = {}
-        self._suspect: tuple[float, Failure] | None = None
+        self._suspect: tuple[float, RoundFailure] | None = None
         self._stop: tuple[float, str] | None = None
         self._reform: float | None = None
         self._over: dict[str, Any] | None = None
 
     # -- link.Handler --------------------------------------------------------------------------------
 
-    def received(self, peer: Peer, message: Mapping[str, Any]) -> None:
+    def received(self, peer: NodeConnection, message: Mapping[str, Any]) -> None:
         """Take in what a launcher tells."""
         verb = str(message.get("kind", "")).partition(".")[2]
         if verb == "join":
@@ -122,7 +122,7 @@ class Hub:
         elif verb == "leave":
             self._leave(machine, str(message.get("signal", "")), _whole(message, "code"))
 
-    def lost(self, peer: Peer) -> None:
+    def lost(self, peer: NodeConnection) -> None:
         """A launcher's connection is gone."""
         machine = peer.data.get("machine")
         if machine is not None and self._peers.get(machine) is peer:
@@ -147,7 +147,7 @@ class Hub:
             self._end_round()
         verdict = self._watch.verdict if self._watch is not None else None
         if verdict is not None and self._members.round is not None:
-            self._fail(Failure(f"it hung: {str(verdict.sentence).rstrip('.')}", HANG))
+            self._fail(RoundFailure(f"it hung: {str(verdict.sentence).rstrip('.')}", HANG))
 
     # -- from the launcher that hosts ------------------------------------------------------------------
 
@@ -161,19 +161,19 @@ class Hub:
 
     # -- machines --------------------------------------------------------------------------------------
 
-    def _join(self, peer: Peer, offer: m.Offer) -> None:
+    def _join(self, peer: NodeConnection, offer: m.JoinRequest) -> None:
         peer.data["machine"] = offer.machine
         if self._over is not None:
             peer.send(self._over)
             return
         self._peers[offer.machine] = peer
         peer.send({"kind": "rendezvous.admitted", "epoch": self._members.epoch})
-        self._step(m.Joined(offer))
+        self._step(m.NodeJoined(offer))
         whom = self._members.lacking()
         if whom and self._members.round is None and offer.machine in self._members.members:
             peer.send({"kind": "rendezvous.waiting", "whom": whom})
 
-    def _beat(self, machine: str, peer: Peer, message: Mapping[str, Any]) -> None:
+    def _beat(self, machine: str, peer: NodeConnection, message: Mapping[str, Any]) -> None:
         self._step(m.Beat(machine))
         peer.send({"kind": "rendezvous.beat"})
         states = message.get("states")
@@ -198,26 +198,26 @@ class Hub:
 
     def _act(self, action: m.Action) -> None:
         match action:
-            case m.Formed():
+            case m.RoundStarted():
                 self._start(action)
-            case m.Ended(number, machines):
+            case m.NodeEnded(number, machines):
                 self._tell(machines, {"kind": "rendezvous.end", "round": number})
             case m.Completed():
                 self._complete()
             case m.Missing(offer, why, broken) if broken is not None:
-                self._fail(Failure(f"machine {offer.name} was lost ({why})", 1))
+                self._fail(RoundFailure(f"machine {offer.name} was lost ({why})", 1))
             case m.Newcomer(offer):
                 self._admit(offer)
-            case m.Refused(machine, sentence, later):
+            case m.JoinRefused(machine, sentence, later):
                 refused = {"kind": "rendezvous.refused", "sentence": sentence, "later": later}
                 self._tell((machine,), refused)
                 self._peers.pop(machine, None)
-            case m.Overdue(sentence):
+            case m.JoinTimeout(sentence):
                 self._end(1, sentence)
 
     # -- rounds ----------------------------------------------------------------------------------------
 
-    def _start(self, formed: m.Formed) -> None:
+    def _start(self, formed: m.RoundStarted) -> None:
         self._codes, self._states, self._suspect, self._reform = [], {}, None, None
         self._restarts.round_started(self._commits())
         if self._watch is not None:
@@ -247,7 +247,7 @@ class Hub:
             stopped = nothing_to_save(self._stop[1])
         self._end(code, (stopped or "all ranks stopped and saved their state") if code else "")
 
-    def _admit(self, offer: m.Offer) -> None:
+    def _admit(self, offer: m.JoinRequest) -> None:
         """Let a newcomer in: at a step boundary where workers can stop at one, else at once."""
         self._say(f"lockstep launch: machine {offer.name} joins; the round is formed anew.")
         if self._stop is not None or self._reform is not None:
@@ -265,7 +265,7 @@ class Hub:
             return
         rank, code = _whole(message, "rank"), _whole(message, "code")
         where = f" on {message.get('host')}" if len(current.seats) > 1 else ""
-        failure = Failure(
+        failure = RoundFailure(
             f"rank {rank}{where} failed ({message.get('summary')}){self._at_step()}", code, rank
         )
         stopped = self._watch.stopped if self._watch is not None else None
@@ -278,7 +278,7 @@ class Hub:
         else:
             self._fail(failure)
 
-    def _fail(self, failure: Failure) -> None:
+    def _fail(self, failure: RoundFailure) -> None:
         if self._over is not None:
             return
         self._suspect = None
@@ -297,7 +297,7 @@ class Hub:
         if self._watch is not None:
             self._watch.end_all()
         if self._members.round is not None:
-            self._step(m.Failed(self._members.round.number))
+            self._step(m.NodeFailed(self._members.round.number))
 
     def _commits(self) -> int | None:
         return self._watch.commits if self._watch is not None else None
@@ -338,10 +338,10 @@ class Hub:
                 self._peers[machine].send(message)
 
 
-def offer_of(message: Mapping[str, Any]) -> m.Offer:
+def offer_of(message: Mapping[str, Any]) -> m.JoinRequest:
     """The offer in a message. Raises LinkError when it does not have the form of one."""
     rank = message.get("rank")
-    offer = m.Offer(
+    offer = m.JoinRequest(
         machine=_text(message, "machine"),
         name=_text(message, "name"),
         run=_text(message, "run"),

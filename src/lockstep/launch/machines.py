@@ -15,7 +15,7 @@ Settings = dict[str, SettingValue]
 
 
 @dataclass(frozen=True)
-class Reach:
+class Transport:
     """How the machines are reached: the ``backend`` (a name of ``launch.backends``) and its own settings.
 
     ``hosts`` belong to the backends ``hosts`` and ``mpi``, ``options`` to ``slurm`` and ``k8s``. ``kind`` is
@@ -31,14 +31,14 @@ class Reach:
     forward_env: tuple[str, ...] = ()
 
 
-def reach_of(value: Mapping[str, Any], output: str | None = None) -> Reach:
+def reach_of(value: Mapping[str, Any], output: str | None = None) -> Transport:
     """The part of the settings (name -> value) that says how machines are reached.
 
     Raises:
         ConfigError: two ways are asked for, or the list of hosts cannot be read.
     """
     backend = backend_of(value)
-    return Reach(
+    return Transport(
         backend=backend,
         hosts=hosts_of(value),
         options=value.get(f"{backend}_options") or {},

@@ -18,7 +18,7 @@ PAUSE_S = 2.0
 
 
 @dataclass(frozen=True)
-class Offer:
+class JoinRequest:
     """What a launcher says of itself when it joins. ``address:port`` is where it could host the round's store.
 
     ``run`` describes what it launches; ``rank`` is its ``machine_rank`` or None; ``epoch`` is that of the launch
@@ -39,10 +39,10 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Joined:
+class NodeJoined:
     """A machine is here and has no workers."""
 
-    offer: Offer
+    offer: JoinRequest
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Finished:
 
 
 @dataclass(frozen=True)
-class Failed:
+class NodeFailed:
     """The round cannot go on."""
 
     round: int
@@ -85,27 +85,27 @@ class Tick:
     """Time went by."""
 
 
-Event = Joined | Beat | Lost | Finished | Failed | Closed | Tick
+Event = NodeJoined | Beat | Lost | Finished | NodeFailed | Closed | Tick
 
 
 # -- actions -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Seat:
+class NodeAssignment:
     """A machine's place in a round: its number among the machines and the rank of its first worker."""
 
-    offer: Offer
+    offer: JoinRequest
     group_rank: int
     base_rank: int
 
 
 @dataclass(frozen=True)
-class Formed:
+class RoundStarted:
     """Start the workers of round ``number``; they meet at ``address:port``."""
 
     number: int
-    seats: tuple[Seat, ...]
+    seats: tuple[NodeAssignment, ...]
     world_size: int
 
     @property
@@ -118,7 +118,7 @@ class Formed:
 
 
 @dataclass(frozen=True)
-class Ended:
+class NodeEnded:
     """These machines must end their workers of the round and join again."""
 
     number: int
@@ -136,7 +136,7 @@ class Completed:
 class Missing:
     """A machine is gone; ``from_round`` is the round that it broke, None if it was in none."""
 
-    offer: Offer
+    offer: JoinRequest
     why: str
     from_round: int | None
 
@@ -145,12 +145,12 @@ class Missing:
 class Newcomer:
     """A machine waits to be let into the running round ``number``, which must end for that."""
 
-    offer: Offer
+    offer: JoinRequest
     number: int
 
 
 @dataclass(frozen=True)
-class Refused:
+class JoinRefused:
     """A machine is not let in; ``later``: it may try again, since the reason can pass."""
 
     machine: str
@@ -159,13 +159,13 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Overdue:
+class JoinTimeout:
     """Too few machines came in time."""
 
     sentence: str
 
 
-Action = Formed | Ended | Completed | Missing | Newcomer | Refused | Overdue
+Action = RoundStarted | NodeEnded | Completed | Missing | Newcomer | JoinRefused | JoinTimeout
 
 
 class Phase(Enum):
@@ -181,7 +181,7 @@ class Phase(Enum):
 class Member:
     """A machine that is here. ``order`` counts arrivals, ``seen`` is when it was last heard."""
 
-    offer: Offer
+    offer: JoinRequest
     order: int
     seen: float
     phase: Phase = Phase.WAITING
@@ -218,7 +218,7 @@ class Membership:
         self._arrivals = 0
         self._closed = False
         self.members: dict[str, Member] = {}
-        self.round: Formed | None = None
+        self.round: RoundStarted | None = None
         self.rounds = 0
         """How many rounds were formed."""
 
@@ -227,7 +227,7 @@ class Membership:
         self._advance(now)
         actions: list[Action] = []
         match event:
-            case Joined(offer):
+            case NodeJoined(offer):
                 actions += self._join(offer)
             case Beat(machine):
                 if machine in self.members:
@@ -236,13 +236,13 @@ class Membership:
                 actions += self._lose(machine, why)
             case Finished(machine, number):
                 actions += self._finish(machine, number)
-            case Failed(number):
+            case NodeFailed(number):
                 if self.round is not None and self.round.number == number:
                     actions += self._end_round()
             case Closed():
                 self._closed = True
             case Tick():
-                actions += self._bury_the_dead()
+                actions += self._expire_members()
         return actions + self._form()
 
     def lacking(self) -> str:
@@ -263,7 +263,7 @@ class Membership:
                 member.seen += gap
         self._now = max(now, self._now)
 
-    def _join(self, offer: Offer) -> list[Action]:
+    def _join(self, offer: JoinRequest) -> list[Action]:
         refusal = self._refusal(offer)
         if refusal is not None:
             return [refusal]
@@ -280,9 +280,9 @@ class Membership:
             actions.append(Newcomer(offer, self.round.number))
         return actions
 
-    def _refusal(self, offer: Offer) -> Refused | None:
-        def refused(sentence: str, later: bool = False) -> Refused:
-            return Refused(offer.machine, sentence, later)
+    def _refusal(self, offer: JoinRequest) -> JoinRefused | None:
+        def refused(sentence: str, later: bool = False) -> JoinRefused:
+            return JoinRefused(offer.machine, sentence, later)
 
         if self._closed:
             return refused("the launch is over. Start all of its machines again.")
@@ -321,7 +321,7 @@ class Membership:
         missing = Missing(member.offer, why, number)
         return [missing, *self._end_round()] if broken else [missing]
 
-    def _bury_the_dead(self) -> list[Action]:
+    def _expire_members(self) -> list[Action]:
         actions: list[Action] = []
         for machine, member in list(self.members.items()):
             silent_s = self._now - member.seen
@@ -331,7 +331,9 @@ class Membership:
             self._closed = True
             whom = self.lacking() or "those of the last round"
             limit_s = f"{self._join_limit_s:.0f}"
-            actions.append(Overdue(f"{whom} did not come within {limit_s} s. Start it, or fewer machines."))
+            actions.append(
+                JoinTimeout(f"{whom} did not come within {limit_s} s. Start it, or fewer machines.")
+            )
         return actions
 
     def _finish(self, machine: str, number: int) -> list[Action]:
@@ -350,7 +352,7 @@ class Membership:
         assert self.round is not None
         number = self.round.number
         machines = self._leave_round()
-        return [Ended(number, machines)]
+        return [NodeEnded(number, machines)]
 
     def _leave_round(self) -> tuple[str, ...]:
         assert self.round is not None
@@ -380,7 +382,7 @@ class Membership:
             member.phase = Phase.RUNNING
         return [self.round]
 
-    def _seated(self, members: list[Member]) -> Formed:
+    def _seated(self, members: list[Member]) -> RoundStarted:
         def order(member: Member) -> tuple[bool, int, int]:
             offer = member.offer
             return (
@@ -389,9 +391,9 @@ class Membership:
                 member.order,
             )
 
-        seats: list[Seat] = []
+        seats: list[NodeAssignment] = []
         base = 0
         for member in sorted(members, key=order):
-            seats.append(Seat(member.offer, len(seats), base))
+            seats.append(NodeAssignment(member.offer, len(seats), base))
             base += member.offer.nproc
-        return Formed(self.rounds, tuple(seats), base)
+        return RoundStarted(self.rounds, tuple(seats), base)

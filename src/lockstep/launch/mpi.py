@@ -16,7 +16,7 @@ from lockstep.launch.forwarded import forwarded, without_secrets
 from lockstep.launch.hosts import meeting_point
 from lockstep.launch.network import LOOPBACK, listening_socket
 from lockstep.launch.plan import LaunchPlan, available_cores
-from lockstep.launch.programs import Program, Programs
+from lockstep.launch.programs import Programs, RunningProgram
 
 # mpirun's tag of a line: [job,rank]<stdout>:
 TAG = re.compile(rb"\[\d+,(\d+)\]<std(?:out|err)>:")
@@ -49,7 +49,7 @@ def launch(plan: LaunchPlan) -> int:
     return code
 
 
-def mpirun(plan: LaunchPlan, environ: Mapping[str, str], free: int) -> Program:
+def mpirun(plan: LaunchPlan, environ: Mapping[str, str], free: int) -> RunningProgram:
     """mpirun with its hosts, and names of variables; their values are in its environment.
 
     ``free`` is a port of this machine, for a run that is here alone.
@@ -78,7 +78,7 @@ def mpirun(plan: LaunchPlan, environ: Mapping[str, str], free: int) -> Program:
         words += ["--host", f"localhost:{plan.nproc}"]
     for name in sorted(values):
         words += ["-x", name]
-    return Program(
+    return RunningProgram(
         title=f"{total} processes",
         arguments=("mpirun", *words, "--", *plan.command),
         shown=tagged,

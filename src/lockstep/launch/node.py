@@ -24,7 +24,7 @@ from lockstep.config.values import parse_integer
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch.document import MAX_BYTES, as_line, from_line, plan_as_data, plan_from_data
 from lockstep.launch.forwarded import forwarded, without_secrets
-from lockstep.launch.machines import Reach
+from lockstep.launch.machines import Transport
 from lockstep.launch.plan import LaunchPlan, available_cores
 
 BAD_INPUT = 2
@@ -61,7 +61,7 @@ def node_of(
 ) -> Node:
     """What a machine of ``plan`` is told. With a ``secret`` that is only a placeholder, no other is in it either."""
     environment = forwarded(environ, plan.reach.forward_env)
-    own = replace(plan, reach=Reach(), secret_file=None)
+    own = replace(plan, reach=Transport(), secret_file=None)
     if not is_hexadecimal(secret):
         environment = without_secrets(environment)
     return Node(own, secret, environment, directory, numbered_by)

@@ -26,13 +26,13 @@ from lockstep.config.sources import said_by_environment
 from lockstep.config.values import SettingValue
 from lockstep.config.world import fitted
 from lockstep.errors import ConfigError
+from lockstep.launch.machines import Settings as Settings
 from lockstep.launch.machines import (
-    Reach,
+    Transport,
     check_counted,
     machines_of,
     reach_of,
 )
-from lockstep.launch.machines import Settings as Settings
 
 ELASTIC_RESTARTS = 1000
 TEXTS = (kinds.PARALLEL, kinds.OPTIMIZER, kinds.SCHEDULER, kinds.GRAD_SCALER)
@@ -89,7 +89,7 @@ def _is_package(target: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Survival:
+class FaultPolicy:
     """What happens when something fails, hangs or is to stop.
 
     ``max_restarts``: rounds after a failure. ``hang_timeout_s``: how long a hang that was named may last.
@@ -120,8 +120,8 @@ class LaunchPlan:
     rdzv_backend: str = "static"
     interface: str | None = None
     secret_file: str | None = None
-    survival: Survival = field(default_factory=Survival)
-    reach: Reach = field(default_factory=Reach)
+    survival: FaultPolicy = field(default_factory=FaultPolicy)
+    reach: Transport = field(default_factory=Transport)
     environment: Mapping[str, str] = field(default_factory=dict)
     log_dir: str | None = None
     tee: bool = False
@@ -233,7 +233,7 @@ def make_plan(
         rdzv_backend=value["rdzv_backend"],
         interface=value["interface"],
         secret_file=value["secret_file"],
-        survival=Survival(restarts, value["hang_timeout"], value["grace"], value["watch"]),
+        survival=FaultPolicy(restarts, value["hang_timeout"], value["grace"], value["watch"]),
         reach=reach,
         environment=_worker_environment(settings, threads),
         log_dir=log_dir,

@@ -33,7 +33,7 @@ Prefix = Callable[[bytes], bytes]
 
 
 @dataclass(frozen=True)
-class Program:
+class RunningProgram:
     """A program with what it needs. ``stdin``: its first line; its input stays open as long as we live.
 
     Without it the program has an empty input, and gets signals itself.
@@ -85,7 +85,7 @@ class Programs:
 
     def __init__(
         self,
-        programs: Sequence[Program],
+        programs: Sequence[RunningProgram],
         grace_s: float,
         least: int,
         translate: Callable[[signal.Signals, int], signal.Signals] = lambda number, _count: number,
@@ -217,7 +217,7 @@ class Programs:
         return (telling or failed)[0]
 
 
-def _started(program: Program) -> subprocess.Popen[bytes]:
+def _started(program: RunningProgram) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             program.arguments,

@@ -57,7 +57,7 @@ class HubLost(LinkError):
 
 @dataclass(frozen=True)
 class Joining:
-    """What a launcher says of itself; see ``membership.Offer``. ``store_port`` 0: a free one."""
+    """What a launcher says of itself; see ``membership.JoinRequest``. ``store_port`` 0: a free one."""
 
     run: str
     nproc: int

@@ -24,7 +24,7 @@ from lockstep.launch.command import SECRET, Command
 from lockstep.launch.document import as_line, from_line, plan_as_data, plan_from_data
 from lockstep.launch.forwarded import forwarded, is_secret
 from lockstep.launch.plan import LaunchPlan
-from lockstep.launch.programs import NOT_FOUND, Program, Programs
+from lockstep.launch.programs import NOT_FOUND, Programs, RunningProgram
 from lockstep.runtime.exit_codes import PREEMPTED
 
 # the machines and the environment are settings of the launch
@@ -68,7 +68,7 @@ def launch(plan: LaunchPlan) -> int:
     return _run(sbatch_arguments(plan, environ), batch_script(plan))
 
 
-def srun(plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: str) -> Program:
+def srun(plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: str) -> RunningProgram:
     """The step with one task on each node. Every task reads the same document; Slurm numbers them."""
     nodes = min(plan.num_machines, int(environ.get("SLURM_JOB_NUM_NODES") or plan.num_machines))
     port = plan.port or _port(environ)
@@ -83,7 +83,7 @@ def srun(plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: s
     if cores and "cpus-per-task" not in plan.reach.options:
         words.append(f"--cpus-per-task={cores}")  # otherwise a node's one task would get one core
     words += _options(plan)
-    return Program(
+    return RunningProgram(
         title=f"{nodes} node{'' if nodes == 1 else 's'} of job {environ['SLURM_JOB_ID']}",
         arguments=("srun", *words, sys.executable, *node.ARGUMENTS),
         shown=_shown,

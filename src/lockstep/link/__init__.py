@@ -2,12 +2,12 @@
 
 from lockstep.link.client import Client
 from lockstep.link.secret import Secret, derived, new_secret, read_secret, user_secret
-from lockstep.link.server import Handler, Peer, Server
+from lockstep.link.server import ControlConnection, Handler, Server
 
 __all__ = [
     "Client",
+    "ControlConnection",
     "Handler",
-    "Peer",
     "Secret",
     "Server",
     "derived",

@@ -17,7 +17,7 @@ READ_BYTES = 64 * 1024
 HANDSHAKE_S = 5.0
 
 
-class Peer:
+class ControlConnection:
     """Who sent a message; handlers keep in ``data`` what they know of it.
 
     ``address`` is the other end's host and port.
@@ -43,16 +43,16 @@ class Peer:
         self._in_dispatcher(self._connection.end)
 
     def __repr__(self) -> str:
-        return f"Peer{self.address}"
+        return f"ControlConnection{self.address}"
 
 
 class Handler(Protocol):
     """What a server does with messages. All calls come from one thread, so a handler needs no locks."""
 
-    def received(self, peer: Peer, message: Mapping[str, Any]) -> None:
+    def received(self, peer: ControlConnection, message: Mapping[str, Any]) -> None:
         """A message whose ``kind`` is ``<this handler's name>.<verb>``."""
 
-    def lost(self, peer: Peer) -> None:
+    def lost(self, peer: ControlConnection) -> None:
         """A peer that this handler had a message from is gone, or was closed: said once, and last."""
 
     def tick(self, now: float) -> None:

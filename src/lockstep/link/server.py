@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from lockstep.errors import LinkError
 from lockstep.link.peer import Connection
+from lockstep.link.peer import ControlConnection as ControlConnection
 from lockstep.link.peer import Handler as Handler
-from lockstep.link.peer import Peer as Peer
 from lockstep.link.secret import Secret
 from lockstep.link.sockets import close_after_fork, listening_socket, tune
 
@@ -57,7 +57,7 @@ class Server:
         self._listener = listening_socket(host, port)
         bound = self._listener.getsockname()
         self.address: tuple[str, int] = (bound[0], bound[1])
-        self._connections: dict[Connection, Peer] = {}
+        self._connections: dict[Connection, ControlConnection] = {}
         self._strangers: dict[Connection, None] = {}  # not authenticated yet, oldest first
         self._changed: dict[Connection, None] = {}
         self._posts: deque[Callable[[], None]] = deque()
@@ -219,7 +219,7 @@ class Server:
                 accepted.close()
                 continue
             connection = Connection(accepted, (address[0], address[1]), self._secret, self._note)
-            self._connections[connection] = Peer(connection, self._in_dispatcher)
+            self._connections[connection] = ControlConnection(connection, self._in_dispatcher)
             self._strangers[connection] = None
             self._selector.register(accepted, selectors.EVENT_READ, connection)
             if len(self._strangers) > MAX_STRANGERS:

@@ -22,7 +22,7 @@ MOST_RANKS = 8
 """Groups above this use gloo's own: nobody has measured them."""
 
 
-class Collective:
+class ShardCollective:
     """The part of FSDP2's ``Comm`` that says where buffers come from: from the allocator, as torch's own."""
 
     def allocate(
@@ -31,7 +31,7 @@ class Collective:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class BroadcastAllGather(Collective):
+class BroadcastAllGather(ShardCollective):
     """FSDP2's ``AllGather``: each rank broadcasts its part, all at once."""
 
     def __call__(
@@ -60,7 +60,7 @@ class BroadcastAllGather(Collective):
         return None
 
 
-class ExchangeReduceScatter(Collective):
+class ExchangeReduceScatter(ShardCollective):
     """FSDP2's ``ReduceScatter``: an all-to-all and a sum in rank order."""
 
     def __call__(

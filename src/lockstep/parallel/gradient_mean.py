@@ -21,7 +21,7 @@ BUCKET_BYTES = 25 * 2**20  # as in DDP
 
 
 @dataclass(frozen=True)
-class Replicas:
+class ReplicaGroup:
     """Parameters with the ``group`` of ``size`` ranks that hold the same; None: all ranks."""
 
     parameters: Sequence[nn.Parameter]
@@ -29,10 +29,10 @@ class Replicas:
     size: int
 
 
-class GradientMean:
+class GradientAllReduce:
     """Averages the gradients of one prepared model."""
 
-    def __init__(self, replicas: Sequence[Replicas]) -> None:
+    def __init__(self, replicas: Sequence[ReplicaGroup]) -> None:
         self._replicas = [each for each in replicas if each.size > 1]
         self._held_back = False
 
@@ -89,7 +89,7 @@ def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         yield bucket
 
 
-def _average(bucket: list[nn.Parameter], replicas: Replicas) -> None:
+def _average(bucket: list[nn.Parameter], replicas: ReplicaGroup) -> None:
     parts = [local(p).new_zeros(()).expand_as(local(p)) if p.grad is None else local(p.grad) for p in bucket]
     present = parts[0].new_tensor([float(p.grad is not None) for p in bucket])
     message = torch.cat([*(part.reshape(-1) for part in parts), present])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.stream.homes import FileHomes
+from lockstep.stream.homes import OffloadedParameters
 from lockstep.torch_internals import modules as torch_modules
 
 InitWeights = Callable[[nn.Module], object]
@@ -68,7 +68,7 @@ class GroupValues:
         device: torch.device,
         initialisers: dict[nn.Module, InitWeights],
         world_size: int,
-        homes: FileHomes | None = None,
+        homes: OffloadedParameters | None = None,
     ) -> None:
         self._device = device
         self._initialisers = initialisers
@@ -131,7 +131,7 @@ def materialize(
     device: torch.device,
     init_weights: InitWeights | None,
     world_size: int,
-    homes: FileHomes | None = None,
+    homes: OffloadedParameters | None = None,
 ) -> None:
     """Give a whole model values on ``device``, those of rank 0, where it is on meta. Collective.
 

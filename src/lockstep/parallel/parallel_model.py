@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.comm.dtensor import local
 from lockstep.parallel.autocast import remove_autocast
-from lockstep.parallel.gradient_mean import GradientMean
+from lockstep.parallel.gradient_mean import GradientAllReduce
 from lockstep.parallel.replica import DistributedDataParallel
 from lockstep.parallel.sharding import Sharding
 from lockstep.torch_internals import compile as torch_compile
@@ -144,7 +144,7 @@ class ReplicatedModel(ParallelModel):
 class SplitModel(ParallelModel):
     """Split within its layers (tp), by experts (ep) or over positions (cp); gradients are averaged after backward."""
 
-    def __init__(self, module: nn.Module, mean: GradientMean) -> None:
+    def __init__(self, module: nn.Module, mean: GradientAllReduce) -> None:
         super().__init__(module)
         self._mean = mean
 
@@ -163,7 +163,7 @@ class ShardedModel(SplitModel):
 
     sharding: Sharding
 
-    def __init__(self, module: nn.Module, sharding: Sharding, mean: GradientMean) -> None:
+    def __init__(self, module: nn.Module, sharding: Sharding, mean: GradientAllReduce) -> None:
         super().__init__(module, mean)
         self.sharding = sharding
 
@@ -207,7 +207,7 @@ class PipelinedModel(ParallelModel):
         super().__init__(module)
         self._pipeline: Any = module
         self.stages: Sequence[ShardedModel] = ()
-        self.mean: GradientMean | None = None
+        self.mean: GradientAllReduce | None = None
 
     @property
     def shardings(self) -> list[Sharding]:
@@ -262,7 +262,7 @@ class PipelinedModel(ParallelModel):
             loss: torch.Tensor = self._pipeline.train_step(function, targets, args, keywords)
         return loss
 
-    def _means(self) -> list[GradientMean]:
+    def _means(self) -> list[GradientAllReduce]:
         means = [stage._mean for stage in self.stages]
         return means if self.mean is None else [self.mean, *means]
 

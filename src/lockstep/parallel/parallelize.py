@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from lockstep.config.axes import Axes
+from lockstep.config.axes import ParallelDims
 from lockstep.config.enums import Activation, DDPCommunicationHookType, Strategy
 from lockstep.config.handlers import AutocastKwargs, DistributedDataParallelKwargs
 from lockstep.config.parallel import Parallel
@@ -22,7 +22,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.autocast import autocast_forward
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.changed import refuse_hooks
-from lockstep.parallel.gradient_mean import GradientMean, Replicas
+from lockstep.parallel.gradient_mean import GradientAllReduce, ReplicaGroup
 from lockstep.parallel.materialize import InitWeights, check_same_model, is_on_meta, materialize
 from lockstep.parallel.parallel_model import (
     ParallelModel,
@@ -34,9 +34,9 @@ from lockstep.parallel.parallel_model import (
 from lockstep.parallel.recompute import recompute
 from lockstep.parallel.replicate import data_parallel, distributed_data_parallel, has_trained_parameters
 from lockstep.parallel.sync_batchnorm import synchronize_batchnorm
-from lockstep.runtime.mesh import Meshes
+from lockstep.runtime.mesh import DeviceMeshes
 from lockstep.runtime.process import Runtime
-from lockstep.stream.homes import FileHomes
+from lockstep.stream.homes import OffloadedParameters
 from lockstep.torch_internals import autograd as torch_autograd
 from lockstep.torch_internals import compile as torch_compile
 from lockstep.torch_internals import modules as torch_modules
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 class ModelOptions:
     """What ``parallelize`` does to a model. ``loss_scale``: the factor of losses now, with fp16."""
 
-    meshes: Meshes
+    meshes: DeviceMeshes
     parallel: Parallel = field(default_factory=Parallel)
     mixed_precision: str = "no"
     autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
@@ -125,7 +125,7 @@ def _synchronize_batchnorm(model: nn.Module, runtime: Runtime, options: ModelOpt
 def _offload(model: nn.Module, runtime: Runtime, options: ModelOptions) -> None:
     """Keep the parameters in host memory or in a file. What computes with them brings them to the device."""
     folder = options.parallel.params_folder
-    homes = None if folder is None else FileHomes((p.nbytes for p in model.parameters()), folder)
+    homes = None if folder is None else OffloadedParameters((p.nbytes for p in model.parameters()), folder)
     if homes is not None or is_on_meta(model):
         host = torch.device("cpu")
         materialize(model, host, options.init_weights, runtime.world_size, homes)
@@ -180,7 +180,7 @@ def _prepare_layers(
     return experts
 
 
-def _share_routing(model: nn.Module, meshes: Meshes) -> None:
+def _share_routing(model: nn.Module, meshes: DeviceMeshes) -> None:
     """Balance experts over the batches of all ranks, as one process would."""
     from lockstep.parallel.expert.layer import layers
 
@@ -206,7 +206,7 @@ def _tensor_options(
     )
 
 
-def _probe(parallel: Parallel, axes: Axes) -> None:
+def _probe(parallel: Parallel, axes: ParallelDims) -> None:
     """Refuse a torch of unknown shape before anything is changed: on every rank, as all have the same.
 
     Raises:
@@ -312,17 +312,17 @@ def _refuse_shared(names: list[str], parallel: Parallel) -> None:
         )
 
 
-def _gradient_mean(model: nn.Module, experts: list[nn.Parameter], options: ModelOptions) -> GradientMean:
+def _gradient_mean(model: nn.Module, experts: list[nn.Parameter], options: ModelOptions) -> GradientAllReduce:
     """Average gradients after backward: of experts among the ranks that hold the same ones."""
     from lockstep.parallel.sharding import broadcast_buffers, synchronised_buffers
 
     meshes, axes = options.meshes, options.meshes.axes
     ids = {id(parameter) for parameter in experts}
     others = [parameter for parameter in model.parameters() if id(parameter) not in ids]
-    mean = GradientMean(
+    mean = GradientAllReduce(
         [
-            Replicas(others, meshes.gradient_group, meshes.gradient_size),
-            Replicas(experts, meshes.expert_replicas, axes.data // axes.ep),
+            ReplicaGroup(others, meshes.gradient_group, meshes.gradient_size),
+            ReplicaGroup(experts, meshes.expert_replicas, axes.data // axes.ep),
         ]
     )
     buffers = synchronised_buffers(model)

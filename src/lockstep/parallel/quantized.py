@@ -29,7 +29,7 @@ from lockstep.comm.collectives import all_gather_into_tensor
 from lockstep.comm.quantization import from_message, to_message
 from lockstep.config.enums import QuantizedType
 from lockstep.errors import ConfigError, UsageError
-from lockstep.parallel.exchange import Collective, factor_of
+from lockstep.parallel.exchange import ShardCollective, factor_of
 from lockstep.torch_internals import fsdp2
 
 BITS = {QuantizedType.INT8: 8, QuantizedType.INT4: 4}
@@ -67,7 +67,7 @@ def quantize_collectives(
             module.set_custom_reduce_scatter(QuantizedReduceScatter(BITS[gradients]))
 
 
-class QuantizedAllGather(Collective):
+class QuantizedAllGather(ShardCollective):
     """FSDP2's ``AllGather``: shards travel as integers in ``group``, and as they are in any other group."""
 
     def __init__(self, bits: int, group: dist.ProcessGroup) -> None:
@@ -108,7 +108,7 @@ class QuantizedAllGather(Collective):
         return _finished(work, finish, [sent, received])
 
 
-class QuantizedReduceScatter(Collective):
+class QuantizedReduceScatter(ShardCollective):
     """FSDP2's ``ReduceScatter``: an all-to-all of integers, and a sum in float32."""
 
     def __init__(self, bits: int) -> None:

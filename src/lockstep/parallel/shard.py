@@ -30,7 +30,7 @@ from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import shared_parameters
 from lockstep.parallel.exchange import exchange_on_cpu
-from lockstep.parallel.gradient_mean import GradientMean, Replicas
+from lockstep.parallel.gradient_mean import GradientAllReduce, ReplicaGroup
 from lockstep.parallel.materialize import (
     GroupValues,
     InitWeights,
@@ -42,7 +42,7 @@ from lockstep.parallel.outputs import without_views
 from lockstep.parallel.quantized import quantize_collectives
 from lockstep.parallel.sharding import Sharding, send_shards_home, synchronised_buffers
 from lockstep.runtime.process import Runtime
-from lockstep.stream.homes import FileHomes
+from lockstep.stream.homes import OffloadedParameters
 from lockstep.torch_internals import fsdp2, fsdp2_probe
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals.dtensor_operators import behave_like_plain
@@ -55,7 +55,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """``mesh`` is that of ``Meshes.shard_mesh``; ``autocast``: forward runs under autocast;
+    """``mesh`` is that of ``DeviceMeshes.shard_mesh``; ``autocast``: forward runs under autocast;
     ``group``: the ranks of the mesh; None: all. ``is_filled``: the ranks of the group hold equal values already, maybe
     of one part of a model, split in other ways.
     """
@@ -72,7 +72,7 @@ class ShardOptions:
 
 def shard(
     model: nn.Module, blocks: dict[str, nn.Module], runtime: Runtime, options: ShardOptions
-) -> tuple[Sharding, GradientMean]:
+) -> tuple[Sharding, GradientAllReduce]:
     """Shard ``model`` in place: its class becomes a subclass of itself, its parameters DTensors. Collective.
 
     The parameters of a block are gathered together; what is in no block is the root group. Parameters on
@@ -144,7 +144,7 @@ def shard(
     sharding.lost_changes = behave_like_plain(shard_like)
     sharding.by_hand.notice_data(sharding.lost_changes)
     fsdp2.lazy_init(model)
-    return sharding, GradientMean([Replicas(whole, options.group, options.mesh.size())])
+    return sharding, GradientAllReduce([ReplicaGroup(whole, options.group, options.mesh.size())])
 
 
 def _refuse_sparse(model: nn.Module, parallel: Parallel) -> None:
@@ -176,7 +176,7 @@ def _shard_whole_tensors(
             state_dict[prefix + name] = shard_like(given, place)
 
 
-def _homes(model: nn.Module, options: ShardOptions) -> FileHomes | None:
+def _homes(model: nn.Module, options: ShardOptions) -> OffloadedParameters | None:
     """A file with room for this rank's shards, where they are to be in one."""
     folder = options.parallel.params_folder
     if folder is None:
@@ -184,7 +184,7 @@ def _homes(model: nn.Module, options: ShardOptions) -> FileHomes | None:
     ranks = options.mesh.size(-1)
     sharded = [parameter for parameter in model.parameters() if not _stays_whole(parameter)]
     rows = (-(-parameter.shape[0] // ranks) for parameter in sharded)
-    return FileHomes(
+    return OffloadedParameters(
         [n * parameter.nbytes // parameter.shape[0] for n, parameter in zip(rows, sharded, strict=True)],
         folder,
     )

@@ -16,7 +16,7 @@ from lockstep.parallel.by_hand import ChangesByHand
 from lockstep.parallel.changed import SameParameters
 from lockstep.parallel.skipped import SkippedBlocks
 from lockstep.parallel.unused import UnusedParameters
-from lockstep.stream.homes import FileHomes
+from lockstep.stream.homes import OffloadedParameters
 from lockstep.torch_internals import c10d, fsdp2
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals.dtensor_operators import LostChanges
@@ -272,7 +272,7 @@ class Sharding:
 
 
 @torch.no_grad()
-def send_shards_home(module: Any, homes: FileHomes) -> None:
+def send_shards_home(module: Any, homes: OffloadedParameters) -> None:
     """Keep this rank's shards of a sharded module's own parameters in ``homes``."""
     for group in fsdp2.param_groups(module):
         for parameter in fsdp2.params(group):

@@ -12,7 +12,7 @@ from lockstep.parallel.sharding import Sharding, name_of
 from lockstep.torch_internals import fsdp2
 
 
-class Rows(TypedDict):
+class UnreducedRows(TypedDict):
     """Where ``count`` rows of a parameter, from row ``start``, begin in a flat tensor.
 
     ``used``: this rank has computed a gradient of it; without one on any rank there are zeros.
@@ -33,7 +33,7 @@ class PartialSum(TypedDict):
     """
 
     sum: torch.Tensor
-    rows: list[Rows]
+    rows: list[UnreducedRows]
     factor: float
     replicas: int
 
@@ -90,7 +90,7 @@ def put_unreduced(
                 module.reshard()
 
 
-def is_used(row: Rows) -> bool:
+def is_used(row: UnreducedRows) -> bool:
     """Whether the rank that saved it had a gradient. Older checkpoints have rows of such parameters only."""
     return row.get("used", True)
 
@@ -120,10 +120,10 @@ def _put_partial(group: Any, named: Mapping[str, Any], given: PartialSum) -> Non
     fsdp2.set_partial_reduce_output(group, given["sum"], rows)
 
 
-def _rows(group: Any, names: Mapping[int, str], sharding: Sharding) -> list[Rows]:
+def _rows(group: Any, names: Mapping[int, str], sharding: Sharding) -> list[UnreducedRows]:
     """Of every parameter in the sum, its rows dealt out evenly over the shards, padded to the same number."""
     mesh = fsdp2.mesh_of(group)
-    rows: list[Rows] = []
+    rows: list[UnreducedRows] = []
     for parameter, offset, numel in fsdp2.partial_reduce_rows(group):
         shape = fsdp2.sharded_param(parameter).shape
         most = -(-shape[0] // mesh.shards)

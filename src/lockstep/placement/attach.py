@@ -14,7 +14,7 @@ from lockstep.comm.tree import leaves, send_to_device
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_blocks
 from lockstep.placement.budget import for_streaming
-from lockstep.placement.seats import CPU, Seat
+from lockstep.placement.seats import CPU, TensorPlacement
 from lockstep.placement.stored import FileBacked
 from lockstep.stream.attach import stop_streaming, stream_weights, streamer_of
 from lockstep.stream.units import find_units
@@ -135,7 +135,7 @@ _HANDLES = "_crossing_handles"
 
 def attach(
     model: nn.Module,
-    seats: list[Seat],
+    seats: list[TensorPlacement],
     main: torch.device,
     budget: int | None,
     entries: Sequence[str],
@@ -191,7 +191,7 @@ def is_dispatched(model: nn.Module) -> bool:
     return _HANDLES in model.__dict__ or streamer_of(model) is not None
 
 
-def _streamed(seats: list[Seat], main: torch.device, budget: int | None) -> list[Seat]:
+def _streamed(seats: list[TensorPlacement], main: torch.device, budget: int | None) -> list[TensorPlacement]:
     if main != CPU:
         return [
             seat
@@ -223,7 +223,9 @@ def _blocks(model: nn.Module, undivided: Sequence[str]) -> dict[str, nn.Module]:
     return {name: module for name, module in chosen.items() if id(module) not in inner}
 
 
-def _module_devices(model: nn.Module, seats: list[Seat], entries: Sequence[str]) -> dict[str, torch.device]:
+def _module_devices(
+    model: nn.Module, seats: list[TensorPlacement], entries: Sequence[str]
+) -> dict[str, torch.device]:
     """Where each module that has tensors of its own computes, and each of the device map."""
     by_tensor = {id(seat.place.tensor): seat.execution for seat in seats}
     devices = {}

@@ -8,7 +8,7 @@ import torch
 from lockstep.config.sizes import bytes_of
 from lockstep.errors import ConfigError, OffloadError
 from lockstep.placement.memory import DeviceName, MaxMemory, get_max_memory
-from lockstep.placement.seats import Seat
+from lockstep.placement.seats import TensorPlacement
 
 
 def budget_of(
@@ -34,7 +34,7 @@ def budget_of(
 
 
 def for_streaming(
-    budget: int | None, seats: list[Seat], streamed: list[Seat], main: torch.device
+    budget: int | None, seats: list[TensorPlacement], streamed: list[TensorPlacement], main: torch.device
 ) -> int | None:
     """What a budget leaves for streamed weights beside those that stay on the main device.
 

@@ -13,7 +13,7 @@ from torch import nn
 from lockstep.config.values import shown
 from lockstep.errors import ConfigError, OffloadError, UsageError
 from lockstep.placement.offload_folder import Kept, index_of, keep, regions_of
-from lockstep.placement.seats import Seat
+from lockstep.placement.seats import TensorPlacement
 from lockstep.placement.stored import FileBacked, FileRegion, MappedFiles, pieces_on_cpu, read
 
 Path = str | os.PathLike[str]
@@ -21,7 +21,7 @@ Path = str | os.PathLike[str]
 
 def bring_home(
     model: nn.Module,
-    seats: list[Seat],
+    seats: list[TensorPlacement],
     state_dict: Mapping[str, torch.Tensor] | None,
     folder: Path | None,
     index: Mapping[str, Mapping[str, Any]] | None,
@@ -52,7 +52,7 @@ def bring_home(
             seat.place.put(new)
 
 
-def _given(seats: list[Seat], state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _given(seats: list[TensorPlacement], state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     given = {}
     for seat in seats:
         name = next((name for name in seat.place.names if name in state_dict), None)
@@ -69,7 +69,7 @@ def _given(seats: list[Seat], state_dict: Mapping[str, torch.Tensor]) -> dict[st
 
 
 def _found(
-    seats: list[Seat],
+    seats: list[TensorPlacement],
     state_dict: Mapping[str, torch.Tensor],
     folder: str | None,
     index: Mapping[str, Mapping[str, Any]] | None,
@@ -96,7 +96,7 @@ def _found(
     return found
 
 
-def _check_fits(seat: Seat, region: FileRegion) -> None:
+def _check_fits(seat: TensorPlacement, region: FileRegion) -> None:
     if (region.shape, region.dtype) != (seat.place.tensor.shape, seat.place.tensor.dtype):
         raise OffloadError(
             f"{region.path} holds {shown(seat.name)} as {region.dtype} of shape {tuple(region.shape)}, but the model "
@@ -106,7 +106,7 @@ def _check_fits(seat: Seat, region: FileRegion) -> None:
 
 
 def _written(
-    seats: list[Seat], data: Mapping[str, torch.Tensor], folder: str | None, files: MappedFiles
+    seats: list[TensorPlacement], data: Mapping[str, torch.Tensor], folder: str | None, files: MappedFiles
 ) -> dict[str, torch.Tensor]:
     """Tensors of the disk that no file has, written to the folder."""
     backed = FileBacked.now()

@@ -16,10 +16,10 @@ from lockstep.config.values import listed, shown
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.placement.checkpoint_files import stored_tensors
 from lockstep.placement.offload_folder import Kept, keep
-from lockstep.placement.seats import CPU, Seat, assign_seats, check_device_map, main_device_of
+from lockstep.placement.seats import CPU, TensorPlacement, assign_seats, check_device_map, main_device_of
 from lockstep.placement.sizes import dtype_of, is_converted
 from lockstep.placement.stored import MappedFiles, Stored, converted, read
-from lockstep.placement.ties import Place, find_places
+from lockstep.placement.ties import TensorRef, find_places
 from lockstep.torch_internals import modules as torch_modules
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _EXTRA_STATE = torch_modules.EXTRA_STATE
 
 
 def match(
-    model: nn.Module, places: list[Place], stored: Mapping[str, Stored], strict: bool, origin: str
+    model: nn.Module, places: list[TensorRef], stored: Mapping[str, Stored], strict: bool, origin: str
 ) -> dict[str, Stored]:
     """Name of a place -> its tensor in the checkpoint. A tied parameter takes that of its first name that is there.
 
@@ -80,7 +80,7 @@ def match(
 
 
 def loaded_dtype(
-    place: Place, stored: Stored, dtype: torch.dtype | None, in_fp32: Iterable[str]
+    place: TensorRef, stored: Stored, dtype: torch.dtype | None, in_fp32: Iterable[str]
 ) -> torch.dtype:
     """What a tensor becomes: ``dtype`` if it is of floating point, else what the model has.
 
@@ -102,7 +102,9 @@ def _name_in_model(key: str, known: set[str], prefix: str) -> str | None:
     return next((name for name in candidates if name in known), None)
 
 
-def _check_shapes(model: nn.Module, places: list[Place], found: Mapping[str, Stored], origin: str) -> None:
+def _check_shapes(
+    model: nn.Module, places: list[TensorRef], found: Mapping[str, Stored], origin: str
+) -> None:
     wrong = [
         f"{place.name} is {tuple(found[place.name].shape)} there and {tuple(place.tensor.shape)} in the model"
         for place in places
@@ -188,7 +190,7 @@ def load_checkpoint_in_model(
 class _Load:
     """A tensor of the checkpoint, and where it goes."""
 
-    seat: Seat
+    seat: TensorPlacement
     stored: Stored
     dtype: torch.dtype
 
@@ -258,11 +260,11 @@ def _rewritten(loads: list[_Load], folder: Path | None, files: MappedFiles) -> d
     return mapped
 
 
-def _where_they_are(model: nn.Module) -> list[Seat]:
+def _where_they_are(model: nn.Module) -> list[TensorPlacement]:
     seats = []
     for place in find_places(model):
         device = CPU if place.tensor.is_meta else place.tensor.device
-        seats.append(Seat(place, device, False, device))
+        seats.append(TensorPlacement(place, device, False, device))
     return seats
 
 

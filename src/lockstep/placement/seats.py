@@ -11,17 +11,17 @@ from torch import nn
 
 from lockstep.config.values import listed, shown, suggestion
 from lockstep.errors import ConfigError
-from lockstep.placement.ties import Place, find_places
+from lockstep.placement.ties import TensorRef, find_places
 
 DISK = "disk"
 CPU = torch.device("cpu")
 
 
 @dataclass
-class Seat:
+class TensorPlacement:
     """Where a tensor is at rest, and where it is used."""
 
-    place: Place
+    place: TensorRef
     home: torch.device
     on_disk: bool
     execution: torch.device
@@ -114,7 +114,7 @@ def main_device_of(device_map: Mapping[str, Any], main_device: Any = None) -> to
 
 def assign_seats(
     model: nn.Module, device_map: Mapping[str, Any], main_device: torch.device, offload_buffers: bool = False
-) -> list[Seat]:
+) -> list[TensorPlacement]:
     """A seat for every tensor. The map is checked before.
 
     Buffers of offloaded modules are kept where they are used unless ``offload_buffers``; those that are not
@@ -128,8 +128,8 @@ def assign_seats(
 
 
 def _seat(
-    place: Place, devices: Mapping[str, torch.device | str], main: torch.device, offload_buffers: bool
-) -> Seat:
+    place: TensorRef, devices: Mapping[str, torch.device | str], main: torch.device, offload_buffers: bool
+) -> TensorPlacement:
     entries = {
         name: next((devices[outer] for outer in _outer_names(name) if outer in devices), main)
         for name in place.names
@@ -146,9 +146,9 @@ def _seat(
     entry, execution = entries[place.name], used_on[place.name]
     stays = not place.is_parameter and not (offload_buffers and place.is_persistent)
     if stays:
-        return Seat(place, execution, False, execution)
+        return TensorPlacement(place, execution, False, execution)
     on_disk = entry == DISK
-    return Seat(place, CPU if on_disk else entry, on_disk, execution)  # type: ignore[arg-type]
+    return TensorPlacement(place, CPU if on_disk else entry, on_disk, execution)  # type: ignore[arg-type]
 
 
 def _outer_names(name: str) -> list[str]:

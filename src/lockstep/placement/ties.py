@@ -23,7 +23,7 @@ def find_tied_parameters(model: nn.Module) -> list[list[str]]:
 
 
 @dataclass
-class Place:
+class TensorRef:
     """A parameter or buffer, all its names, and the modules that hold it."""
 
     tensor: torch.Tensor
@@ -44,13 +44,13 @@ class Place:
         self.tensor = tensor
 
 
-def find_places(model: nn.Module) -> list[Place]:
+def find_places(model: nn.Module) -> list[TensorRef]:
     """Every parameter and buffer of the model, once, parameters first.
 
     Raises:
         UsageError: a parameter has no shape yet (a lazy module).
     """
-    places: dict[int, Place] = {}
+    places: dict[int, TensorRef] = {}
     for is_parameter in (True, False):
         for module_name, module in model.named_modules(remove_duplicate=False):
             for key, tensor in _registered(module, is_parameter).items():
@@ -62,7 +62,7 @@ def find_places(model: nn.Module) -> list[Place]:
                         f"{name} has no shape yet: {type(module).__name__} is lazy. Run the model once, then place it."
                     )
                 persistent = is_parameter or torch_modules.is_persistent(module, key)
-                place = places.setdefault(id(tensor), Place(tensor, is_parameter, persistent))
+                place = places.setdefault(id(tensor), TensorRef(tensor, is_parameter, persistent))
                 place.names.append(name)
                 place.is_persistent |= persistent
                 if not any(holder is module and held == key for holder, held in place.holders):

@@ -13,7 +13,7 @@ from lockstep.config.enums import Offload
 from lockstep.config.parallel import Parallel
 from lockstep.errors import ConfigError
 from lockstep.plan.estimate_model import ModelFacts, nbytes_of
-from lockstep.plan.homes import Place
+from lockstep.plan.homes import StateLocation
 from lockstep.plan.memory import STREAMED_BLOCKS, MemoryRow, state_bytes
 
 FOLDER = "FOLDER"
@@ -197,9 +197,9 @@ def carried_bytes(state: MemoryRow, plan: Parallel, on_cpu: bool = False) -> tup
     passes = 1 if plan.zero in (1, 2) and state.ranks > 1 else 2
     link = state.gradients + (passes * state.weights if plan.offloads_params else state.gradients)
     disk = 0
-    if state.homes.weights is Place.DISK:
+    if state.homes.weights is StateLocation.DISK:
         disk += passes * state.weights + 2 * state.gradients + 2 * state.weights
-    if state.homes.optimizer is Place.DISK:
+    if state.homes.optimizer is StateLocation.DISK:
         disk += 2 * (state.optimizer + (0 if on_cpu else state.copies))
     return (0 if on_cpu else link), disk
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.config.enums import Offload, Word
+from lockstep.config.enums import Offload, StringEnum
 from lockstep.config.parallel import Parallel
 
 
-class Place(Word):
+class StateLocation(StringEnum):
     """A kind of memory."""
 
     DEVICE = "device"
@@ -23,24 +23,24 @@ class Homes:
     ``copies``: the fp32 weights that are stepped on the host, where those on the device are others.
     """
 
-    weights: Place = Place.DEVICE
-    gradients: Place = Place.DEVICE
-    optimizer: Place = Place.DEVICE
-    copies: Place | None = None
+    weights: StateLocation = StateLocation.DEVICE
+    gradients: StateLocation = StateLocation.DEVICE
+    optimizer: StateLocation = StateLocation.DEVICE
+    copies: StateLocation | None = None
 
 
 # offload -> weights, gradients, optimizer, copies; HOME is what offload_to says
 HOME = None
-TABLE: dict[Offload, tuple[Place | None, Place | None, Place | None, bool]] = {
-    Offload.NONE: (Place.DEVICE, Place.DEVICE, Place.DEVICE, False),
-    Offload.OPTIMIZER: (Place.DEVICE, Place.DEVICE, HOME, True),
-    Offload.PARAMS: (HOME, HOME, Place.HOST, False),
+TABLE: dict[Offload, tuple[StateLocation | None, StateLocation | None, StateLocation | None, bool]] = {
+    Offload.NONE: (StateLocation.DEVICE, StateLocation.DEVICE, StateLocation.DEVICE, False),
+    Offload.OPTIMIZER: (StateLocation.DEVICE, StateLocation.DEVICE, HOME, True),
+    Offload.PARAMS: (HOME, HOME, StateLocation.HOST, False),
     Offload.ALL: (HOME, HOME, HOME, False),
 }
 
 
 def homes(parallel: Parallel) -> Homes:
     """Where the state of a model spread like this rests, with an accelerator as the device."""
-    home = Place.HOST if parallel.offload_folder is None else Place.DISK
+    home = StateLocation.HOST if parallel.offload_folder is None else StateLocation.DISK
     weights, gradients, optimizer, copies = TABLE[parallel.offload]
     return Homes(weights or home, gradients or home, optimizer or home, home if copies else None)

@@ -19,7 +19,7 @@ from lockstep.config.parallel import Parallel
 from lockstep.config.values import parse_integer, shown, suggestion
 from lockstep.errors import ConfigError
 from lockstep.plan.dtypes import BYTES, dtypes
-from lockstep.plan.homes import Homes, Place, homes
+from lockstep.plan.homes import Homes, StateLocation, homes
 from lockstep.plan.size import ModelSize
 from lockstep.plan.traffic import Traffic, sent_bytes
 
@@ -83,17 +83,17 @@ class MemoryRow:
     @property
     def host(self) -> int:
         """After a step, on the host."""
-        return self._at(Place.HOST)
+        return self._at(StateLocation.HOST)
 
     @property
     def disk(self) -> int:
         """After a step, on the disk."""
-        return self._at(Place.DISK)
+        return self._at(StateLocation.DISK)
 
     @property
     def device(self) -> int:
         """After a step, on the device."""
-        return self._at(Place.DEVICE) + self.buckets
+        return self._at(StateLocation.DEVICE) + self.buckets
 
     @property
     def host_peak(self) -> int:
@@ -103,9 +103,9 @@ class MemoryRow:
     def on_device(self, part: str) -> int:
         """Bytes of ``weights``, ``gradients`` or ``optimizer`` that rest on the device."""
         size: int = getattr(self, part)
-        return size if getattr(self.homes, part) is Place.DEVICE else 0
+        return size if getattr(self.homes, part) is StateLocation.DEVICE else 0
 
-    def _at(self, place: Place) -> int:
+    def _at(self, place: StateLocation) -> int:
         parts = ("weights", "gradients", "optimizer", "copies")
         return sum(getattr(self, part) for part in parts if getattr(self.homes, part) is place)
 

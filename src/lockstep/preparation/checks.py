@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lockstep.errors import UsageError
 
 
-class Seen:
+class PreparedObjects:
     """The objects that ``prepare`` got and those that it made of them: each is prepared once."""
 
     def __init__(self) -> None:

@@ -11,7 +11,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.checkpoint.training import LoadHook, SaveHook, Training, checked_stateful, refuse_options
+from lockstep.checkpoint.training import (
+    CheckpointContents,
+    LoadHook,
+    SaveHook,
+    checked_stateful,
+    refuse_options,
+)
 from lockstep.checkpoint.weights.model import refuse_pickle, save
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import is_dtensor, whole
@@ -166,7 +172,7 @@ class FileMethods:
         """Wait for ``save_state(blocking=False)``. Raises CheckpointError, on every rank, if it failed."""
         self._checkpointer.wait()
 
-    def _training(self) -> Training:
+    def _training(self) -> CheckpointContents:
         return self._preparation.training({"object": self._registered, "window": [self._window]})
 
     def register_preemption_hook(self, hook: Callable[[], str]) -> None:

@@ -20,7 +20,7 @@ from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.sharding import Sharding, name_of
 from lockstep.stream.attach import stop_streaming, stream_weights
 from lockstep.stream.events import listen
-from lockstep.stream.units import Unit, find_units
+from lockstep.stream.units import WeightGroup, find_units
 from lockstep.torch_internals import fsdp2
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class Offload:
         self._communicator = communicator
         # Under tp, pp and cp (with ZeRO, in host memory) torch's engine alone moves shards.
         self._is_on = parallel.offloads_optimizer and not parallel.splits_model
-        self._units: list[Unit] = []
-        self._prefetched: dict[Unit, Unit] = {}
+        self._units: list[WeightGroup] = []
+        self._prefetched: dict[WeightGroup, WeightGroup] = {}
         self._streamed: list[nn.Module] = []
         self._handles: list[Any] = []
         self._steps: dict[Optimizer, OffloadedStep] = {}
@@ -121,21 +121,21 @@ class Offload:
 
     # What units tell -----------------------------------------------------------------------------------
 
-    def forward_begins(self, unit: Unit) -> None:
+    def forward_begins(self, unit: WeightGroup) -> None:
         for step in self._steps.values():
             step.forward_begins(unit)
             if unit in self._prefetched:  # torch gathers it in this unit's forward
                 step.forward_begins(self._prefetched[unit])
 
-    def forward_ended(self, unit: Unit) -> None:
+    def forward_ended(self, unit: WeightGroup) -> None:
         for step in self._steps.values():
             step.forward_ended(unit)
 
-    def backward_begins(self, unit: Unit) -> None:
+    def backward_begins(self, unit: WeightGroup) -> None:
         for step in self._steps.values():
             step.backward_begins(unit)
 
-    def ready(self, unit: Unit) -> None:
+    def ready(self, unit: WeightGroup) -> None:
         """Wait, in the thread that loads, until no step will change this unit."""
         for step in self._steps.values():
             step.ready(unit)
@@ -168,7 +168,7 @@ class Offload:
             kept.clear()
 
 
-def _sharded_units(model: nn.Module, sharding: Sharding) -> list[Unit]:
+def _sharded_units(model: nn.Module, sharding: Sharding) -> list[WeightGroup]:
     """One for each group of parameters that torch gathers together, with this rank's shards."""
     labels = {id(module): label for label, module in model.named_modules()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -180,5 +180,5 @@ def _sharded_units(model: nn.Module, sharding: Sharding) -> list[Unit]:
             for record in fsdp2.params(group)
         }
         nbytes = sum(shard.to_local().nbytes for shard in shards.values())
-        units.append(Unit(labels[id(module)], [module], dict(shards), nbytes))
+        units.append(WeightGroup(labels[id(module)], [module], dict(shards), nbytes))
     return units

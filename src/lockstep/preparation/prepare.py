@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lockstep.checkpoint.training import Place, Training, Whole, ties_of
+from lockstep.checkpoint.training import CheckpointContents, DataCoordinates, FullModelSpec, ties_of
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.config.options import Options
@@ -25,7 +25,7 @@ from lockstep.parallel.parallelize import ModelOptions, parallelize
 from lockstep.preparation.backward_watch import BackwardWatch
 from lockstep.preparation.checked_optimizer import CheckedOptimizer
 from lockstep.preparation.checks import (
-    Seen,
+    PreparedObjects,
     check_called,
     check_micro_batch,
     check_trained,
@@ -36,10 +36,10 @@ from lockstep.preparation.described import SCHEDULERS, build_described
 from lockstep.preparation.first_forward import FirstForward
 from lockstep.preparation.offload import Offload
 from lockstep.preparation.own_gradients import OwnGradients
-from lockstep.preparation.shards import Shards
+from lockstep.preparation.shards import ParameterRegistry
 from lockstep.preparation.stepping import DrawsAlike, StepChecks
 from lockstep.preparation.verifications import Verifications
-from lockstep.runtime.mesh import Meshes
+from lockstep.runtime.mesh import DeviceMeshes
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
 from lockstep.torch_internals import optim as torch_optim
@@ -62,7 +62,7 @@ class Preparation:
         self,
         options: Options,
         runtime: Runtime,
-        meshes: Meshes,
+        meshes: DeviceMeshes,
         step: StepState,
         communicator: Communicator,
         scaler: LossScaler | None,
@@ -80,15 +80,15 @@ class Preparation:
         self._rng_types = rng_types
         self._device_placement = device_placement
         self._step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self._seen = Seen()
-        self._shards = Shards(
+        self._seen = PreparedObjects()
+        self._shards = ParameterRegistry(
             active=runtime.world_size > 1 and options.parallel.replaces_parameters,
             loss_is_scaled=scaler is not None,
             parallel=options.parallel,
         )
         self._forward_seen = False
         self.offload = Offload(options.parallel, runtime.device, communicator)
-        self._wholes: dict[int, Whole] = {}
+        self._wholes: dict[int, FullModelSpec] = {}
         self.models: list[ParallelModel] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
@@ -209,17 +209,19 @@ class Preparation:
         found = next((known for known in self.models if known.module is model), None)
         return ParallelModel(model) if found is None else found
 
-    def whole_of(self, model: nn.Module) -> Whole | None:
+    def whole_of(self, model: nn.Module) -> FullModelSpec | None:
         """What a model was of which this rank has some blocks; None for others."""
         number = next((i for i, known in enumerate(self.models) if known.module is model), None)
         return None if number is None else self._wholes.get(number)
 
-    def training(self, further: dict[str, list[Any]]) -> Training:
+    def training(self, further: dict[str, list[Any]]) -> CheckpointContents:
         """What a checkpoint is made of: the prepared objects and ``further`` ones."""
         self.offload.finish()
         meshes = self._meshes
-        place = Place(meshes.data_rank, meshes.data_size, meshes.gradient_rank, meshes.gradient_size)
-        return Training(
+        place = DataCoordinates(
+            meshes.data_rank, meshes.data_size, meshes.gradient_rank, meshes.gradient_size
+        )
+        return CheckpointContents(
             models=[model.plain for model in self.models],
             parts={
                 "optimizer": list(self.optimizers),
@@ -433,6 +435,6 @@ def _after_step(watch: BackwardWatch) -> Callable[[Optimizer, Any, Any], None]:
     return after_step
 
 
-def _whole(model: nn.Module) -> Whole:
+def _whole(model: nn.Module) -> FullModelSpec:
     """The names of all weights, before other ranks' blocks leave."""
-    return Whole(tuple(model.state_dict()), ties_of(model))
+    return FullModelSpec(tuple(model.state_dict()), ties_of(model))

@@ -16,7 +16,7 @@ from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.sharding import Sharding
 from lockstep.torch_internals.dtensor_operators import behave_like_plain
 from lockstep.train.optimizer import PreparedOptimizer
-from lockstep.train.sharded import check_optimizer, choose_implementation, replace_parameters
+from lockstep.train.sharded_optimizer import check_optimizer, choose_implementation, replace_parameters
 from lockstep.train.whole.elementwise import check_elementwise, declares_elementwise
 from lockstep.train.whole.kinds import steps_on_shards
 from lockstep.train.whole.step import step_on_whole, whole_step_of
@@ -26,7 +26,7 @@ from lockstep.watch.log import get_logger
 logger = get_logger(__name__)
 
 
-class Shards:
+class ParameterRegistry:
     """Knows which parameters took the places of which. Where none did every method does nothing.
 
     Args:

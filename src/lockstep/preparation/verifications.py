@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.comm.collectives import Communicator
 from lockstep.config.options import Options
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.runtime.mesh import Meshes
+from lockstep.runtime.mesh import DeviceMeshes
 from lockstep.runtime.process import Runtime
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Verifications:
         self,
         options: Options,
         runtime: Runtime,
-        meshes: Meshes,
+        meshes: DeviceMeshes,
         communicator: Communicator,
         at_rest: Callable[[], None],
         unnoticed: Callable[[Callable[[], None]], None],

@@ -19,7 +19,7 @@ from lockstep.parallel.accumulated import (
 )
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.unreduced import check_partial
-from lockstep.runtime.mesh import Meshes
+from lockstep.runtime.mesh import DeviceMeshes
 from lockstep.train.accumulation import Accumulation
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.weighting import rescale
@@ -46,7 +46,7 @@ class OpenWindow:
         accumulation: Accumulation,
         models: list[ParallelModel],
         optimizers: list[PreparedOptimizer],
-        meshes: Meshes,
+        meshes: DeviceMeshes,
         before_load: Callable[[], None] = lambda: None,
     ) -> None:
         self._accumulation = accumulation

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from lockstep.config.axes import Axes, axes_of
+from lockstep.config.axes import ParallelDims, axes_of
 from lockstep.config.parallel import Parallel
 from lockstep.runtime.process import Runtime
 from lockstep.torch_internals import dtensor
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _ORDER = ("pp", "replicate", "shard", "cp", "tp")
 
 
-class Meshes:
+class DeviceMeshes:
     """The views of one run's mesh. Each is made when it is first used, which is collective.
 
     Raises:
@@ -37,7 +37,7 @@ class Meshes:
     """
 
     def __init__(self, runtime: Runtime, parallel: Parallel) -> None:
-        self.axes: Axes = axes_of(parallel, runtime.world_size)
+        self.axes: ParallelDims = axes_of(parallel, runtime.world_size)
         self._runtime = runtime
 
     @property

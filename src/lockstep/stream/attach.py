@@ -14,7 +14,7 @@ from lockstep.stream.events import ModelHook, UnitListener, listen
 from lockstep.stream.mapped import MappedMover
 from lockstep.stream.mover import Mover, least_budget
 from lockstep.stream.streamer import Streamer
-from lockstep.stream.units import Unit
+from lockstep.stream.units import WeightGroup
 from lockstep.torch_internals import autograd as torch_autograd
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals import tensors as torch_tensors
@@ -23,7 +23,7 @@ from lockstep.torch_internals import tensors as torch_tensors
 class Edits:
     """What ``model`` consists of when this is made: all its modules, and the parameters of ``units``."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[WeightGroup]) -> None:
         # Not the modules that hold them, among which is the model: nothing here shall keep it.
         self._modules: list[_Place] = []
         self._parameters: list[_Place] = []
@@ -56,12 +56,12 @@ _Place = tuple[dict[str, Any], str, Any, str]  # what holds it, under which key,
 
 def stream_weights(
     model: nn.Module,
-    units: Sequence[Unit],
+    units: Sequence[WeightGroup],
     device: torch.device,
     budget: int | None = None,
     ahead: int = 2,
     listeners: Sequence[UnitListener] = (),
-    ready: Callable[[Unit], None] | None = None,
+    ready: Callable[[WeightGroup], None] | None = None,
 ) -> Streamer:
     """Load the weights of ``units`` before they are used on ``device``, and let them go when others need the room.
 
@@ -119,11 +119,11 @@ def stop_streaming(model: nn.Module) -> None:
 
 
 def _streamer(
-    units: Sequence[Unit],
+    units: Sequence[WeightGroup],
     mover: Mover,
     budget: int | None,
     ahead: int,
-    ready: Callable[[Unit], None] | None,
+    ready: Callable[[WeightGroup], None] | None,
     in_place: bool,
 ) -> Streamer:
     if budget is None:
@@ -133,12 +133,12 @@ def _streamer(
 
 
 def _to_device(
-    units: Sequence[Unit],
+    units: Sequence[WeightGroup],
     device: torch.device,
     budget: int | None,
     ahead: int,
     listeners: Sequence[UnitListener],
-    ready: Callable[[Unit], None] | None,
+    ready: Callable[[WeightGroup], None] | None,
 ) -> tuple[Streamer, list[UnitListener], Callable[[], None]]:
     from lockstep.stream.device.mover import DeviceMover  # models on a CPU do without it
 
@@ -147,7 +147,7 @@ def _to_device(
     mover.slots.budget = streamer.budget
     reference = weakref.ref(streamer)  # the streamer has the mover
 
-    def request(unit: Unit) -> None:
+    def request(unit: WeightGroup) -> None:
         found = reference()
         if found is not None:
             found.use(unit, in_backward=True)

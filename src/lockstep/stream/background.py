@@ -12,7 +12,7 @@ class Worker(Protocol):
         """Do what there is to do, until there is nothing or ``ended`` of the thread is set. Must not raise."""
 
 
-class Background:
+class LoaderThread:
     """Calls ``work`` of ``worker`` in a daemon thread, soon after each ``wake``.
 
     The thread ends with ``end`` or with the worker, of which it has no reference while it waits.
@@ -62,7 +62,7 @@ class Background:
             return not self.ended
 
 
-def _run(background: Background, reference: weakref.ref[Worker]) -> None:
+def _run(background: LoaderThread, reference: weakref.ref[Worker]) -> None:
     try:
         while background.wait_for_call():
             worker = reference()

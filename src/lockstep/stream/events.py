@@ -12,7 +12,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm.tree import leaves
-from lockstep.stream.units import Unit
+from lockstep.stream.units import WeightGroup
 
 
 class UnitListener(Protocol):
@@ -22,12 +22,12 @@ class UnitListener(Protocol):
     An exception in ``forward_begins`` or ``backward_begins`` ends the forward or backward pass.
     """
 
-    def forward_begins(self, unit: Unit) -> None: ...
+    def forward_begins(self, unit: WeightGroup) -> None: ...
 
-    def forward_ended(self, unit: Unit) -> None:
+    def forward_ended(self, unit: WeightGroup) -> None:
         """Also after an exception in the forward pass, even if it was raised before ``forward_begins``."""
 
-    def backward_begins(self, unit: Unit) -> None:
+    def backward_begins(self, unit: WeightGroup) -> None:
         """Gradients of the unit's outputs are known; once for each forward in each backward."""
 
 
@@ -48,7 +48,9 @@ class RemovableHandles:
         return RemovableHandles, ((),)  # a copy of the model has no such hooks
 
 
-def listen(model: nn.Module, units: Sequence[Unit], listeners: Sequence[UnitListener]) -> RemovableHandles:
+def listen(
+    model: nn.Module, units: Sequence[WeightGroup], listeners: Sequence[UnitListener]
+) -> RemovableHandles:
     """Tell ``listeners``, in their order, when the forward or backward of a unit begins or has ended.
 
     The hooks run before and after all others, are not compiled by torch.compile, and a copy of the model
@@ -97,7 +99,7 @@ def _inert_hook() -> Any:
 
 
 class _UnitHook(ModelHook):
-    def __init__(self, unit: Unit, listeners: tuple[UnitListener, ...]) -> None:
+    def __init__(self, unit: WeightGroup, listeners: tuple[UnitListener, ...]) -> None:
         super().__init__()
         self._unit = unit
         self._listeners = listeners

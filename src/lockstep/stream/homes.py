@@ -13,7 +13,7 @@ from lockstep.stream.step.heap import FreedMemory
 STAGING_BYTES = 16 * 2**20
 
 
-class FileHomes:
+class OffloadedParameters:
     """Tensors of one model in a file of their own, which is gone when the process is.
 
     Args:

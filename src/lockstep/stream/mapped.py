@@ -12,7 +12,7 @@ import torch
 
 from lockstep.errors import OffloadError, UsageError
 from lockstep.stream.pages import FileMapping, Pages, file_mappings
-from lockstep.stream.units import Unit
+from lockstep.stream.units import WeightGroup
 from lockstep.torch_internals import tensors as torch_tensors
 
 
@@ -72,7 +72,7 @@ class MappedMover:
     Tensors that are in memory stay there and take nothing of the budget.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[WeightGroup]) -> None:
         mappings = file_mappings()
         self._pages = {unit: Pages(unit.tensors.values(), mappings) for unit in units}
         # Buffers may be written to: BatchNorm's statistics are.
@@ -84,16 +84,16 @@ class MappedMover:
         ]
         self._stopped = False
 
-    def nbytes(self, unit: Unit) -> int:
+    def nbytes(self, unit: WeightGroup) -> int:
         return self._pages[unit].nbytes
 
-    def load(self, unit: Unit) -> None:
+    def load(self, unit: WeightGroup) -> None:
         self._pages[unit].populate(lambda: self._stopped)
 
-    def bind(self, unit: Unit) -> None:
+    def bind(self, unit: WeightGroup) -> None:
         self._pages[unit].check()
 
-    def release(self, unit: Unit) -> bool:
+    def release(self, unit: WeightGroup) -> bool:
         self._pages[unit].drop()
         return True
 

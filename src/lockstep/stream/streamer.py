@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import OffloadError, UsageError
-from lockstep.stream.background import Background
+from lockstep.stream.background import LoaderThread
 from lockstep.stream.mover import Mover, check_budget
 from lockstep.stream.schedule import Choice, Successors, choose_ahead, choose_urgent
-from lockstep.stream.units import Unit
+from lockstep.stream.units import WeightGroup
 
 _HORIZON = 1024  # so many uses are looked ahead at most: what comes later is let go first, in any order
 
@@ -50,11 +50,11 @@ class Streamer:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[WeightGroup],
         mover: Mover,
         budget: int,
         ahead: int = 2,
-        ready: Callable[[Unit], None] | None = None,
+        ready: Callable[[WeightGroup], None] | None = None,
         in_place: bool = False,
     ) -> None:
         self.units = tuple(units)
@@ -68,26 +68,26 @@ class Streamer:
         check_budget(self._sizes, budget)
         self._successors = Successors(self.units)
         self._horizon = min(2 * len(self.units) + 1, _HORIZON)
-        self._loaded: set[Unit] = set()
-        self._unused: set[Unit] = set()  # loaded ahead, and not used since
-        self._busy: set[Unit] = set()  # could not be let go when last tried
-        self._moving: set[Unit] = set()  # being loaded or let go
-        self._in_use: dict[int, list[Unit]] = {}  # by thread, in the order in which they began
-        self._current: Unit | None = None
-        self._wanted: list[Unit] = []  # computing threads wait for them
-        self._failed: dict[Unit, BaseException] = {}  # what went wrong when they were loaded ahead
+        self._loaded: set[WeightGroup] = set()
+        self._unused: set[WeightGroup] = set()  # loaded ahead, and not used since
+        self._busy: set[WeightGroup] = set()  # could not be let go when last tried
+        self._moving: set[WeightGroup] = set()  # being loaded or let go
+        self._in_use: dict[int, list[WeightGroup]] = {}  # by thread, in the order in which they began
+        self._current: WeightGroup | None = None
+        self._wanted: list[WeightGroup] = []  # computing threads wait for them
+        self._failed: dict[WeightGroup, BaseException] = {}  # what went wrong when they were loaded ahead
         self._pid = os.getpid()
-        self.background = Background(self, "weight-streaming")
+        self.background = LoaderThread(self, "weight-streaming")
         self._changed = self.background.changed  # guards everything above
 
     # -- told by the model's hooks, in the computing thread ----------------------------------------------
 
-    def forward_begins(self, unit: Unit) -> None:
+    def forward_begins(self, unit: WeightGroup) -> None:
         with self._changed:
             self._in_use.setdefault(threading.get_ident(), []).append(unit)
         self.use(unit)
 
-    def forward_ended(self, unit: Unit) -> None:
+    def forward_ended(self, unit: WeightGroup) -> None:
         with self._changed:
             used = self._in_use.get(threading.get_ident(), [])
             if unit in used:  # not so where an exception came before forward_begins
@@ -95,7 +95,7 @@ class Streamer:
                 used.remove(unit)
                 used.reverse()
 
-    def backward_begins(self, unit: Unit) -> None:
+    def backward_begins(self, unit: WeightGroup) -> None:
         self.use(unit, in_backward=True)
 
     def pass_begins(self) -> None:
@@ -105,7 +105,7 @@ class Streamer:
 
     # ----------------------------------------------------------------------------------------------------
 
-    def use(self, unit: Unit, in_backward: bool = False) -> None:
+    def use(self, unit: WeightGroup, in_backward: bool = False) -> None:
         """Have ``unit`` loaded and bound. It stays so at least until another unit is used.
 
         Raises:
@@ -126,12 +126,12 @@ class Streamer:
                 return
         self.mover.bind(unit)
 
-    def is_loaded(self, unit: Unit) -> bool:
+    def is_loaded(self, unit: WeightGroup) -> bool:
         """Whether ``unit`` can be used without waiting."""
         with self._changed:
             return unit in self._loaded and unit not in self._moving
 
-    def invalidate(self, units: Iterable[Unit]) -> None:
+    def invalidate(self, units: Iterable[WeightGroup]) -> None:
         """The weights of ``units`` at rest have changed: they are loaded again before they are next used.
 
         Raises:
@@ -199,7 +199,7 @@ class Streamer:
                     self._moving.difference_update((choice.load, *choice.evict))
                     self._changed.notify_all()
 
-    def _next_choice(self) -> Choice[Unit] | None:
+    def _next_choice(self) -> Choice[WeightGroup] | None:
         """What to do next; it is marked as moving."""
         with self._changed:
             if self.background.ended:
@@ -209,7 +209,7 @@ class Streamer:
                 self._moving.update((choice.load, *choice.evict))
             return choice
 
-    def _choose(self) -> Choice[Unit] | None:
+    def _choose(self) -> Choice[WeightGroup] | None:
         held = self._busy | self._moving
         held.update(unit for used in self._in_use.values() for unit in used)
         for unit in self._wanted:
@@ -228,10 +228,10 @@ class Streamer:
             self._sizes, self.budget, self._loaded, self._unused, held, self._coming(), self.ahead
         )
 
-    def _coming(self) -> Iterable[Unit]:
+    def _coming(self) -> Iterable[WeightGroup]:
         return self._successors.coming(self._horizon)
 
-    def _carry_out(self, choice: Choice[Unit]) -> None:
+    def _carry_out(self, choice: Choice[WeightGroup]) -> None:
         room = True
         for unit in choice.evict:
             released = room and self.mover.release(unit)
@@ -248,7 +248,7 @@ class Streamer:
                 self._count(choice.load)
             self._changed.notify_all()
 
-    def _let_go(self, unit: Unit, released: bool) -> None:
+    def _let_go(self, unit: WeightGroup, released: bool) -> None:
         with self._changed:
             self._moving.discard(unit)
             if released:
@@ -258,7 +258,7 @@ class Streamer:
                 self._busy.add(unit)
             self._changed.notify_all()
 
-    def _count(self, unit: Unit) -> None:
+    def _count(self, unit: WeightGroup) -> None:
         self._loaded.add(unit)
         self._unused.add(unit)
         self.counters.loads += 1
@@ -268,7 +268,7 @@ class Streamer:
 
     # -- with the condition held, in the computing thread ------------------------------------------------
 
-    def _wait_for(self, unit: Unit) -> None:
+    def _wait_for(self, unit: WeightGroup) -> None:
         started = time.perf_counter()
         self._wanted.append(unit)
         self.background.wake()
@@ -283,10 +283,10 @@ class Streamer:
             self.background.wake()  # there may be others to load, and other threads that wait for this one
             raise self._failed.pop(unit)
 
-    def _is_there(self, unit: Unit) -> bool:
+    def _is_there(self, unit: WeightGroup) -> bool:
         return unit in self._loaded and unit not in self._moving
 
-    def _no_room(self, unit: Unit) -> OffloadError:
+    def _no_room(self, unit: WeightGroup) -> OffloadError:
         taken = sorted(one.name for one in self._loaded)
         return OffloadError(
             f"'{unit.name}' takes {self._sizes[unit]} bytes, for which the budget of {self.budget} bytes has no room "

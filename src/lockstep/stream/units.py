@@ -25,7 +25,7 @@ _CONTAINERS = (
 
 
 @dataclass(eq=False)
-class Unit:
+class WeightGroup:
     """Weights that are needed together: of one block, or of one module outside of blocks."""
 
     name: str
@@ -34,12 +34,12 @@ class Unit:
     nbytes: int
 
     def __repr__(self) -> str:
-        return f"Unit({self.name!r}, {len(self.tensors)} tensors, {self.nbytes} bytes)"
+        return f"WeightGroup({self.name!r}, {len(self.tensors)} tensors, {self.nbytes} bytes)"
 
 
 def find_units(
     model: nn.Module, blocks: Mapping[str, nn.Module], wanted: Callable[[str], bool] = lambda name: True
-) -> list[Unit]:
+) -> list[WeightGroup]:
     """The units of ``model``, in order of registration; every wanted tensor is in exactly one.
 
     Outside of ``blocks`` (name -> module) each module that has tensors of its own is a unit, and a module of
@@ -51,13 +51,13 @@ def find_units(
         wanted: Called with a tensor's full name: whether it belongs to a unit. Units without tensors are
             left out.
     """
-    found: list[Unit] = []
-    owners: dict[int, Unit] = {}  # of each tensor
+    found: list[WeightGroup] = []
+    owners: dict[int, WeightGroup] = {}  # of each tensor
     for name, module, tensors in _parts(model, "", {id(block) for block in blocks.values()}, set()):
         tensors = {full: tensor for full, tensor in tensors.items() if wanted(full)}
         if not tensors:
             continue
-        merged = Unit(name, [module], {}, 0)
+        merged = WeightGroup(name, [module], {}, 0)
         for other in dict.fromkeys(owners[id(t)] for t in tensors.values() if id(t) in owners):
             merged = _joined(other, merged)
             found.remove(other)
@@ -73,13 +73,13 @@ def find_units(
     return sorted(found, key=lambda unit: min(order[id(module)] for module in unit.modules))
 
 
-def around(units: Sequence[Unit]) -> dict[Unit, list[Unit]]:
+def around(units: Sequence[WeightGroup]) -> dict[WeightGroup, list[WeightGroup]]:
     """For each unit, the others in whose modules its modules are: these are in use at the same time."""
-    owners: dict[int, list[Unit]] = {}
+    owners: dict[int, list[WeightGroup]] = {}
     for unit in units:
         for module in unit.modules:
             owners.setdefault(id(module), []).append(unit)
-    found: dict[Unit, dict[Unit, None]] = {unit: {} for unit in units}
+    found: dict[WeightGroup, dict[WeightGroup, None]] = {unit: {} for unit in units}
     for outer in units:
         for inner in (inner for module in outer.modules for inner in module.modules()):
             for unit in owners.get(id(inner), ()):
@@ -132,9 +132,9 @@ def _is_never_called(module: nn.Module) -> bool:
     return type(module).forward is nn.Module.forward
 
 
-def _joined(one: Unit, other: Unit) -> Unit:
+def _joined(one: WeightGroup, other: WeightGroup) -> WeightGroup:
     modules = list(dict.fromkeys([*one.modules, *other.modules]))
-    return Unit(one.name, modules, {**one.tensors, **other.tensors}, 0)
+    return WeightGroup(one.name, modules, {**one.tensors, **other.tensors}, 0)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -9,12 +9,12 @@ from typing import Any
 
 from lockstep.config.values import parse_bool, parse_integer, shown, suggestion
 from lockstep.errors import ConfigError
-from lockstep.train.lr_schedules import SCHEDULES, Rate, Schedule
+from lockstep.train.lr_schedules import SCHEDULES, LRSchedule, Rate
 
 Parser = Callable[[Any, str], Any]  # (value, where it stands) -> the value, or ConfigError
 
 
-def parse_schedule(name: str, params: Mapping[str, Any], groups: int) -> Schedule:
+def parse_schedule(name: str, params: Mapping[str, Any], groups: int) -> LRSchedule:
     """The schedule ``name`` of ``SCHEDULES`` for an optimizer with that many parameter groups.
 
     Raises:
@@ -39,7 +39,7 @@ def parse_schedule(name: str, params: Mapping[str, Any], groups: int) -> Schedul
                 f"scheduler.params.{key} has {len(values[key])} values, but the optimizer has {groups} parameter "
                 "groups. Write one number, or one for each group."
             )
-    schedule: Schedule = kind(**values)
+    schedule: LRSchedule = kind(**values)
     return schedule
 
 

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 Rate = float | tuple[float, ...]  # one for all parameter groups, or one for each
 
 
-class Schedule(Protocol):
+class LRSchedule(Protocol):
     """Learning rates and betas of parameter group ``group`` after ``steps`` optimizer steps."""
 
     def lr(self, steps: int, group: int, own_lr: Any) -> Any:
@@ -32,7 +32,7 @@ class Schedule(Protocol):
 
 
 class ScheduledLR(LRScheduler):
-    """Sets learning rates, and for OneCycle betas, by a ``Schedule``.
+    """Sets learning rates, and for OneCycle betas, by a ``LRSchedule``.
 
     ``counts_optimizer_steps``: one ``step`` stands for one step of the optimizer, on however many
     processes.
@@ -40,7 +40,7 @@ class ScheduledLR(LRScheduler):
 
     counts_optimizer_steps = True
 
-    def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
+    def __init__(self, optimizer: Optimizer, schedule: LRSchedule) -> None:
         self.schedule = schedule
         super().__init__(optimizer)
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lockstep.checkpoint.training import Place, Whole
+from lockstep.checkpoint.training import DataCoordinates, FullModelSpec
 
 WIDTH, HIDDEN, WORDS, BLOCKS, EXPERTS = 6, 10, 7, 4, 4
 Values = dict[str, torch.Tensor]
@@ -119,17 +119,17 @@ class Layout:
         return self
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> DataCoordinates | None:
         if self.tp * self.pp == 1:
             return None
         data_rank = self._rank // self.tp % self._data
-        return Place(data_rank, self._data, data_rank, self._data)
+        return DataCoordinates(data_rank, self._data, data_rank, self._data)
 
     @property
-    def whole(self) -> dict[int, Whole]:
+    def whole(self) -> dict[int, FullModelSpec]:
         if self.pp == 1:
             return {}
-        return {0: Whole(tuple(Net().state_dict()), {"head.weight": "embed.weight"})}
+        return {0: FullModelSpec(tuple(Net().state_dict()), {"head.weight": "embed.weight"})}
 
     def build(self, given: Values) -> nn.Module:
         """The model of this rank with these weights."""

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from checkpoint.layouts import simulated
 from checkpoint.layouts.simulated import Coordinate, Spread, coordinates
 from lockstep.checkpoint.pieces import reads
-from lockstep.checkpoint.plan import Plan, Planner
+from lockstep.checkpoint.plan import SavePlan, SavePlanner
 from lockstep.comm.dtensor import boxes_of
 from lockstep.comm.layout import boxes, local_shape
 from lockstep.errors import CheckpointError, UsageError
@@ -93,7 +93,7 @@ class Ranks:
         return self._said
 
 
-def saved(spread: list[Spread]) -> tuple[list[Plan], dict[tuple[str, str], torch.Tensor]]:
+def saved(spread: list[Spread]) -> tuple[list[SavePlan], dict[tuple[str, str], torch.Tensor]]:
     """The plans of all ranks, and what their files hold."""
     from lockstep.checkpoint.plan import _held
 
@@ -101,7 +101,7 @@ def saved(spread: list[Spread]) -> tuple[list[Plan], dict[tuple[str, str], torch
     plans, files = [], {}
     for rank, one in enumerate(spread):
         tensors: Any = {"t": one}
-        plans.append(Planner().plan(tensors, rank, list(range(len(spread))), Ranks(everywhere)))  # type: ignore[arg-type]
+        plans.append(SavePlanner().plan(tensors, rank, list(range(len(spread))), Ranks(everywhere)))  # type: ignore[arg-type]
         for file in plans[-1].mine:
             for key, tensor in plans[-1].content(file, tensors).items():
                 assert (file, key) not in files

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from checkpoint.layouts.spread import LAYOUTS, Layout, Run, State, part, values
 from lockstep import Accelerator
 from lockstep.checkpoint.checkpointer import Checkpointer
-from lockstep.checkpoint.training import Training
+from lockstep.checkpoint.training import CheckpointContents
 from lockstep.checkpoint.weights.convert import open_weights, write_file
 from lockstep.config.handlers import ProjectConfiguration
 
@@ -35,9 +35,9 @@ def checkpointer() -> Checkpointer:
     )
 
 
-def training(run: Run) -> Training:
+def training(run: Run) -> CheckpointContents:
     layout = run.layout
-    return Training([run.model], {"optimizer": [run.optimizer]}, layout.place, layout.whole)
+    return CheckpointContents([run.model], {"optimizer": [run.optimizer]}, layout.place, layout.whole)
 
 
 def of_this_world(runtime: Any) -> list[Layout]:

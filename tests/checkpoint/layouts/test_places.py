@@ -9,7 +9,7 @@ from torch import nn
 
 from checkpoint.layouts.spread import LAYOUTS, Run, State, optimizer_of, values
 from checkpoint.layouts.test_layouts import checkpointer, training
-from lockstep.checkpoint.training import Training
+from lockstep.checkpoint.training import CheckpointContents
 from lockstep.errors import CheckpointError, LockstepError
 
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
@@ -75,7 +75,9 @@ class Window:
         self.loaded = (states, rank)
 
 
-def with_own(run: Run, rank: int, gradients: dict[str, torch.Tensor]) -> tuple[Training, Kept, Kept, Window]:
+def with_own(
+    run: Run, rank: int, gradients: dict[str, torch.Tensor]
+) -> tuple[CheckpointContents, Kept, Kept, Window]:
     loader, item, window = Kept(rank), Kept(rank), Window(run, run.layout.name, gradients)
     whole = training(run)
     whole.parts |= {"loader": [loader], "object": [item], "window": [window]}
@@ -175,10 +177,10 @@ def refused(directory: str) -> dict[str, str]:
         except LockstepError as error:
             found[kind] = str(error)
 
-    def renamed(change: Any) -> Training:
+    def renamed(change: Any) -> CheckpointContents:
         model: Any = layout.build(values(1))
         change(model)
-        return Training([model], {"optimizer": [optimizer_of(model)]}, layout.place, layout.whole)
+        return CheckpointContents([model], {"optimizer": [optimizer_of(model)]}, layout.place, layout.whole)
 
     last = rank == 1
     note(

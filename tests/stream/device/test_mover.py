@@ -26,7 +26,7 @@ from lockstep.stream.device.staging import Staging
 from lockstep.stream.direct import OffloadFile
 from lockstep.stream.events import listen
 from lockstep.stream.streamer import Streamer
-from lockstep.stream.units import Unit, find_units
+from lockstep.stream.units import WeightGroup, find_units
 from tests.stream.device.late import LateCopies
 
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ class Eager:
         self.loads = 0
         mover.request = self.use
 
-    def use(self, unit: Unit) -> None:
+    def use(self, unit: WeightGroup) -> None:
         for other in self.mover._copies:
             if other is not unit:
                 self.mover.release(other)
@@ -106,7 +106,7 @@ class Eager:
 
     forward_begins = backward_begins = use
 
-    def forward_ended(self, unit: Unit) -> None:
+    def forward_ended(self, unit: WeightGroup) -> None:
         self.mover.release(unit)
 
 
@@ -221,7 +221,7 @@ def test_a_slot_is_filled_after_what_computed_with_it_and_used_after_it_is_fille
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     first, second = find_units(model, {})
     made: list[LateCopies] = []
-    waited: list[Unit] = []
+    waited: list[WeightGroup] = []
     mover = DeviceMover(
         [first, second], CPU, ready=waited.append, copies=lambda device: made.append(LateCopies()) or made[-1]
     )
@@ -553,7 +553,7 @@ def test_what_cannot_be_streamed_is_refused_and_named() -> None:
     sparse = nn.Module()
     sparse.register_buffer("table", torch.eye(2).to_sparse())
     with pytest.raises(UsageError, match="'table' is a Tensor of layout"):
-        DeviceMover([Unit("", [sparse], dict(sparse.named_buffers()), 0)], CPU)
+        DeviceMover([WeightGroup("", [sparse], dict(sparse.named_buffers()), 0)], CPU)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -25,7 +25,7 @@ from lockstep.stream.direct import ALIGNMENT, region_of
 from lockstep.stream.gradients.file import GradientFile
 from lockstep.stream.step.attach import HOOK_READS_NOTHING, offload_step
 from lockstep.stream.step.offloaded import OffloadedStep
-from lockstep.stream.units import Unit
+from lockstep.stream.units import WeightGroup
 
 Make = Callable[[list[Any]], Optimizer]
 
@@ -82,7 +82,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def units_of(model: Model) -> list[Unit]:
+def units_of(model: Model) -> list[WeightGroup]:
     """The shared weight, the blocks, and the head's bias."""
     parts: list[tuple[str, list[nn.Module], dict[str, torch.Tensor]]] = [
         ("embedding", [model.embedding, model.head], {"weight": model.embedding.weight}),
@@ -90,12 +90,12 @@ def units_of(model: Model) -> list[Unit]:
         ("head", [model.head], {"bias": model.head.bias}),
     ]
     return [
-        Unit(name, modules, tensors, sum(t.numel() * t.element_size() for t in tensors.values()))
+        WeightGroup(name, modules, tensors, sum(t.numel() * t.element_size() for t in tensors.values()))
         for name, modules, tensors in parts
     ]
 
 
-def announce(units: list[Unit], step: OffloadedStep) -> None:
+def announce(units: list[WeightGroup], step: OffloadedStep) -> None:
     """Forward hooks by torch alone."""
     for unit in units:
         for module in unit.modules:
@@ -120,7 +120,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 def train(
     make: Make,
-    offload: Callable[[Optimizer, list[Unit]], OffloadedStep] | None,
+    offload: Callable[[Optimizer, list[WeightGroup]], OffloadedStep] | None,
     set_to_none: bool = True,
     dtype: torch.dtype = torch.float32,
     load_at: int | None = None,
@@ -205,7 +205,7 @@ def test_complex_parameters_and_other_memory_orders(tmp_path: Path) -> None:
             nn.Parameter(torch.empty(0, 4)),
         ]
         optimizer = torch.optim.AdamW(parameters, lr=0.1)
-        unit = Unit("all", [], {str(i): p for i, p in enumerate(parameters)}, 0)
+        unit = WeightGroup("all", [], {str(i): p for i, p in enumerate(parameters)}, 0)
         step = offload_step(optimizer, [unit], tmp_path) if offloaded else None
         for _ in range(3):
             for p in parameters:
@@ -645,14 +645,14 @@ def test_a_delayed_step_shows_one_step_later(tmp_path: Path) -> None:
     assert_same(plain.state_dict(), copy.deepcopy(optimizer.state_dict()))
 
 
-def sharded_units(model: Model) -> list[Unit]:
+def sharded_units(model: Model) -> list[WeightGroup]:
     """What fully_shard gathers together: all that is outside of blocks when the root's forward begins."""
     rest: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if not n.startswith("blocks")}
     blocks = [
-        Unit(f"blocks.{i}", [block], {**dict(block.named_parameters())}, 0)
+        WeightGroup(f"blocks.{i}", [block], {**dict(block.named_parameters())}, 0)
         for i, block in enumerate(model.blocks)
     ]
-    return [Unit("", [model], rest, 0), *blocks]
+    return [WeightGroup("", [model], rest, 0), *blocks]
 
 
 def train_sharded(offloaded: bool, name: str, folder: str | None) -> Any:

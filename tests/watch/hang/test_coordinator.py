@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.watch.hang.coordinator import Coordinator, WatchSettings
-from lockstep.watch.hang.records import Collective, Evidence, Place
+from lockstep.watch.hang.records import Evidence, PendingCollective, SourceLine
 
 
 @dataclass
@@ -61,8 +61,10 @@ class Run:
                         self.tell(peer, "evidence", question=message["question"], evidence=self.answer(rank))
 
     def answer(self, rank: int) -> dict[str, Any]:
-        here = Place("train.py", 57, "main") if rank != 1 else Place("data.py", 88, "slow_fetch")
-        pending = (Collective("all_reduce", 412, "default", "[4]", "float32", here),) if rank != 1 else ()
+        here = SourceLine("train.py", 57, "main") if rank != 1 else SourceLine("data.py", 88, "slow_fetch")
+        pending = (
+            (PendingCollective("all_reduce", 412, "default", "[4]", "float32", here),) if rank != 1 else ()
+        )
         return Evidence(
             rank, platform.node(), os.getpid(), 3, 5.0, here, pending, {"default": 411}, ""
         ).to_message()
@@ -132,7 +134,7 @@ def test_a_rank_that_does_not_answer_is_looked_up(monkeypatch: pytest.MonkeyPatc
         3,
         5.0,
         None,
-        (Collective("all_reduce", 4, "default", "[4]", "float32", None),),
+        (PendingCollective("all_reduce", 4, "default", "[4]", "float32", None),),
         {},
         "",
     ).to_message()
@@ -146,7 +148,7 @@ def test_when_nobody_waits_for_another_nothing_is_said_for_long() -> None:
     """All ranks compute: mostly an evaluation without prepared loaders, or a long save."""
     run = Run()
     run.answer = lambda rank: Evidence(  # type: ignore[method-assign]
-        rank, platform.node(), 1, 3, 5.0, Place("train.py", 90, "evaluate"), (), {}, ""
+        rank, platform.node(), 1, 3, 5.0, SourceLine("train.py", 90, "evaluate"), (), {}, ""
     ).to_message()
     run.wait(55)
     assert run.said == []
@@ -224,8 +226,8 @@ def test_a_stop_before_any_rank_is_there_has_nothing_to_save_either() -> None:
 
 def collective_of(rank: int, done: int = 411, waits: bool = True, **more: Any) -> Evidence:
     """A rank in all_reduce #412, or, if it does not wait, in its own work."""
-    here = Place("train.py", 57, "main")
-    pending = (Collective("all_reduce", 412, "default", "[4]", "float32", here),) if waits else ()
+    here = SourceLine("train.py", 57, "main")
+    pending = (PendingCollective("all_reduce", 412, "default", "[4]", "float32", here),) if waits else ()
     return Evidence(
         rank, platform.node(), 1, 3, 5.0, here, pending, {"default": done}, "", waits=waits, **more
     )
@@ -330,7 +332,7 @@ def test_a_rank_that_trains_on_after_end_training_is_watched_again() -> None:
 
 def test_ranks_that_all_wait_for_data_are_named_but_never_ended() -> None:
     run = Run(2, hang_timeout_s=20.0)
-    place = Place("train.py", 50, "main", "waiting for its data-loader workers (pid 13)")
+    place = SourceLine("train.py", 50, "main", "waiting for its data-loader workers (pid 13)")
     answers_with(run, lambda rank: Evidence(rank, platform.node(), 1, 3, 5.0, place, (), {}, ""))
     run.wait(300.0)
     assert len(run.said) == 1
@@ -371,10 +373,10 @@ def test_a_rank_that_comes_while_the_others_are_asked_is_progress() -> None:
 def test_ranks_that_never_come_together_are_named_before_the_first_step() -> None:
     """They do not start slowly: they are in collectives of which neither can end."""
     run = Run(2)
-    here = [Place("train.py", 20, "main"), Place("train.py", 30, "main")]
+    here = [SourceLine("train.py", 20, "main"), SourceLine("train.py", 30, "main")]
     pending = [
-        Collective("all_reduce", 4, "0", "[4]", "float32", here[0]),
-        Collective("broadcast", 4, "0", "[4]", "float32", here[1]),
+        PendingCollective("all_reduce", 4, "0", "[4]", "float32", here[0]),
+        PendingCollective("broadcast", 4, "0", "[4]", "float32", here[1]),
     ]
     answers_with(run, lambda rank: Evidence(rank, "n", 1, 0, 5.0, here[rank], (pending[rank],), {"0": 3}, ""))
     run.wait(5.0, ticks=1, boundaries=0)

@@ -11,13 +11,13 @@ import pytest
 
 from lockstep.errors import LinkError
 from lockstep.watch.hang.diagnosis import SILENCE, Finding, Silent, diagnose, named
-from lockstep.watch.hang.records import Collective, Evidence, Place
+from lockstep.watch.hang.records import Evidence, PendingCollective, SourceLine
 
-TRAIN = Place("train.py", 57, "main")
-SLOW = Place("data.py", 88, "slow_fetch")
-SAVE = Place("train.py", 70, "main")
-WORKERS = Place("train.py", 50, "main", "waiting for its data-loader workers (pids 12 (stopped), 13)")
-DEAD = Place("train.py", 50, "main", "waiting for its data-loader workers (pid 13 (dead))")
+TRAIN = SourceLine("train.py", 57, "main")
+SLOW = SourceLine("data.py", 88, "slow_fetch")
+SAVE = SourceLine("train.py", 70, "main")
+WORKERS = SourceLine("train.py", 50, "main", "waiting for its data-loader workers (pids 12 (stopped), 13)")
+DEAD = SourceLine("train.py", 50, "main", "waiting for its data-loader workers (pid 13 (dead))")
 
 
 def collective(
@@ -26,13 +26,15 @@ def collective(
     group: str = "0",
     sizes: str = "[4]",
     dtype: str = "float32",
-    place: Place | None = TRAIN,
+    place: SourceLine | None = TRAIN,
     peer: int | None = None,
-) -> Collective:
-    return Collective(operation, number, group, sizes, dtype, place, peer)
+) -> PendingCollective:
+    return PendingCollective(operation, number, group, sizes, dtype, place, peer)
 
 
-def rank(number: int, *pending: Collective, place: Place = TRAIN, done: int = 411, **more: Any) -> Evidence:
+def rank(
+    number: int, *pending: PendingCollective, place: SourceLine = TRAIN, done: int = 411, **more: Any
+) -> Evidence:
     """A rank in what is pending, or, if that is nothing, at work at the place."""
     values: dict[str, Any] = {"waits": bool(pending), "call": pending[0].operation if pending else ""} | more
     return Evidence(number, "node", 100 + number, 9, 6.0, place, pending, {"0": done}, "stack", **values)
@@ -42,8 +44,8 @@ def silent(number: int, state: str) -> Silent:
     return Silent(number, "node", 100 + number, 6.4, state)
 
 
-def receive(by: int, peer: int | None, line: int = 20, operation: str = "recv") -> Collective:
-    return collective(operation, None, "0", "", "", Place("pipe.py", line, f"stage_{by}"), peer)
+def receive(by: int, peer: int | None, line: int = 20, operation: str = "recv") -> PendingCollective:
+    return collective(operation, None, "0", "", "", SourceLine("pipe.py", line, f"stage_{by}"), peer)
 
 
 PAIRS = {"0": (0, 1, 2, 3), "1": (0, 1), "2": (2, 3), "3": (0, 2), "4": (1, 3)}
@@ -279,7 +281,7 @@ def test_what_is_known_of_silent_processes_has_a_sentence_in_one_and_in_many() -
 
 def test_a_long_story_is_cut_before_the_advice() -> None:
     ranks = [rank(0, collective())]
-    ranks += [rank(one, place=Place("x" * 400 + ".py", one, "y" * 400)) for one in range(1, 9)]
+    ranks += [rank(one, place=SourceLine("x" * 400 + ".py", one, "y" * 400)) for one in range(1, 9)]
     found = diagnose(ranks, 9)
     assert len(found.sentence.partition(". Mend")[0]) <= 300
     assert found.sentence.startswith(

@@ -7,11 +7,11 @@ from typing import Any
 
 from lockstep.checkpoint.foreign.dcp import METADATA, read_dcp
 from lockstep.checkpoint.foreign.deepspeed import read_deepspeed, tag_folder
-from lockstep.checkpoint.foreign.reader import Reader
+from lockstep.checkpoint.foreign.reader import ForeignReader
 from lockstep.checkpoint.foreign.roles import is_weights, optimizer
 from lockstep.checkpoint.foreign.source import Source
 from lockstep.checkpoint.foreign.state import ImportedState, generator_states, require_plain
-from lockstep.checkpoint.foreign.tensors import Record
+from lockstep.checkpoint.foreign.tensors import StoredTensor
 from lockstep.errors import CheckpointError
 
 _SAMPLER = "accelerate.data_loader.SeedableRandomSampler"
@@ -32,7 +32,7 @@ def is_accelerate(source: Source) -> bool:
     return any(source.matching(pattern) for pattern in (*_SIGNS, _FSDP_FOLDER))
 
 
-def read_accelerate(reader: Reader) -> ImportedState:
+def read_accelerate(reader: ForeignReader) -> ImportedState:
     """The state that ``save_state`` wrote.
 
     Raises:
@@ -67,7 +67,7 @@ def _dcp_folders(source: Source, stem: str) -> list[str]:
     return sorted((groups[0] for groups in found), key=lambda name: int(name.rsplit("_", 1)[1]))
 
 
-def _read_models(reader: Reader, state: ImportedState) -> set[str]:
+def _read_models(reader: ForeignReader, state: ImportedState) -> set[str]:
     source = reader.source
     by_rank = source.matching(r"(pytorch_model_fsdp(?:_\d+)?_rank\d+\.bin)")
     if by_rank:
@@ -87,14 +87,14 @@ def _read_models(reader: Reader, state: ImportedState) -> set[str]:
     return set(files) | _inside(source, folders)
 
 
-def _add_model(reader: Reader, state: ImportedState, name: str, value: Any) -> None:
+def _add_model(reader: ForeignReader, state: ImportedState, name: str, value: Any) -> None:
     if not is_weights(value):
         raise reader.broken(name, "it is not a dict of tensors")
     state.models.append(value)
     state.notes.append(f"{name}: weights of model {len(state.models) - 1}")
 
 
-def _read_optimizers(reader: Reader, state: ImportedState) -> set[str]:
+def _read_optimizers(reader: ForeignReader, state: ImportedState) -> set[str]:
     files = reader.source.numbered(r"optimizer(_\d+)?\.bin")
     folders = [] if files else _dcp_folders(reader.source, "optimizer")
     saved = reader.read_all(files) or [read_dcp(reader, folder).get("optimizer") for folder in folders]
@@ -108,7 +108,7 @@ def _inside(source: Source, folders: list[str]) -> set[str]:
     return {name for name in source.names if name.split("/")[0] in folders}
 
 
-def _read_schedulers(reader: Reader, state: ImportedState) -> set[str]:
+def _read_schedulers(reader: ForeignReader, state: ImportedState) -> set[str]:
     files = reader.source.numbered(r"scheduler(_\d+)?\.bin")
     if files and state.schedulers:  # DeepSpeed's copy is of the same object
         state.notes += [f"{name}: left out, as DeepSpeed's file has the scheduler too" for name in files]
@@ -119,7 +119,7 @@ def _read_schedulers(reader: Reader, state: ImportedState) -> set[str]:
     return set(files)
 
 
-def _read_scaler(reader: Reader, state: ImportedState) -> set[str]:
+def _read_scaler(reader: ForeignReader, state: ImportedState) -> set[str]:
     if "scaler.pt" not in reader.source:
         return set()
     state.scaler = _plain_dict(reader, "scaler.pt", reader.read("scaler.pt")) or None
@@ -127,7 +127,7 @@ def _read_scaler(reader: Reader, state: ImportedState) -> set[str]:
     return {"scaler.pt"}
 
 
-def _read_objects(reader: Reader, state: ImportedState) -> set[str]:
+def _read_objects(reader: ForeignReader, state: ImportedState) -> set[str]:
     files = reader.source.numbered(_OBJECTS)
     for name, value in zip(files, reader.read_all(files), strict=True):
         require_plain(value, name)
@@ -138,7 +138,7 @@ def _read_objects(reader: Reader, state: ImportedState) -> set[str]:
     return set(files)
 
 
-def _read_generators(reader: Reader, state: ImportedState) -> set[str]:
+def _read_generators(reader: ForeignReader, state: ImportedState) -> set[str]:
     files = {int(rank): name for (rank,), name in reader.source.matching(_RNG).items()}
     saved = reader.read_all(list(files.values()))
     for (rank, name), value in zip(files.items(), saved, strict=True):
@@ -153,7 +153,7 @@ def _read_generators(reader: Reader, state: ImportedState) -> set[str]:
     return set(files.values())
 
 
-def _read_loaders(reader: Reader, state: ImportedState) -> set[str]:
+def _read_loaders(reader: ForeignReader, state: ImportedState) -> set[str]:
     """Positions of stateful loaders, seeds and epochs of samplers; what torchdata keeps inside is left out."""
     found: dict[int, dict[str, Any]] = {}
     used: set[str] = set()
@@ -184,13 +184,13 @@ def _position(value: Any) -> dict[str, Any]:
 
 
 def _sampler(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Record) or value.name != _SAMPLER:
+    if not isinstance(value, StoredTensor) or value.name != _SAMPLER:
         return {}
     pairs = {"epoch": value.get("epoch"), "seed": value.get("initial_seed")}
     return {key: item for key, item in pairs.items() if type(item) is int}
 
 
-def _plain_dict(reader: Reader, name: str, value: Any) -> dict[str, Any]:
+def _plain_dict(reader: ForeignReader, name: str, value: Any) -> dict[str, Any]:
     require_plain(value, name)
     if not isinstance(value, dict):
         raise reader.broken(name, f"it holds a {type(value).__name__}, not a dict")

@@ -13,7 +13,7 @@ import torch
 from lockstep.checkpoint.foreign.accelerate import is_accelerate, read_accelerate
 from lockstep.checkpoint.foreign.dcp import METADATA, read_dcp
 from lockstep.checkpoint.foreign.deepspeed import read_deepspeed, tag_folder
-from lockstep.checkpoint.foreign.reader import Reader
+from lockstep.checkpoint.foreign.reader import ForeignReader
 from lockstep.checkpoint.foreign.roles import is_weights, sort_entries
 from lockstep.checkpoint.foreign.source import Source
 from lockstep.checkpoint.foreign.state import ImportedState
@@ -23,14 +23,14 @@ from lockstep.errors import CheckpointError
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-def read_single(reader: Reader, name: str) -> ImportedState:
+def read_single(reader: ForeignReader, name: str) -> ImportedState:
     """The weights, and whatever else a training script put beside them."""
     state = ImportedState("one pickled file")
     sort_entries(reader.read(name), name, state)
     return state
 
 
-def read_sharded(reader: Reader) -> ImportedState:
+def read_sharded(reader: ForeignReader) -> ImportedState:
     """The weights of ``pytorch_model-0000x-of-0000N.bin`` by ``pytorch_model.bin.index.json``.
 
     Raises:
@@ -51,7 +51,7 @@ def read_sharded(reader: Reader) -> ImportedState:
     return ImportedState("weights in numbered files", [ordered], notes=[f"{file}: weights" for file in files])
 
 
-def _weight_map(reader: Reader) -> dict[str, str]:
+def _weight_map(reader: ForeignReader) -> dict[str, str]:
     try:
         places: Any = json.loads(reader.source.text(PICKLED_INDEX))["weight_map"]
         well_formed = all(re.fullmatch(r"[\w.\-]+\.bin", place) for place in places.values())
@@ -73,7 +73,7 @@ def read_foreign(src: str | os.PathLike[str], skip: Iterable[str] = ()) -> Impor
         UsageError: ``skip`` names something that is not there.
     """
     source = Source(src, skip)
-    reader = Reader(source)
+    reader = ForeignReader(source)
     if not source.is_folder:
         return read_single(reader, _pickled_file(source))
     if is_accelerate(source):

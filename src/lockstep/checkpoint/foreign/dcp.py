@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.foreign.reader import Piece, Reader
-from lockstep.checkpoint.foreign.tensors import Record
+from lockstep.checkpoint.foreign.reader import ForeignReader, Piece
+from lockstep.checkpoint.foreign.tensors import StoredTensor
 
 METADATA = ".metadata"
 MAX_DEPTH = 60
@@ -34,7 +34,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Entry:
+class DcpEntry:
     """What the metadata says of one name: a tensor's shape, dtype and chunks, or one object."""
 
     path: tuple[Any, ...]
@@ -43,7 +43,7 @@ class Entry:
     chunks: list[Chunk]
 
 
-def read_dcp(reader: Reader, folder: str) -> dict[str, Any]:
+def read_dcp(reader: ForeignReader, folder: str) -> dict[str, Any]:
     """The nested dict that was saved in ``folder`` (``""``: the source itself), with whole tensors.
 
     Raises:
@@ -67,7 +67,7 @@ def read_dcp(reader: Reader, folder: str) -> dict[str, Any]:
     return whole
 
 
-def _entries(reader: Reader, name: str, prefix: str) -> dict[str, Entry]:
+def _entries(reader: ForeignReader, name: str, prefix: str) -> dict[str, DcpEntry]:
     metadata = reader.read(name)
     try:
         described, placed = metadata.state["state_dict_metadata"], metadata.state["storage_data"]
@@ -86,7 +86,7 @@ def _entries(reader: Reader, name: str, prefix: str) -> dict[str, Entry]:
 
 
 def _is(value: Any, name: str) -> bool:
-    return isinstance(value, Record) and value.name == name and isinstance(value.state, dict)
+    return isinstance(value, StoredTensor) and value.name == name and isinstance(value.state, dict)
 
 
 def _index(index: Any) -> tuple[str, Sizes | None]:
@@ -114,7 +114,7 @@ def _sizes(value: Any) -> Sizes:
     return value
 
 
-def _entry(key: Any, about: Any, pieces: dict[Any, Piece], paths: dict[str, Any]) -> Entry:
+def _entry(key: Any, about: Any, pieces: dict[Any, Piece], paths: dict[str, Any]) -> DcpEntry:
     path = paths.get(key, (key,))
     path = (path,) if isinstance(path, str) else tuple(path)
     if (
@@ -123,8 +123,8 @@ def _entry(key: Any, about: Any, pieces: dict[Any, Piece], paths: dict[str, Any]
         or any(type(s) not in (str, int) for s in path)
     ):
         raise ValueError(f"the path {str(path)[:80]} of {str(key)[:80]!r}")
-    if isinstance(about, Record) and about.name == _CLASSES + "BytesStorageMetadata":
-        return Entry(path, None, None, [Chunk((), (), pieces[key, None])])
+    if isinstance(about, StoredTensor) and about.name == _CLASSES + "BytesStorageMetadata":
+        return DcpEntry(path, None, None, [Chunk((), (), pieces[key, None])])
     if not _is(about, _CLASSES + "TensorStorageMetadata"):
         raise ValueError(f"{key!r} is neither a tensor nor an object")
     dtype = about.get("properties").state[0]
@@ -136,10 +136,10 @@ def _entry(key: Any, about: Any, pieces: dict[Any, Piece], paths: dict[str, Any]
     for chunk in about.get("chunks"):
         offsets, sizes = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
         chunks.append(Chunk(offsets, sizes, pieces[key, offsets]))
-    return Entry(path, _sizes(about.get("size")), dtype, chunks)
+    return DcpEntry(path, _sizes(about.get("size")), dtype, chunks)
 
 
-def _whole(reader: Reader, name: str, key: str, entry: Entry, parts: list[Any]) -> torch.Tensor:
+def _whole(reader: ForeignReader, name: str, key: str, entry: DcpEntry, parts: list[Any]) -> torch.Tensor:
     """The tensor, put together from its chunks, which must cover it exactly once."""
     assert entry.shape is not None
     assert entry.dtype is not None

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.foreign.reader import Reader
+from lockstep.checkpoint.foreign.reader import ForeignReader
 from lockstep.checkpoint.foreign.roles import is_optimizer, is_weights, optimizer
 from lockstep.checkpoint.foreign.state import ImportedState, require_plain
-from lockstep.checkpoint.foreign.tensors import Record
+from lockstep.checkpoint.foreign.tensors import StoredTensor
 from lockstep.checkpoint.foreign.universal import is_universal, read_universal
 from lockstep.checkpoint.foreign.zero import (
-    Span,
+    ZeroSpan,
     checked_shape,
     join_stage_1_and_2,
     join_stage_3,
@@ -40,7 +40,7 @@ _OWN = {
     "global_steps", "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions",
     "universal_checkpoint_info", "sparse_tensor_module_names",
 }  # fmt: skip
-Join = Callable[[Span, list[torch.Tensor]], torch.Tensor]
+Join = Callable[[ZeroSpan, list[torch.Tensor]], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Partitions:
     stage: int
     vectors: list[list[torch.Tensor]]
     inner: list[Any]
-    spans: list[Span]
+    spans: list[ZeroSpan]
     join: Join
 
 
@@ -59,7 +59,7 @@ def is_deepspeed(names: list[str]) -> bool:
     return any(re.fullmatch(_MODEL, name) for name in names)
 
 
-def tag_folder(reader: Reader, folder: str = "") -> str | None:
+def tag_folder(reader: ForeignReader, folder: str = "") -> str | None:
     """The folder of the tag that ``latest`` names, or ``folder`` itself; None if neither is DeepSpeed's."""
     if is_deepspeed(reader.source.below(folder)):
         return folder
@@ -79,7 +79,7 @@ def tag_folder(reader: Reader, folder: str = "") -> str | None:
     return inner
 
 
-def read_deepspeed(reader: Reader, folder: str) -> ImportedState:
+def read_deepspeed(reader: ForeignReader, folder: str) -> ImportedState:
     """The state in ``folder``, one tag.
 
     Raises:
@@ -103,7 +103,7 @@ def read_deepspeed(reader: Reader, folder: str) -> ImportedState:
     return state
 
 
-def _files(reader: Reader, folder: str) -> tuple[list[str], list[str]]:
+def _files(reader: ForeignReader, folder: str) -> tuple[list[str], list[str]]:
     """The files with models and with optimizers, by rank."""
     prefix = f"{re.escape(folder)}/" if folder else ""
     found = [reader.source.matching(prefix + pattern) for pattern in (_MODEL, _OPTIMIZER)]
@@ -129,7 +129,7 @@ def _files(reader: Reader, folder: str) -> tuple[list[str], list[str]]:
 
 
 def _read_zero(
-    reader: Reader, models: list[dict[str, Any]], name: str, optims: list[str], state: ImportedState
+    reader: ForeignReader, models: list[dict[str, Any]], name: str, optims: list[str], state: ImportedState
 ) -> None:
     read = zip(optims, reader.read_all(optims), strict=True)
     saved = [_optimizer_state(reader, file, value) for file, value in read]
@@ -159,7 +159,7 @@ def _read_zero(
 
 
 def _read_universal(
-    reader: Reader, folder: str, first: dict[str, Any], name: str, state: ImportedState
+    reader: ForeignReader, folder: str, first: dict[str, Any], name: str, state: ImportedState
 ) -> None:
     weights, moments, common = read_universal(reader, folder, first.get("param_shapes"))
     require_plain(moments, f"{folder}/zero")
@@ -174,7 +174,7 @@ def _read_universal(
     )
 
 
-def _optimizer_state(reader: Reader, file: str, value: Any) -> dict[str, Any]:
+def _optimizer_state(reader: ForeignReader, file: str, value: Any) -> dict[str, Any]:
     state = value.get("optimizer_state_dict") if isinstance(value, dict) else None
     if not isinstance(state, dict):
         raise reader.broken(file, "it has no 'optimizer_state_dict'")
@@ -183,7 +183,7 @@ def _optimizer_state(reader: Reader, file: str, value: Any) -> dict[str, Any]:
     return state
 
 
-def _partitions(first: dict[str, Any], saved: list[dict[str, Any]], reader: Reader) -> Partitions:
+def _partitions(first: dict[str, Any], saved: list[dict[str, Any]], reader: ForeignReader) -> Partitions:
     """Raises KeyError, TypeError or ValueError where the files are not of DeepSpeed's form."""
     is_stage_3 = "fp32_flat_groups" in saved[0]
     vectors_key, inner_key = (
@@ -220,7 +220,7 @@ def _weights(models: list[dict[str, Any]], partitions: Partitions) -> dict[str, 
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
         fragments = [model["frozen_param_fragments"][name].reshape(-1) for model in owners]
         size = math.prod(checked_shape(shape))
-        span = Span(name, checked_shape(shape), 0, 0, -(-size // len(owners)))
+        span = ZeroSpan(name, checked_shape(shape), 0, 0, -(-size // len(owners)))
         weights[name] = partitions.join(span, fragments)
     for name in first["buffer_names"]:
         buffer = first["module"][name]
@@ -280,9 +280,9 @@ def _groups_and_states(
     return inner[0]["param_groups"], [entry["state"] for entry in inner]
 
 
-def _scaler(reader: Reader, file: str, saved: Any) -> dict[str, Any] | None:
+def _scaler(reader: ForeignReader, file: str, saved: Any) -> dict[str, Any] | None:
     """``torch.amp.GradScaler.state_dict()`` of a dynamic loss scale; a static one is no state."""
-    if not isinstance(saved, Record) or saved.name != _LOSS_SCALER:
+    if not isinstance(saved, StoredTensor) or saved.name != _LOSS_SCALER:
         return None
     try:
         window, factor = int(saved.get("scale_window")), float(saved.get("scale_factor"))
@@ -301,7 +301,7 @@ def _scaler(reader: Reader, file: str, saved: Any) -> dict[str, Any] | None:
 # ------------------------------------------------------------------------------------------------- the rest
 
 
-def _read_plain(reader: Reader, first: dict[str, Any], name: str, state: ImportedState) -> None:
+def _read_plain(reader: ForeignReader, first: dict[str, Any], name: str, state: ImportedState) -> None:
     """Without ZeRO everything is in one file."""
     if not is_weights(first["module"]):
         raise reader.broken(name, "its 'module' holds other things than tensors")

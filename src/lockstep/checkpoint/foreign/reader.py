@@ -19,7 +19,7 @@ MAX_OPEN = 64
 Piece = tuple[str, int, int]  # name, start, length
 
 
-class Reader:
+class ForeignReader:
     """The values of the files of one source. What is read stays mapped as long as its tensors live."""
 
     def __init__(self, source: Source) -> None:

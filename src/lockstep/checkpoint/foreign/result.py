@@ -12,8 +12,8 @@ from lockstep.checkpoint.format.documents import STATE, TENSORS, Saved, rank_fil
 from lockstep.checkpoint.format.json_text import canonical
 from lockstep.checkpoint.format.tensorfile import TensorFile
 from lockstep.checkpoint.format.versions import versions
-from lockstep.checkpoint.plan import Planner
-from lockstep.checkpoint.state import Collected, collect_weights
+from lockstep.checkpoint.plan import SavePlanner
+from lockstep.checkpoint.state import RankState, collect_weights
 from lockstep.checkpoint.store.place import store_for
 from lockstep.checkpoint.weights.model import write_weights
 from lockstep.checkpoint.write import Members, Snapshot, Transaction, now
@@ -40,7 +40,7 @@ def write_imported(state: ImportedState, directory: str) -> None:
     own = {rank: _of_rank(state, rank, found) for rank in ranks}
     tensors = {**found.tensors, **found.of_first, **found.of_rank}
     communicator = Communicator(Runtime(0, 1, 0, 1, torch.device("cpu"), None))
-    plan = Planner().plan(tensors, 0, [0], communicator)
+    plan = SavePlanner().plan(tensors, 0, [0], communicator)
     documents = {rank_file(rank): canonical(document) for rank, document in own.items()}
     documents |= {STATE: canonical(found.state), TENSORS: plan.index_content}
     saved = Saved(
@@ -59,8 +59,8 @@ def write_imported(state: ImportedState, directory: str) -> None:
     transaction.run(Snapshot(files, documents, saved), replaces=False)
 
 
-def _collected(state: ImportedState) -> Collected:
-    found = Collected()
+def _collected(state: ImportedState) -> RankState:
+    found = RankState()
     parts: dict[str, list[Any]] = {
         "optimizer": state.optimizers,
         "scheduler": state.schedulers,
@@ -101,7 +101,7 @@ def _renamed(optimizer: dict[str, Any], models: list[dict[str, torch.Tensor]]) -
     }
 
 
-def _of_rank(state: ImportedState, rank: int, found: Collected) -> dict[str, Any]:
+def _of_rank(state: ImportedState, rank: int, found: RankState) -> dict[str, Any]:
     own: dict[str, Any] = {}
     if rank in state.rng:
         own["rng"] = encode(state.rng[rank], found.of_rank, f"rank.{rank}.rng")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.checkpoint.foreign.tensors import Record
+from lockstep.checkpoint.foreign.tensors import StoredTensor
 from lockstep.errors import CheckpointError
 
 
@@ -86,14 +86,14 @@ def require_plain(value: Any, where: str) -> None:
     waiting = [(value, where)]
     while waiting:
         item, place = waiting.pop()
-        if isinstance(item, Record):
+        if isinstance(item, StoredTensor):
             raise CheckpointError(
                 f"{place} is an object of {item.name}, which only its own library understands. Save its values in a "
                 "dict, or leave the part out with skip."
             )
         if isinstance(item, dict):
             waiting += [(entry, f"{place}[{key!r}]") for key, entry in item.items()]
-            waiting += [(key, f"a key of {place}") for key in item if isinstance(key, (Record, tuple))]
+            waiting += [(key, f"a key of {place}") for key in item if isinstance(key, (StoredTensor, tuple))]
         elif isinstance(item, (list, tuple, set, frozenset, deque)):
             waiting += [(entry, f"{place}[{i}]") for i, entry in enumerate(item)]
 

@@ -34,7 +34,7 @@ _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Record:
+class StoredTensor:
     """An object of a class that was not loaded: its full name and the state it was pickled with."""
 
     name: str
@@ -166,7 +166,7 @@ def _decode(value: Any, file: MappedFile) -> Any:
     if kind == "array":
         return _array(value)
     if kind == "record":
-        return Record(str(value["name"]), _decode(value["state"], file))
+        return StoredTensor(str(value["name"]), _decode(value["state"], file))
     return _SEQUENCES[kind]([_decode(item, file) for item in value["items"]])
 
 
@@ -175,7 +175,9 @@ def _key(key: Any) -> Any:
     parts = key if isinstance(key, tuple) else (key,)
     for part in parts:
         if not (
-            part is None or isinstance(part, (str, bool, Record)) or (type(part) is int and abs(part) < 2**53)
+            part is None
+            or isinstance(part, (str, bool, StoredTensor))
+            or (type(part) is int and abs(part) < 2**53)
         ):
             raise MalformedError(f"a key of type {type(part).__name__}")
     return key

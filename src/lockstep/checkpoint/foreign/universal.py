@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.foreign.reader import Reader
+from lockstep.checkpoint.foreign.reader import ForeignReader
 
 _WEIGHT = "fp32"
 _GROUPS = "optimizer_state.pt"
 _PLAIN = {"param", "cat_dim"}  # others tell how tensor ranks cut or padded it
 
 
-def is_universal(reader: Reader, folder: str) -> bool:
+def is_universal(reader: ForeignReader, folder: str) -> bool:
     """Whether the tag in ``folder`` has been made universal."""
     return bool(_files(reader, folder))
 
 
 def read_universal(
-    reader: Reader, folder: str, shapes: Any
+    reader: ForeignReader, folder: str, shapes: Any
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
     """Weights, the optimizer's state by name, and what else was common to all ranks' optimizers.
 
@@ -62,7 +62,7 @@ def read_universal(
     return weights, {"state": states, "param_groups": with_names}, common
 
 
-def _files(reader: Reader, folder: str) -> dict[tuple[str, str], str]:
+def _files(reader: ForeignReader, folder: str) -> dict[tuple[str, str], str]:
     """The file of each parameter and key."""
     prefix = f"{re.escape(folder)}/" if folder else ""
     found = reader.source.matching(rf"{prefix}zero/([^/]+)/(\w+)\.pt")

@@ -19,7 +19,7 @@ from lockstep.checkpoint.foreign.tensors import Scratch
 
 
 @dataclass(frozen=True)
-class Span:
+class ZeroSpan:
     """Where a parameter lies in the vectors of its group.
 
     ``start`` and ``length`` count elements of the whole vector under stages 1 and 2, of each rank's under 3.
@@ -34,7 +34,7 @@ class Span:
 
 def spans_of_stage_1_and_2(
     shapes: Sequence[Mapping[str, Any]], paddings: Sequence[Sequence[int]] | None = None
-) -> list[Span]:
+) -> list[ZeroSpan]:
     """From the shapes of each group's parameters, in their order. Raises ValueError."""
     spans = []
     for group, named in enumerate(shapes):
@@ -42,26 +42,28 @@ def spans_of_stage_1_and_2(
         start = 0
         for (name, shape), padding in zip(named.items(), after, strict=True):
             length = math.prod(checked_shape(shape))
-            spans.append(Span(name, checked_shape(shape), group, start, length))
+            spans.append(ZeroSpan(name, checked_shape(shape), group, start, length))
             start += length + padding
     return spans
 
 
-def spans_of_stage_3(shapes: Sequence[Mapping[str, Any]], lengths: Sequence[int], world: int) -> list[Span]:
+def spans_of_stage_3(
+    shapes: Sequence[Mapping[str, Any]], lengths: Sequence[int], world: int
+) -> list[ZeroSpan]:
     """From the shapes of each subgroup's parameters, and the length of its vector on each rank. Raises ValueError."""
     spans = []
     for group, (named, held) in enumerate(zip(shapes, lengths, strict=True)):
         start = 0
         for name, shape in named.items():
             length = -(-math.prod(checked_shape(shape)) // world)
-            spans.append(Span(name, checked_shape(shape), group, start, length))
+            spans.append(ZeroSpan(name, checked_shape(shape), group, start, length))
             start += length
         if start != held:
             raise ValueError(f"subgroup {group} should have {start} elements on each rank, but has {held}")
     return spans
 
 
-def join_stage_1_and_2(span: Span, by_rank: Sequence[torch.Tensor], scratch: Scratch) -> torch.Tensor:
+def join_stage_1_and_2(span: ZeroSpan, by_rank: Sequence[torch.Tensor], scratch: Scratch) -> torch.Tensor:
     """The parameter; a view where one rank has all of it. Raises ValueError if elements are missing."""
     parts, base = [], 0
     for vector in by_rank:
@@ -72,7 +74,7 @@ def join_stage_1_and_2(span: Span, by_rank: Sequence[torch.Tensor], scratch: Scr
     return _joined(span, parts, by_rank[0].dtype, scratch)
 
 
-def join_stage_3(span: Span, by_rank: Sequence[torch.Tensor], scratch: Scratch) -> torch.Tensor:
+def join_stage_3(span: ZeroSpan, by_rank: Sequence[torch.Tensor], scratch: Scratch) -> torch.Tensor:
     """The parameter; a view where there is one rank. Raises ValueError if elements are missing."""
     parts, left = [], math.prod(span.shape)
     for vector in by_rank:
@@ -83,7 +85,7 @@ def join_stage_3(span: Span, by_rank: Sequence[torch.Tensor], scratch: Scratch) 
     return _joined(span, parts, by_rank[0].dtype, scratch)
 
 
-def _joined(span: Span, parts: list[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
+def _joined(span: ZeroSpan, parts: list[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
     count, held = math.prod(span.shape), sum(len(part) for part in parts)
     if held != count:
         raise ValueError(f"{span.name} of shape {span.shape} has {held} elements")

@@ -38,7 +38,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Sizes = tuple[Extent, ...]
 
 
-class Piece(BaseModel):
+class ChunkMetadata(BaseModel):
     """Part of a tensor: ``shape`` elements from ``offsets`` on, under the name ``key`` in ``file``."""
 
     model_config = Strict
@@ -56,7 +56,7 @@ class TensorEntry(BaseModel):
 
     dtype: str
     shape: Sizes
-    pieces: list[Piece]
+    pieces: list[ChunkMetadata]
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -153,14 +153,14 @@ def _check_pieces(name: str, entry: TensorEntry, path: str) -> None:
         raise CheckpointError(f"{path}: pieces of {name} overlap. Load another checkpoint.")
 
 
-def overlap(pieces: list[Piece]) -> bool:
+def overlap(pieces: list[ChunkMetadata]) -> bool:
     """Whether two pieces share an element: a sweep along the dim that was cut most often."""
     pieces = [piece for piece in pieces if math.prod(piece.shape)]
     if len(pieces) < 2:
         return False
     dims = range(len(pieces[0].shape))
     along = max(dims, key=lambda dim: len({piece.offsets[dim] for piece in pieces}), default=0)
-    open_ones: list[Piece] = []
+    open_ones: list[ChunkMetadata] = []
     for piece in sorted(pieces, key=lambda piece: piece.offsets[along]):
         open_ones = [o for o in open_ones if o.offsets[along] + o.shape[along] > piece.offsets[along]]
         if any(all(_meet(piece, other, dim) for dim in dims) for other in open_ones):
@@ -169,7 +169,7 @@ def overlap(pieces: list[Piece]) -> bool:
     return False
 
 
-def _meet(one: Piece, other: Piece, dim: int) -> bool:
+def _meet(one: ChunkMetadata, other: ChunkMetadata, dim: int) -> bool:
     return (
         one.offsets[dim] < other.offsets[dim] + other.shape[dim]
         and other.offsets[dim] < one.offsets[dim] + one.shape[dim]

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from lockstep.checkpoint import retain
 from lockstep.checkpoint.format.digest import Chunk
-from lockstep.checkpoint.format.index import DTYPES, Index, Piece, TensorEntry
+from lockstep.checkpoint.format.index import DTYPES, ChunkMetadata, Index, TensorEntry
 from lockstep.checkpoint.format.json_text import LARGEST_JSON_BYTES, parse_json
 from lockstep.checkpoint.format.names import MANIFEST, check_name
 from lockstep.checkpoint.format.tensorfile import check_key
@@ -205,7 +205,7 @@ def _of_files(path: str, file: str | None = None) -> Index:
                     raise CheckpointError(
                         f"{path}: {key} has the dtype {dtype}, which is not known here. Leave the file as it is."
                     )
-                own = Piece(
+                own = ChunkMetadata(
                     file=file or os.path.basename(path), key=key, offsets=(0,) * len(shape), shape=shape
                 )
                 found[key] = TensorEntry(dtype=dtype, shape=shape, pieces=[own])

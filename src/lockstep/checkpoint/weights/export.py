@@ -16,7 +16,7 @@ from torch import nn
 
 from lockstep.checkpoint.format.tensorfile import check_key, dtype_name
 from lockstep.checkpoint.state import place_of
-from lockstep.checkpoint.training import Whole
+from lockstep.checkpoint.training import FullModelSpec
 from lockstep.checkpoint.weights.folder import local_directory, write_folder
 from lockstep.checkpoint.weights.names import parse_size
 from lockstep.checkpoint.weights.stages import collect_stages
@@ -134,7 +134,7 @@ def save_model(
 
 def save_stages(
     model: nn.Module,
-    whole_model: Whole,
+    whole_model: FullModelSpec,
     save_directory: str | os.PathLike[str],
     max_shard_size: int | str,
     communicator: Communicator,

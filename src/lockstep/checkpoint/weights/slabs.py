@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from lockstep.checkpoint.format.index import DTYPE_NAMES, Index, Piece
+from lockstep.checkpoint.format.index import DTYPE_NAMES, ChunkMetadata, Index
 from lockstep.checkpoint.format.tensorfile import TensorReader
 from lockstep.comm.collectives import as_bytes
 from lockstep.errors import CheckpointError
@@ -39,7 +39,7 @@ def slabs(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
             yield offsets, (*(1 for _ in before), min(step, shape[dim] - start), *rest)
 
 
-def overlap(box: Box, piece: Piece) -> Box | None:
+def overlap(box: Box, piece: ChunkMetadata) -> Box | None:
     """What of a tensor is both in the box and in the piece."""
     starts = tuple(map(max, box[0], piece.offsets))
     ends = [
@@ -119,7 +119,7 @@ class PiecedTensors:
                 f"{self.root}: the pieces of {name} leave out or repeat elements. Load another checkpoint."
             )
 
-    def _read(self, piece: Piece, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    def _read(self, piece: ChunkMetadata, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         if self._mapped_bytes > SLAB_BYTES:  # what was read stays in memory as long as its file is open
             self._readers.clear()
             self._mapped_bytes = 0

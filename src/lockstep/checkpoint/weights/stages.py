@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint.state import place_of
-from lockstep.checkpoint.training import NO_TIES, Whole
+from lockstep.checkpoint.training import NO_TIES, FullModelSpec
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import whole as gathered
 from lockstep.comm.together import together
@@ -16,7 +16,7 @@ from lockstep.comm.transfer import transfer
 
 
 def collect_stages(
-    state: Mapping[str, Any], communicator: Communicator, whole: Whole = NO_TIES
+    state: Mapping[str, Any], communicator: Communicator, whole: FullModelSpec = NO_TIES
 ) -> dict[str, Any]:
     """All ranks' entries of a ``state_dict`` on rank 0, in host memory, and nothing on the others; collective.
 
@@ -52,7 +52,7 @@ def collect_stages(
 
 
 def _described(
-    state: Mapping[str, Any], whole: Whole
+    state: Mapping[str, Any], whole: FullModelSpec
 ) -> tuple[dict[str, torch.Tensor], list[tuple[str, str, Any]]]:
     """The tensors by their first names, and (name, first name, value or a tensor without elements) of each entry."""
     tensors: dict[str, torch.Tensor] = {}

@@ -10,7 +10,7 @@ from lockstep.errors import ConfigError
 from lockstep.launch.command import Command
 from lockstep.launch.forwarded import forwarded, is_secret
 from lockstep.launch.kubernetes.kinds import KINDS
-from lockstep.launch.kubernetes.options import Options, parse_options
+from lockstep.launch.kubernetes.options import KubernetesOptions, parse_options
 from lockstep.launch.kubernetes.pod import SECRET_KEY, Manifest, program
 from lockstep.launch.kubernetes.text import as_yaml
 from lockstep.launch.plan import LaunchPlan
@@ -56,7 +56,7 @@ def manifests(plan: LaunchPlan) -> str:
     return "".join(f"# {line}\n" for line in _comments(plan, options)) + as_yaml(documents)
 
 
-def documents_of(plan: LaunchPlan, options: Options) -> list[Manifest]:
+def documents_of(plan: LaunchPlan, options: KubernetesOptions) -> list[Manifest]:
     """The resources of a plan's kind, as data."""
     return KINDS[plan.reach.kind or "jobset"](plan, options, _named(plan))
 
@@ -93,7 +93,7 @@ def _script(plan: LaunchPlan) -> str:
     return words[1] if words[0] in ("-m", "--no-python") else words[0]
 
 
-def _comments(plan: LaunchPlan, options: Options) -> list[str]:
+def _comments(plan: LaunchPlan, options: KubernetesOptions) -> list[str]:
     machines = f"{plan.min_machines} to {plan.num_machines}" if plan.elastic else f"{plan.num_machines}"
     lines = [f"{plan.reach.kind} {options.name}: {plan.nproc} processes on each of {machines} machines."]
     if plan.num_machines > 1:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from lockstep.errors import ConfigError
 from lockstep.launch.kubernetes import pod
-from lockstep.launch.kubernetes.options import Options, check_length
-from lockstep.launch.kubernetes.pod import Machine, Manifest
+from lockstep.launch.kubernetes.options import KubernetesOptions, check_length
+from lockstep.launch.kubernetes.pod import Manifest, PodMachine
 from lockstep.launch.plan import LaunchPlan
 
 JOB = "node"  # Kubeflow Trainer wants this name for the job and its container; JobSet takes any
@@ -20,7 +20,7 @@ TRAINER_ARGUMENTS = 128
 RESTARTS = 6
 
 
-def jobset(plan: LaunchPlan, options: Options, forwarded: dict[str, str]) -> list[Manifest]:
+def jobset(plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str, str]) -> list[Manifest]:
     """A JobSet of one indexed Job, and through it a headless service in which the pods find each other."""
     _refuse_runtime(options, "jobset")
     machine = _indexed_machine(plan, options)
@@ -39,7 +39,7 @@ def jobset(plan: LaunchPlan, options: Options, forwarded: dict[str, str]) -> lis
     ]
 
 
-def trainjob(plan: LaunchPlan, options: Options, forwarded: dict[str, str]) -> list[Manifest]:
+def trainjob(plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str, str]) -> list[Manifest]:
     """A TrainJob, and the TrainingRuntime that it refers to unless ``runtime`` names one of the cluster.
 
     The pod, its restarts and its grace period are the runtime's part; a TrainJob has no fields for them.
@@ -80,7 +80,7 @@ def trainjob(plan: LaunchPlan, options: Options, forwarded: dict[str, str]) -> l
     return documents
 
 
-def _training_runtime(plan: LaunchPlan, options: Options, machine: Machine) -> Manifest:
+def _training_runtime(plan: LaunchPlan, options: KubernetesOptions, machine: PodMachine) -> Manifest:
     job = pod.indexed_job(plan, options, machine, {})
     (container,) = job["template"]["spec"]["containers"]
     for said_by_the_trainjob in ("command", "args", "env", "resources"):
@@ -102,13 +102,13 @@ def _training_runtime(plan: LaunchPlan, options: Options, machine: Machine) -> M
     }
 
 
-def pytorchjob(plan: LaunchPlan, options: Options, forwarded: dict[str, str]) -> list[Manifest]:
+def pytorchjob(plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str, str]) -> list[Manifest]:
     """A PyTorchJob of Kubeflow's training operator v1: a master and workers, or, elastic, workers alone."""
     _refuse_runtime(options, "pytorchjob")
     check_length(options.name, f"-master-{plan.num_machines - 1}")
     first = "worker" if plan.elastic else "master"
     host = f"{options.name}-{first}-0"
-    machine = Machine(PYTORCH_CONTAINER, host, None if plan.elastic else PYTORCH_INDEX)
+    machine = PodMachine(PYTORCH_CONTAINER, host, None if plan.elastic else PYTORCH_INDEX)
     counts = {"Master": 1, "Worker": plan.num_machines - 1}
     if plan.elastic:
         counts = {"Worker": plan.num_machines}
@@ -148,7 +148,7 @@ def pytorchjob(plan: LaunchPlan, options: Options, forwarded: dict[str, str]) ->
 
 
 def _pytorch_template(
-    plan: LaunchPlan, options: Options, machine: Machine, forwarded: dict[str, str]
+    plan: LaunchPlan, options: KubernetesOptions, machine: PodMachine, forwarded: dict[str, str]
 ) -> Manifest:
     spec = pod.pod_spec(plan, options, machine, forwarded)
     # the operator makes each pod's service for the port of this name
@@ -156,20 +156,20 @@ def _pytorch_template(
     return {"metadata": {"labels": pod.labels(options)}, "spec": spec}
 
 
-def _indexed_machine(plan: LaunchPlan, options: Options) -> Machine:
+def _indexed_machine(plan: LaunchPlan, options: KubernetesOptions) -> PodMachine:
     check_length(options.name, f"-{JOB}-0-{plan.num_machines - 1}{RANDOM}")
     host = f"{options.name}-{JOB}-0-0.{options.name}"
-    return Machine(JOB, host, None if plan.elastic else INDEX)
+    return PodMachine(JOB, host, None if plan.elastic else INDEX)
 
 
-def _refuse_runtime(options: Options, kind: str) -> None:
+def _refuse_runtime(options: KubernetesOptions, kind: str) -> None:
     if options.runtime is not None:
         raise ConfigError(
             f"--k8s-option runtime={options.runtime} is for TrainJobs, and this is a {kind}. Remove it."
         )
 
 
-KINDS: dict[str, Callable[[LaunchPlan, Options, dict[str, str]], list[Manifest]]] = {
+KINDS: dict[str, Callable[[LaunchPlan, KubernetesOptions, dict[str, str]], list[Manifest]]] = {
     "trainjob": trainjob,
     "pytorchjob": pytorchjob,
     "jobset": jobset,

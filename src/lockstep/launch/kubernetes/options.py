@@ -35,7 +35,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Options:
+class KubernetesOptions:
     """What the manifests need beside the launch plan. None: not said.
 
     ``cpu``, ``memory``, ``gpus`` are those of one machine. ``secret`` names the Secret with the run's secret,
@@ -59,13 +59,13 @@ class Options:
         return self.secret or f"{self.name}-secret"
 
 
-def parse_options(said: Mapping[str, str], script: str) -> Options:
+def parse_options(said: Mapping[str, str], script: str) -> KubernetesOptions:
     """The options of a launch; the name is by default that of the script.
 
     Raises:
         ConfigError: an option is unknown, the image is missing, or a value breaks a rule of Kubernetes.
     """
-    known = [field.name for field in fields(Options)]
+    known = [field.name for field in fields(KubernetesOptions)]
     for key in said:
         if key not in known:
             raise ConfigError(
@@ -76,7 +76,7 @@ def parse_options(said: Mapping[str, str], script: str) -> Options:
             "--k8s needs the container image with your script and Lockstep. Add --k8s-option image=REGISTRY/NAME:TAG."
         )
     complete = {"name": name_of(script), **said}
-    return Options(**{key: READERS[key](key, value) for key, value in complete.items()})
+    return KubernetesOptions(**{key: READERS[key](key, value) for key, value in complete.items()})
 
 
 def name_of(script: str) -> str:

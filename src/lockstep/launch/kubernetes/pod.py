@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import ConfigError
-from lockstep.launch.kubernetes.options import Options
+from lockstep.launch.kubernetes.options import KubernetesOptions
 from lockstep.launch.plan import LaunchPlan
 from lockstep.runtime.exit_codes import PREEMPTED
 
@@ -26,7 +26,7 @@ Manifest = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Machine:
+class PodMachine:
     """The container of one machine: its name, where the machines meet, and which of them it is.
 
     ``rank`` is a number, or ``$(NAME)`` for a variable that the controller sets; None: ranks by arrival.
@@ -37,7 +37,7 @@ class Machine:
     rank: str | None = None
 
 
-def arguments(plan: LaunchPlan, machine: Machine) -> list[str]:
+def arguments(plan: LaunchPlan, machine: PodMachine) -> list[str]:
     """What follows ``COMMAND``, for the kubelet, which expands ``$(NAME)`` and nothing else."""
     survival = plan.survival
     words = ["--nproc", str(plan.nproc)]
@@ -72,7 +72,7 @@ def escaped(word: str) -> str:
     return word.replace("$", "$$")
 
 
-def environment(plan: LaunchPlan, options: Options, forwarded: dict[str, str]) -> list[Manifest]:
+def environment(plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str, str]) -> list[Manifest]:
     """The variables of the container: what was said of the run, and its secret by reference."""
     values = {**forwarded, **plan.environment}
     if "OMP_NUM_THREADS" not in values and options.cpu is not None:
@@ -87,7 +87,7 @@ def environment(plan: LaunchPlan, options: Options, forwarded: dict[str, str]) -
     return entries
 
 
-def resources(plan: LaunchPlan, options: Options) -> Manifest:
+def resources(plan: LaunchPlan, options: KubernetesOptions) -> Manifest:
     """Requests and limits of a machine; without ``gpus``, one GPU for each process unless it runs on CPUs."""
     gpus = options.gpus
     if gpus is None:
@@ -104,8 +104,8 @@ def resources(plan: LaunchPlan, options: Options) -> Manifest:
 
 def pod_spec(
     plan: LaunchPlan,
-    options: Options,
-    machine: Machine,
+    options: KubernetesOptions,
+    machine: PodMachine,
     forwarded: dict[str, str],
     restart: str | None = None,
 ) -> Manifest:
@@ -139,7 +139,7 @@ def pod_spec(
     return spec
 
 
-def metadata(options: Options, name: str | None = None) -> Manifest:
+def metadata(options: KubernetesOptions, name: str | None = None) -> Manifest:
     """Name, namespace and labels of an object."""
     found: Manifest = {"name": name or options.name, "labels": labels(options)}
     if options.namespace is not None:
@@ -147,12 +147,14 @@ def metadata(options: Options, name: str | None = None) -> Manifest:
     return found
 
 
-def labels(options: Options) -> dict[str, str]:
+def labels(options: KubernetesOptions) -> dict[str, str]:
     """The labels by which ``kubectl get pods -l`` finds what belongs together."""
     return {"app.kubernetes.io/name": "lockstep", "app.kubernetes.io/instance": options.name}
 
 
-def indexed_job(plan: LaunchPlan, options: Options, machine: Machine, forwarded: dict[str, str]) -> Manifest:
+def indexed_job(
+    plan: LaunchPlan, options: KubernetesOptions, machine: PodMachine, forwarded: dict[str, str]
+) -> Manifest:
     """The spec of a batch/v1 Job with one pod for each machine, each with its number.
 
     A pod whose ranks saved their state at a stop (exit code 75), and one that the cluster took away, is
@@ -187,7 +189,7 @@ def indexed_job(plan: LaunchPlan, options: Options, machine: Machine, forwarded:
     return job
 
 
-def check_claim(options: Options) -> None:
+def check_claim(options: KubernetesOptions) -> None:
     """Raise ConfigError when a volume is asked for that only the cluster's own runtime could have."""
     if options.runtime is not None and options.claim is not None:
         raise ConfigError(

@@ -17,7 +17,7 @@ from lockstep.launch import guard
 from lockstep.launch.command import SECRET, Command
 from lockstep.launch.forwarded import forwarded, without_secrets
 from lockstep.launch.guard_process import GuardProcess
-from lockstep.launch.plan import LaunchPlan, Survival
+from lockstep.launch.plan import FaultPolicy, LaunchPlan
 from lockstep.launch.ray_cluster.cluster import (
     LOCAL,
     address,
@@ -28,7 +28,7 @@ from lockstep.launch.ray_cluster.cluster import (
     uses_gpus,
 )
 from lockstep.launch.ray_cluster.console import Console
-from lockstep.launch.ray_cluster.record import Ended, Record
+from lockstep.launch.ray_cluster.record import RayEnded, RunRecord
 from lockstep.launch.ray_cluster.signals import StopSignals
 from lockstep.launch.ray_cluster.worker import Job, train_loop
 from lockstep.launch.report import Failure, describe, exit_code, first_failure
@@ -102,10 +102,10 @@ def check(plan: LaunchPlan) -> None:
             raise ConfigError(
                 f"{name} is {value}, but Ray says where its workers run, and they find each other. Remove {name}."
             )
-    if plan.survival.hang_timeout_s != Survival().hang_timeout_s:
+    if plan.survival.hang_timeout_s != FaultPolicy().hang_timeout_s:
         raise ConfigError(
             f"hang_timeout is {plan.survival.hang_timeout_s:g} s, but on Ray rank 0 watches the others, with "
-            f"{Survival().hang_timeout_s:g} s. Remove hang_timeout."
+            f"{FaultPolicy().hang_timeout_s:g} s. Remove hang_timeout."
         )
 
 
@@ -146,7 +146,7 @@ def _run(ray: Any, plan: LaunchPlan, console: Console) -> int:
     lack = shortage(plan, resources, use_gpu)
     if lack is not None:
         console.say(f"{lack}; waiting for more.")
-    record = ray.remote(num_cpus=0)(Record).remote()
+    record = ray.remote(num_cpus=0)(RunRecord).remote()
     with tempfile.TemporaryDirectory(prefix="lockstep-ray-") as storage, StopSignals() as signals:
         trainer = ray.train.torch.TorchTrainer(
             train_loop, **trainer_arguments(ray, plan, record, use_gpu, storage)
@@ -196,7 +196,7 @@ def _follow(ray: Any, record: Any, fit: _Fit, signals: StopSignals, console: Con
     console.show(ray.get(record.take.remote()))
 
 
-def _outcome(results: list[Ended], error: Exception | None, plan: LaunchPlan, console: Console) -> int:
+def _outcome(results: list[RayEnded], error: Exception | None, plan: LaunchPlan, console: Console) -> int:
     """The exit code, after saying which rank failed first."""
     codes = {ended.exit_code for ended in results}
     if codes == {0} and error is None:
@@ -213,7 +213,7 @@ def _outcome(results: list[Ended], error: Exception | None, plan: LaunchPlan, co
     return exit_code(worst)
 
 
-def _failure(ended: Ended, files: Mapping[int, str]) -> Failure:
+def _failure(ended: RayEnded, files: Mapping[int, str]) -> Failure:
     return Failure(
         ended.rank, ended.exit_code, ended.report, files.get(ended.rank), ended_by_us=ended.ended_by_us
     )

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TextIO
 
 from lockstep.errors import ConfigError
-from lockstep.launch.ray_cluster.record import Output
+from lockstep.launch.ray_cluster.record import RayOutput
 
 
 class Console:
@@ -44,7 +44,7 @@ class Console:
         for file in self._open.values():
             file.close()
 
-    def show(self, outputs: Iterable[Output]) -> None:
+    def show(self, outputs: Iterable[RayOutput]) -> None:
         """Write what the ranks wrote, in the order in which it came."""
         for rank, stream, text in outputs:
             if self._directory is not None:

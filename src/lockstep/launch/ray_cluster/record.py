@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from lockstep.runtime.exit_codes import PREEMPTED, of_signal
 
 
-class Output(NamedTuple):
+class RayOutput(NamedTuple):
     """Text that a rank wrote. ``stream`` is ``out`` or ``err``."""
 
     rank: int
@@ -17,7 +17,7 @@ class Output(NamedTuple):
     text: str
 
 
-class Ended(NamedTuple):
+class RayEnded(NamedTuple):
     """How a rank's process ended: its exit code (negative: a signal), and what its error file says."""
 
     rank: int
@@ -34,15 +34,15 @@ class Orders(NamedTuple):
     meeting: tuple[str, int] | None
 
 
-class Record:
+class RunRecord:
     """The current round of a run. Its methods are called one at a time, as Ray does for actors."""
 
     def __init__(self) -> None:
         self._round = 0
         self._group: str | None = None
         self._begun: set[int] = set()
-        self._ended: dict[int, Ended] = {}
-        self._output: list[Output] = []
+        self._ended: dict[int, RayEnded] = {}
+        self._output: list[RayOutput] = []
         self._meeting: tuple[str, int] | None = None
         self._stop = False
         self._end = False
@@ -68,14 +68,14 @@ class Record:
         failed = any(self._is_failure(ended) for ended in self._ended.values())
         return Orders(self._stop and rank == 0, self._end or failed, self._meeting)
 
-    def _is_failure(self, ended: Ended) -> bool:
+    def _is_failure(self, ended: RayEnded) -> bool:
         stopped = {0, PREEMPTED, *([of_signal(signal.SIGTERM)] if self._stop else [])}
         return ended.exit_code not in stopped and not ended.ended_by_us
 
-    def write(self, output: Output) -> None:
+    def write(self, output: RayOutput) -> None:
         self._output.append(output)
 
-    def ended(self, ended: Ended) -> bool:
+    def ended(self, ended: RayEnded) -> bool:
         """A rank's process has ended; returns whether that was a failure, after which the others are ended."""
         self._ended[ended.rank] = ended
         return self._is_failure(ended)
@@ -89,11 +89,11 @@ class Record:
         """All processes are to be ended now."""
         self._end = True
 
-    def take(self) -> list[Output]:
+    def take(self) -> list[RayOutput]:
         """The output since the last call."""
         output, self._output = self._output, []
         return output
 
-    def results(self) -> list[Ended]:
+    def results(self) -> list[RayEnded]:
         """The processes of this round that have ended."""
         return list(self._ended.values())

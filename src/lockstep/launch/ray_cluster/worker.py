@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from lockstep.config.sources import inherited_environment
 from lockstep.launch import exec_worker
-from lockstep.launch.ray_cluster.record import Ended, Orders, Output
+from lockstep.launch.ray_cluster.record import Orders, RayEnded, RayOutput
 
 POLL_S = 0.2
 END_GRACE_S = 1.5
@@ -47,7 +47,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Place:
+class RayPlacement:
     """One rank, as Ray counts it."""
 
     rank: int
@@ -58,7 +58,7 @@ class Place:
     host: str
 
 
-class Failed(Exception):
+class RayFailure(Exception):
     """A rank's process failed; the record has the details, this text is for Ray's log."""
 
 
@@ -73,7 +73,7 @@ def train_loop(config: dict[str, Any]) -> None:
 
     context = ray.train.get_context()
     record = config["record"]
-    place = Place(
+    place = RayPlacement(
         context.get_world_rank(),
         context.get_world_size(),
         context.get_local_rank(),
@@ -99,20 +99,20 @@ def train_loop(config: dict[str, Any]) -> None:
     finally:
         del store  # the ranks met there, until the last of them was gone
     if failed:
-        raise Failed(f"rank {place.rank}: exit code {ended.exit_code}")
+        raise RayFailure(f"rank {place.rank}: exit code {ended.exit_code}")
 
 
 def run(
     job: Job,
-    place: Place,
+    place: RayPlacement,
     number: int,
     orders: Callable[[], Orders],
-    write: Callable[[Output], Any],
-) -> Ended:
+    write: Callable[[RayOutput], Any],
+) -> RayEnded:
     """Run the command as one rank, pass its output on, and obey; returns how it ended."""
     meeting = _wait_for(orders)
     if meeting is None:
-        return Ended(place.rank, -signal.SIGTERM, {}, ended_by_us=True)
+        return RayEnded(place.rank, -signal.SIGTERM, {}, ended_by_us=True)
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         error_file = Path(folder) / "error.json"
         process = subprocess.Popen(
@@ -132,7 +132,7 @@ def run(
         ended_by_us = _supervise(process, orders)
         for reader in readers:
             reader.join(END_GRACE_S)  # what the process left behind may hold the pipe open
-        return Ended(place.rank, process.returncode, _report(error_file), ended_by_us)
+        return RayEnded(place.rank, process.returncode, _report(error_file), ended_by_us)
 
 
 def worker_command(job: Job) -> list[str]:
@@ -143,7 +143,7 @@ def worker_command(job: Job) -> list[str]:
 
 
 def environment_of(
-    job: Job, place: Place, number: int, meeting: tuple[str, int], error_file: str
+    job: Job, place: RayPlacement, number: int, meeting: tuple[str, int], error_file: str
 ) -> dict[str, str]:
     """All variables of a rank: those of this machine, those that were said, and its place."""
     inherited = inherited_environment()
@@ -218,15 +218,15 @@ def _end(process: subprocess.Popen[bytes]) -> bool:
     return True
 
 
-def _pass_on(pipe: IO[bytes] | None, rank: int, stream: str, write: Callable[[Output], Any]) -> None:
+def _pass_on(pipe: IO[bytes] | None, rank: int, stream: str, write: Callable[[RayOutput], Any]) -> None:
     assert pipe is not None
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     while chunk := os.read(pipe.fileno(), CHUNK_BYTES):
         text = decoder.decode(chunk)
         if text:
-            write(Output(rank, stream, text))
+            write(RayOutput(rank, stream, text))
     if rest := decoder.decode(b"", final=True):
-        write(Output(rank, stream, rest))
+        write(RayOutput(rank, stream, rest))
 
 
 def _report(error_file: Path) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class LocalRounds(TrainingBlock):
         if not self.enabled:
             return
         if error is not None:
-            self._say_farewell(error)
+            self._report_failure(error)
         else:  # also right after a meeting: another rank may not have ended
             self._meet("at the end of its block", combine=self._in_round > 0 or self.num_steps == 0)
 
@@ -110,7 +110,7 @@ class LocalRounds(TrainingBlock):
             self._in_round = 0
         self._others_know = False
 
-    def _say_farewell(self, error: BaseException) -> None:
+    def _report_failure(self, error: BaseException) -> None:
         """Let the others know at their next meeting, instead of leaving them waiting there."""
         if self._others_know or not isinstance(error, Exception) or is_consequence(error):
             return

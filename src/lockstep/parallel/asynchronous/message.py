@@ -12,7 +12,7 @@ import torch
 from lockstep.errors import UsageError
 
 
-class Word(IntEnum):
+class MessageWord(IntEnum):
     """What a rank says of itself."""
 
     RUNNING = 0
@@ -30,7 +30,7 @@ class Total:
 
     gradients: torch.Tensor
     present: list[bool]
-    words: list[Word]
+    words: list[MessageWord]
     staleness: list[int]
 
 
@@ -57,7 +57,9 @@ class MessageFormat:
         return torch.empty(length, dtype=self.dtype, device=self.device)
 
     @torch.no_grad()
-    def pack(self, gradients: Sequence[torch.Tensor | None], word: Word, staleness: int) -> torch.Tensor:
+    def pack(
+        self, gradients: Sequence[torch.Tensor | None], word: MessageWord, staleness: int
+    ) -> torch.Tensor:
         """This rank's message; the gradients are copied.
 
         Raises:
@@ -82,7 +84,7 @@ class MessageFormat:
             places[self._rank] = number
         return message
 
-    def nothing(self, word: Word) -> torch.Tensor:
+    def nothing(self, word: MessageWord) -> torch.Tensor:
         """A message without gradients."""
         return self.pack([None] * len(self._sizes), word, 0)
 
@@ -94,7 +96,7 @@ class MessageFormat:
         return Total(
             gradients=total[:elements],
             present=[number > 0 for number in numbers[: len(self._sizes)]],
-            words=[Word(int(number)) for number in tail[: self._world_size]],
+            words=[MessageWord(int(number)) for number in tail[: self._world_size]],
             staleness=[int(number) for number in tail[self._world_size :]],
         )
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.parallel.asynchronous.message import MessageFormat, Total, Word
+from lockstep.parallel.asynchronous.message import MessageFormat, MessageWord, Total
 from lockstep.runtime.process import THREADS_LET_GO_S, Runtime
 
 Works = list[Any]
@@ -126,7 +126,7 @@ class Rounds:
                 while True:
                     total = self._form.read(self._carry(self._todo.get()))
                     self._done.put(total)
-                    if any(word is not Word.RUNNING for word in total.words):
+                    if any(word is not MessageWord.RUNNING for word in total.words):
                         break
                 for works, _ in self._answers:
                     for work in works:

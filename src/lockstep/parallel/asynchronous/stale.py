@@ -23,7 +23,7 @@ from lockstep.parallel.asynchronous.late_step import (
     with_settings,
 )
 from lockstep.parallel.asynchronous.meeting import meet
-from lockstep.parallel.asynchronous.message import MessageFormat, Total, Word
+from lockstep.parallel.asynchronous.message import MessageFormat, MessageWord, Total
 from lockstep.parallel.asynchronous.report import StalenessCounter, StalenessReport
 from lockstep.parallel.asynchronous.rounds import Rounds, message_device
 from lockstep.parallel.asynchronous.trainer import Trainer, check_count, check_replicas
@@ -136,7 +136,7 @@ class BoundedStaleness(TrainingBlock):
         if error is None:
             self.finish()
         else:
-            self._say_farewell(error)
+            self._report_failure(error)
 
     def step(self) -> None:
         """Send this step's gradients and apply the updates that have come; inside an accumulation window do nothing.
@@ -153,7 +153,7 @@ class BoundedStaleness(TrainingBlock):
         rounds = self._open_rounds()
         self._check_gradients()
         gradients = [parameter.grad for parameter in self._parameters]
-        rounds.post(self._form.pack(gradients, Word.RUNNING, self._steps - self._computed_on))
+        rounds.post(self._form.pack(gradients, MessageWord.RUNNING, self._steps - self._computed_on))
         self._settings.append(settings_of(self._optimizer))
         self._steps += 1
         mark_as_stepped(self._optimizer)
@@ -172,7 +172,7 @@ class BoundedStaleness(TrainingBlock):
         rounds = self._rounds
         if rounds is None:
             return
-        rounds.post(self._form.nothing(Word.ENDED))
+        rounds.post(self._form.nothing(MessageWord.ENDED))
         self._apply(rounds, at_least=self._steps)
         last = rounds.take(wait=True)
         assert last is not None
@@ -235,16 +235,20 @@ class BoundedStaleness(TrainingBlock):
         """Raise on all ranks, in the same round, if some rank goes no further."""
         rounds = self._open_rounds()
         words = total.words
-        if all(word is Word.ENDED for word in words) or all(word is Word.RUNNING for word in words):
+        if all(word is MessageWord.ENDED for word in words) or all(
+            word is MessageWord.RUNNING for word in words
+        ):
             return
         self._leave(rounds)
-        if Word.FAILED in words:
+        if MessageWord.FAILED in words:
             raise LockstepError(
-                f"Rank {words.index(Word.FAILED)} left BoundedStaleness with an exception after {round_number} steps. "
+                f"Rank {words.index(MessageWord.FAILED)} left BoundedStaleness with an exception after "
+                f"{round_number} steps. "
                 "This rank stops with it. Mend the cause on that rank."
             )
+        ended, running = words.index(MessageWord.ENDED), words.index(MessageWord.RUNNING)
         raise UsageError(
-            f"Rank {words.index(Word.ENDED)} ended after {round_number} steps, but rank {words.index(Word.RUNNING)} "
+            f"Rank {ended} ended after {round_number} steps, but rank {running} "
             "made more. Let every rank make the same number of steps: prepare the loader with even_batches=True."
         )
 
@@ -254,14 +258,14 @@ class BoundedStaleness(TrainingBlock):
         rounds.close(limit_s)
         self._bytes_sent += rounds.bytes_sent
 
-    def _say_farewell(self, error: BaseException) -> None:
+    def _report_failure(self, error: BaseException) -> None:
         """Let the others know in the next round, instead of leaving them waiting for this rank."""
         if self._rounds is None:  # they know
             return
         rounds = self._rounds
         with suppress(Exception):  # the error that counts is the one on its way
             if not is_consequence(error):
-                rounds.post(self._form.nothing(Word.FAILED))
+                rounds.post(self._form.nothing(MessageWord.FAILED))
             self._leave(rounds, FAREWELL_S if isinstance(error, Exception) else 0)
         self._rounds = None
 

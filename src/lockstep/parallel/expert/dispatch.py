@@ -58,7 +58,7 @@ def _choice_and_expert(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class TokenTraffic:
     """What one rank of an expert-parallel group sends and receives.
 
     ``sent[p]`` rows go to rank p and ``received[p]`` come from it, sorted by expert. ``order`` (received rows,)
@@ -71,13 +71,13 @@ class Traffic:
     per_expert: list[int]
 
 
-def traffic(rows: torch.Tensor, rank: int) -> Traffic:
+def traffic(rows: torch.Tensor, rank: int) -> TokenTraffic:
     """Of ``rows`` (N, E) in host memory: how many rows rank n has for expert e. Rank p has the p-th N-th of them."""
     ranks, num_experts = rows.shape
     by_owner = rows.view(ranks, ranks, num_experts // ranks)
     mine = by_owner[:, rank]
     expert = torch.arange(mine.shape[1]).repeat(ranks).repeat_interleave(mine.flatten())
-    return Traffic(
+    return TokenTraffic(
         sent=by_owner[rank].sum(-1).tolist(),
         received=mine.sum(-1).tolist(),
         order=expert.argsort(stable=True),

@@ -17,8 +17,8 @@ from lockstep.stream.device.passes import AtEnd, Forwards, own_mode
 from lockstep.stream.device.saved import SavedCast, SavedView, hooks_of
 from lockstep.stream.device.slots import Slot, Slots
 from lockstep.stream.device.staging import Staging
-from lockstep.stream.device.working import Places, Working, lay_out, write_home
-from lockstep.stream.units import Unit
+from lockstep.stream.device.working import Working, WorkingWeights, lay_out, write_home
+from lockstep.stream.units import WeightGroup
 from lockstep.torch_internals import autograd as torch_autograd
 
 
@@ -43,19 +43,19 @@ class DeviceMover:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[WeightGroup],
         device: torch.device,
         budget: int | None = None,
-        ready: Callable[[Unit], None] | None = None,
+        ready: Callable[[WeightGroup], None] | None = None,
         copies: Callable[[torch.device], Copies] = copies_of,
     ) -> None:
         self._to, self._back = copies(device), copies(device)  # a stream for either direction
         self.slots = Slots(self._to, budget)
-        self.request: Callable[[Unit], None] = self._load_and_bind
+        self.request: Callable[[WeightGroup], None] = self._load_and_bind
         self._ready = ready
         self._staging = Staging(self._to)
         self._copies = {unit: _Copy(unit, device) for unit in units}
-        self._by_storage: dict[int, Unit] = {}
+        self._by_storage: dict[int, WeightGroup] = {}
         self._by_parameter = {
             id(working.tensor): (unit, working)
             for unit, copy in self._copies.items()
@@ -75,16 +75,16 @@ class DeviceMover:
 
     # -- as a mover --------------------------------------------------------------------------------------
 
-    def nbytes(self, unit: Unit) -> int:
+    def nbytes(self, unit: WeightGroup) -> int:
         return self._copies[unit].nbytes
 
-    def load(self, unit: Unit) -> None:
+    def load(self, unit: WeightGroup) -> None:
         copy = self._copies[unit]
         with copy.lock, own_mode():
             if copy.slot is None or copy.is_stale:
                 self._fill(copy)
 
-    def bind(self, unit: Unit) -> None:
+    def bind(self, unit: WeightGroup) -> None:
         copy = self._copies[unit]
         with copy.lock, own_mode():
             if copy.slot is None or copy.is_stale:
@@ -109,7 +109,7 @@ class DeviceMover:
                 self._later.append(copy)
                 self._settle_after_backward()
 
-    def release(self, unit: Unit) -> bool:
+    def release(self, unit: WeightGroup) -> bool:
         copy = self._copies[unit]
         with copy.lock, own_mode():
             if copy.slot is None:
@@ -134,7 +134,7 @@ class DeviceMover:
 
     # -- as a listener -----------------------------------------------------------------------------------
 
-    def forward_begins(self, unit: Unit) -> None:
+    def forward_begins(self, unit: WeightGroup) -> None:
         self._settle_what_failed()
         hooks = hooks_of(self) if torch.is_grad_enabled() else None
         if hooks is not None:
@@ -145,7 +145,7 @@ class DeviceMover:
         with copy.lock:
             copy.depth += 1
 
-    def forward_ended(self, unit: Unit) -> None:
+    def forward_ended(self, unit: WeightGroup) -> None:
         if not self._forward.stack or self._forward.stack[-1][0] is not unit:
             return  # it failed before it had begun
         _, hooks, caches = self._forward.stack.pop()
@@ -158,7 +158,7 @@ class DeviceMover:
             if not copy.depth and not copy.settles_later:
                 self._go_home(copy)
 
-    def backward_begins(self, unit: Unit) -> None:
+    def backward_begins(self, unit: WeightGroup) -> None:
         self._settle_after_backward()
 
     # -- of its own --------------------------------------------------------------------------------------
@@ -184,14 +184,14 @@ class DeviceMover:
 
     # -- for what autograd saved -------------------------------------------------------------------------
 
-    def unit_of_storage(self, storage: int) -> Unit | None:
+    def unit_of_storage(self, storage: int) -> WeightGroup | None:
         return self._by_storage.get(storage)
 
-    def unit_of_parameter(self, tensor: torch.Tensor) -> tuple[Unit, Working] | None:
+    def unit_of_parameter(self, tensor: torch.Tensor) -> tuple[WeightGroup, Working] | None:
         found = self._by_parameter.get(id(tensor))
         return found if found is not None and found[1].tensor is tensor else None
 
-    def working_at(self, unit: Unit, offset: int) -> Working:
+    def working_at(self, unit: WeightGroup, offset: int) -> Working:
         return next(w for w in reversed(self._copies[unit].working) if w.offset <= offset)
 
     def view(self, saved: SavedView) -> torch.Tensor:
@@ -210,7 +210,7 @@ class DeviceMover:
             ),
         )
 
-    def _when_used(self, unit: Unit, take: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def _when_used(self, unit: WeightGroup, take: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """What ``take`` makes of the unit's slot, for which the unit is loaded if it is not."""
         copy = self._copies[unit]
         for _ in range(2):
@@ -300,7 +300,7 @@ class DeviceMover:
             self._backward = task
             torch_autograd.at_end_of_backward(AtEnd(self.settle))
 
-    def _load_and_bind(self, unit: Unit) -> None:
+    def _load_and_bind(self, unit: WeightGroup) -> None:
         self.load(unit)
         self.bind(unit)
 
@@ -308,10 +308,10 @@ class DeviceMover:
 class _Copy:
     """A unit on the device."""
 
-    def __init__(self, unit: Unit, device: torch.device) -> None:
+    def __init__(self, unit: WeightGroup, device: torch.device) -> None:
         self.lock = threading.RLock()
         self.working, self.nbytes = lay_out(unit, device)
-        self.places = Places(unit, {id(working.home): working for working in self.working})
+        self.places = WorkingWeights(unit, {id(working.home): working for working in self.working})
         self.slot: Slot | None = None
         self.copied: Event = None  # the copy that filled the slot
         self.is_used = False  # the working tensors lie in the slot

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from lockstep.stream.units import Unit
+from lockstep.stream.units import WeightGroup
 
 
 class Forwards(threading.local):
     """Forwards that have begun in this thread, with what is to be restored at their end."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[Unit, saved_tensors_hooks | None, bool]] = []
+        self.stack: list[tuple[WeightGroup, saved_tensors_hooks | None, bool]] = []
 
 
 class AtEnd:

@@ -57,7 +57,7 @@ class SavedCast:
     offset: int  # elements
 
 
-class Weights(Protocol):
+class SavedWeights(Protocol):
     """Where the weights of units are."""
 
     def unit_of_storage(self, storage: int) -> Any | None: ...
@@ -73,7 +73,7 @@ class Weights(Protocol):
     def cast(self, saved: SavedCast) -> torch.Tensor: ...
 
 
-def hooks_of(weights: Weights) -> saved_tensors_hooks:
+def hooks_of(weights: SavedWeights) -> saved_tensors_hooks:
     """Replace what autograd saves of ``weights``. Other tensors are left to the hooks around these, if any."""
     outer = torch_autograd.saved_tensors_hooks_now()
 
@@ -102,7 +102,7 @@ class _Packed:
 
 @dataclass(frozen=True)
 class _Weight(_Packed):
-    weights: Weights
+    weights: SavedWeights
     saved: SavedView | SavedCast
     working: Working
     version: tuple[int, int]
@@ -135,7 +135,7 @@ class _Kept(_Packed):
         return self.tensor
 
 
-def _recipe(weights: Weights, tensor: torch.Tensor) -> SavedView | SavedCast | None:
+def _recipe(weights: SavedWeights, tensor: torch.Tensor) -> SavedView | SavedCast | None:
     if tensor.layout is not torch.strided or not torch_tensors.has_storage(tensor):
         return None
     unit = weights.unit_of_storage(storage_of(tensor))

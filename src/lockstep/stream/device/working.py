@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.errors import UsageError
 from lockstep.stream.device.copies import Copies, dense_strides, view_of
 from lockstep.stream.device.slots import ALIGNMENT
-from lockstep.stream.units import Unit
+from lockstep.stream.units import WeightGroup
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals import tensors as torch_tensors
 
@@ -79,10 +79,10 @@ class Working:
         return torch_tensors.version(self.tensor) != self._written
 
 
-class Places:
+class WorkingWeights:
     """Where a unit's modules have its tensors."""
 
-    def __init__(self, unit: Unit, working: dict[int, Working]) -> None:
+    def __init__(self, unit: WeightGroup, working: dict[int, Working]) -> None:
         self._places: list[tuple[nn.Module, Callable[[nn.Module], dict[str, Any]], str, Working]] = []
         self._flat: list[nn.Module] = []
         visited: set[int] = set()
@@ -134,7 +134,7 @@ class Places:
             torch_modules.renew_flat_weights(module)
 
 
-def lay_out(unit: Unit, device: torch.device) -> tuple[list[Working], int]:
+def lay_out(unit: WeightGroup, device: torch.device) -> tuple[list[Working], int]:
     """The working tensors of a unit, one behind the other in a slot, and the slot's bytes."""
     found = []
     end = 0

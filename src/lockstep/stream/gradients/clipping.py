@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lockstep.comm.dtensor import local
 from lockstep.stream.direct import aligned, aligned_buffer, region_of
-from lockstep.stream.step.regions import Region, read_all, region_to_move, write_all
+from lockstep.stream.step.regions import StepRegion, read_all, region_to_move, write_all
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def scale_offloaded(gradients: Iterable[torch.Tensor], max_norm: float, norm: to
     """
     buffer = torch.empty(0, dtype=torch.uint8)
     in_memory: list[torch.Tensor] = []
-    moved: list[tuple[torch.Tensor, Region]] = []
+    moved: list[tuple[torch.Tensor, StepRegion]] = []
     for gradient in map(local, gradients):
         region = region_to_move(gradient, changes=True)
         if region is None:

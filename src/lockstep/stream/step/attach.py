@@ -14,7 +14,7 @@ from lockstep.errors import UsageError
 from lockstep.stream.device.copies import Copies
 from lockstep.stream.step.device import keep_on_host
 from lockstep.stream.step.offloaded import OffloadedStep
-from lockstep.stream.units import Unit
+from lockstep.stream.units import WeightGroup
 from lockstep.torch_internals import optim as torch_optim
 
 _CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ HOOK_READS_NOTHING = "reads_no_parameter"
 
 def offload_step(
     optimizer: Optimizer,
-    units: Sequence[Unit],
+    units: Sequence[WeightGroup],
     folder: Path | None = None,
     delayed: bool = False,
     device: torch.device = _CPU,
@@ -68,7 +68,7 @@ class _Attached(OffloadedStep):
     def __init__(
         self,
         optimizer: Optimizer,
-        units: Sequence[Unit],
+        units: Sequence[WeightGroup],
         folder: Path | None,
         delayed: bool,
         device: torch.device,

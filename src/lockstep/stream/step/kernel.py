@@ -18,7 +18,7 @@ _OWN = ("state", "param_groups", "step", "_offloaded_step")
 
 
 @dataclass(eq=False)
-class Entry:
+class KernelEntry:
     """What a step needs of one parameter.
 
     ``value``, ``gradient``: plain tensors on the host: the whole, or this rank's shard. ``watched``: the gradient that
@@ -70,7 +70,7 @@ def _copied(value: Any) -> Any:
 
 def step_some(
     settings: Settings,
-    entries: list[Entry],
+    entries: list[KernelEntry],
     values: list[torch.Tensor],
     gradients: list[torch.Tensor],
     states: list[dict[str, Any]],
@@ -100,7 +100,7 @@ def step_some(
 
 def _part_of(
     settings: Settings,
-    entries: list[Entry],
+    entries: list[KernelEntry],
     parameters: list[nn.Parameter],
     states: list[dict[str, Any]],
     state: dict[Any, dict[str, Any]],

@@ -24,11 +24,11 @@ from lockstep.stream.device.copies import Copies, copies_of
 from lockstep.stream.direct import region_of
 from lockstep.stream.step.classes import why_not_separable
 from lockstep.stream.step.device import HostSide
-from lockstep.stream.step.kernel import Entry, settings_of
+from lockstep.stream.step.kernel import KernelEntry, settings_of
 from lockstep.stream.step.states import StateFiles
-from lockstep.stream.step.threads import Item, Run, StepThreads
+from lockstep.stream.step.threads import StepItem, StepRun, StepThreads
 from lockstep.stream.step.work import StepWork
-from lockstep.stream.units import Unit
+from lockstep.stream.units import WeightGroup
 
 _CPU = torch.device("cpu")
 _STRAYS_AT_ONCE = 64 << 20
@@ -59,7 +59,7 @@ class OffloadedStep:
     def __init__(
         self,
         optimizer: Optimizer,
-        units: Sequence[Unit],
+        units: Sequence[WeightGroup],
         folder: Path | None = None,
         delayed: bool = False,
         device: torch.device = _CPU,
@@ -71,7 +71,7 @@ class OffloadedStep:
         self._class = type(optimizer)
         self._delayed = delayed
         self._units = list(units)
-        self._units_of: dict[int, list[Unit]] = {}
+        self._units_of: dict[int, list[WeightGroup]] = {}
         for unit in units:
             for tensor in unit.tensors.values():
                 self._units_of.setdefault(id(tensor), []).append(unit)
@@ -82,8 +82,8 @@ class OffloadedStep:
         host = HostSide(self._parameters(), device, folder, copies) if copies is not None else None
         self._work = StepWork(optimizer, files, host, delayed)
         self._threads = StepThreads(self._work.stage, self._work.compute)
-        self._run: Run | None = None
-        self._waits_for: dict[int, list[Item]] = {}
+        self._run: StepRun | None = None
+        self._waits_for: dict[int, list[StepItem]] = {}
         self._broken: OffloadError | None = None
         self._work.adopt_state()
 
@@ -136,7 +136,7 @@ class OffloadedStep:
         self._begin(self._entries())
         return loss
 
-    def _entries(self) -> list[Entry]:
+    def _entries(self) -> list[KernelEntry]:
         entries = []
         for index, group in enumerate(self._optimizer.param_groups):
             for parameter in group["params"]:
@@ -144,7 +144,7 @@ class OffloadedStep:
                     entries.append(self._work.entry(parameter, index))
         return entries
 
-    def _begin(self, entries: list[Entry]) -> None:
+    def _begin(self, entries: list[KernelEntry]) -> None:
         if not entries:
             return
         for entry in entries:
@@ -152,7 +152,7 @@ class OffloadedStep:
         if self._work.host is not None:
             self._work.host.begin()
         strays, items = self._items(entries)
-        self._run = run = Run(strays + list(items.values()), settings_of(self._optimizer, self._class))
+        self._run = run = StepRun(strays + list(items.values()), settings_of(self._optimizer, self._class))
         self._waits_for = {}
         for entry in entries:
             units = self._units_of.get(id(entry.parameter), [])
@@ -163,25 +163,25 @@ class OffloadedStep:
         self._threads.start(run)
         self._wait(strays)
 
-    def _items(self, entries: list[Entry]) -> tuple[list[Item], dict[int, Item]]:
+    def _items(self, entries: list[KernelEntry]) -> tuple[list[StepItem], dict[int, StepItem]]:
         """Parameters without a unit, a few at a time, and the others by their (first) unit, in order."""
-        strays: list[Item] = []
+        strays: list[StepItem] = []
         room = 0
-        by_unit: dict[int, list[Entry]] = {}
+        by_unit: dict[int, list[KernelEntry]] = {}
         for entry in entries:
             if units := self._units_of.get(id(entry.parameter)):
                 by_unit.setdefault(id(units[0]), []).append(entry)
                 continue
             nbytes = entry.value.numel() * entry.value.element_size()
             if not strays or room < nbytes:
-                strays.append(Item(f"a parameter of shape {tuple(entry.parameter.shape)}", []))
+                strays.append(StepItem(f"a parameter of shape {tuple(entry.parameter.shape)}", []))
                 room = _STRAYS_AT_ONCE
             strays[-1].entries.append(entry)
             room -= nbytes
         ordered = [unit for unit in self._units if id(unit) in by_unit]
-        return strays, {id(unit): Item(unit.name, by_unit[id(unit)]) for unit in ordered}
+        return strays, {id(unit): StepItem(unit.name, by_unit[id(unit)]) for unit in ordered}
 
-    def _wait(self, items: Sequence[Item]) -> None:
+    def _wait(self, items: Sequence[StepItem]) -> None:
         for item in items:
             item.done.wait()
         if any(not item.succeeded for item in items):
@@ -242,7 +242,7 @@ class OffloadedStep:
         """Whether parameters of a device are stepped in host memory."""
         return self._work.host is not None
 
-    def forward_begins(self, unit: Unit) -> None:
+    def forward_begins(self, unit: WeightGroup) -> None:
         """Wait until ``unit`` is stepped.
 
         Raises:
@@ -251,10 +251,10 @@ class OffloadedStep:
         if not self._delayed:
             self._wait(self._waits_for.get(id(unit), ()))
 
-    def forward_ended(self, unit: Unit) -> None:
+    def forward_ended(self, unit: WeightGroup) -> None:
         """Nothing to do."""
 
-    def backward_begins(self, unit: Unit) -> None:
+    def backward_begins(self, unit: WeightGroup) -> None:
         """Before new gradients of ``unit`` may take the place of those that a delayed step still reads, wait for it.
 
         Raises:
@@ -262,7 +262,7 @@ class OffloadedStep:
         """
         self._wait(self._waits_for.get(id(unit), ()))
 
-    def ready(self, unit: Unit) -> None:
+    def ready(self, unit: WeightGroup) -> None:
         """For other threads: until ``unit`` is stepped, or has failed to be, which ``forward_begins`` then raises."""
         if not self._delayed:
             for item in self._waits_for.get(id(unit), ()):

@@ -11,7 +11,7 @@ from lockstep.stream.direct import ALIGNMENT, OffloadFile, aligned, region_of
 
 
 @dataclass(eq=False)
-class Region:
+class StepRegion:
     """Where a tensor lives: ``nbytes`` (aligned) at ``offset`` of ``file``; and where in a buffer it is held.
 
     ``changes``: whether it is written back.
@@ -31,14 +31,14 @@ class Region:
         return torch.as_strided(data, like.shape, like.stride(), data.storage_offset())
 
 
-def region_to_move(tensor: torch.Tensor, changes: bool) -> Region | None:
+def region_to_move(tensor: torch.Tensor, changes: bool) -> StepRegion | None:
     """Where a tensor lives in a file, if it can be moved from there as it is; None otherwise."""
     if not tensor.numel() or (found := region_of(tensor)) is None:
         return None
     file, offset = found
     if offset % ALIGNMENT or not is_dense(tensor):
         return None
-    return Region(file, offset, aligned(tensor.numel() * tensor.element_size()), tensor, changes)
+    return StepRegion(file, offset, aligned(tensor.numel() * tensor.element_size()), tensor, changes)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -52,7 +52,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def arrange(regions: list[Region]) -> int:
+def arrange(regions: list[StepRegion]) -> int:
     """Sort regions as they lie in their files, and give each its place in one buffer; returns the buffer's size."""
     regions.sort(key=lambda region: (id(region.file), region.offset))
     end = 0
@@ -62,21 +62,21 @@ def arrange(regions: list[Region]) -> int:
     return end
 
 
-def read_all(regions: Iterable[Region], buffer: torch.Tensor) -> None:
+def read_all(regions: Iterable[StepRegion], buffer: torch.Tensor) -> None:
     """Fill a buffer; regions that are neighbours in the file are read at once."""
     for first, nbytes in _runs(regions):
         first.file.read(first.offset, buffer[first.place : first.place + nbytes])
 
 
-def write_all(regions: Iterable[Region], buffer: torch.Tensor) -> None:
+def write_all(regions: Iterable[StepRegion], buffer: torch.Tensor) -> None:
     """Write a buffer back; regions that are neighbours in the file are written at once."""
     for first, nbytes in _runs(regions):
         first.file.write(first.offset, buffer[first.place : first.place + nbytes])
 
 
-def _runs(regions: Iterable[Region]) -> Iterator[tuple[Region, int]]:
+def _runs(regions: Iterable[StepRegion]) -> Iterator[tuple[StepRegion, int]]:
     """The first of each run of regions that follow each other in file and buffer, and the run's size."""
-    first: Region | None = None
+    first: StepRegion | None = None
     nbytes = 0
     for region in regions:
         if first is not None and (region.file, region.offset, region.place) == (

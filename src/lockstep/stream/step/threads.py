@@ -14,14 +14,14 @@ from lockstep.errors import OffloadError
 from lockstep.stream.device.copies import Event
 from lockstep.stream.direct import aligned_buffer
 from lockstep.stream.step.device import Fetched
-from lockstep.stream.step.kernel import Entry, Settings
-from lockstep.stream.step.regions import Region, arrange, read_all, write_all
+from lockstep.stream.step.kernel import KernelEntry, Settings
+from lockstep.stream.step.regions import StepRegion, arrange, read_all, write_all
 
 _BUFFERS = 3
 
 
 @dataclass(eq=False)
-class Item:
+class StepItem:
     """Parameters that are stepped together.
 
     ``regions`` of theirs that lie in files, by parameter and role; their gradients on the way from a device, and the
@@ -29,8 +29,8 @@ class Item:
     """
 
     name: str
-    entries: list[Entry]
-    regions: dict[tuple[int, str], Region] = field(default_factory=dict)
+    entries: list[KernelEntry]
+    regions: dict[tuple[int, str], StepRegion] = field(default_factory=dict)
     fetched: list[Fetched | None] = field(default_factory=list)
     published: Event = None
     done: threading.Event = field(default_factory=threading.Event)
@@ -43,17 +43,17 @@ class Item:
         self.done.set()
 
 
-class Run:
+class StepRun:
     """The items of one step, in order. ``error``: the first one; the items after it are left as they were."""
 
-    def __init__(self, items: list[Item], settings: Settings) -> None:
+    def __init__(self, items: list[StepItem], settings: Settings) -> None:
         self.items = items
         self.settings = settings
         self.error: BaseException | None = None
-        self.failed: Item | None = None
+        self.failed: StepItem | None = None
         self._lock = threading.Lock()
 
-    def fail(self, item: Item, error: BaseException) -> None:
+    def fail(self, item: StepItem, error: BaseException) -> None:
         with self._lock:
             if self.error is None:
                 self.error, self.failed = error, item
@@ -97,12 +97,12 @@ class StepThreads:
     what the largest item has in files. They are kept for the next step.
 
     Args:
-        stage: The regions of an item that are to be read for it, set as ``Item.regions``.
+        stage: The regions of an item that are to be read for it, set as ``StepItem.regions``.
         compute: Steps an item, whose regions are in the given buffer.
     """
 
     def __init__(
-        self, stage: Callable[[Item], None], compute: Callable[[Run, Item, torch.Tensor], None]
+        self, stage: Callable[[StepItem], None], compute: Callable[[StepRun, StepItem, torch.Tensor], None]
     ) -> None:
         self._stage = stage
         self._compute = compute
@@ -114,7 +114,7 @@ class StepThreads:
         for _ in range(_BUFFERS):
             self._free.put(_Buffer())
 
-    def start(self, run: Run) -> None:
+    def start(self, run: StepRun) -> None:
         """Begin to step the items; returns at once."""
         self._steps.submit(self._go, run)
 
@@ -122,7 +122,7 @@ class StepThreads:
         for pool in (self._steps, self._reads, self._writes):
             pool.shutdown()
 
-    def _go(self, run: Run) -> None:
+    def _go(self, run: StepRun) -> None:
         writes: list[Future[None]] = []
         coming: list[Future[_Staged]] = []
         item = run.items[0]
@@ -148,7 +148,7 @@ class StepThreads:
         finally:
             self._wind_up(run, coming, writes)
 
-    def _wind_up(self, run: Run, coming: list[Future[_Staged]], writes: list[Future[None]]) -> None:
+    def _wind_up(self, run: StepRun, coming: list[Future[_Staged]], writes: list[Future[None]]) -> None:
         """Whatever happened: nothing is under way any more, all buffers are free, and nobody waits."""
         for read in coming:
             if read.exception() is None:
@@ -158,7 +158,7 @@ class StepThreads:
         for item in run.items:
             item.end(succeeded=False)
 
-    def _read_ahead(self, item: Item) -> Future[_Staged]:
+    def _read_ahead(self, item: StepItem) -> Future[_Staged]:
         self._stage(item)
         if item.regions:
             return self._reads.submit(self._read, item)
@@ -166,7 +166,7 @@ class StepThreads:
         nothing.set_result(_Staged(torch.empty(0, dtype=torch.uint8)))
         return nothing
 
-    def _read(self, item: Item) -> _Staged:
+    def _read(self, item: StepItem) -> _Staged:
         buffer = self._free.get()
         try:
             regions = list(item.regions.values())
@@ -177,7 +177,7 @@ class StepThreads:
             raise
         return _Staged(data, buffer)
 
-    def _write_back(self, run: Run, item: Item, staged: _Staged) -> None:
+    def _write_back(self, run: StepRun, item: StepItem, staged: _Staged) -> None:
         try:
             regions = list(item.regions.values())
             arrange(regions)

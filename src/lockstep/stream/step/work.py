@@ -11,10 +11,10 @@ from lockstep.comm.dtensor import local
 from lockstep.errors import UsageError
 from lockstep.stream.step.device import HostSide, take_kept
 from lockstep.stream.step.heap import FreedMemory
-from lockstep.stream.step.kernel import Entry, step_some
+from lockstep.stream.step.kernel import KernelEntry, step_some
 from lockstep.stream.step.regions import region_to_move
 from lockstep.stream.step.states import StateFiles, is_large, like_parameter
-from lockstep.stream.step.threads import Item, Run
+from lockstep.stream.step.threads import StepItem, StepRun
 from lockstep.torch_internals import tensors as torch_tensors
 
 
@@ -43,7 +43,7 @@ class StepWork:
         state: Any = vars(self._optimizer)["state"]
         return state
 
-    def entry(self, parameter: torch.Tensor, group: int) -> Entry:
+    def entry(self, parameter: torch.Tensor, group: int) -> KernelEntry:
         assert parameter.grad is not None
         gradient = local(parameter.grad)
         if gradient.layout != torch.strided:
@@ -55,12 +55,12 @@ class StepWork:
         value = local(parameter.detach()).data
         if (host := self._host_of(parameter)) is not None:
             value = host.master(parameter)
-        return Entry(parameter, group, value, gradient.data, gradient, torch_tensors.version(gradient))
+        return KernelEntry(parameter, group, value, gradient.data, gradient, torch_tensors.version(gradient))
 
     def _host_of(self, parameter: torch.Tensor) -> HostSide | None:
         return self.host if self.host is not None and self.host.serves(parameter) else None
 
-    def announce(self, entry: Entry) -> None:
+    def announce(self, entry: KernelEntry) -> None:
         """A parameter is about to be changed, and its state made if there is none."""
         self._state.setdefault(entry.parameter, {})  # in the order in which the optimizer itself would
         if not self._delayed:
@@ -68,7 +68,7 @@ class StepWork:
             if (host := self._host_of(entry.parameter)) is not None:
                 host.note_version(entry.parameter)
 
-    def stage(self, item: Item) -> None:
+    def stage(self, item: StepItem) -> None:
         """What is to be read for an item, if it lies in files."""
         item.regions.clear()
         for index, entry in enumerate(item.entries):
@@ -83,12 +83,12 @@ class StepWork:
                 if is_large(value, entry.parameter):
                     self._add_region(item, (index, f"state {name}"), local(value), changes=True)
 
-    def _add_region(self, item: Item, key: tuple[int, str], tensor: torch.Tensor, changes: bool) -> None:
+    def _add_region(self, item: StepItem, key: tuple[int, str], tensor: torch.Tensor, changes: bool) -> None:
         region = region_to_move(tensor, changes)
         if region is not None:
             item.regions[key] = region
 
-    def compute(self, run: Run, item: Item, buffer: torch.Tensor) -> None:
+    def compute(self, run: StepRun, item: StepItem, buffer: torch.Tensor) -> None:
         def held(index: int, role: str, tensor: torch.Tensor) -> torch.Tensor:
             region = item.regions.get((index, role))
             return region.within(buffer) if region is not None else tensor
@@ -124,7 +124,7 @@ class StepWork:
         if self.host is not None:
             self._send(self.host, item, values)
 
-    def _send(self, host: HostSide, item: Item, values: list[torch.Tensor]) -> None:
+    def _send(self, host: HostSide, item: StepItem, values: list[torch.Tensor]) -> None:
         """New values to the device; and memory of gradients that came from there is free."""
         for entry, fetched, value in zip(item.entries, item.fetched, values, strict=True):
             if fetched is not None:

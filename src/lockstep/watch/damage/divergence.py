@@ -16,19 +16,19 @@ from lockstep.comm.transfer import transfer
 from lockstep.errors import DamageError
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.watch.damage.digest import Digester
-from lockstep.watch.damage.pieces import Piece, pieces
+from lockstep.watch.damage.pieces import ParameterShard, pieces
 
 logger = logging.getLogger("lockstep.damage")
 
 
 @dataclass(frozen=True)
-class Difference:
+class ReplicaDifference:
     """A piece that is not the same on all ranks that hold it.
 
     ``right``: the ranks of the majority; none if there is none. ``odd``: the others.
     """
 
-    piece: Piece
+    piece: ParameterShard
     right: tuple[int, ...]
     odd: tuple[int, ...]
 
@@ -36,13 +36,13 @@ class Difference:
 class Shared:
     """Which pieces are on several ranks, and in what order their digests arrive."""
 
-    def __init__(self, held: Sequence[Sequence[Piece]], rank: int) -> None:
+    def __init__(self, held: Sequence[Sequence[ParameterShard]], rank: int) -> None:
         """``held``: of each rank its pieces, in its order."""
         counts = Counter(piece for of_rank in held for piece in of_rank)
         shared = [[piece for piece in of_rank if counts[piece] > 1] for of_rank in held]
         self.mine = shared[rank]
         # All digests in one row, rank after rank; each has to be that of the piece's first holder.
-        self._places: dict[Piece, list[tuple[int, int]]] = {}
+        self._places: dict[ParameterShard, list[tuple[int, int]]] = {}
         first: list[int] = []
         for other, of_rank in enumerate(shared):
             for piece in of_rank:
@@ -51,7 +51,7 @@ class Shared:
                 first.append(places[0][1])
         self.first = torch.tensor(first, dtype=torch.int64)
 
-    def differences(self, digests: Sequence[int]) -> list[Difference]:
+    def differences(self, digests: Sequence[int]) -> list[ReplicaDifference]:
         """All pieces of which the holders have several digests."""
         found = []
         for piece, places in self._places.items():
@@ -62,7 +62,7 @@ class Shared:
             right = [rank for rank, digest in of_ranks.items() if digest == common]
             is_majority = 2 * count > len(of_ranks)
             odd = [rank for rank in of_ranks if not is_majority or rank not in right]
-            found.append(Difference(piece, tuple(right) if is_majority else (), tuple(odd)))
+            found.append(ReplicaDifference(piece, tuple(right) if is_majority else (), tuple(odd)))
         return found
 
 
@@ -73,7 +73,7 @@ class Divergence:
         self._communicator = communicator
         self._heal = heal
         self._digester = Digester()
-        self._known: list[Piece] | None = None
+        self._known: list[ParameterShard] | None = None
         self._shared: Shared | None = None
         self._equal_at: int | None = None
 
@@ -102,14 +102,14 @@ class Divergence:
         logger.warning("%s", self._explain(found, step, healed=True))
         self._equal_at = step
 
-    def _shared_pieces(self, here: list[Piece]) -> Shared:
+    def _shared_pieces(self, here: list[ParameterShard]) -> Shared:
         if self._shared is None or here != self._known:
             held = self._communicator.gather_object([here])
             self._known, self._shared = here, Shared(held, self._communicator.runtime.rank)
         return self._shared
 
     def _overwrite(
-        self, one: Difference, parameter: torch.Tensor | None, optimizers: Iterable[Optimizer]
+        self, one: ReplicaDifference, parameter: torch.Tensor | None, optimizers: Iterable[Optimizer]
     ) -> None:
         """The parameter and what the optimizers know of it, on the ranks of the minority."""
         if parameter is None:
@@ -124,7 +124,7 @@ class Divergence:
                     with torch.no_grad():
                         part.copy_(sent)
 
-    def _explain(self, found: list[Difference], step: int, healed: bool = False) -> str:
+    def _explain(self, found: list[ReplicaDifference], step: int, healed: bool = False) -> str:
         one, *more = found
         name = one.piece.name if one.piece.model == 0 else f"{one.piece.name} (model {one.piece.model})"
         if one.right:

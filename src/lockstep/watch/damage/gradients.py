@@ -23,7 +23,7 @@ from lockstep.watch.damage.divergence import ranks_are
 from lockstep.watch.damage.pieces import held, leaves
 
 
-class Found(NamedTuple):
+class NonFinite(NamedTuple):
     """A tensor with a number that is none, in micro-step ``micro`` of a step, counted from 1."""
 
     micro: int
@@ -32,12 +32,12 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Evidence:
+class GradientEvidence:
     """Of one rank: losses and gradients that it computed itself, and gradients after they were averaged."""
 
     rank: int
-    losses: tuple[Found, ...]
-    own: tuple[Found, ...]
+    losses: tuple[NonFinite, ...]
+    own: tuple[NonFinite, ...]
     averaged: tuple[str, ...]
 
     @property
@@ -84,7 +84,7 @@ class GradientTrace:
         if self._is_on:
             self._noted.append((self._micro, name, size(local(gradient).detach())))
 
-    def evidence(self, rank: int, models: Sequence[ParallelModel]) -> Evidence:
+    def evidence(self, rank: int, models: Sequence[ParallelModel]) -> GradientEvidence:
         """What is not finite on this rank. Waits for the device."""
         averaged = [
             name
@@ -92,7 +92,7 @@ class GradientTrace:
             for name, p in held(model)
             if p.grad is not None and not _dense(local(p.grad)).isfinite().all()
         ]
-        return Evidence(rank, _not_finite(self._losses), _not_finite(self._noted), tuple(averaged))
+        return GradientEvidence(rank, _not_finite(self._losses), _not_finite(self._noted), tuple(averaged))
 
     def clear(self) -> None:
         """The step is over."""
@@ -114,10 +114,10 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.layout is torch.strided else gradient.coalesce().values()
 
 
-def _not_finite(noted: Iterable[tuple[int, str, torch.Tensor]]) -> tuple[Found, ...]:
+def _not_finite(noted: Iterable[tuple[int, str, torch.Tensor]]) -> tuple[NonFinite, ...]:
     values = [(micro, name, value.item()) for micro, name, value in noted]
     return tuple(
-        Found(micro, name, "NaN" if math.isnan(value) else "Inf")
+        NonFinite(micro, name, "NaN" if math.isnan(value) else "Inf")
         for micro, name, value in values
         if not math.isfinite(value)
     )
@@ -151,7 +151,7 @@ def _on_any_rank(flag: torch.Tensor, communicator: Communicator | None) -> bool:
     return bool(flag.item())
 
 
-def explain(step: int, micro_steps: int, evidence: Sequence[Evidence]) -> str:
+def explain(step: int, micro_steps: int, evidence: Sequence[GradientEvidence]) -> str:
     """One sentence: the ranks whose own numbers were bad, from the first on; or that only their mean is.
 
     Ranks that share a model pass what is bad on; the one whose loss is bad stands before them.

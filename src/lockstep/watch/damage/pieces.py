@@ -12,7 +12,7 @@ from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.torch_internals import fsdp2
 
 
-class Piece(NamedTuple):
+class ParameterShard(NamedTuple):
     """Part of a parameter. Ranks that hold the same piece must hold the same bits.
 
     ``boxes``: (offsets, shape) of what the part consists of within the whole parameter.
@@ -24,14 +24,14 @@ class Piece(NamedTuple):
     boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
-def pieces(models: Sequence[ParallelModel]) -> dict[Piece, torch.Tensor]:
+def pieces(models: Sequence[ParallelModel]) -> dict[ParameterShard, torch.Tensor]:
     """The parameters that this rank holds from step to step, without empty ones."""
     found = {}
     for number, model in enumerate(models):
         for name, parameter in held(model):
             if local(parameter).numel():
                 boxes = tuple((box.offsets, box.shape) for box in boxes_of(parameter))
-                found[Piece(number, name, str(parameter.dtype), boxes)] = parameter
+                found[ParameterShard(number, name, str(parameter.dtype), boxes)] = parameter
     return found
 
 

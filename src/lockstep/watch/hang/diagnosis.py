@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lockstep.watch.hang.records import Collective, Evidence, Place
+from lockstep.watch.hang.records import Evidence, PendingCollective, SourceLine
 from lockstep.watch.hang.waits import Wait, Waits
 
 LONGEST_FACT = 300
@@ -191,7 +191,7 @@ def of_silence(silent: dict[int, Silent], waits: Waits) -> Finding:
 def of_mismatch(waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
     """Ranks whose collective of one group and number are different ones."""
     for wait in waits.all():
-        sides: dict[tuple[str, str, str], list[tuple[int, Collective]]] = {}
+        sides: dict[tuple[str, str, str], list[tuple[int, PendingCollective]]] = {}
         for rank, one in waits.meeting(wait).items():
             sides.setdefault((one.operation, one.sizes, one.dtype), []).append((rank, one))
         if len(sides) > 1:
@@ -199,7 +199,7 @@ def of_mismatch(waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
     return None
 
 
-def of_sides(sides: list[list[tuple[int, Collective]]], seen: dict[int, Evidence]) -> Finding:
+def of_sides(sides: list[list[tuple[int, PendingCollective]]], seen: dict[int, Evidence]) -> Finding:
     sides.sort(key=lambda side: (-len(side), side[0][0]))
     has_one_operation = len({side[0][1].operation for side in sides}) == 1
     parts = []
@@ -319,7 +319,7 @@ def entered(waits: Sequence[Wait], seen: dict[int, Evidence] | None = None) -> s
     return f"{title(one, (seen or {}).get(waits[0].rank))}{at}"
 
 
-def title(one: Collective, evidence: Evidence | None) -> str:
+def title(one: PendingCollective, evidence: Evidence | None) -> str:
     """ "all_reduce #412", with what the user called where that has another name."""
     number = f" #{one.number}" if one.number is not None and one.peer is None else ""
     call = evidence.call if evidence and one.place else ""  # without a place it is not what the rank is in
@@ -334,7 +334,7 @@ def title(one: Collective, evidence: Evidence | None) -> str:
 WAITED = ("item", "tolist", "cpu", "numpy", "synchronize")
 
 
-def contents(one: Collective) -> str:
+def contents(one: PendingCollective) -> str:
     return " ".join(part for part in (one.dtype, one.sizes) if part) or "nothing"
 
 
@@ -348,7 +348,7 @@ def whereabouts(ranks: Sequence[int], seen: dict[int, Evidence]) -> str:
     return ", ".join(parts) + rest
 
 
-def place_shown(place: Place | None) -> str:
+def place_shown(place: SourceLine | None) -> str:
     if place is None:
         return "at an unknown line"
     where = "" if place.function == "<module>" else f" in {place.function[-60:]}"
@@ -360,7 +360,7 @@ def is_loading(one: Evidence) -> bool:
     return one.place is not None and "data-loader" in one.place.doing
 
 
-def data_advice(place: Place | None) -> str:
+def data_advice(place: SourceLine | None) -> str:
     doing = place.doing if place else ""
     if "stopped" in doing:
         return "Let the stopped worker go on with `kill -CONT`, or end it."

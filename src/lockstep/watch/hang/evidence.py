@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import socket
 
-from lockstep.watch.hang.pending import Found, pending_collectives
+from lockstep.watch.hang.pending import RecordedCollectives, pending_collectives
 from lockstep.watch.hang.records import MOST_PENDING, Evidence
-from lockstep.watch.hang.stacks import Seen, look_at
+from lockstep.watch.hang.stacks import StackSummary, look_at
 
 
 def gather_evidence(rank: int, host: str, step: int, idle_s: float, main_thread: int) -> Evidence:
@@ -18,11 +18,11 @@ def gather_evidence(rank: int, host: str, step: int, idle_s: float, main_thread:
     try:
         seen = look_at(main_thread)
     except Exception:  # frames change while they are read, and torch's private functions may do anything
-        seen = Seen()
+        seen = StackSummary()
     try:
         found = pending_collectives(seen)
     except Exception:
-        found = Found()
+        found = RecordedCollectives()
     return Evidence(
         rank=rank,
         host=host or socket.gethostname(),

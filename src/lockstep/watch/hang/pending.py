@@ -18,8 +18,8 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.torch_internals import c10d, flight_recorder
-from lockstep.watch.hang.records import Collective
-from lockstep.watch.hang.stacks import Seen
+from lockstep.watch.hang.records import PendingCollective
+from lockstep.watch.hang.stacks import StackSummary
 
 DTYPES = {
     "Float": "float32",
@@ -37,19 +37,19 @@ RECENT = 8
 
 
 @dataclass(frozen=True)
-class Found:
+class RecordedCollectives:
     """Pending collectives, oldest first; the last complete ones; group -> last complete number; group -> ranks."""
 
-    pending: tuple[Collective, ...] = ()
-    recent: tuple[Collective, ...] = ()
+    pending: tuple[PendingCollective, ...] = ()
+    recent: tuple[PendingCollective, ...] = ()
     completed: Mapping[str, int] = field(default_factory=dict)
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def pending_collectives(seen: Seen) -> Found:
+def pending_collectives(seen: StackSummary) -> RecordedCollectives:
     """What this process has issued and not completed. Never raises."""
     if not (dist.is_available() and dist.is_initialized()):
-        return Found()
+        return RecordedCollectives()
     names = group_names()
     ranks = {name: ranks_of(group) for group, name in names.items()}
     groups = {name: members for name, members in ranks.items() if members}
@@ -73,7 +73,7 @@ def pending_collectives(seen: Seen) -> Found:
     unrecorded = from_stack(seen, names, last, bool(entries))
     if unrecorded is not None and (unrecorded.number is not None or not pending):
         pending.append(unrecorded)
-    return Found(tuple(pending), tuple(recent[-RECENT:]), completed, groups)
+    return RecordedCollectives(tuple(pending), tuple(recent[-RECENT:]), completed, groups)
 
 
 def recorded() -> list[Mapping[str, Any]]:
@@ -101,14 +101,14 @@ def group_of(entry: Mapping[str, Any]) -> str:
 
 
 def collective(
-    entry: Mapping[str, Any], seen: Seen, groups: Mapping[str, tuple[int, ...]]
-) -> Collective | None:
+    entry: Mapping[str, Any], seen: StackSummary, groups: Mapping[str, tuple[int, ...]]
+) -> PendingCollective | None:
     """The entry of a recorder; None: it is none that ranks meet in."""
     try:
         operation, _, pair = str(entry["profiling_name"]).rpartition(":")[2].partition(" ")
         sizes, dtypes = entry["input_sizes"], entry["input_dtypes"]
         group, is_p2p = str(entry["process_group"][0]), bool(entry["is_p2p"])
-        return Collective(
+        return PendingCollective(
             operation=operation,
             number=int(entry["p2p_seq_id" if is_p2p else "collective_seq_id"]),
             group=group,
@@ -128,15 +128,15 @@ def peer_in(pair: str, ranks: tuple[int, ...]) -> int | None:
 
 
 def from_stack(
-    seen: Seen, names: Mapping[Any, str], last: Mapping[str, int], is_recorded: bool
-) -> Collective | None:
+    seen: StackSummary, names: Mapping[Any, str], last: Mapping[str, int], is_recorded: bool
+) -> PendingCollective | None:
     """The operation in which the Python stack is, where no recorder knows it: a send on gloo, or a call that is
     being compared with those of the other ranks and so will have the next number."""
     if seen.checked is not None and not seen.checked.is_issued:
         return checked_call(seen, last, is_recorded)
     if not seen.operation:
         return None
-    return Collective(
+    return PendingCollective(
         operation="send/recv" if seen.operation == "wait" else seen.operation,
         number=None,
         group=names.get(seen.group) or (default_name(names) if seen.operation != "wait" else ""),
@@ -147,9 +147,9 @@ def from_stack(
     )
 
 
-def checked_call(seen: Seen, last: Mapping[str, int], is_recorded: bool) -> Collective:
+def checked_call(seen: StackSummary, last: Mapping[str, int], is_recorded: bool) -> PendingCollective:
     group = str(seen.checked.group)
-    return Collective(
+    return PendingCollective(
         operation=seen.checked.recorded_as,
         number=last.get(group, 0) + 1 if is_recorded else None,
         group=group,

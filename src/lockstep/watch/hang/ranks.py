@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 
-class Peer(Protocol):
+class WorkerConnection(Protocol):
     """One worker's connection."""
 
     def send(self, message: dict[str, Any]) -> None: ...
@@ -23,7 +23,7 @@ class WatchedRank:
         done_at: Its ticks when it came out of ``end_training``; None: it has not, or trains again.
     """
 
-    peer: Peer
+    peer: WorkerConnection
     host: str
     pid: int
     heard: float

@@ -14,7 +14,7 @@ LONGEST_STACK = 8192
 
 
 @dataclass(frozen=True)
-class Place:
+class SourceLine:
     """A line of the user's code. ``file`` is relative to the worker's directory, or only the file's name.
 
     ``doing`` says more where the line alone misleads: "waiting for its data-loader workers (pids 12, 13)".
@@ -30,7 +30,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Collective:
+class PendingCollective:
     """A collective, send or receive that this rank has issued and that is not complete.
 
     Attributes:
@@ -48,7 +48,7 @@ class Collective:
     group: str
     sizes: str
     dtype: str
-    place: Place | None
+    place: SourceLine | None
     peer: int | None = None
 
 
@@ -74,14 +74,14 @@ class Evidence:
     pid: int
     step: int
     idle_s: float
-    place: Place | None
-    pending: tuple[Collective, ...]
+    place: SourceLine | None
+    pending: tuple[PendingCollective, ...]
     completed: Mapping[str, int]
     stack: str
     waits: bool = True
     call: str = ""
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    recent: tuple[Collective, ...] = ()
+    recent: tuple[PendingCollective, ...] = ()
 
     def to_message(self) -> dict[str, Any]:
         """As values of JSON."""
@@ -124,14 +124,16 @@ def _evidence(message: Mapping[str, Any]) -> Evidence:
     )
 
 
-def _place(value: Any) -> Place | None:
+def _place(value: Any) -> SourceLine | None:
     if value is None:
         return None
-    return Place(_text(value["file"]), _whole(value["line"]), _text(value["function"]), _text(value["doing"]))
+    return SourceLine(
+        _text(value["file"]), _whole(value["line"]), _text(value["function"]), _text(value["doing"])
+    )
 
 
-def _collective(value: Any) -> Collective:
-    return Collective(
+def _collective(value: Any) -> PendingCollective:
+    return PendingCollective(
         operation=_text(value["operation"]),
         number=None if value["number"] is None else _whole(value["number"]),
         group=_text(value["group"]),

@@ -18,7 +18,7 @@ from lockstep.comm.call_check import compared_in
 from lockstep.torch_internals import compile as torch_compile
 from lockstep.torch_internals import dataloader
 from lockstep.torch_internals import modules as torch_modules
-from lockstep.watch.hang.records import LONGEST_STACK, Place
+from lockstep.watch.hang.records import LONGEST_STACK, SourceLine
 
 MOST_FRAMES = 200
 TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -34,7 +34,7 @@ PROCESS_STATES = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}
 
 
 @dataclass(frozen=True)
-class Seen:
+class StackSummary:
     """What the frames of a thread tell.
 
     Attributes:
@@ -48,7 +48,7 @@ class Seen:
         checked: What ``call_check`` compares with the other ranks just now; None: nothing.
     """
 
-    place: Place | None = None
+    place: SourceLine | None = None
     text: str = ""
     waits: bool = True
     call: str = ""
@@ -58,11 +58,11 @@ class Seen:
     checked: Any = None
 
 
-def look_at(thread: int) -> Seen:
+def look_at(thread: int) -> StackSummary:
     """What the thread with this identifier does. Never raises."""
     frame = sys._current_frames().get(thread)
     if frame is None:
-        return Seen()
+        return StackSummary()
     frames = list(outwards(frame))
     at = next((place for place, one in enumerate(frames) if is_users(one.f_code.co_filename)), None)
     if at is None:
@@ -75,7 +75,7 @@ def look_at(thread: int) -> Seen:
         operation = "wait"
     checked = next(filter(None, map(compared_in, below)), None)
     names = [checked.name] if checked is not None else [function_name(one) for one in reversed(engine)]
-    return Seen(
+    return StackSummary(
         place=place_of(frames[at], loader_wait(below)),
         text=text_of(frames),
         waits=bool(engine) or called in WAITING,
@@ -109,9 +109,9 @@ def is_users(file: str) -> bool:
     return not file.startswith(("<frozen", *STANDARD_LIBRARY))
 
 
-def place_of(frame: FrameType, doing: str = "") -> Place:
+def place_of(frame: FrameType, doing: str = "") -> SourceLine:
     name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name).rsplit("<locals>.", 1)[-1]
-    return Place(shown(frame.f_code.co_filename), frame.f_lineno or 0, name, doing)
+    return SourceLine(shown(frame.f_code.co_filename), frame.f_lineno or 0, name, doing)
 
 
 def shown(file: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lockstep.watch.hang.records import Collective, Evidence
+from lockstep.watch.hang.records import Evidence, PendingCollective
 
 # Every rank's inputs have equal shapes in these.
 EQUAL_SIZES = ("all_reduce", "allreduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
@@ -16,7 +16,7 @@ class Wait:
     """One rank's wait in one collective for those that have not entered it: ``awaited``."""
 
     rank: int
-    collective: Collective
+    collective: PendingCollective
     awaited: frozenset[int]
 
     @property
@@ -55,7 +55,7 @@ class Waits:
         awaited = frozenset().union(*(wait.awaited for wait in self._waits.values()))
         return frozenset(rank for rank in awaited if rank not in self._waits or not self._waits[rank].awaited)
 
-    def meeting(self, wait: Wait) -> dict[int, Collective]:
+    def meeting(self, wait: Wait) -> dict[int, PendingCollective]:
         """Rank -> its collective of the same group and number, if the ranks' cannot be one and the same; else none."""
         mine = wait.collective
         if mine.number is None or mine.peer is not None:
@@ -73,7 +73,7 @@ class Waits:
         waits = [Wait(one.rank, pending, self._awaited(one, pending)) for pending in one.pending]
         return next((wait for wait in waits if wait.awaited), waits[0])
 
-    def _awaited(self, one: Evidence, pending: Collective) -> frozenset[int]:
+    def _awaited(self, one: Evidence, pending: PendingCollective) -> frozenset[int]:
         if pending.peer is not None:
             others = frozenset({pending.peer}) & self._everyone
         else:
@@ -83,7 +83,7 @@ class Waits:
                 others -= self._ended  # some handle's wait, perhaps of no collective
         return frozenset(rank for rank in others if not self._has_entered(rank, one.rank, pending))
 
-    def _has_entered(self, rank: int, by: int, pending: Collective) -> bool:
+    def _has_entered(self, rank: int, by: int, pending: PendingCollective) -> bool:
         other = self._entered.get(rank)
         if other is None:
             return False
@@ -98,7 +98,7 @@ class Waits:
         )
 
 
-def belong_together(one: Collective, other: Collective) -> bool:
+def belong_together(one: PendingCollective, other: PendingCollective) -> bool:
     """Whether two ranks' collectives can be one and the same."""
     if one.operation != other.operation:
         return False

@@ -86,7 +86,7 @@ class ShardPlan:
 
 
 @dataclass(frozen=True)
-class Round(Generic[T]):
+class GlobalBatch(Generic[T]):
     """One step of all ranks: ``parts[r]`` are the rows of rank ``r`` (empty: it has no batch)."""
 
     parts: tuple[list[T], ...]
@@ -95,7 +95,7 @@ class Round(Generic[T]):
 
 def rounds(
     batches: Iterable[Sequence[T]], plan: ShardPlan, beginning: Sequence[Sequence[T]] | None = None
-) -> Iterator[Round[T]]:
+) -> Iterator[GlobalBatch[T]]:
     """Deal ``batches`` to the ranks, round by round.
 
     ``beginning``: the first ``plan.beginning`` batches of the epoch, where ``batches`` are later ones.
@@ -122,7 +122,7 @@ def grouped(samples: Iterable[T], batch_size: int, drop_last: bool) -> Iterator[
 
 def _rounds_of_batches(
     batches: Iterable[Sequence[T]], plan: ShardPlan, beginning: Sequence[Sequence[T]] | None
-) -> Iterator[Round[T]]:
+) -> Iterator[GlobalBatch[T]]:
     first = [list(batch) for batch in beginning or ()]
     wanted = plan.beginning if beginning is None else 0
     held: list[list[T]] = []
@@ -146,9 +146,9 @@ def _is_short(held: list[list[T]], plan: ShardPlan) -> bool:
     return plan.completes and plan.batch_size is not None and any(len(b) < plan.batch_size for b in held)
 
 
-def _as_they_are(held: list[list[T]], plan: ShardPlan) -> Round[T]:
+def _as_they_are(held: list[list[T]], plan: ShardPlan) -> GlobalBatch[T]:
     parts = (*held, *([] for _ in range(plan.world_size - len(held))))
-    return Round(parts, _unpadded(tuple(map(len, parts))))
+    return GlobalBatch(parts, _unpadded(tuple(map(len, parts))))
 
 
 @lru_cache(maxsize=16)
@@ -156,7 +156,7 @@ def _unpadded(sizes: tuple[int, ...]) -> BatchCounts:
     return BatchCounts(rows=sizes, real=sizes)
 
 
-def _completed(held: list[list[T]], first: list[list[T]], plan: ShardPlan) -> Round[T]:
+def _completed(held: list[list[T]], first: list[list[T]], plan: ShardPlan) -> GlobalBatch[T]:
     """Fill short batches with samples, or where sizes vary add whole batches, from the beginning."""
     real = _as_they_are(held, plan).counts.real
     parts: tuple[list[T], ...]
@@ -168,12 +168,12 @@ def _completed(held: list[list[T]], first: list[list[T]], plan: ShardPlan) -> Ro
         parts = tuple(
             [*part, *islice(filling, max(0, plan.batch_size - len(part)))] for part in (*held, *missing)
         )
-    return Round(parts, BatchCounts(rows=tuple(len(part) for part in parts), real=real))
+    return GlobalBatch(parts, BatchCounts(rows=tuple(len(part) for part in parts), real=real))
 
 
 def _rounds_of_slices(
     batches: Iterable[Sequence[T]], plan: ShardPlan, beginning: Sequence[Sequence[T]] | None
-) -> Iterator[Round[T]]:
+) -> Iterator[GlobalBatch[T]]:
     first: list[T] = list(beginning[0]) if beginning else []
     for batch in batches:
         first = first or list(batch)
@@ -185,4 +185,4 @@ def _rounds_of_slices(
             rows.extend(islice(cycle(first), per_rank * plan.world_size - len(rows)))
         parts = tuple(rows[start : start + per_rank] for start in row_starts)
         real = tuple(max(0, min(per_rank, len(batch) - start)) for start in row_starts)
-        yield Round(parts, BatchCounts(rows=tuple(len(part) for part in parts), real=real))
+        yield GlobalBatch(parts, BatchCounts(rows=tuple(len(part) for part in parts), real=real))
