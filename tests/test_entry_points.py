@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.marks import again_if
+
 SCRIPT = """
 import json, sys
 import torch
@@ -111,7 +113,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+# tests/test_readme.py starts a script by torchrun and by lockstep launch, too.
+@pytest.mark.parametrize("way", again_if(WAYS, ("torchrun", "lockstep launch")))
 def test_a_script_gives_the_same_losses_however_it_is_started(way: str, tmp_path: Path) -> None:
     world, command, text = WAYS[way]
     out = tmp_path / "losses.json"

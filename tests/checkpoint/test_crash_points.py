@@ -22,6 +22,7 @@ from checkpoint.crash.operations import Operation
 from checkpoint.crash.system_calls import STRACE, changes
 from checkpoint.crash.trials import TRIALS, make
 from tests.distributed.pool import server_environment
+from tests.marks import again
 
 LEAST_KILLED, LEAST_KILLED_TWICE = 1040, 560  # points in all slices
 
@@ -88,10 +89,10 @@ def test_a_broken_disk_of_one_rank_fails_the_save_on_both(executor) -> None:
 @pytest.mark.parametrize(
     ("broken", "kind", "seen"),
     [
-        (sabotage.replaces_in_place, trials.killed, {"unreadable"}),
+        again(sabotage.replaces_in_place, trials.killed, {"unreadable"}),
         (sabotage.prunes_first, trials.killed, {"unreadable"}),
         (sabotage.syncs_nothing, trials.power_off, {"unreadable"}),
-        (sabotage.replaces_file_by_file, trials.killed, {"mixed"}),
+        again(sabotage.replaces_file_by_file, trials.killed, {"mixed"}),
     ],
 )
 def test_the_harness_finds_what_is_wrong_with_a_careless_writer(executor, broken, kind, seen) -> None:

@@ -125,6 +125,7 @@ def zero_table(text: str) -> dict[str, list[float]]:
     return {name: [float(word.rstrip("%")) for word in cells.split()] for name, cells in rows}
 
 
+@pytest.mark.exhaustive  # as parallel/test_zero_parity.py and test_zero_communication.py
 def test_the_gpt_has_one_loss_under_every_stage_and_the_bytes_that_the_formulas_promise(run: Run) -> None:
     rows = zero_table(run(2, "gpt/zero.py", "--steps", 2))
     assert list(rows) == ["ddp", "zero=1", "zero=2", "zero=3", "zero=3 activation=full"]
@@ -182,6 +183,7 @@ def test_digits_give_the_numbers_of_the_plain_loop(run: Run, name: str, plain_re
     assert digits_result(text) == pytest.approx(plain_result, abs=2e-6)
 
 
+@pytest.mark.exhaustive  # tests/test_readme.py starts a script so
 def test_digits_give_the_numbers_of_the_plain_loop_under_torchrun(plain_result: list[float]) -> None:
     text = start(TORCHRUN, "digits/ddp.py", "--epochs", 4)
     assert digits_result(text) == pytest.approx(plain_result, abs=2e-6)

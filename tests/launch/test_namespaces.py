@@ -128,6 +128,7 @@ class Machine:
             self.launcher.wait()
 
 
+@pytest.mark.exhaustive  # test_elastic.py does it without network namespaces
 def test_machines_that_die_come_back_and_are_cut_off_cost_no_sample(
     tmp_path: Path, namespaces: Namespaces
 ) -> None:

@@ -25,6 +25,7 @@ from lockstep.config.enums import QuantizedType
 from lockstep.errors import ConfigError, UsageError
 from lockstep.parallel.quantized import QuantizedAllGather, QuantizedReduceScatter, quantize_collectives
 from lockstep.runtime.process import start
+from tests.marks import again
 
 INT8, INT4 = QuantizedType.INT8, QuantizedType.INT4
 LEVELS = {8: 127, 4: 7}
@@ -99,7 +100,7 @@ def reduced(
     return output.double(), exact, allowed + ROUNDING[dtype] * exact.abs()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, again(4)])
 @pytest.mark.parametrize(
     ("count", "dtype", "bits", "name", "async_op"),
     [
@@ -132,7 +133,7 @@ def gathered(dtype: torch.dtype, async_op: bool) -> tuple[torch.Tensor, torch.Te
     return shard, output
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, again(4)])
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 @pytest.mark.parametrize("async_op", [False, True])
 def test_gathered_weights_are_the_same_bits_on_all_ranks_and_within_the_bound(
@@ -302,7 +303,7 @@ BYTES: dict[QuantizedType | None, Callable[[int], int]] = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, again(4)])
 @pytest.mark.parametrize(
     ("weights", "kind"), [(None, None), (INT8, None), (None, INT8), (None, INT4), (INT8, INT4)]
 )

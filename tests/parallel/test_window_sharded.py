@@ -38,6 +38,7 @@ SAME_WORLD_AGAIN = [
     (2, Setup("zero=3", by_hand=True)),
     (2, Setup("zero=2", by_hand=True, held_back=True)),
     (2, Setup("zero=1", precision="bf16")),
+    (4, Setup("zero=1")),
 ]
 """Products of what the others prove: by ``make exhaustive``."""
 

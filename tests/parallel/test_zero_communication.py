@@ -16,6 +16,7 @@ from lockstep import Accelerator
 from lockstep.config.parallel import Parallel
 from parallel.blocks_and_root import BlocksAndRoot
 from tests.distributed.pool import WorkerPool
+from tests.marks import again
 
 WIDTH, BLOCKS = 64, 3
 ROOT = WIDTH * WIDTH
@@ -143,8 +144,9 @@ def merged(window: list[Sent]) -> Sent:
 INT8 = 1 + SCALE / QUANTIZED_BLOCK
 INT4 = 1 / 2 + SCALE / QUANTIZED_BLOCK
 HALF = {"weight": 2, "gradient": 2, "average": 2, "kept": 2}
-CASES: list[tuple[int, str, str, dict[str, float]]] = [
-    *((ranks, f"zero={stage}", "no", {}) for ranks in (2, 4) for stage in (1, 2, 3)),
+CASES: list[Any] = [
+    *((2, f"zero={stage}", "no", {}) for stage in (1, 2, 3)),
+    *(again(4, f"zero={stage}", "no", {}) for stage in (1, 2, 3)),
     *((4, f"zero={stage} replicate=2", "no", {}) for stage in (1, 2, 3)),
     (4, "zero=3 hpz=2", "no", {}),
     (4, "zero=3 hpz=2", "bf16", HALF),
@@ -155,7 +157,7 @@ CASES: list[tuple[int, str, str, dict[str, float]]] = [
     (2, "zero=3 forward_prefetch", "no", {}),
     (2, "zero=2 quantized_weights", "no", {"weight": INT8}),
     (2, "zero=3 quantized_weights quantized_gradients=int8", "no", {"weight": INT8, "gradient": INT8}),
-    (4, "zero=3 quantized_weights quantized_gradients=int4", "no", {"weight": INT8, "gradient": INT4}),
+    again(4, "zero=3 quantized_weights quantized_gradients=int4", "no", {"weight": INT8, "gradient": INT4}),
     (2, "zero=1 quantized_gradients=int4", "bf16", HALF | {"gradient": INT4}),
     (4, "zero=3 hpz=2 quantized_weights", "bf16", HALF | {"weight": INT8}),
     (4, "zero=2 replicate=2 quantized_gradients", "no", {"gradient": INT8}),

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from lockstep import Accelerator
 from parallel import zero_problem as problem
 from parallel.zero_scenarios import SCENARIOS, Plain
+from tests.marks import again
 
 WORDS = ("zero=1", "zero=2", "zero=3")
 
@@ -47,14 +48,14 @@ CASES = [
     pytest.param(2, 1, WORDS, name, marks=[needs_a_restart] if name == "interrupted" else [])
     for name in SCENARIOS
 ] + [
-    (2, 3, WORDS, name)
+    again(2, 3, WORDS, name)
     for name in (
         *("adversaries", "two_optimizers", "evaluation_everywhere"),
         *("odd_shapes", "kinds_of_models", "transformer"),
     )
 ]
 CASES += [
-    (4, 3, ("zero=2 replicate=2", "zero=3"), name)
+    again(4, 3, ("zero=2 replicate=2", "zero=3"), name)
     for name in ("adversaries", "odd_shapes", "kinds_of_models", "clipping")
 ]
 

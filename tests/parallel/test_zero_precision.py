@@ -17,6 +17,7 @@ from lockstep.config.parallel import Parallel
 from lockstep.plan.dtypes import NONE, dtypes
 from parallel import zero_precision_problem as oracle
 from parallel import zero_problem as problem
+from tests.marks import again
 
 SCALE = 1024.0
 NAMES = {
@@ -105,7 +106,7 @@ def clipped(result: oracle.Result) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.exhaustive), "fp16"])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, again(4)])
 def test_training_with_reduction_in_fp32_equals_plain_torch_with_fp32_masters(
     run_distributed, world_size: int, precision: str
 ) -> None:
@@ -125,7 +126,7 @@ def test_training_with_reduction_in_fp32_equals_plain_torch_with_fp32_masters(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, again(4)])
 def test_training_with_reduction_in_16_bits_equals_plain_torch_within_their_rounding(
     run_distributed, world_size: int, precision: str
 ) -> None:
@@ -165,7 +166,7 @@ def test_sixteen_micro_batches_added_up_in_bf16_stay_within_the_error_of_bf16_it
 # -- fp16: steps that are skipped -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, again(4)])
 def test_an_overflow_on_one_rank_skips_the_step_and_halves_the_scale_on_all(
     run_distributed, world_size: int
 ) -> None:
