@@ -67,8 +67,8 @@ def cannot_run(
     text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
     where = f" in {module}" if module else ""
     return (
-        f"{model} runs on the first batch, but with parallel='{parallel}' it raises {type(error).__name__}{where}: "
-        f"{text[:300]}. {RUN_REMEDIES[axes[0]]}."
+        f"{model} runs on the first batch, but with parallel='{parallel}' it raises {type(error).__name__}{where}"
+        f"{': ' if text else ''}{text[:300]}. {RUN_REMEDIES[axes[0]]}."
     )
 
 

@@ -34,20 +34,30 @@ def first_is_named(group: dist.ProcessGroup, title: str, call: int) -> Iterator[
         if told is None:
             raise
         rank, _, text = told.partition(" ")
-        consequence = UsageError(
-            f"Rank {rank} failed in the forward of {title} with {text} This rank stops with it. Mend the cause on that "
-            "rank."
-        )
-        consequence.caused_by_rank = int(rank)
-        raise consequence from error
+        raise consequence_of(int(rank), title, text) from error
 
 
-def _tell(key: str, error: Exception) -> None:
+def consequence_of(rank: int, title: str, text: str) -> UsageError:
+    """What other ranks raise where ``rank`` has failed."""
+    consequence = UsageError(
+        f"Rank {rank} failed in the forward of {title} with {text} This rank stops with it. Mend the cause on that "
+        "rank."
+    )
+    consequence.caused_by_rank = rank
+    return consequence
+
+
+def text_of(error: Exception) -> str:
+    """What it was, in one line."""
     cause: BaseException = error
     while not isinstance(cause, LockstepError) and isinstance(cause.__cause__, Exception):
         cause = cause.__cause__  # torch wraps what a forward raises
     lines = str(cause).strip().splitlines() or [""]
-    text = f"{type(cause).__name__}: {lines[0][:MOST_CHARACTERS].rstrip('.')}."
+    return f"{type(cause).__name__}: {lines[0][:MOST_CHARACTERS].rstrip('.')}."
+
+
+def _tell(key: str, error: Exception) -> None:
+    text = text_of(error)
     try:
         store = default_store()
         if not store.check([key]):

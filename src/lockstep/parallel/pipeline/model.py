@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lockstep.comm.tree import leaves
 from lockstep.errors import UsageError
 from lockstep.parallel.parallel_model import ModuleAround
-from lockstep.parallel.pipeline.failing import first_is_named
+from lockstep.parallel.pipeline.failing import consequence_of, first_is_named, text_of
 from lockstep.parallel.pipeline.layout import Layout
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import (
@@ -405,18 +405,24 @@ class PipelineModel(ModuleAround):
             if (parameter := self._local.state.written_parameter()) is not None:
                 mine = ("parameter", parameter)
             self._local.state.forget_batch()
-        told = self._local.tell((rehearsal.word, mine, rehearsal.refusal, changed))
-        wrong = next((one for _, one, _, _ in told if one is not None), None)
+        failures = [(dist.get_rank(), text_of(error)) for error in rehearsal.failures[:1]]
+        told = self._local.tell((rehearsal.word, mine, rehearsal.refusal, changed, failures))
+        if rehearsal.failures:
+            raise rehearsal.failures[0]
+        for _, _, _, _, others in told:
+            if others:
+                raise consequence_of(others[0][0], title, others[0][1])
+        wrong = next((one for _, one, _, _, _ in told if one is not None), None)
         if wrong is not None:
             raise follows_rows(title, *wrong)
-        refusal = next((one for _, _, one, _ in told if one), None)
+        refusal = next((one for _, _, one, _, _ in told if one), None)
         if refusal is not None:
             raise UsageError(refusal)
         blocks = tuple(f"{name}." for name in layout.blocks)
         self._local.state.share(
-            name for _, _, _, names in told for name in names if not name.startswith(blocks)
+            name for _, _, _, names, _ in told for name in names if not name.startswith(blocks)
         )
-        found = next((one for one, _, _, _ in told if one), "mean" if word == "auto" else word)
+        found = next((one for one, _, _, _, _ in told if one), "mean" if word == "auto" else word)
         return self._note_reduction(plan, loss_fn, Reduction(found, is_open), "the first batch")
 
     def _note_reduction(

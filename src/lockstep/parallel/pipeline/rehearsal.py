@@ -41,21 +41,32 @@ class Rehearsal:
     word: str = ""
     refusal: str = ""
     whole: Outputs = field(default_factory=dict)
+    failures: list[Exception] = field(default_factory=list)
 
     def run(self, whole_plan: Plan | None) -> None:
         """``whole_plan``: of the whole batch as one micro-batch, where tensors without rows come to the last stage.
 
         ``word`` is what the loss is, ``refusal`` why it cannot be right, where the last stage is; "" elsewhere.
+        ``failures``: what forwards of this rank's stages have raised.
         """
         if whole_plan is not None:
-            once = Pass(
-                [self.batch.whole], nothing, self.autocast.inside, whole=self._note_whole, notes_whole=False
-            )
+            once = self._pass([self.batch.whole], nothing, self._note_whole)
             fill_only(self.stages, whole_plan, once, find=True)
             self.stages.state.forget_batch()
         looks = self._look if self.looks_at_loss or whole_plan is not None else None
-        once = Pass(self.batch.parts, self._finish, self.autocast.inside, whole=looks, notes_whole=False)
+        once = self._pass(self.batch.parts, self._finish, looks)
         fill_only(self.stages, self.plan, once, find=True)
+
+    def _pass(self, calls: list[Call], finish: Any, whole: Any) -> Pass:
+        return Pass(
+            calls,
+            finish,
+            self.autocast.inside,
+            whole=whole,
+            notes_whole=False,
+            failures=self.failures,
+            device=self.stages.device,
+        )
 
     def _finish(self, index: int, output: Any) -> tuple[Tensor, ...]:
         with_loss(output, self.batch.parts[index], self.loss_fn)

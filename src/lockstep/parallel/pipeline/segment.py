@@ -17,7 +17,9 @@ from lockstep.parallel.pipeline.carried import Exchange
 from lockstep.parallel.pipeline.micro_batch import Call
 from lockstep.parallel.pipeline.state import StepState
 from lockstep.parallel.pipeline.trace import RECEIVED, Argument, Cut, Kind
+from lockstep.runtime.failure import is_consequence
 from lockstep.torch_internals import tensors as torch_tensors
+from lockstep.torch_internals.fake import UNKNOWN_VALUE
 
 _MISSING = object()
 Change = tuple[dict[str, Any], str, Any]
@@ -43,6 +45,9 @@ class Pass:
         default_factory=list
     )  # outputs of the last stage's blocks, where they are wanted
     wants_ends: bool = False
+    failures: list[Exception] | None = None
+    """Where given: what a stage raises is noted, and it goes on with zeros, so that no rank waits for it."""
+    device: torch.device | None = None
 
 
 @dataclass
@@ -237,6 +242,27 @@ class Segment:
         self.now: Pass | None = None
 
     def __call__(self, micro_batch: int, received: tuple[Tensor, ...]) -> Any:
+        assert self.now is not None
+        try:
+            return self._run(micro_batch, received)
+        except UNKNOWN_VALUE as error:
+            refusal = UsageError(
+                f"The forward of {type(self._forward).__name__} needs a value of a tensor that only another stage of "
+                "the pipeline has, such as a weight of its blocks. Move this into that block, or into the training "
+                "loop."
+            )
+            refusal.__cause__ = error
+            failed: Exception = refusal
+        except Exception as error:
+            failed = error
+        if self.now.failures is None or is_consequence(failed):
+            raise failed
+        self.now.failures.append(failed)
+        kinds = () if self._following is None else self._following.kinds
+        device = self.now.device
+        return tuple(torch.zeros(kind.shape, dtype=kind.dtype, device=device) for kind in kinds)
+
+    def _run(self, micro_batch: int, received: tuple[Tensor, ...]) -> Any:
         assert self.now is not None
         call = self.now.calls[micro_batch]
         if self.now.whole is not None and self._following is None:
