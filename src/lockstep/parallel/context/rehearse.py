@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lockstep.comm.tree import leaves, map_leaves
+from lockstep.parallel.contents import saved
 from lockstep.parallel.context.arguments import sequence_dim
 from lockstep.parallel.context.checks import InBlock
 from lockstep.torch_internals import modules as torch_modules
@@ -210,7 +211,13 @@ def _left_as_it_was(module: nn.Module) -> Iterator[None]:
     modules: list[Any] = list(module.modules())
     modes = [inner.training for inner in modules]
     kept = [(inner, dict(vars(inner))) for inner in modules]
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    contents = [
+        saved(value)
+        for inner in modules
+        for name, value in vars(inner).items()
+        if name not in torch_modules.OWN_ATTRIBUTES
+    ]
+    buffers = [saved(buffer) for buffer in module.buffers()]
     registered = [
         (torch_modules.buffers_of(inner), dict(torch_modules.buffers_of(inner))) for inner in modules
     ]
@@ -241,7 +248,8 @@ def _left_as_it_was(module: nn.Module) -> Iterator[None]:
         for own, before_buffers in registered:
             own.clear()
             own.update(before_buffers)
-        for buffer, value in buffers:
-            buffer.copy_(value)
+        for restore in (*buffers, *contents):
+            if restore is not None:
+                restore()
         for inner, mode in zip(modules, modes, strict=True):
             inner.training = mode
