@@ -235,6 +235,14 @@ def test_a_stage_gets_its_part_of_the_plan_of_the_whole() -> None:
     assert again == part
 
 
+def test_features_that_do_not_divide_stay_whole() -> None:
+    plan = make_plan(problem.GPT(hidden=30), 4, TensorOptions())
+    assert (
+        plan.left["blocks.0.mlp.0"] == plan.left["blocks.0.mlp.2"] == "30 features do not divide by 4 ranks"
+    )
+    assert any("attention" in name for name in plan.styles)
+
+
 @pytest.mark.parametrize(
     ("make_model", "options", "ranks", "message"),
     [
@@ -247,12 +255,6 @@ def test_a_stage_gets_its_part_of_the_plan_of_the_whole() -> None:
         (problem.GPT, {"plan": "inferr"}, 2, "not a plan. Did you mean 'infer'"),
         (problem.GPT, {"plan": "transformers"}, 2, "brings no tensor-parallel plan"),
         (problem.GPT, {}, 8, "The 4 attention heads .* tp=8 .* Use tp=1 or 2 or 4"),
-        (
-            lambda: problem.GPT(hidden=30),
-            {},
-            4,
-            "The 30 features between 'blocks.0.mlp.0' and 'blocks.0.mlp.2'",
-        ),
         (lambda: problem.GPT(vocabulary=5), {}, 4, "The 5 rows of 'token' are too few for tp=4"),
         (
             lambda: problem.make_model("llama"),

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.errors import UsageError
 from lockstep.parallel.blocks import settings
 from lockstep.parallel.tensor.attention import check_heads, heads_of, region_of
+from lockstep.parallel.tensor.linear import computes_linear
 from lockstep.parallel.tensor.plan import AttentionRegion, Entry, TensorPlan, features, is_linear
 from lockstep.parallel.tensor.rehearse import Passed, Rehearsal, rehearse
 from lockstep.torch_internals import modules as torch_modules
@@ -254,28 +254,19 @@ def _rehearsed_pair(
     name: str, module: nn.Module, columns: dict[str, str], rows: tuple[str, ...], findings: _Findings
 ) -> Passed | str:
     hidden = features(module.get_submodule(rows[0]))[0]
-    rehearsal = Rehearsal(module, columns, rows, findings.ranks)
+    own = next(
+        (child for child in (*columns, *rows) if not computes_linear(module.get_submodule(child))), None
+    )
+    if own is not None:
+        return f"'{own}' has a forward of its own, which is not that of nn.Linear"
     if hidden % findings.ranks:
-        result = _rehearse_for_one(rehearsal)
-        if isinstance(result, Passed):
-            raise UsageError(
-                f"The {hidden} features between '{_join(name, next(iter(columns)))}' and '{_join(name, rows[0])}' "
-                f"cannot be divided among tp={findings.ranks} ranks. Choose a width that divides, or leave them "
-                "out with a tp_plan of your own."
-            )
-        return result
+        return f"{hidden} features do not divide by {findings.ranks} ranks"
+    rehearsal = Rehearsal(module, columns, rows, findings.ranks)
     key = (str(module), str(columns), rows, settings(module))
     if key not in findings.rehearsed:
         findings.rehearsed[key] = rehearse(rehearsal)
     found: Passed | str = findings.rehearsed[key]
     return found
-
-
-def _rehearse_for_one(rehearsal: Rehearsal) -> Passed | str:
-    """With as many parts as there can be, to see whether the layers belong together at all."""
-    hidden = features(rehearsal.module.get_submodule(rehearsal.rows[0]))[0]
-    divisor = next((n for n in range(2, hidden + 1) if hidden % n == 0), 1)
-    return rehearse(replace(rehearsal, ranks=divisor))
 
 
 def _pairs(layers: dict[str, nn.Module], in_order: bool) -> Iterator[tuple[dict[str, str], tuple[str, ...]]]:
@@ -328,6 +319,7 @@ def _find_vocabulary(
             if isinstance(layer, nn.Linear)
             and other not in taken
             and layer.out_features == rows
+            and computes_linear(layer)
             and (layer.weight is table.weight or other.rpartition(".")[2] in HEAD)
         ]
         last = name.rpartition(".")[2]
@@ -347,7 +339,9 @@ def _linear(module: nn.Module, name: str) -> nn.Module | None:
         found = module.get_submodule(name)
     except AttributeError:
         return None
-    return found if is_linear(found) and "weight" in torch_modules.parameters_of(found) else None
+    if not is_linear(found) or "weight" not in torch_modules.parameters_of(found):
+        return None
+    return found if computes_linear(found) else None
 
 
 def _join(parent: str, name: str) -> str:
