@@ -26,6 +26,7 @@ from lockstep.comm.collectives import Communicator
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.chance import BeforeWrites, WithoutChance, without_capacities, without_dropout
 from lockstep.parallel.parallel_model import ParallelModel, PipelinedModel
+from lockstep.parallel.sync_batchnorm import unsynchronized
 from lockstep.runtime import failure
 from lockstep.runtime.process import Runtime
 from lockstep.torch_internals import compile as torch_compile
@@ -216,7 +217,7 @@ class Verification:
     @contextmanager
     def _without_chance(self, model: nn.Module) -> Iterator[None]:
         modules = list(model.modules())
-        with without_dropout(modules), ExitStack() as stack:
+        with without_dropout(modules), unsynchronized(modules), ExitStack() as stack:
             if self._setup.shares_batches and "pp" not in self._setup.axes:
                 stack.enter_context(without_capacities(modules))
             yield

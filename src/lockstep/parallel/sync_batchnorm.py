@@ -11,6 +11,8 @@ References: Ioffe and Szegedy, Batch Normalization, ICML 2015; ``torch.nn.SyncBa
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,6 +47,21 @@ def synchronize_batchnorm(model: nn.Module, group: dist.ProcessGroup | None) -> 
         module.__class__ = subclass(type(module), _Synchronized, _group=group)
         changed.append(name)
     return changed
+
+
+@contextmanager
+def unsynchronized(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, batch normalisations of these modules take statistics of their own batch, also ``nn.SyncBatchNorm``."""
+    changed = [module for module in modules if isinstance(module, (_Synchronized, nn.SyncBatchNorm))]
+    changed = [module for module in changed if "forward" not in vars(module)]
+    for module in changed:
+        after: Any = _Synchronized if isinstance(module, _Synchronized) else nn.SyncBatchNorm
+        vars(module)["forward"] = super(after, module).forward
+    try:
+        yield
+    finally:
+        for module in changed:
+            del vars(module)["forward"]
 
 
 class _Synchronized(Subclassed, nn.Module):

@@ -205,7 +205,7 @@ def test_each_layer_sends_its_rows_four_times_and_three_small_messages(
     results = run_distributed(traffic, 2, factor, bf16)
     sent, received = [0, 0], [0, 0]
     for found in results:
-        counts = ("all_gather", 2 * 2 * EXPERTS * 8, torch.int64)
+        counts = ("all_gather", 2 * (2 * EXPERTS + 1) * 8, torch.int64)
         sums = ("all_reduce", (EXPERTS + 1) * 4, torch.float32)
         for layer in range(2):
             gather, reduce, dispatch, combine = found["forward"][4 * layer : 4 * layer + 4]
@@ -217,7 +217,7 @@ def test_each_layer_sends_its_rows_four_times_and_three_small_messages(
             assert {dispatch[2], combine[2]} == {dtype}
             sent[layer] += dispatch[1]
             received[layer] += combine[1]
-        assert len(found["forward"]) == 8
+        assert found["forward"][8:] == [counts]  # that the forward is over
         assert len(found["backward"]) == 6
         assert found["held"] == found["whole"] / 2
         assert found["names"] == [name for name, _ in model.named_parameters()]

@@ -10,6 +10,7 @@ from torch import nn
 
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import CollectiveMismatchError, ConfigError, LockstepError, UsageError
+from lockstep.parallel.expert.agreement import AfterForward, Calls
 from lockstep.parallel.expert.collectives import Ranks
 from lockstep.parallel.expert.experts import Experts
 from lockstep.parallel.expert.layer import MixtureOfExperts, layers
@@ -52,13 +53,33 @@ def expert_parallel(
     data = _all_ranks() if data_group is None else data_group
     found = dict(layers(model))
     _together(data, found, _problem(model, found, experts, data))
-    ranks = Ranks(data, experts if experts.size() > 1 else None, _members(experts, data))
-    parameters: list[nn.Parameter] = []
-    for layer in found.values():
-        _take_first_ranks_values(layer.experts, data)
+    parameters = _spread(found, mesh, data)
+    is_spread = experts.size() > 1
+    most = max(layer.top_k * layer.num_experts for layer in found.values())
+    calls = Calls(data, tuple(found), most) if is_spread else None
+    for number, layer in enumerate(found.values()):
+        ranks = Ranks(data, experts if is_spread else None, _members(experts, data), calls, number)
         layer.ranks = ranks if data.size() > 1 else None
-        parameters += _shard(layer.experts, mesh)
+    if calls is not None and not isinstance(model, MixtureOfExperts):
+        model.register_forward_hook(AfterForward(calls))
     return parameters
+
+
+def _spread(
+    found: dict[str, MixtureOfExperts], mesh: DeviceMesh, data: dist.ProcessGroup
+) -> list[nn.Parameter]:
+    """This rank's parts of all stacked parameters; those that layers share are one."""
+    made: dict[int, nn.Parameter] = {}
+    for experts in {id(layer.experts): layer.experts for layer in found.values()}.values():
+        for name, stacked in list(experts.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(stacked) not in made:
+                _take_first_ranks_values(stacked, data)
+                made[id(stacked)] = _part(stacked, mesh)
+                made[id(made[id(stacked)])] = made[id(stacked)]
+            setattr(experts, name, made[id(stacked)])
+        if mesh.size() > 1:
+            experts.gradient_factor = 1 / mesh.size()
+    return list({id(parameter): parameter for parameter in made.values()}.values())
 
 
 def share_routing(model: nn.Module, data_group: dist.ProcessGroup | None = None) -> None:
@@ -79,22 +100,15 @@ def share_routing(model: nn.Module, data_group: dist.ProcessGroup | None = None)
             layer.ranks = Ranks(data, None, ())
 
 
-def _shard(experts: Experts, mesh: DeviceMesh) -> list[nn.Parameter]:
-    """This rank's part of each stacked parameter, with its gradient if it has one, under the same name."""
+def _part(stacked: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """This rank's experts of a stacked parameter."""
     if mesh.size() == 1:
-        return list(experts.parameters(recurse=False))
+        return stacked
     from torch.distributed.tensor import DTensor, Shard
 
-    def part(stacked: torch.Tensor) -> torch.Tensor:
-        mine = stacked.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
-        sharded: torch.Tensor = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
-        return sharded
-
-    for name, stacked in list(experts.named_parameters(recurse=False)):
-        sharded = nn.Parameter(part(stacked), stacked.requires_grad)
-        setattr(experts, name, sharded)
-    experts.gradient_factor = 1 / mesh.size()
-    return list(experts.parameters(recurse=False))
+    mine = stacked.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+    sharded = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
+    return nn.Parameter(sharded, stacked.requires_grad)
 
 
 def _all_ranks() -> dist.ProcessGroup:
@@ -104,10 +118,9 @@ def _all_ranks() -> dist.ProcessGroup:
 
 
 @torch.no_grad()
-def _take_first_ranks_values(experts: Experts, group: dist.ProcessGroup) -> None:
+def _take_first_ranks_values(stacked: nn.Parameter, group: dist.ProcessGroup) -> None:
     if group.size() > 1:
-        for stacked in experts.parameters(recurse=False):
-            dist.broadcast(stacked.data, group=group, group_src=0)
+        dist.broadcast(stacked.data, group=group, group_src=0)
 
 
 def _members(experts: dist.ProcessGroup, data: dist.ProcessGroup) -> tuple[int, ...]:
@@ -140,11 +153,15 @@ def _problem(
 
 def _unfit(model: nn.Module, found: dict[str, MixtureOfExperts]) -> LockstepError | None:
     if not found:
+        others = _of_others(model)
         return UsageError(
-            f"{type(model).__name__} has no MixtureOfExperts whose experts could be spread. Use one in the model, "
-            "or drop ep."
+            f"{type(model).__name__} has no MixtureOfExperts whose experts could be spread{others}. Use "
+            "lockstep.nn.MixtureOfExperts in the model, or leave ep out: zero=3 and tp split any weights."
         )
     for name, layer in found.items():
+        unfit = _unfit_part(name, layer) or _used_elsewhere(name, layer, model, found)
+        if unfit is not None:
+            return unfit
         stacked = list(layer.experts.parameters(recurse=False))
         if layer.ranks is not None or any(is_dtensor(parameter) for parameter in stacked):
             return UsageError(
@@ -158,13 +175,58 @@ def _unfit(model: nn.Module, found: dict[str, MixtureOfExperts]) -> LockstepErro
     return None
 
 
+def _of_others(model: nn.Module) -> str:
+    """What looks like experts of another library, for a message."""
+    for name, module in model.named_modules():
+        if "expert" in type(module).__name__.lower() or name.rpartition(".")[2] == "experts":
+            return f" ('{name}', a {type(module).__name__}, is none)"
+    return ""
+
+
+def _unfit_part(name: str, layer: MixtureOfExperts) -> UsageError | None:
+    """Experts that are not those of ``MixtureOfExperts``, or have something that cannot be dealt out."""
+    if not isinstance(layer.experts, Experts):
+        return UsageError(
+            f"The experts of '{name}' are a {type(layer.experts).__name__}, of which nobody knows how to deal them "
+            "out. Keep those of MixtureOfExperts, or a subclass of their class."
+        )
+    parts = [*layer.experts.named_parameters(), *layer.experts.named_buffers()]
+    for part, tensor in parts:
+        if tensor.shape[:1] != (layer.num_experts,) or "." in part or not isinstance(tensor, nn.Parameter):
+            return UsageError(
+                f"'{name}.experts.{part}' is {list(tensor.shape)}, but of each parameter of the experts a rank holds "
+                f"one row for each of its experts, of {layer.num_experts}. Keep others in the layer, beside its "
+                "experts."
+            )
+    return None
+
+
+def _used_elsewhere(
+    name: str, layer: MixtureOfExperts, model: nn.Module, found: dict[str, MixtureOfExperts]
+) -> UsageError | None:
+    """Weights of experts that another module uses, too, which would keep the whole ones."""
+    stacked = {id(parameter) for parameter in layer.experts.parameters()}
+    of_experts = {id(other.experts) for other in found.values()}
+    for prefix, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in stacked and id(module) not in of_experts:
+                full = f"{prefix}.{own}" if prefix else own
+                return UsageError(
+                    f"'{full}' is a weight of the experts of '{name}', too, of which each rank holds a part. Give "
+                    "that module a weight of its own."
+                )
+    return None
+
+
 def _together(
     group: dist.ProcessGroup, found: dict[str, MixtureOfExperts], problem: LockstepError | None
 ) -> None:
     """Raise on all ranks what one has found, and where they have different layers."""
     mine = (
         None if problem is None else f"{type(problem).__name__}: {problem}",
-        [f"{name} {layer} {layer.experts.weight_in.dtype}" for name, layer in found.items()],
+        [f"{name} {layer} {next(layer.experts.parameters()).dtype}" for name, layer in found.items()]
+        if problem is None
+        else [],
     )
     every: list[Any] = [None] * group.size()
     dist.all_gather_object(every, mine, group=group)

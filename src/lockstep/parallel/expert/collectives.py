@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from lockstep.comm.collectives import all_gather_into_tensor
+from lockstep.parallel.expert.agreement import Calls
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,18 +18,23 @@ class Ranks:
     """Who routes tokens together, and who holds the experts together.
 
     ``data``: the ranks whose batches make up the global one, in its order. ``experts``: those among which the
-    experts are spread, None where every rank has all. ``members``: where these are in ``data``.
+    experts are spread, None where every rank has all. ``members``: where these are in ``data``. ``calls``: with
+    experts spread, how the ranks agree on the layer ``number`` that is called.
     """
 
     data: dist.ProcessGroup
     experts: dist.ProcessGroup | None
     members: tuple[int, ...]
+    calls: Calls | None = None
+    number: int = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return self  # groups cannot be copied, and a copied layer works in the same ones
 
     def gather_counts(self, counts: torch.Tensor) -> torch.Tensor:
         """The counts (k, E) of all ranks: (R, k, E)."""
+        if self.calls is not None:
+            return self.calls.exchange(self.number, counts)
         ranks = self.data.size()
         out = counts.new_empty(ranks * counts.shape[0], *counts.shape[1:])
         all_gather_into_tensor(out, counts.contiguous(), group=self.data)
@@ -50,11 +55,8 @@ class SumOverRanks(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return SumOverRanks.apply(gradient, ctx.group), None
 
 
 class AllToAll(torch.autograd.Function):
@@ -68,9 +70,8 @@ class AllToAll(torch.autograd.Function):
         return _exchange(rows, sent, received, group)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+        return AllToAll.apply(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
 class ScaledGradient(torch.autograd.Function):
@@ -82,7 +83,6 @@ class ScaledGradient(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient * ctx.factor, None
 

@@ -1,0 +1,542 @@
+"""What people write with mixtures of experts: models, and loops that train them. Each runs split and in one process."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.errors import LockstepError
+from lockstep.nn import MixtureOfExperts, load_balance_loss, router_z_loss
+from lockstep.parallel.expert.router import Routing
+
+WIDTH, HIDDEN, EXPERTS, ROWS, LENGTH, STEPS = 8, 12, 4, 8, 3, 2
+
+
+def mixture(**options: Any) -> MixtureOfExperts:
+    return MixtureOfExperts(WIDTH, HIDDEN, **{"num_experts": EXPERTS, **options})
+
+
+Forward = Callable[["Model", Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """``forward`` is that of the fragment, between two linear layers, and returns outputs [rows, length, width]."""
+
+    def __init__(self, parts: dict[str, nn.Module], forward: Forward) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.parts = nn.ModuleDict(parts)
+        self.fragment = forward
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.last(self.fragment(self, self.first(rows)))
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def squares(model: nn.Module, outputs: Tensor, rows: Tensor) -> Tensor:
+    return (outputs - rows.roll(1, -1)).square().mean()
+
+
+def balanced(model: nn.Module, outputs: Tensor, rows: Tensor) -> Tensor:
+    return squares(model, outputs, rows) + 0.1 * load_balance_loss(model) + 0.01 * router_z_loss(model)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """``change``: what is done to the model before it is prepared; ``refused``: what the refusal says."""
+
+    parts: Callable[[], dict[str, nn.Module]] = lambda: {"moe": mixture()}
+    forward: Forward = lambda m, x: x + m.parts["moe"](x)
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = squares
+    change: Callable[[nn.Module], None] = lambda model: None
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = lambda p: torch.optim.SGD(p, 0.1)
+    words: str = ""
+    clip: float = 0.0
+    accumulation: int = 1
+    tolerance: float = 2e-5
+    settings: dict[str, Any] = field(default_factory=dict)
+    refused: str = ""
+
+
+# -- parts and forwards ------------------------------------------------------------------------------------------
+
+
+def two() -> dict[str, nn.Module]:
+    return {"a": mixture(), "b": mixture(top_k=1)}
+
+
+def one_after_the_other(m: Model, x: Tensor) -> Tensor:
+    x = x + m.parts["a"](x)
+    return x + m.parts["b"](x)
+
+
+def in_list() -> dict[str, nn.Module]:
+    return {"layers": nn.ModuleList([mixture(), nn.Linear(WIDTH, WIDTH), mixture()])}
+
+
+def through_list(m: Model, x: Tensor) -> Tensor:
+    for layer in m.parts["layers"]:
+        x = x + layer(x)
+    return x
+
+
+class Shared(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(WIDTH), layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(self.norm(x))
+
+
+def shared() -> dict[str, nn.Module]:
+    layer = mixture()
+    return {"a": Shared(layer), "b": Shared(layer)}
+
+
+class WithSharedExpert(MixtureOfExperts):
+    """A subclass with a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, HIDDEN, EXPERTS)
+        self.always = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) * 0.5 + self.always(hidden)
+
+
+class SoftRouter(nn.Module):
+    """A router of the user's own: another network, gates by sigmoid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, EXPERTS))
+
+    def forward(self, tokens: Tensor) -> Routing:
+        logits = self.layers(tokens)
+        chosen = logits.detach().sort(dim=-1, descending=True, stable=True).indices[:, :2]
+        return Routing(logits, logits.softmax(-1), logits.gather(1, chosen).sigmoid(), chosen)
+
+
+def own_router() -> dict[str, nn.Module]:
+    layer = mixture()
+    layer.router = SoftRouter()
+    return {"moe": layer}
+
+
+def tied_modules() -> dict[str, nn.Module]:
+    parts = {"a": mixture(), "b": mixture()}
+    parts["b"].experts = parts["a"].experts
+    return parts
+
+
+def tied_weights() -> dict[str, nn.Module]:
+    parts = {"a": mixture(), "b": mixture()}
+    parts["b"].experts.weight_in = parts["a"].experts.weight_in
+    return parts
+
+
+def tied_routers() -> dict[str, nn.Module]:
+    parts = {"a": mixture(), "b": mixture()}
+    parts["b"].router = parts["a"].router
+    return parts
+
+
+def twice(m: Model, x: Tensor) -> Tensor:
+    layer = m.parts["moe"]
+    return x + layer(x) + layer(x.tanh())
+
+
+def checkpointed(reentrant: bool) -> Forward:
+    return lambda m, x: x + checkpoint(m.parts["moe"], x, use_reentrant=reentrant)
+
+
+def without_padding(m: Model, x: Tensor) -> Tensor:
+    """Tokens of which there are other numbers on each rank."""
+    valid = x[..., 0] > 0.2
+    out = x.clone()
+    out[valid] = x[valid] + m.parts["moe"](x[valid])
+    return out
+
+
+def masked(m: Model, x: Tensor) -> Tensor:
+    return x + m.parts["moe"](x) * (x[..., :1] > 0.2)
+
+
+FIRST = [True]
+"""Whether this process is rank 0, or the only one."""
+
+
+def rarely(m: Model, x: Tensor) -> Tensor:
+    return x + m.parts["moe"](x) if FIRST[0] else x
+
+
+def in_another_order(m: Model, x: Tensor) -> Tensor:
+    first, second = ("a", "b") if FIRST[0] else ("b", "a")
+    return x + m.parts[second](m.parts[first](x))
+
+
+class OwnExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+
+    def forward(self, rows: Tensor, per_expert: list[int]) -> Tensor:
+        return torch.cat(
+            [layer(part) for layer, part in zip(self.layers, rows.split(per_expert), strict=True)]
+        )
+
+
+def own_experts() -> dict[str, nn.Module]:
+    layer = mixture()
+    layer.experts = OwnExperts()
+    return {"moe": layer}
+
+
+class Side(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+def used_elsewhere() -> dict[str, nn.Module]:
+    layer = mixture()
+    return {"moe": layer, "side": Side(layer.experts.weight_in)}
+
+
+def balance_inside(m: Model, x: Tensor) -> Tensor:
+    layer = m.parts["moe"]
+    out = x + layer(x)
+    return out * (1 + 0.1 * layer.balance_loss) + 0.01 * layer.load.z_loss
+
+
+def of_one_layer(model: Any, outputs: Tensor, rows: Tensor) -> Tensor:
+    return squares(model, outputs, rows) + 0.1 * model.parts["a"].balance_loss
+
+
+def read_twice(model: nn.Module, outputs: Tensor, rows: Tensor) -> Tensor:
+    loss = squares(model, outputs, rows)
+    return (
+        loss + 0.05 * load_balance_loss(model) * load_balance_loss(model) + 0.01 * router_z_loss(model).sqrt()
+    )
+
+
+def load_logged(model: Any, outputs: Tensor, rows: Tensor) -> Tensor:
+    load = model.parts["moe"].load
+    assert int(load.tokens_per_expert.sum()) == 2 * ROWS * LENGTH  # of all ranks
+    return squares(model, outputs, rows) * (1 + load.dropped_fraction)
+
+
+def freeze(*words: str) -> Callable[[nn.Module], None]:
+    def change(model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if any(word in name for word in words):
+                parameter.requires_grad_(False)
+
+    return change
+
+
+def to(dtype: torch.dtype) -> Callable[[nn.Module], None]:
+    def change(model: nn.Module) -> None:
+        model.to(dtype)
+
+    return change
+
+
+def evaluation(model: nn.Module) -> None:
+    model.eval()
+
+
+def add_lora(model: Any) -> None:
+    """Low-rank changes of what goes into the experts, and frozen experts."""
+    freeze("experts")(model)
+
+
+class Lora(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = mixture()
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.up(self.down(x))
+
+
+def lora_in_experts() -> dict[str, nn.Module]:
+    """Low-rank factors of each expert beside its weights, in ``experts`` itself."""
+    layer = mixture()
+    layer.experts.register_parameter("lora_in", nn.Parameter(torch.randn(2, WIDTH)))
+    return {"moe": layer}
+
+
+class NotOnParts(torch.optim.Optimizer):
+    """A rule that looks at whole tensors: each step has the norm of its weight."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    ratio = float(parameter.norm()) / (float(parameter.grad.norm()) + 1e-6)
+                    parameter.sub_(parameter.grad * (0.01 * ratio))
+
+
+def evaluated_between(model: Any, outputs: Tensor, rows: Tensor) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        model(rows[:2])
+    model.train()
+    return squares(model, outputs, rows)
+
+
+def copy_evaluated(model: Any, outputs: Tensor, rows: Tensor) -> Tensor:
+    """An average of weights, say, beside the model."""
+    average = copy.deepcopy(model).eval()
+    with torch.no_grad():
+        target = average(rows)
+    return (outputs - 0.5 * target).square().mean()
+
+
+def input_gradients(model: Any, outputs: Tensor, rows: Tensor) -> Tensor:
+    """An extra forward of the bare model with another input."""
+    return squares(model, outputs, rows) + 0.1 * model(rows.flip(0)).square().mean()
+
+
+def gradient_penalty(model: Any, outputs: Tensor, rows: Tensor) -> Tensor:
+    x = rows.clone().requires_grad_()
+    of_all = model(x).square().sum() + load_balance_loss(model) / (ROWS / len(rows))
+    (gradient,) = torch.autograd.grad(of_all, x, create_graph=True)
+    return squares(model, outputs, rows) + 0.01 * gradient.square().mean()
+
+
+def labelled(model: Any, outputs: Tensor, rows: Tensor) -> Tensor:
+    """A sum divided by the number of all ranks' labels, of which each rank has another number."""
+    counts = rows[..., 0] > 0
+    every = sum(int((batch(step)[..., 0] > 0).sum()) for step in range(30) if _holds(rows, step))
+    share = len(rows) / ROWS  # the mean over the ranks is taken
+    return ((outputs - rows).square().mean(-1) * counts).sum() / (every * share)
+
+
+def _holds(rows: Tensor, step: int) -> bool:
+    return any(torch.equal(rows, part) for count in (1, 2) for part in batch(step).chunk(count))
+
+
+def penalty(model: nn.Module, outputs: Tensor, rows: Tensor) -> Tensor:
+    weights = [p for name, p in model.named_parameters() if "router" in name]
+    return squares(model, outputs, rows) + 1e-2 * torch.stack([w.square().sum() for w in weights]).sum()
+
+
+def uses_one_half(m: Model, x: Tensor) -> Tensor:
+    """A layer beside the experts that only some rows go through; on one rank all rows do."""
+    chosen = x[:, 0, 0] > 0
+    out = x + m.parts["moe"](x)
+    return out + m.parts["side"](x) * chosen[:, None, None]
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.LayerNorm(WIDTH), nn.Sequential(mixture(), nn.Dropout(0.0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+def copied() -> dict[str, nn.Module]:
+    layer = mixture()
+    return {"a": layer, "b": copy.deepcopy(layer)}
+
+
+def nothing_on_the_second(m: Model, x: Tensor) -> Tensor:
+    """No token of the last rows goes through: a rank may have none."""
+    valid = torch.zeros(x.shape[:2], dtype=torch.bool)
+    valid[:] = x.detach().abs().sum() < 0  # nowhere
+    out = x.clone()
+    out[valid] = m.parts["moe"](x[valid])
+    return out + m.parts["moe"](x)
+
+
+CELLS: dict[str, Cell] = {
+    "plain": Cell(),
+    "two of a dictionary": Cell(two, one_after_the_other, balanced),
+    "a list": Cell(in_list, through_list, balanced),
+    "nested": Cell(lambda: {"moe": Nested()}, lambda m, x: m.parts["moe"](x)),
+    "shared between blocks": Cell(shared, lambda m, x: m.parts["b"](m.parts["a"](x))),
+    "called twice": Cell(forward=twice),
+    "called twice, balanced": Cell(forward=twice, loss=balanced),
+    "no tokens": Cell(forward=nothing_on_the_second),
+    "deepcopy": Cell(copied, one_after_the_other),
+    "tied modules": Cell(tied_modules, one_after_the_other, balanced),
+    "tied weights": Cell(tied_weights, one_after_the_other),
+    "tied routers": Cell(tied_routers, one_after_the_other, balanced),
+    "subclass": Cell(lambda: {"moe": WithSharedExpert()}),
+    "own router": Cell(own_router, loss=balanced),
+    "lora beside": Cell(lambda: {"moe": Lora()}, change=add_lora),
+    "lora in experts": Cell(
+        lora_in_experts, refused="'parts.moe.experts.lora_in' .* a rank holds one row for each"
+    ),
+    "balance": Cell(loss=balanced),
+    "balance in forward": Cell(forward=balance_inside),
+    "balance of one layer": Cell(two, one_after_the_other, of_one_layer),
+    "balance read twice": Cell(loss=read_twice),
+    "load": Cell(loss=load_logged),
+    "penalty of routers": Cell(loss=penalty),
+    "checkpointed": Cell(forward=checkpointed(False), loss=balanced),
+    "reentrant": Cell(forward=checkpointed(True)),
+    "activation=full": Cell(in_list, through_list, balanced, words="activation=full"),
+    "ignored tokens": Cell(forward=without_padding),
+    "masked outputs": Cell(forward=masked, loss=balanced),
+    "capacity 0.5": Cell(lambda: {"moe": mixture(capacity_factor=0.5)}, loss=balanced),
+    "capacity 1": Cell(lambda: {"moe": mixture(capacity_factor=1.0)}),
+    "capacity, ignored tokens": Cell(lambda: {"moe": mixture(capacity_factor=1.0)}, without_padding),
+    "capacity, twice": Cell(lambda: {"moe": mixture(capacity_factor=0.75)}, twice),
+    "capacity, one choice": Cell(lambda: {"moe": mixture(top_k=1, capacity_factor=0.75)}),
+    "all experts": Cell(lambda: {"moe": mixture(top_k=EXPERTS)}),
+    "no bias": Cell(lambda: {"moe": mixture(bias=False, activation=F.silu)}),
+    "gates not renormalized": Cell(lambda: {"moe": mixture(renormalize=False)}, loss=balanced),
+    "not divisible": Cell(lambda: {"moe": mixture(num_experts=3)}, refused="3 experts, which do not divide"),
+    "no mixture": Cell(lambda: {"moe": nn.Linear(WIDTH, WIDTH)}, refused="no MixtureOfExperts"),
+    "frozen experts": Cell(change=freeze("experts")),
+    "frozen router": Cell(change=freeze("router")),
+    "frozen biases": Cell(change=freeze("bias_in", "bias_out")),
+    "only experts": Cell(change=freeze("first", "last", "router")),
+    "eval": Cell(change=evaluation, loss=balanced),
+    "double": Cell(change=to(torch.float64), tolerance=1e-7),
+    "bf16": Cell(settings={"mixed_precision": "bf16"}, tolerance=0.05),
+    "fp16": Cell(settings={"mixed_precision": "fp16"}, tolerance=0.05),
+    "gradient penalty": Cell(loss=gradient_penalty),
+    "evaluated between": Cell(loss=evaluated_between),
+    "a copy evaluated": Cell(loss=copy_evaluated),
+    "input gradients": Cell(loss=input_gradients),
+    "different numbers of labels": Cell(loss=labelled),
+    "clipped": Cell(clip=0.1, loss=balanced),
+    "accumulated": Cell(accumulation=2),
+    "accumulated, clipped": Cell(accumulation=2, clip=0.1, loss=balanced),
+    "adam": Cell(optimizer=lambda p: torch.optim.Adam(p, 1e-3, eps=1e-3)),
+    "momentum, decay": Cell(optimizer=lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1)),
+    "adafactor": Cell(optimizer=lambda p: torch.optim.Adafactor(p, 1e-2), refused="not known to step each"),
+    "whole tensors": Cell(optimizer=lambda p: NotOnParts(p), refused="NotOnParts .* not known to step each"),
+    "unused on a rank": Cell(lambda: {"moe": mixture(), "side": nn.Linear(WIDTH, WIDTH)}, uses_one_half),
+    "batch norm": Cell(
+        lambda: {"moe": mixture(), "norm": nn.BatchNorm1d(LENGTH)},
+        lambda m, x: x + m.parts["moe"](m.parts["norm"](x)),
+        words="sync_batchnorm",
+    ),
+    "own experts": Cell(own_experts, refused="experts of 'parts.moe' are a OwnExperts"),
+    "weight used elsewhere": Cell(used_elsewhere, refused="'parts.side.weight' is a weight of the experts"),
+    "on one rank": Cell(forward=rarely, refused="Rank 0 of the group calls .* while rank 1 ends its forward"),
+    "in another order": Cell(two, in_another_order, refused="'parts.a' while rank 1 calls .* 'parts.b'"),
+    "zero=1": Cell(words="zero=1", refused="replicated data parallel training only"),
+    "zero=3": Cell(words="zero=3", refused="replicated data parallel training only"),
+    "cp=2": Cell(words="cp=2", refused="replicated data parallel training only"),
+    "tp=2": Cell(words="tp=2", refused="replicated data parallel training only"),
+    "pp=2": Cell(words="pp=2", refused="replicated data parallel training only"),
+}
+
+
+# -- running ---------------------------------------------------------------------------------------------------
+
+
+def make(cell: Cell) -> nn.Module:
+    torch.manual_seed(0)
+    model = Model(cell.parts(), cell.forward)
+    numbers = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in dict.fromkeys(model.parameters()):
+            parameter.copy_(torch.randn(parameter.shape, generator=numbers) * 0.4)
+    model.train()
+    cell.change(model)
+    return model
+
+
+def cast(cell: Cell, rows: Tensor) -> Tensor:
+    return rows.double() if cell.tolerance < 1e-6 else rows
+
+
+@dataclass
+class Result:
+    losses: list[float]
+    weights: dict[str, Tensor]
+
+
+def plainly(cell: Cell) -> Result:
+    """In one process, with all rows."""
+    model = make(cell)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = cell.optimizer(trained)
+    losses = []
+    precision = cell.settings.get("mixed_precision", "no")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.bfloat16)
+    for step in range(STEPS):
+        for micro in range(cell.accumulation):
+            rows = cast(cell, batch(10 * step + micro))
+            with torch.autocast("cpu", dtype, enabled=precision != "no"):
+                outputs = model(rows)
+            loss = cell.loss(model, outputs.float() if precision != "no" else outputs, rows)
+            (loss / cell.accumulation).backward()
+            losses.append(loss.item())
+        if cell.clip:
+            nn.utils.clip_grad_norm_(trained, cell.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return Result(losses, {name: p.detach().clone() for name, p in model.named_parameters()})
+
+
+def split(cell: Cell, verify: str = "off") -> Result | str:
+    """On each of the ranks, with its rows; the losses are means over the ranks. Or what refuses it."""
+    from lockstep import Accelerator, DistributedDataParallelKwargs, GradScalerKwargs
+
+    torch.set_num_threads(1)
+    FIRST[0] = int(os.environ["RANK"]) == 0
+    try:
+        accelerator = Accelerator(
+            cpu=True,
+            parallel=f"ep=2 {cell.words} verify={verify}",
+            gradient_accumulation_steps=cell.accumulation,
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(find_unused_parameters=True),
+                GradScalerKwargs(init_scale=16.0),  # so that no step is left out
+            ],
+            **cell.settings,
+        )
+        result = _trained(cell, accelerator)
+        accelerator.free_memory()
+    except LockstepError as error:
+        return f"{type(error).__name__}: {error}"
+    return result
+
+
+def _trained(cell: Cell, accelerator: Any) -> Result:
+    user = make(cell)
+    names = [name for name, _ in user.named_parameters()]
+    trained = [p for p in user.parameters() if p.requires_grad]
+    model, optimizer = accelerator.prepare(user, cell.optimizer(trained))
+    losses = []
+    for step in range(STEPS):
+        for micro in range(cell.accumulation):
+            rows = cast(cell, batch(10 * step + micro))
+            rows = rows.chunk(accelerator.num_processes)[accelerator.process_index]
+            with accelerator.accumulate(model):
+                loss = cell.loss(accelerator.unwrap_model(model), model(rows), rows)
+                accelerator.backward(loss)
+                if cell.clip and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), cell.clip)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    weights = accelerator.get_state_dict(model)
+    return Result(losses, {name: weights[name].detach().clone() for name in names})
