@@ -121,6 +121,18 @@ class Verification:
             return
         batch = batch.detached()
         self._setup.at_rest()
+        with unsynchronized(model.modules()):  # before it is noted what modules keep
+            comparison, reason = self._compared_twice(model, batch, chunks)
+        axes = self._setup.axes
+        self._tell(comparison, reason, axes if chunks is None else ["chunks", *axes])
+        self._is_due = False
+        if not self._setup.interval:
+            self._end()
+
+    def _compared_twice(
+        self, model: nn.Module, batch: Batch, chunks: Chunks | None
+    ) -> tuple[Comparison | None, str]:
+        """The second time only to see where a difference begins; everything is put back."""
         snapshot = Snapshot(model)
         before = numbers(model)
         with self._apart(model), _restored(snapshot), BeforeWrites(snapshot.before_write):
@@ -130,11 +142,7 @@ class Verification:
                 self._collector.drop_gradients(model)
                 snapshot.restore()
                 comparison, reason = self._compared(model, batch, chunks, live, before, look=True)
-        axes = self._setup.axes
-        self._tell(comparison, reason, axes if chunks is None else ["chunks", *axes])
-        self._is_due = False
-        if not self._setup.interval:
-            self._end()
+        return comparison, reason
 
     def _end(self) -> None:
         self._is_due = False
