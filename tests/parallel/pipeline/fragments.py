@@ -101,6 +101,7 @@ class Fragment:
     options: dict[str, Any] = field(default_factory=dict)
     outside: Callable[[Any, Tensor], Tensor] | None = None
     padded: bool = False
+    script: Callable[[Any, dict[str, Any], int], None] | None = None  # what it sets before each step
     first: str = ""  # the keyword argument that comes before the others
     fast: bool = False
     steps: int = 2
@@ -388,13 +389,16 @@ def batches(fragment: Fragment) -> list[tuple[Tensor, Tensor]]:
 def trained(model: nn.Module, fragment: Fragment) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
     """Loss of each step, gradients of the last one, and buffers afterwards."""
     values = []
-    for ids, labels in batches(fragment):
+    kwargs = dict(fragment.kwargs)
+    for step, (ids, labels) in enumerate(batches(fragment)):
         model.zero_grad()
-        given = {"ids": ids, "labels": labels, **fragment.kwargs}
+        if fragment.script is not None:
+            fragment.script(model, kwargs, step)
+        given = {"ids": ids, "labels": labels, **kwargs}
         if fragment.first:
             output = model(**{fragment.first: given.pop(fragment.first)}, **given)
         else:
-            output = model(ids, labels, **fragment.kwargs)
+            output = model(ids, labels, **kwargs)
         if fragment.outside is not None:
             loss = fragment.outside(output, labels)
         elif isinstance(output, dict):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.parallel.pipeline.fragments import Fragment, ce
+from tests.parallel.pipeline.fragments import Fragment, attribute, ce
 
 
 def ends(model: Any, x: Tensor, labels: Tensor, aux: Any = 0.0, weight: float = 0.1) -> Tensor:
@@ -261,12 +261,69 @@ def preallocated(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     return ce(model, model.norm(outs.mean(0)), labels)
 
 
+def through_list(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    x, found = model.embed(ids), []
+    for block in model.blocks:
+        x, aux = block(x)
+        found.append(aux)
+    return ends(model, x, labels, sum(found), 1.0)
+
+
 def keep_mean(block: Any, x: Tensor, *args: Any) -> Any:
     return x, mean(block, x)
 
 
 def adds(block: Any, x: Tensor, aux: Any, *args: Any) -> Any:
     return x, aux + x.square().mean()
+
+
+def set_reduction(model: Any, kwargs: dict[str, Any], step: int) -> None:
+    model.reduction = "mean" if step % 2 == 0 else "sum"
+
+
+def of_setting(model: Any, x: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    return ce(model, x, labels, reduction=model.reduction)
+
+
+def set_weight(model: Any, kwargs: dict[str, Any], step: int) -> None:
+    model.weight = 0.1 * step
+
+
+def weighted(model: Any, x: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    return ce(model, x, labels) + model.weight * 1e-2 * x.square().sum()
+
+
+def set_keyword(model: Any, kwargs: dict[str, Any], step: int) -> None:
+    kwargs.update({"total": True} if step else {})
+
+
+def of_keyword(model: Any, x: Tensor, labels: Tensor, total: bool = False) -> Tensor:
+    return ce(model, x, labels, reduction="sum" if total else "mean")
+
+
+def set_scale(model: Any, kwargs: dict[str, Any], step: int) -> None:
+    kwargs["scale"] = 0.1 * step
+
+
+def of_scale(model: Any, x: Tensor, labels: Tensor, scale: float) -> Tensor:
+    return ce(model, x, labels) + scale * 1e-2 * x.square().sum()
+
+
+def set_block(model: Any, kwargs: dict[str, Any], step: int) -> None:
+    for block in model.blocks:
+        block.sums = step > 0
+
+
+def of_block(block: Any, x: Tensor, *args: Any) -> Any:
+    return x, 0.01 * (x.square().sum() if block.sums else x.square().mean())
+
+
+def set_mode(model: Any, kwargs: dict[str, Any], step: int) -> None:
+    model.head.train(step % 2 == 0)
+
+
+def of_mode(model: Any, x: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    return ce(model, x, labels, reduction="mean" if model.head.training else "sum")
 
 
 PASSING: dict[str, Fragment] = {
@@ -303,6 +360,16 @@ PASSING: dict[str, Fragment] = {
     "a number outside": Fragment(forward=with_total, after=keep_mean, outside=of_total),
     "notes": Fragment(forward=of_attributes, hook=sparsity, fast=True),
     "notes of inner modules": Fragment(forward=of_inner_notes, hook=inner_note),
+    "reduction by an attribute": Fragment(
+        of_setting, root=attribute("reduction", "mean"), script=set_reduction, steps=4, fast=True
+    ),
+    "annealed weight of a sum": Fragment(weighted, root=attribute("weight", 0.0), script=set_weight, steps=6),
+    "reduction by a keyword": Fragment(of_keyword, script=set_keyword, steps=3),
+    "weight of a sum by a keyword": Fragment(of_scale, script=set_scale, steps=3),
+    "attribute of blocks that is set": Fragment(
+        forward=through_list, after=of_block, block=attribute("sums", False), script=set_block, steps=3
+    ),
+    "modes that are switched": Fragment(of_mode, script=set_mode, steps=4),
     "a preallocated tensor": Fragment(forward=preallocated),
     "rows are mixed": Fragment(
         forward=in_place, after=mixes_rows, says=("mix the rows", "after the last one")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -137,11 +137,11 @@ class LocalStages:
         last = {self.rank_of(stage): stage for stage in range(self.count)}
         return [told[rank] for rank in sorted(last, key=last.__getitem__)]
 
-    def flag_of_last(self, value: bool | None) -> bool:
-        """What the rank with the last stage says, on all ranks. Waits for the device."""
-        flag = torch.tensor(float(bool(value)), device=self.device)
-        dist.broadcast(flag, self._last_rank, group=self.group)
-        return bool(flag)
+    def any_of(self, flags: Sequence[bool]) -> list[bool]:
+        """Which of them any rank sets. Waits for the device."""
+        told = torch.tensor([float(flag) for flag in flags], device=self.device)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
+        return [bool(flag) for flag in told.tolist()]
 
     def from_last(self, value: Tensor | None, like: Joined | Kind) -> Tensor:
         """The tensor of the rank with the last stage, on all ranks."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -13,14 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.comm.tree import leaves
 from lockstep.errors import UsageError
 from lockstep.parallel.parallel_model import ModuleAround
-from lockstep.parallel.pipeline.failing import consequence_of, first_is_named, text_of
+from lockstep.parallel.pipeline.derivation import Derivation
+from lockstep.parallel.pipeline.failing import first_is_named
 from lockstep.parallel.pipeline.layout import Layout
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import (
-    BatchDims,
     Call,
     count_for_evaluation,
     count_for_training,
@@ -31,7 +29,6 @@ from lockstep.parallel.pipeline.passes import (
     Autocast,
     Batch,
     LossFunction,
-    Reduction,
     evaluate,
     forward_now,
     train,
@@ -43,24 +40,10 @@ from lockstep.parallel.pipeline.plan import (
     check_same_batch,
     signature,
     trace,
-    used_arguments,
-)
-from lockstep.parallel.pipeline.refusals import batch_norm, follows_rows, sees_micro_batches
-from lockstep.parallel.pipeline.rehearsal import Rehearsal, without_chance
-from lockstep.parallel.pipeline.rows import (
-    argument_names,
-    batch_of,
-    check_known,
-    described,
-    find,
-    known_arguments,
-    said,
 )
 from lockstep.parallel.pipeline.stage import Executed, StageModule
-from lockstep.parallel.pipeline.state import untouched, untouched_generators
+from lockstep.parallel.pipeline.state import untouched
 from lockstep.torch_internals import modules as torch_modules
-
-logger = logging.getLogger(__name__)
 
 PLANS = 16  # shapes of batches that are remembered
 
@@ -85,12 +68,10 @@ class PipelineModel(ModuleAround):
         self._local = LocalStages(layout, group, options, device)
         self._callbacks: list[Callable[[], None]] = []
         self._plans: OrderedDict[Signature, Plan] = OrderedDict()
-        self._known_dims: dict[str, int | None] = {}
-        self._reductions: dict[Any, Reduction] = {}
-        self._kinds: dict[tuple[str, str], str] = {}
-        self._knows_numbers = False
+        self._derivation = Derivation(module, self._local, options)
         self._calls = 0
         self._said_order = False
+        self._is_made = True
 
     # -- what it consists of -----------------------------------------------------------------------------
 
@@ -183,6 +164,14 @@ class PipelineModel(ModuleAround):
         except AttributeError:
             return getattr(torch_modules.children_of(self)["module"], name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What the model has is set there, so that its forward finds it."""
+        own = name.startswith("_") or name in ("module", "training") or not self.__dict__.get("_is_made")
+        if own or not hasattr(self.module, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
     def convert_at_cuts(self, leave: Callable[[Tensor], Tensor], enter: Callable[[Tensor], Tensor]) -> None:
         """``leave`` makes a plain tensor of what is sent to another stage, ``enter`` undoes that (tensor parallel)."""
         self._local.conversion.leave, self._local.conversion.enter = leave, enter
@@ -256,18 +245,19 @@ class PipelineModel(ModuleAround):
             batch = Batch(call, cut(call, plan.micro_batches, plan.dims))
             if not torch.is_grad_enabled():
                 return evaluate(self._local, plan, batch, loss_fn, self._options, autocast)
-            reduction = self._reduction(plan, batch, loss_fn, autocast)
+            derivation = self._derivation
+            reduction = derivation.reduction(plan, batch, loss_fn, autocast)
             parameters = self._parameters_by_name
             if plan.loss is None:
                 self._check_loss_outside()
                 return forward_now(self._local, plan, batch, autocast, parameters)
-            if reduction.word != "whole":
-                done = train(
+            while reduction.word != "whole":
+                done, why_not = train(
                     self._local, plan, batch, loss_fn, self._options, autocast, parameters, reduction
                 )
-                if done is not None:
+                if why_not is None:
                     return done
-                self._note_reduction(plan, loss_fn, Reduction("whole", True), "this batch")
+                reduction = derivation.another(why_not, plan, batch, loss_fn, autocast)
             return train_whole(self._local, plan, batch, loss_fn, self._options, autocast, parameters)
 
     def _plan(self, call: Call, loss_fn: LossFunction | None, autocast: Autocast) -> Plan:
@@ -279,18 +269,16 @@ class PipelineModel(ModuleAround):
             self._plans.move_to_end(key)
             return plan
         check_same_batch(call, local.group, local.device)
-        names = argument_names(self.module, call)
-        given = self._said(call, names)
-        size = self._batch_size(call, loss_fn, given, names, autocast)
+        arguments = self._derivation.arguments(call, loss_fn)
+        with autocast.inside(), untouched(self._named_modules()):
+            size = arguments.batch_size()
         if training:
             count = count_for_training(options.micro_batches, size, options.schedule, local.ranks)
-            self._refuse_batch_norm()
+            self._derivation.refuse_batch_norm()
         else:
             count = count_for_evaluation(options.micro_batches, size, local.ranks)
         with autocast.inside(), untouched(self._named_modules()):
-            dims: BatchDims = {}
-            if count > 1:
-                dims = self._dims(call, loss_fn, size, given, names, size // count)
+            dims = arguments.dims(size, size // count) if count > 1 else {}
             traced = trace(self.module, local.layout, cut(call, count, dims)[0], loss_fn)
             whole = trace(self.module, local.layout, call, loss_fn) if count > 1 else traced
         if not training and Plan.of(traced, whole, count, dims).has_tensors_without_rows(local.layout):
@@ -304,142 +292,8 @@ class PipelineModel(ModuleAround):
             self._plans.popitem(last=False)
         return plan
 
-    def _refuse_batch_norm(self) -> None:
-        told: list[Any] = [None] * self._local.group.size()
-        mine = batch_norm(self._local.layout.own_modules())
-        dist.all_gather_object(told, mine, group=self._local.group)
-        name = next((one for one in told if one is not None), None)
-        if name is not None:
-            raise sees_micro_batches(type(self.module).__name__, name)
-
-    def _said(self, call: Call, names: dict[str, str]) -> dict[str, int | None]:
-        """What the options say of this call's arguments."""
-        options = self._options
-        found = dict(said(options.batch_dims, names, call))
-        check_known(options.batch_dims, names, known_arguments(self.module, names))
-        found |= {path: None for path in names for name in options.whole if path.startswith(f"[1][{name!r}]")}
-        return found
-
-    def _batch_size(
-        self,
-        call: Call,
-        loss_fn: LossFunction | None,
-        given: dict[str, int | None],
-        names: dict[str, str],
-        autocast: Autocast,
-    ) -> int:
-        tensors = {path: leaf for path, leaf in leaves(call.tree).items() if path in names}
-        known = {path: dim for path, dim in self._known_dims.items() if path in names and dim is not None}
-        if known:
-            path, dim = next(iter(known.items()))
-            return int(tensors[path].shape[dim])
-        with autocast.inside(), untouched(self._named_modules()):
-            return batch_of(
-                call, given, lambda tried: used_arguments(self.module, self._local.layout, tried, loss_fn)
-            )
-
-    def _dims(
-        self,
-        call: Call,
-        loss_fn: LossFunction | None,
-        size: int,
-        given: dict[str, int | None],
-        names: dict[str, str],
-        rows: int,
-    ) -> BatchDims:
-        """Which dimension of each argument is cut: known from another call, or found."""
-        tensors = {path: leaf for path, leaf in leaves(call.tree).items() if path in names}
-        known = {path: self._known_dims[path] for path in names if path in self._known_dims}
-        if known.keys() == names.keys() and all(
-            dim is None or tensors[path].shape[dim] == size for path, dim in known.items()
-        ):
-            return known
-        found = find(
-            call,
-            size,
-            given,
-            names,
-            rows,
-            lambda tried: used_arguments(self.module, self._local.layout, tried, loss_fn),
-            type(self.module).__name__,
-        )
-        self._known_dims |= found
-        if dist.get_rank() == 0:
-            logger.warning(
-                "%s: each micro-batch gets its rows of %s.",
-                type(self.module).__name__,
-                described(found, names),
-            )
-        return found
-
     def _named_modules(self) -> list[tuple[str, nn.Module]]:
         return list(self.module.named_modules())
-
-    def _reduction(
-        self, plan: Plan, batch: Batch, loss_fn: LossFunction | None, autocast: Autocast
-    ) -> Reduction:
-        """What the loss is over the batch; with the first batch a forward finds it, and what forwards change.
-
-        Raises:
-            UsageError: something that a forward changes follows the rows.
-        """
-        kind = (plan.loss, loss_fn is not None, self.module.training)
-        layout = self._local.layout
-        has_numbers = plan.micro_batches > 1 and plan.has_tensors_without_rows(layout)
-        plan.kinds = self._kinds
-        if kind in self._reductions and (self._knows_numbers or not has_numbers):
-            return self._reductions[kind]
-        word = self._options.loss_reduction
-        is_open = word == "auto" and plan.loss is not None and plan.micro_batches > 1
-        title = type(self.module).__name__
-        rehearsal = Rehearsal(self._local, plan, batch, loss_fn, autocast, is_open, title)
-        whole = None
-        if has_numbers and (is_open or word == "whole" or plan.loss is None):
-            whole = Plan.of(plan.whole, plan.whole, 1, plan.dims)
-            whole.build_segments(self.module, layout, self._local.indices, self._local.conversion)
-            self._knows_numbers = True
-        with untouched_generators(self._local.device), without_chance(dict(self._named_modules())):
-            rehearsal.run(whole)
-            entry, changed = self._local.state.differing(), self._local.state.changed()
-            mine = None if entry is None else (entry.kind, entry.name)
-            if (parameter := self._local.state.written_parameter()) is not None:
-                mine = ("parameter", parameter)
-            self._local.state.forget_batch()
-        failures = [(dist.get_rank(), text_of(error)) for error in rehearsal.failures[:1]]
-        told = self._local.tell((rehearsal.word, mine, rehearsal.refusal, changed, failures))
-        if rehearsal.failures:
-            raise rehearsal.failures[0]
-        for _, _, _, _, others in told:
-            if others:
-                raise consequence_of(others[0][0], title, others[0][1])
-        wrong = next((one for _, one, _, _, _ in told if one is not None), None)
-        if wrong is not None:
-            raise follows_rows(title, *wrong)
-        refusal = next((one for _, _, one, _, _ in told if one), None)
-        if refusal is not None:
-            raise UsageError(refusal)
-        blocks = tuple(f"{name}." for name in layout.blocks)
-        self._local.state.share(
-            name for _, _, _, names, _ in told for name in names if not name.startswith(blocks)
-        )
-        found = next((one for one, _, _, _, _ in told if one), "mean" if word == "auto" else word)
-        return self._note_reduction(plan, loss_fn, Reduction(found, is_open), "the first batch")
-
-    def _note_reduction(
-        self, plan: Plan, loss_fn: LossFunction | None, reduction: Reduction, when: str
-    ) -> Reduction:
-        self._reductions[plan.loss, loss_fn is not None, self.module.training] = reduction
-        if dist.get_rank() == 0 and reduction.word == "whole" and reduction.was_found:
-            logger.warning(
-                "%s: on %s the loss is neither the mean nor the sum of those of the micro-batches (as with padded "
-                "tokens), so that it is computed on the whole batch at once, with all forwards before all backwards. "
-                "To keep schedule=%s, return the sum over the batch divided by a number that is passed in (such as "
-                "num_items_in_batch).",
-                type(self.module).__name__,
-                when,
-                self._options.schedule,
-            )
-        return reduction
 
     def _parameters_by_name(self) -> dict[str, nn.Parameter]:
         return dict(self.named_parameters())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from lockstep.parallel.pipeline.orders import FillDrain, run, torch_schedule
 from lockstep.parallel.pipeline.plan import Plan
 from lockstep.parallel.pipeline.reduction import denominators, equal
 from lockstep.parallel.pipeline.segment import Pass
+from lockstep.parallel.pipeline.settings import Settings
 from lockstep.parallel.pipeline.trace import Kind
 
 
@@ -30,12 +31,20 @@ class Batch:
     parts: list[Call]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reduction:
-    """What the loss is over the batch: ``mean``, ``sum`` or ``whole``. ``was_found``: nobody has said it."""
+    """What the loss is over the batch: ``mean``, ``sum`` or ``whole``.
+
+    ``was_found``: nobody has said it; then it holds as long as ``settings`` stay what they are.
+    """
 
     word: str
     was_found: bool
+    settings: Settings | None = None
+
+
+WhyNot = Literal["settings", "rows"]
+"""Why a batch's loss is not what was found: the script has changed a setting, or its rows count differently."""
 
 
 LossFunction = Callable[..., Tensor]
@@ -67,14 +76,16 @@ def train(
     autocast: Autocast,
     parameters: Parameters,
     reduction: Reduction,
-) -> Any:
+) -> tuple[Any, WhyNot | None]:
     """Forward and backward of all micro-batches; gradients wait for the backward of the loss that is returned.
 
-    None if the loss turns out to be another mean than that of its micro-batches: nothing has happened then.
+    Returns:
+        The output, and why ``reduction`` does not hold for this batch: nothing has happened then.
     """
     assert plan.loss is not None
     path, calls = plan.loss, batch.parts
     scale = options.loss_scale() if options.loss_scale is not None else 1.0
+    has_changed = reduction.settings is not None and reduction.settings.have_changed()
     share = 1 / plan.micro_batches if reduction.word == "mean" else 1.0
     wanted = options.outputs == "all" and loss_fn is None
     kept: list[dict[str, Tensor]] = []
@@ -99,10 +110,10 @@ def train(
     once.ends.clear()
     like = Kind.of(leaves(plan.template)[path])
     if reduction.was_found:
-        is_same = stages.flag_of_last(equal(counted) if counted else None)
-        if not is_same:
+        why_not = _why_not(stages, has_changed, not counted or equal(counted))
+        if why_not is not None:
             stages.state.forget_batch()
-            return None
+            return None, why_not
     stages.state.end_batch()
     value = stages.from_last(torch.stack(losses).sum(0) * share if losses else None, like)
     results = {path: _deposited(stages, value, gradients, parameters, scale)}
@@ -111,7 +122,13 @@ def train(
             if key != path:
                 joined = kind.join([each[key] for each in kept]) if kept else None
                 results[key] = stages.from_last(joined, kind)
-    return _fill(plan.template, results)
+    return _fill(plan.template, results), None
+
+
+def _why_not(stages: LocalStages, has_changed: bool, is_same: bool) -> WhyNot | None:
+    """The same on all ranks."""
+    changed, differs = stages.any_of([has_changed, not is_same])
+    return "settings" if changed else "rows" if differs else None
 
 
 def train_whole(

@@ -1,0 +1,244 @@
+"""What splitting a model into stages and a batch into micro-batches means for its arguments, its state and its loss.
+
+Found by what the forward computes, in the first training call, and again where the script changes a setting.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.comm.tree import leaves
+from lockstep.errors import UsageError
+from lockstep.parallel.pipeline.failing import consequence_of, text_of
+from lockstep.parallel.pipeline.local import LocalStages
+from lockstep.parallel.pipeline.micro_batch import BatchDims, Call, batch_size
+from lockstep.parallel.pipeline.options import PipelineOptions
+from lockstep.parallel.pipeline.passes import Autocast, Batch, LossFunction, Reduction, WhyNot
+from lockstep.parallel.pipeline.plan import Plan, used_arguments
+from lockstep.parallel.pipeline.refusals import batch_norm, follows_rows, sees_micro_batches
+from lockstep.parallel.pipeline.rehearsal import Rehearsal, without_chance
+from lockstep.parallel.pipeline.rows import (
+    argument_names,
+    batch_of,
+    check_known,
+    described,
+    find,
+    known_arguments,
+    said,
+)
+from lockstep.parallel.pipeline.settings import Settings, settings_of_call
+from lockstep.parallel.pipeline.state import untouched_generators
+
+logger = logging.getLogger(__name__)
+
+
+class Derivation:
+    """Of one model. Collective over the pipeline's ranks.
+
+    ``is_on``: False cuts all that is as long as the batch, takes each loss for a mean, and watches no state; for tests
+    of what the proof finds by itself.
+    """
+
+    is_on: ClassVar[bool] = True
+
+    def __init__(self, module: nn.Module, stages: LocalStages, options: PipelineOptions) -> None:
+        self._module = module
+        self._stages = stages
+        self._options = options
+        self._title = type(module).__name__
+        self._known_dims: dict[str, int | None] = {}
+        self._reductions: dict[Any, Reduction] = {}
+        self._kinds: dict[tuple[str, str], str] = {}
+        self._knows_numbers: set[Any] = set()
+        self._settings = Settings(module)
+        self._setting: tuple[int, ...] = ()  # of all ranks
+
+    # -- arguments ---------------------------------------------------------------------------------------
+
+    def arguments(self, call: Call, loss_fn: LossFunction | None) -> Arguments:
+        """Which of a call's arguments are cut."""
+        names = argument_names(self._module, call)
+        options = self._options
+        given = dict(said(options.batch_dims, names, call))
+        check_known(options.batch_dims, names, known_arguments(self._module, names))
+        given |= {path: None for path in names for name in options.whole if path.startswith(f"[1][{name!r}]")}
+        return Arguments(self, call, loss_fn, names, given)
+
+    def batch_size(self, arguments: Arguments) -> int:
+        """How many samples the call has."""
+        call, names, given = arguments.call, arguments.names, arguments.given
+        tensors = {path: leaf for path, leaf in leaves(call.tree).items() if path in names}
+        known = {path: dim for path, dim in self._known_dims.items() if path in names and dim is not None}
+        if known:
+            path, dim = next(iter(known.items()))
+            return int(tensors[path].shape[dim])
+        if not self.is_on:
+            return batch_size(call, given)
+        return batch_of(call, given, lambda tried: self._used(tried, arguments.loss_fn))
+
+    def dims(self, arguments: Arguments, size: int, rows: int) -> BatchDims:
+        """Which dimension of each argument is cut: known from another call, or found. ``rows``: of a micro-batch."""
+        call, names, given = arguments.call, arguments.names, arguments.given
+        tensors = {path: leaf for path, leaf in leaves(call.tree).items() if path in names}
+        known = {path: self._known_dims[path] for path in names if path in self._known_dims}
+        if known.keys() == names.keys() and all(
+            dim is None or tensors[path].shape[dim] == size for path, dim in known.items()
+        ):
+            return known
+        if self.is_on:
+            found = find(
+                call,
+                size,
+                given,
+                names,
+                rows,
+                lambda tried: self._used(tried, arguments.loss_fn),
+                self._title,
+            )
+        else:
+            found = {
+                path: 0 if t.ndim and t.shape[0] == size else None for path, t in tensors.items()
+            } | given
+        self._known_dims |= found
+        if dist.get_rank() == 0:
+            logger.warning("%s: each micro-batch gets its rows of %s.", self._title, described(found, names))
+        return found
+
+    def _used(self, call: Call, loss_fn: LossFunction | None) -> set[str] | None:
+        return used_arguments(self._module, self._stages.layout, call, loss_fn)
+
+    # -- state and loss ----------------------------------------------------------------------------------
+
+    def refuse_batch_norm(self) -> None:
+        """
+        Raises:
+            UsageError: a module normalises by statistics of the batch.
+        """
+        if not self.is_on:
+            return
+        told = self._stages.tell(batch_norm(self._stages.layout.own_modules()))
+        name = next((one for one in told if one is not None), None)
+        if name is not None:
+            raise sees_micro_batches(self._title, name)
+
+    def reduction(
+        self, plan: Plan, batch: Batch, loss_fn: LossFunction | None, autocast: Autocast
+    ) -> Reduction:
+        """What the loss is over the batch; with the first batch a forward finds it, and what forwards change.
+
+        Raises:
+            UsageError: something that a forward changes follows the rows, or cannot be put together.
+        """
+        has_numbers = plan.micro_batches > 1 and plan.has_tensors_without_rows(self._stages.layout)
+        plan.kinds = self._kinds
+        kind = self._kind(plan, batch, loss_fn)
+        known = self._reductions.get(kind)
+        if known is None or (has_numbers and kind not in self._knows_numbers):
+            known = self._reductions[kind] = self._rehearsed(plan, batch, loss_fn, autocast, has_numbers)
+            self._knows_numbers |= {kind} if has_numbers else set()
+            self._say(known, "the first batch")
+        known.settings = self._settings if known.was_found else None
+        return known
+
+    def another(
+        self,
+        why: WhyNot,
+        plan: Plan,
+        batch: Batch,
+        loss_fn: LossFunction | None,
+        autocast: Autocast,
+    ) -> Reduction:
+        """What the loss is where ``reduction`` does not hold any more."""
+        if why == "settings":
+            self._setting = tuple(self._stages.tell(self._settings.digest()))
+            self.refuse_batch_norm()
+            return self.reduction(plan, batch, loss_fn, autocast)
+        kind = self._kind(plan, batch, loss_fn)
+        self._reductions[kind] = Reduction("whole", True)
+        self._say(self._reductions[kind], "this batch")
+        return self._reductions[kind]
+
+    def _kind(self, plan: Plan, batch: Batch, loss_fn: LossFunction | None) -> Any:
+        return (
+            plan.loss,
+            loss_fn is not None,
+            self._module.training,
+            settings_of_call(batch.whole),
+            self._setting,
+        )
+
+    def _rehearsed(
+        self, plan: Plan, batch: Batch, loss_fn: LossFunction | None, autocast: Autocast, has_numbers: bool
+    ) -> Reduction:
+        stages, word = self._stages, self._options.loss_reduction
+        if not self.is_on:
+            return Reduction("mean" if word == "auto" else word, False)
+        is_open = word == "auto" and plan.loss is not None and plan.micro_batches > 1
+        rehearsal = Rehearsal(stages, plan, batch, loss_fn, autocast, is_open, self._title)
+        whole = None
+        if has_numbers and (is_open or word == "whole" or plan.loss is None):
+            whole = Plan.of(plan.whole, plan.whole, 1, plan.dims)
+            whole.build_segments(self._module, stages.layout, stages.indices, stages.conversion)
+        modules = dict(self._module.named_modules())
+        with untouched_generators(stages.device), without_chance(modules):
+            rehearsal.run(whole)
+            entry, changed = stages.state.differing(), stages.state.changed()
+            mine = None if entry is None else (entry.kind, entry.name)
+            if (parameter := stages.state.written_parameter()) is not None:
+                mine = ("parameter", parameter)
+            stages.state.forget_batch()
+        failures = [(dist.get_rank(), text_of(error)) for error in rehearsal.failures[:1]]
+        told = stages.tell((rehearsal.word, mine, rehearsal.refusal, changed, failures))
+        if rehearsal.failures:
+            raise rehearsal.failures[0]
+        for _, _, _, _, others in told:
+            if others:
+                raise consequence_of(others[0][0], self._title, others[0][1])
+        wrong = next((one for _, one, _, _, _ in told if one is not None), None)
+        if wrong is not None:
+            raise follows_rows(self._title, *wrong)
+        refusal = next((one for _, _, one, _, _ in told if one), None)
+        if refusal is not None:
+            raise UsageError(refusal)
+        blocks = tuple(f"{name}." for name in stages.layout.blocks)
+        names = {name for _, _, _, names, _ in told for name in names}
+        stages.state.share(name for name in names if not name.startswith(blocks))
+        self._settings.leave_out(names)
+        found = next((one for one, _, _, _, _ in told if one), "mean" if word == "auto" else word)
+        return Reduction(found, is_open)
+
+    def _say(self, reduction: Reduction, when: str) -> None:
+        if dist.get_rank() == 0 and reduction.word == "whole" and reduction.was_found:
+            logger.warning(
+                "%s: on %s the loss is neither the mean nor the sum of those of the micro-batches (as with padded "
+                "tokens), so that it is computed on the whole batch at once, with all forwards before all backwards. "
+                "To keep schedule=%s, return the sum over the batch divided by a number that is passed in (such as "
+                "num_items_in_batch).",
+                self._title,
+                when,
+                self._options.schedule,
+            )
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Those of one call. ``names``: of its tensors by path; ``given``: what the options say of them."""
+
+    derivation: Derivation
+    call: Call
+    loss_fn: LossFunction | None
+    names: dict[str, str]
+    given: dict[str, int | None]
+
+    def batch_size(self) -> int:
+        """How many samples the call has."""
+        return self.derivation.batch_size(self)
+
+    def dims(self, size: int, rows: int) -> BatchDims:
+        """Which dimension of each is cut into micro-batches of ``rows``."""
+        return self.derivation.dims(self, size, rows)
