@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from lockstep import Accelerator, DataLoaderConfiguration, PartialState
 from lockstep.errors import ConfigError, LockstepError, UsageError
 from lockstep.runtime.control import split_between
 from lockstep.state import AcceleratorState, GradientState
+from tests.warm_interpreter import WarmInterpreter
 from train import problems
 
 # -- names ----------------------------------------------------------------------------------------------
@@ -548,3 +550,21 @@ def test_a_precision_in_code_wins_over_the_environment(monkeypatch: pytest.Monke
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf17")
     with pytest.raises(ConfigError, match="ACCELERATE_MIXED_PRECISION"):
         Accelerator(cpu=True)
+
+
+# -- what the constructor does to the process ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("argument", "is_alone"), [("", False), ("watch=False", True)])
+def test_without_watching_signals_and_threads_are_left_alone(
+    warm_interpreter: WarmInterpreter, tmp_path: Path, argument: str, is_alone: bool
+) -> None:
+    (tmp_path / "script.py").write_text(
+        "import signal, threading\n"
+        "from lockstep import Accelerator\n"
+        "numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)\n"
+        "before = [signal.getsignal(number) for number in numbers], threading.active_count()\n"
+        f"Accelerator(cpu=True, {argument})\n"
+        "print(before == ([signal.getsignal(number) for number in numbers], threading.active_count()))\n"
+    )
+    assert warm_interpreter.run(tmp_path / "script.py") == (0, f"{is_alone}\n")

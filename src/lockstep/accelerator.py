@@ -81,8 +81,20 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         fsdp_plugin: The same in FSDP's words; see ``FullyShardedDataParallelPlugin``.
         deepspeed_plugin: A DeepSpeed configuration; see ``DeepSpeedPlugin``. It must agree with all other arguments.
         deepspeed_plugins: A list or mapping with that one plugin.
+        watch: Whether this process is watched for hangs and stop signals, see below (None: as flag, environment and
+            file say, else yes).
         further: Fields of ``Parallel`` one by one (``zero=3``, ``blocks=rule``). Options of Accelerate that do not
             exist here are refused by name.
+
+    What the first one in a process does to it, besides joining the process group:
+
+    - An uncaught exception ends the process with its rank and a record for the launcher (``sys.excepthook``).
+    - With ``watch``: SIGTERM, SIGUSR1 and SIGUSR2 stop the run at a step boundary; two daemon threads tell the launcher
+      what this rank gets done, over TCP on this machine. Without a launcher of ours rank 0 listens for the others.
+    - With ``watch``, in runs of up to 16 ranks on CPUs: the collectives in ``torch.distributed`` are replaced by ones
+      that compare the script's own calls between the ranks first.
+
+    All of this ends with the process group. ``watch=False`` leaves signals, threads, sockets and functions alone.
 
     Raises:
         ConfigError: a value is unknown or contradicts another; the message names it.
@@ -112,6 +124,7 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         fsdp_plugin: Any = None,
         deepspeed_plugin: Any = None,
         deepspeed_plugins: Any = None,
+        watch: bool | None = None,
         **further: Any,
     ) -> None:
         process.watch_exceptions()
@@ -132,6 +145,7 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
             project_dir=project_dir,
             project_config=project_config,
             kwargs_handlers=kwargs_handlers,
+            watch=watch,
         )
         if options.compile_options is not None:
             check_backend(options.compile_options.get("backend"))

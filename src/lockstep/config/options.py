@@ -118,6 +118,7 @@ def resolve_options(
     fsdp_plugin: Any = None,
     deepspeed_plugin: Any = None,
     deepspeed_plugins: Any = None,
+    watch: bool | None = None,
 ) -> Options:
     """Merge code, environment and defaults; plugins and DeepSpeed configurations must agree with these.
 
@@ -147,6 +148,7 @@ def resolve_options(
             "gradient_accumulation_steps": None if steps == 1 else steps,
             "cpu": cpu or None,
             "parallel": parallel,
+            "watch": watch,
             "dynamo_backend": dynamo_plugin.backend if dynamo_plugin is not None else dynamo_backend,
         }
     )
