@@ -107,6 +107,6 @@ def test_experts_of_transformers_are_refused_with_what_to_do(run_distributed: An
         for name, message in zip(MODELS, messages, strict=True):
             experts = name.replace("ForCausalLM", "Experts")
             assert re.search(
-                rf"{name} has no MixtureOfExperts .*mlp.experts', a {experts}, is none.*zero=3 and tp",
+                rf"{name} has no MixtureOfExperts .*mlp.experts', a {experts}, is none.*zero=3 instead of ep",
                 message,
             )

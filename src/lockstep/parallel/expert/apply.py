@@ -156,7 +156,7 @@ def _unfit(model: nn.Module, found: dict[str, MixtureOfExperts]) -> LockstepErro
         others = _of_others(model)
         return UsageError(
             f"{type(model).__name__} has no MixtureOfExperts whose experts could be spread{others}. Use "
-            "lockstep.nn.MixtureOfExperts in the model, or leave ep out: zero=3 and tp split any weights."
+            "lockstep.nn.MixtureOfExperts in the model, or say zero=3 instead of ep, which splits any weights."
         )
     for name, layer in found.items():
         unfit = _unfit_part(name, layer) or _used_elsewhere(name, layer, model, found)
