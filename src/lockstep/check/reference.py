@@ -17,6 +17,7 @@ from lockstep.check.observe import observed
 from lockstep.check.passes import Batch, Result, run
 from lockstep.check.snapshot import Snapshot, numbers, set_numbers
 from lockstep.errors import UsageError
+from lockstep.parallel.chance import BeforeWrites
 from lockstep.parallel.contents import is_container, rebound
 from lockstep.torch_internals import modules as torch_modules
 
@@ -126,7 +127,7 @@ class Reference:
         with self.filled(live.tensors, live.trained, device) as model, without_chance(model):
             snapshot = Snapshot(model)
             try:
-                with observed(model if look else None) as seen:
+                with observed(model if look else None) as seen, BeforeWrites(snapshot.before_write):
                     result = run(_call_of(model), batch.detached(), lambda objective: objective.backward())
                 result.observed = seen
                 _complete(result, model, snapshot)

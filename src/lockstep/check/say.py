@@ -24,6 +24,18 @@ RUN_REMEDIES: Mapping[str, str] = {
     "pp": "Pass on what blocks share as their arguments and results, or name with split=NAME where stages begin",
     "ep": REMEDIES["ep"],
 }
+EXPLAINED: Mapping[str, str] = {
+    "got mixed torch.Tensor and DTensor": (
+        "it computes with weights from parameters(), which are DTensors, beside plain tensors. Read them as "
+        "p.full_tensor(), or add a penalty of weights to the loss in the training loop"
+    ),
+    "differentiate twice": "it differentiates through layers of which each rank has a part, and that a second time",
+    "is a view and its base or another view of its base has been modified inplace": (
+        "it changes a weight in place, which is a part of a DTensor (an embedding with max_norm does so too). Do it in "
+        "the training loop"
+    ),
+}
+"""Piece of what torch says -> what it means here."""
 STATE_REMEDY = (
     "A split forward may run several times a step, and on parts: change this once a step, in the loop"
 )
@@ -65,6 +77,7 @@ def cannot_run(
 ) -> str:
     """Why the run stops where the whole model takes a batch and the split one raises, in the forward of ``module``."""
     text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    text = next((said for piece, said in EXPLAINED.items() if piece in text), text)
     where = f" in {module}" if module else ""
     return (
         f"{model} runs on the first batch, but with parallel='{parallel}' it raises {type(error).__name__}{where}"
