@@ -26,6 +26,7 @@ from lockstep.comm.collectives import Communicator
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.chance import BeforeWrites, WithoutChance, without_capacities, without_dropout
 from lockstep.parallel.parallel_model import ParallelModel, PipelinedModel
+from lockstep.parallel.pipeline.failing import module_noted
 from lockstep.parallel.sync_batchnorm import unsynchronized
 from lockstep.runtime import failure
 from lockstep.runtime.process import Runtime
@@ -206,7 +207,7 @@ class Verification:
             if failure.is_consequence(error):
                 raise
             setup, cause = self._setup, _first_cause(error)
-            name = _module_of(cause, model)
+            name = module_noted(error) or _module_of(cause, model)
             raise UsageError(say.cannot_run(self._name, setup.parallel, setup.axes, cause, name)) from error
         result.observed = seen
         return result

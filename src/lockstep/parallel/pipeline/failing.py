@@ -72,3 +72,19 @@ def _heard(key: str) -> str | None:
         return str(store.get(key).decode()) if store.check([key]) else None
     except RuntimeError:
         return None
+
+
+def note_module(error: Exception, where: str) -> None:
+    """Remember in which module ``error`` was raised, where frames only show copies of it."""
+    if module_noted(error) is None:
+        error.raised_in = where  # type: ignore[attr-defined]
+
+
+def module_noted(error: BaseException | None) -> str | None:
+    """What ``note_module`` remembered of it or of its causes."""
+    while error is not None:
+        noted: str | None = getattr(error, "raised_in", None)
+        if noted is not None:
+            return noted
+        error = error.__cause__
+    return None

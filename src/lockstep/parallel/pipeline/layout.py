@@ -241,4 +241,4 @@ def _children_of(model: nn.Module, trunk: set[str]) -> Iterator[tuple[str, nn.Mo
 
 
 def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
+    return f"{path}.{key}" if path and key else path or key

@@ -19,6 +19,7 @@ from lockstep.comm.tree import leaves, map_leaves
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.absent import StandIns, carried, carry, is_stand_in
 from lockstep.parallel.pipeline.carried import OUTPUT, Fetch, Source, Values, calling
+from lockstep.parallel.pipeline.failing import note_module
 from lockstep.torch_internals import tensors as torch_tensors
 from lockstep.torch_internals.dispatch import TorchDispatchMode
 from lockstep.torch_internals.fake import UNKNOWN_VALUE, without_values
@@ -186,6 +187,9 @@ class Tracer(TorchDispatchMode):
                 f"The forward of {self._where()} needs the value of a tensor that only another stage of the pipeline "
                 f"has. Branch on inputs instead of on activations, or move this into a block."
             ) from error
+        except Exception as error:  # whatever a user's forward raises
+            note_module(error, self._where())
+            raise
         if self._called < len(self._order):
             raise UsageError(
                 f"The forward did not call the block '{self._order[self._called]}'. A pipeline needs every block, "
