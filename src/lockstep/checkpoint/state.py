@@ -114,9 +114,8 @@ def _collect_of_rank(item: Any, name: str, rank: int, found: RankState) -> Any:
         else:
             names[path] = f"rank.{rank}.{path}"
             found.of_rank[names[path]] = local(tensor)
-            if is_dtensor(
-                tensor
-            ):  # of a gradient that is not averaged yet; other ranks' parts may be of others
+            # Of a gradient that is not averaged yet; other ranks' parts may be of others.
+            if is_dtensor(tensor):
                 found.own.setdefault("parts", []).append(names[path])
     return rename_tensors(document, names)
 

@@ -88,9 +88,8 @@ def joined_names(documents: list[dict[str, Any]]) -> Everywhere:
             found.models.setdefault(number, set()).update(names)
         for name, groups in document["optimizers"].items():
             mine = found.optimizers.setdefault(name, [[] for _ in groups])
-            for joined, group in zip(
-                mine, groups, strict=False
-            ):  # other numbers of groups are refused elsewhere
+            # Other numbers of groups are refused elsewhere.
+            for joined, group in zip(mine, groups, strict=False):
                 there = set(joined)
                 joined += [parameter for parameter in group if parameter not in there]
     return found

@@ -216,8 +216,7 @@ def _over_shards(number: torch.Tensor, op: Any, mesh: Any, placements: Any) -> t
     # Shards may be in host memory, where the group cannot reduce.
     reduced = number.to(mesh.device_type, copy=True)
     for dim, placement in enumerate(placements):
-        if (
-            dim_of(placement) is not None
-        ):  # strided ones, of fully_shard on tensor parallel, do not call themselves so
+        # Strided ones, of fully_shard on tensor parallel, do not call themselves so.
+        if dim_of(placement) is not None:
             dist.all_reduce(reduced, op, mesh.get_group(dim))
     return reduced.to(number.device)

@@ -105,9 +105,8 @@ class _Recorder(dispatch.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(
-            hasattr(kind, "device_mesh") for kind in types
-        ):  # DTensor, whose import takes most of a second
+        # DTensor, whose import takes most of a second.
+        if any(hasattr(kind, "device_mesh") for kind in types):
             return NotImplemented  # it comes first, and issues its collectives as operators of their own
         known = OPERATORS.get(dispatch.schema_of(func).name)
         if known is not None:

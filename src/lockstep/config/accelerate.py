@@ -208,9 +208,8 @@ def _spread(file: YamlFile, config: RunConfig) -> Translation:
         parts.append(from_layout(given["parallelism_config"], where, alone=not parts))
     if MPI_SECTION in given:
         parts.append(from_mpirun(given[MPI_SECTION], file.at(MPI_SECTION)))
-    for key in (
-        written.keys() - given.keys()
-    ):  # such a section asks for nothing, but a misspelt key may mean more
+    # Such a section asks for nothing, but a misspelt key may mean more.
+    for key in written.keys() - given.keys():
         READERS[key](written[key], file.at(key))
     says = combine(*(part.says for part in parts))
     rows = tuple(row for part in parts for row in part.rows)

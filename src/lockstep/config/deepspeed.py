@@ -118,6 +118,5 @@ def _loss_scale(says: dict[str, SettingValue]) -> None:
     if fixed is not None:
         says["init_scale"] = fixed
         says["growth_interval"] = SettingValue(NEVER, fixed.source)
-        says["backoff_factor"] = SettingValue(
-            math.nextafter(1.0, 0.0), fixed.source
-        )  # torch wants less than 1
+        # Torch wants less than 1.
+        says["backoff_factor"] = SettingValue(math.nextafter(1.0, 0.0), fixed.source)

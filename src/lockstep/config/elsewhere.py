@@ -110,9 +110,8 @@ def _deepspeed(section: Mapping[str, tuple[str, str]]) -> Translation:
         WHERE,
     )
     says = finish(found)
-    if all(
-        value == "none" for key, value in section.values() if key == FILE_KEY
-    ):  # else it is read as a setting
+    # Else it is read as a setting.
+    if all(value == "none" for key, value in section.values() if key == FILE_KEY):
         stage = f"DeepSpeed's default, stage {DEFAULT_STAGE} (environment variable ACCELERATE_USE_DEEPSPEED)"
         says.setdefault("zero", SettingValue(DEFAULT_STAGE, stage))
     return Translation(says, found.warnings, found.rows)

@@ -99,9 +99,8 @@ def from_deepspeed_section(section: Mapping[str, Any], where: str) -> Translatio
         return Translation(says, own.warnings, own.rows)
     if not isinstance(path, str):
         raise ConfigError(f"{where}: {FILE_KEY} is not a path. Give the name of a JSON file.")
-    combine(
-        says, from_deepspeed(path).says
-    )  # only to see whether they agree: workers read the file themselves
+    # Only to see whether they agree: workers read the file themselves.
+    combine(says, from_deepspeed(path).says)
     says[FILE_KEY] = SettingValue(path, f"{FILE_KEY}={path} ({where})")
     return Translation(says, own.warnings, own.rows)
 

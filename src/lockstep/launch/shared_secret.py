@@ -11,10 +11,11 @@ from lockstep.link import Secret, new_secret, read_secret
 
 def check_secret_file(plan: LaunchPlan) -> None:
     """Raise ConfigError if the file that is to hold the secret does not, also where it would never be read."""
+    # Which refuse it by themselves.
     if plan.secret_file is not None and plan.reach.backend not in (
         "k8s",
         "ray",
-    ):  # which refuse it by themselves
+    ):
         read_secret(Path(plan.secret_file).expanduser())
 
 

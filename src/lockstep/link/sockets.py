@@ -37,9 +37,8 @@ def listening_socket(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError, ValueError) as error:
         raise ConfigError(f"Cannot listen on {where}: {reason_of(error)}. Correct the address.") from None
     try:
-        listener.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # after a restart; never beside another
+        # After a restart; never beside another.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind(address)

@@ -223,9 +223,8 @@ class PipelinedModel(ParallelModel):
     @contextmanager
     def no_sync(self, inside_window: bool = False) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(
-                self._pipeline.no_sync()
-            )  # torch's schedules tell sharded stages when to reduce
+            # Torch's schedules tell sharded stages when to reduce.
+            stack.enter_context(self._pipeline.no_sync())
             for mean in self._means():
                 stack.enter_context(mean.no_sync())
             yield

@@ -113,9 +113,8 @@ class _Normalize(torch.autograd.Function):
             )
         mean = first[:-1] / count
         centred = wide - mean.view(shape)
-        squares = centred.pow(2).sum(
-            dims
-        )  # of what is centred: a difference of large numbers would lose digits
+        # Of what is centred: a difference of large numbers would lose digits.
+        squares = centred.pow(2).sum(dims)
         dist.all_reduce(squares, group=group)
         variance = squares / count
         scale = (variance + eps).rsqrt()

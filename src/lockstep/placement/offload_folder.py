@@ -186,9 +186,8 @@ def _write_part(folder: str, tensors: list[Kept], keys: Mapping[str, str]) -> st
         try:
             header = header_bytes({keys[item.name]: (item.dtype, item.shape) for item in tensors})
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(
-                    descriptor, 0, len(header) + needed
-                )  # a disk that is too small is found here
+                # A disk that is too small is found here.
+                os.posix_fallocate(descriptor, 0, len(header) + needed)
         finally:
             os.close(descriptor)
         with FileWriter(partial) as file:

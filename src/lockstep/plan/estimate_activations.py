@@ -89,9 +89,8 @@ def _count(
         largest = max(counter.bytes_inside.values(), default=0)
         inputs = sum(counter.input_bytes.values())
         most = max(counter.input_bytes.values(), default=0)
-        copies = (
-            0 if dtype == weights else _bytes_in_blocks(inside.values(), dtype)
-        )  # autocast has them until its end
+        # Autocast has them until its end.
+        copies = 0 if dtype == weights else _bytes_in_blocks(inside.values(), dtype)
     return Activations(
         *size,
         none=outside + kept,

@@ -194,9 +194,8 @@ class Preparation:
             self._backward_watch.add(prepared.module)
         if not self._forward_seen:
             FirstForward(prepared.module, self.forward_was_seen)
-        self._seen.add(
-            model, prepared.module
-        )  # not before: what was refused may be mended and prepared again
+        # Not before: what was refused may be mended and prepared again.
+        self._seen.add(model, prepared.module)
         if self._runtime.world_size > 1 and not evaluation_mode:
             self._step_checks.start()
         if whole is not None:

@@ -33,9 +33,8 @@ class FileMapping:
     offset: int
     is_private: bool  # what is written there does not get into the file
     path: str
-    identity: (
-        tuple[int, int] | None
-    )  # device and inode of what is at the path; None where that is another file
+    # Device and inode of what is at the path; None where that is another file.
+    identity: tuple[int, int] | None
 
     def check(self, end: int) -> None:
         """Raise OffloadError where the file has been truncated before the address ``end``."""
@@ -73,9 +72,8 @@ class Pages:
         self, tensors: Iterable[torch.Tensor], mappings: Sequence[FileMapping] | None = None
     ) -> None:
         plain = [part for tensor in tensors for part in _parts(tensor)]
-        self._storages = [
-            tensor.untyped_storage() for tensor in plain
-        ]  # as long as they live, addresses are right
+        # As long as they live, addresses are right.
+        self._storages = [tensor.untyped_storage() for tensor in plain]
         self._spans = _spans(plain, file_mappings() if mappings is None else mappings) if plain else []
         self._ends = {span.mapping: span.end for span in self._spans}  # the last one in each mapping
         self.nbytes = sum(_outer_end(span.end) - _outer_start(span.start) for span in self._spans)

@@ -228,9 +228,8 @@ def _weights(models: list[dict[str, Any]], partitions: Partitions) -> dict[str, 
     for tied, owner in (first.get("shared_params") or {}).items():
         if owner in weights:
             weights[tied] = weights[owner]
-    if (
-        partitions.stage != 3
-    ):  # there the module has empty places; else it has whatever is still without a value
+    # There the module has empty places; else it has whatever is still without a value.
+    if partitions.stage != 3:
         weights = first["module"] | weights
     ordered = {name: weights[name] for name in first["module"] if name in weights} | weights
     if not is_weights(ordered):

@@ -109,9 +109,8 @@ class MappedFile:
             return raw != 0  # any other byte than 0 and 1 would be undefined
         if start % dtype.itemsize == 0:
             return raw.view(dtype)
-        row = self.scratch.empty(
-            (nbytes // dtype.itemsize,), dtype
-        )  # files of torch before 1.6 align nothing
+        # Files of torch before 1.6 align nothing.
+        row = self.scratch.empty((nbytes // dtype.itemsize,), dtype)
         row.view(torch.uint8).copy_(raw)
         return row
 

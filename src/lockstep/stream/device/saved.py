@@ -88,9 +88,8 @@ def hooks_of(weights: SavedWeights) -> saved_tensors_hooks:
             return _Weight(weights, saved, working, working.version)
         if outer is not None:
             return _Other(outer[1], outer[0](tensor))
-        return _Kept(
-            tensor.detach(), torch_tensors.version(tensor)
-        )  # itself it would keep its own graph alive
+        # Itself it would keep its own graph alive.
+        return _Kept(tensor.detach(), torch_tensors.version(tensor))
 
     return saved_tensors_hooks(pack, lambda packed: packed.unpack())
 

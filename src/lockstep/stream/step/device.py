@@ -118,9 +118,8 @@ class HostSide:
         if id(parameter) not in self._masters:
             self._add(parameter)
         master = self._masters[id(parameter)]
-        if self._versions[id(parameter)] != torch_tensors.version(
-            parameter
-        ):  # it was loaded, or changed by the user
+        # It was loaded, or changed by the user.
+        if self._versions[id(parameter)] != torch_tensors.version(parameter):
             master.copy_(parameter)
             self.note_version(parameter)
         return master

@@ -60,9 +60,8 @@ def build(target: Any, state: Any) -> None:
     elif isinstance(target, ArrayType):
         target.order = byte_order(state)
     elif isinstance(target, Mapping) and isinstance(state, Mapping):
-        others = [
-            key for key, _ in state.pairs if key != "_metadata"
-        ]  # versions of modules, which torch adds
+        # Versions of modules, which torch adds.
+        others = [key for key, _ in state.pairs if key != "_metadata"]
         if others:
             raise Refused(f"its pickle gives a dict the attribute {str(others[0])[:60]!r}")
     else:
