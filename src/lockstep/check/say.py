@@ -36,6 +36,10 @@ EXPLAINED: Mapping[str, str] = {
     ),
 }
 """Piece of what torch says -> what it means here."""
+IN_A_BLOCK = (
+    "A pipeline shows a module some rows of the batch at a time, so that it must treat each row apart from the others, "
+    "forward and backward; do what looks at several rows in the loss, or in the training loop"
+)
 STATE_REMEDY = (
     "A split forward may run several times a step, and on parts: change this once a step, in the loop"
 )
@@ -66,6 +70,8 @@ def different(model: str, parallel: object, when: str, axes: list[str], comparis
         named = f"module '{comparison.module}'" if comparison.module else f"{model}'s own forward"
         where = f" It begins in {named}."
     remedies = STATE_REMEDY if first.kind in STATE else "; or ".join(REMEDIES[axis] for axis in axes)
+    if axes == ["pp"] and comparison.module and first.kind not in STATE:
+        remedies = IN_A_BLOCK
     return (
         f"{model} with parallel='{parallel}' does not compute what the whole model does: {when} "
         f"{_said(first)}{_others(comparison)}.{where} {remedies}. To train all the same, say verify='off'."

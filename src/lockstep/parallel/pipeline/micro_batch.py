@@ -88,6 +88,12 @@ def count_for_training(asked: int, batch: int, schedule: Schedule, ranks: int) -
     )
 
 
+def fewer_for_training(count: int, batch: int, schedule: Schedule, ranks: int) -> list[int]:
+    """The numbers of micro-batches below ``count`` that would do as well, the largest first."""
+    least = least_micro_batches(schedule, ranks)
+    return [n for n in range(count - 1, least - 1, -1) if batch % n == 0 and fits(schedule, n, ranks)]
+
+
 def count_for_evaluation(asked: int, batch: int, ranks: int) -> int:
     """The most micro-batches that divide the batch, at most as many as asked for. One is enough."""
     return next(count for count in range(min(asked or 4 * ranks, max(batch, 1)), 0, -1) if batch % count == 0)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.errors import UsageError
+from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.parallel_model import ModuleAround
 from lockstep.parallel.pipeline.derivation import Derivation
 from lockstep.parallel.pipeline.failing import first_is_named
@@ -23,6 +23,7 @@ from lockstep.parallel.pipeline.micro_batch import (
     count_for_evaluation,
     count_for_training,
     cut,
+    fewer_for_training,
 )
 from lockstep.parallel.pipeline.options import PipelineOptions
 from lockstep.parallel.pipeline.passes import (
@@ -277,10 +278,21 @@ class PipelineModel(ModuleAround):
             self._derivation.refuse_batch_norm()
         else:
             count = count_for_evaluation(options.micro_batches, size, local.ranks)
-        with autocast.inside(), untouched(self._named_modules()):
-            dims = arguments.dims(size, size // count) if count > 1 else {}
-            traced = trace(self.module, local.layout, cut(call, count, dims)[0], loss_fn)
-            whole = trace(self.module, local.layout, call, loss_fn) if count > 1 else traced
+        counts = [count]
+        if training and not options.micro_batches:
+            counts += fewer_for_training(count, size, options.schedule, local.ranks)
+        for count in counts:
+            try:
+                with autocast.inside(), untouched(self._named_modules()):
+                    dims = arguments.dims(size, size // count) if count > 1 else {}
+                    traced = trace(self.module, local.layout, cut(call, count, dims)[0], loss_fn)
+                    whole = trace(self.module, local.layout, call, loss_fn) if count > 1 else traced
+                break
+            except LockstepError:
+                raise
+            except Exception:  # whatever a user's forward raises of so few rows, such as chunk(2) of one
+                if count == counts[-1]:
+                    raise
         if not training and Plan.of(traced, whole, count, dims).has_tensors_without_rows(local.layout):
             traced, count = whole, 1  # put together of one part, they are right
         local.settle(traced.uses, self._callbacks)
