@@ -98,6 +98,28 @@ def test_it_leaves_no_trace(
         assert different == []
 
 
+IN_HALF = {
+    f"{precision} {kind or 'right'} {cp_method}": (
+        f"zero=3 cp=2 cp_method={cp_method}",
+        {"mixed_precision": precision, "kind": kind},
+    )
+    for precision in ("bf16", "fp16")
+    for kind in ("", "tenth")
+    for cp_method in ("ring", "ulysses")
+}
+
+
+def test_a_gradient_that_is_off_by_a_tenth_is_seen_in_half_precision(run_distributed: Any) -> None:
+    """The tolerance is what rounding explains, not the quarter that any gradient may be rounded by."""
+    for rank, results in enumerate(run_distributed(cells.table, 2, IN_HALF, timeout_s=180)):
+        for name, (text, _) in results.items():
+            if "right" in name:
+                assert rank > 0 or "was verified on the first batch" in text, (name, text)
+                continue
+            assert "the gradient of 'blocks." in text, (name, text)
+            assert abs(float(text.split("is off by ")[1].split(" %")[0]) - 10) < 4, (name, text)
+
+
 def test_a_loss_outside_of_a_pipeline_is_compared_too(run_distributed: Any) -> None:
     for text in run_distributed(cells.by_train_step, 2, "pp=2 loss=mean", "sum"):
         assert "the loss is" in text and "1/8 of it" in text

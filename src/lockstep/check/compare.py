@@ -16,10 +16,15 @@ from lockstep.check.passes import Result
 RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-3}
 """Of a gradient's norm; other types are rounded at each operation."""
 RELATIVE_ROUNDED = 0.25
+"""Where the model's own weights have 16 bits."""
+TIMES_ROUNDING = 3
+"""The distance of the split model may be so many times that of the whole one with its weights and products rounded."""
+LEAST_EPS = 2
+"""Times the precision of the type that it is rounded to, at least."""
 OF_LOSS, OF_OUTPUTS = 0.03, 0.1
 """Times the tolerance of gradients."""
 SMALLEST = 1e-2
-"""Times the tolerance and the largest mean gradient of the model: gradients below that are made of rounding."""
+"""Times the largest mean gradient of the model: of smaller gradients this is taken for the size."""
 
 STATE = ("buffer", "attribute")
 
@@ -48,24 +53,52 @@ class Comparison:
     has_loss: bool = False
 
 
+@dataclass(frozen=True)
+class Rounded:
+    """What rounding explains: the pass of the whole model whose weights and products are rounded to ``dtype``."""
+
+    result: Result
+    dtype: torch.dtype
+
+    def of_gradients(self, whole: Mapping[str, Tensor]) -> dict[str, float]:
+        """Tolerance of each gradient: its own distance by rounding, or the median of all if that is larger."""
+        apart = {name: relative for name, relative, _, _ in _distances(self.result.gradients, whole)}
+        median = sorted(apart.values())[len(apart) // 2] if apart else 0.0
+        return {name: self._of(max(relative, median)) for name, relative in apart.items()}
+
+    def of_output(self, path: str, expected: Tensor) -> float:
+        """Tolerance of an output, or of the loss."""
+        found = self.result.outputs.get(path)
+        is_there = found is not None and found.shape == expected.shape
+        return self._of(_distance(found, expected, 0.0) if is_there and found is not None else 0.0)
+
+    def _of(self, relative: float) -> float:
+        return max(TIMES_ROUNDING * relative, LEAST_EPS * torch.finfo(self.dtype).eps)
+
+
 def compare(
-    split: Result, whole: Result, digests: Sequence[Digest], ranks: Sequence[Observed], tolerance: float
+    split: Result,
+    whole: Result,
+    digests: Sequence[Digest],
+    ranks: Sequence[Observed],
+    tolerance: float,
+    rounded: Rounded | None = None,
 ) -> Comparison:
     """All differences: of state, the loss, outputs, gradients and copies of them; gradients of the last module first.
 
-    ``ranks``: what each rank of the split model has seen.
+    ``ranks``: what each rank of the split model has seen. ``rounded`` says better than ``tolerance`` what is allowed.
     """
     observations = Observations(ranks, whole.observed)
     order = observations.order()
     gradients = [
-        *_of_gradients(split.gradients, whole.gradients, tolerance),
+        *_of_gradients(split.gradients, whole.gradients, tolerance, rounded),
         *_of_replicas(digests, tolerance),
     ]
     gradients.sort(key=lambda difference: -order.get(_owner(difference), -1))
     found = [
         *_of_buffers(split.buffers, whole.buffers, tolerance),
         *_of_attributes(split.attributes, whole.attributes),
-        *_of_outputs(split, whole, tolerance),
+        *_of_outputs(split, whole, tolerance, rounded),
         *gradients,
     ]
     where = _first_module(observations, found) if found else None
@@ -87,7 +120,9 @@ def digest(gradients: Mapping[str, Tensor]) -> Digest:
     }
 
 
-def _of_outputs(split: Result, whole: Result, tolerance: float) -> Iterator[Difference]:
+def _of_outputs(
+    split: Result, whole: Result, tolerance: float, rounded: Rounded | None
+) -> Iterator[Difference]:
     for path, expected in whole.outputs.items():
         found = split.outputs.get(path)
         kind = "loss" if path == whole.loss else "output"
@@ -98,7 +133,8 @@ def _of_outputs(split: Result, whole: Result, tolerance: float) -> Iterator[Diff
             yield Difference(kind, path, shape, tuple(expected.shape), math.inf)
             continue
         relative = _distance(found, expected, 0.0)
-        if relative > _of_forward(tolerance, kind):
+        allowed = _of_forward(tolerance, kind) if rounded is None else rounded.of_output(path, expected)
+        if relative > allowed:
             yield Difference(kind, path, _number(found), _number(expected), relative)
 
 
@@ -110,21 +146,36 @@ def _of_forward(tolerance: float, kind: str) -> float:
 
 
 def _of_gradients(
-    split: Mapping[str, Tensor], whole: Mapping[str, Tensor], tolerance: float
+    split: Mapping[str, Tensor], whole: Mapping[str, Tensor], tolerance: float, rounded: Rounded | None
 ) -> Iterator[Difference]:
+    allowed = {} if rounded is None else rounded.of_gradients(whole)
+    for name, relative, found, expected in _distances(split, whole):
+        if not math.isfinite(relative) and found.shape != expected.shape:
+            yield Difference("gradient", name, tuple(found.shape), tuple(expected.shape), math.inf)
+        elif relative > allowed.get(name, tolerance):
+            norms = found.double().norm().item(), expected.double().norm().item()
+            yield Difference("gradient", name, *norms, relative)
+
+
+def _distances(
+    split: Mapping[str, Tensor], whole: Mapping[str, Tensor]
+) -> Iterator[tuple[str, float, Tensor, Tensor]]:
+    """(name, relative distance, found, expected) of each gradient."""
     sizes = [g.double().norm().item() / math.sqrt(max(g.numel(), 1)) for g in whole.values()]
-    floor = SMALLEST * tolerance * max(sizes, default=0.0)
+    floor = SMALLEST * max(sizes, default=0.0)
     for name, expected in whole.items():
         found = split.get(name)
         if found is None:
             found = torch.zeros_like(expected)
         if found.shape != expected.shape:
-            yield Difference("gradient", name, tuple(found.shape), tuple(expected.shape), math.inf)
-            continue
-        relative = _distance(found, expected, floor * math.sqrt(max(expected.numel(), 1)) / tolerance)
-        if relative > tolerance:
-            norms = found.double().norm().item(), expected.double().norm().item()
-            yield Difference("gradient", name, *norms, relative)
+            yield name, math.inf, found, expected
+        else:
+            yield (
+                name,
+                _distance(found, expected, floor * math.sqrt(max(expected.numel(), 1))),
+                found,
+                expected,
+            )
 
 
 def _of_replicas(digests: Sequence[Digest], tolerance: float) -> Iterator[Difference]:

@@ -121,10 +121,16 @@ class Reference:
         device: torch.device,
         without_chance: Callable[[nn.Module], AbstractContextManager[None]],
         look: bool,
+        rounding: torch.dtype | None = None,
     ) -> Result:
-        """One pass with what the split model is made of; ``look``: what modules do is observed."""
+        """One pass with what the split model is made of; ``look``: what modules do is observed.
+
+        ``rounding``: weights and products are rounded to that type.
+        """
         set_numbers(self.model, live.numbers)
-        with self.filled(live.tensors, live.trained, device) as model, without_chance(model):
+        tensors = live.tensors if rounding is None else _Rounding(live, rounding)
+        autocast = torch.autocast(device.type, rounding, enabled=rounding is not None)
+        with autocast, self.filled(tensors, live.trained, device) as model, without_chance(model):
             snapshot = Snapshot(model)
             try:
                 with observed(model if look else None) as seen, BeforeWrites(snapshot.before_write):
@@ -137,6 +143,25 @@ class Reference:
                 for parameter in model.parameters():
                     parameter.grad = None
         return result
+
+
+class _Rounding(Mapping[str, Tensor]):
+    """Weights rounded to a type, one when it is asked for; buffers as they are."""
+
+    def __init__(self, live: Live, dtype: torch.dtype) -> None:
+        self._live, self._dtype = live, dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._live.tensors[name]
+        if name not in self._live.trained or not tensor.is_floating_point():
+            return tensor
+        return tensor.to(self._dtype).to(tensor.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._live.tensors)
+
+    def __len__(self) -> int:
+        return len(self._live.tensors)
 
 
 def _can_be_around(value: Any) -> bool:

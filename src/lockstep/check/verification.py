@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.check import say
 from lockstep.check.chunks import Chunks, shapes_of
 from lockstep.check.collect import Collector
-from lockstep.check.compare import Comparison, compare, tolerance_of
+from lockstep.check.compare import Comparison, Rounded, compare, tolerance_of
 from lockstep.check.observe import observed
 from lockstep.check.passes import Batch, Result, in_full_precision, run
 from lockstep.check.reference import Live, Reference
@@ -37,14 +37,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is split. ``axes``: the words of those that split it; ``interval``: see ``Verification``."""
+    """How a model is split.
+
+    ``axes``: the words of those that split it; ``interval``: see ``Verification``; ``half``: the type in which weights
+    are gathered, where it has 16 bits.
+    """
 
     parallel: object
     axes: list[str]
     interval: int
     device: torch.device
     shares_batches: bool
-    computes_in_half: bool
+    half: torch.dtype | None
     is_compiled: bool
     at_rest: Callable[[], None] = lambda: None
     unnoticed: Callable[[Callable[[], None]], None] = lambda call: call()
@@ -175,8 +179,8 @@ class Verification:
         if whole is None:
             return None, ""
         dtypes = {gradient.dtype for gradient in whole.gradients.values()}
-        tolerance = tolerance_of(dtypes, self._setup.computes_in_half)
-        return compare(split, whole, digests, ranks, tolerance), ""
+        tolerance = tolerance_of(dtypes, (self._setup.half is not None))
+        return compare(split, whole, digests, ranks, tolerance, self._rounded(batch, live)), ""
 
     # The two passes -----------------------------------------------------------------------------------
 
@@ -223,6 +227,17 @@ class Verification:
             return None, f"the whole model raises {type(error).__name__} on rank 0: {_line(error)}."
         return (result, "") if result.gradients else (None, "no gradient comes of its outputs.")
 
+    def _rounded(self, batch: Batch, live: Live) -> Rounded | None:
+        """On rank 0, where 16-bit weights are gathered: what rounding explains, if the whole model runs so."""
+        dtype = self._setup.half
+        if dtype is None or self._reference is None:
+            return None
+        try:
+            result = self._reference.run(batch, live, self._setup.device, self._without_chance, False, dtype)
+        except Exception:  # whatever a user's forward raises in this type
+            return None
+        return Rounded(result, dtype)
+
     @contextmanager
     def _without_chance(self, model: nn.Module) -> Iterator[None]:
         modules = list(model.modules())
@@ -238,7 +253,7 @@ class Verification:
         with ExitStack() as stack:
             stack.enter_context(WithoutChance())
             stack.enter_context(self._without_chance(model))
-            if not self._setup.computes_in_half:
+            if self._setup.half is None:
                 stack.enter_context(in_full_precision(self._prepared.module))
                 stack.enter_context(torch.autocast(self._setup.device.type, enabled=False))
             if self._setup.is_compiled:

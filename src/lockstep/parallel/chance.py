@@ -59,7 +59,8 @@ class BeforeWrites(TorchFunctionMode):
         elif func is F.embedding and (kwargs.get("max_norm") or (len(args) > 3 and args[3])):
             self._note(args[1] if len(args) > 1 else kwargs["weight"])
         elif kwargs.get("out") is not None:
-            self._note(kwargs["out"])
+            for tensor in leaves(kwargs["out"]).values():  # one, or a list, as FSDP's gathering gives
+                self._note(tensor)
         return func(*args, **kwargs)
 
 

@@ -61,12 +61,19 @@ class Verifications:
             interval=parallel.verify_interval,
             device=self._runtime.device,
             shares_batches=self._meshes.data_size > 1,
-            computes_in_half=parallel.shards and self._options.mixed_precision != "no",
+            half=self._half(),
             is_compiled=self._options.compile_options is not None,
             at_rest=self._at_rest,
             unnoticed=self._unnoticed,
         )
         self._next = Verification(model, setup, self._communicator)
+
+    def _half(self) -> torch.dtype | None:
+        """The type of gathered weights, where it has 16 bits."""
+        precision = self._options.mixed_precision
+        if not self._options.parallel.shards or precision == "no":
+            return None
+        return torch.float16 if precision == "fp16" else torch.bfloat16
 
     def watch(self, prepared: ParallelModel) -> None:
         """It was made of the last model that was given to ``before_split``."""
