@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.check import rows
 
 REFUSED = {3: "'blocks.1' mixes positions outside of attention"}
@@ -18,6 +20,7 @@ def test_each_row_is_caught_and_its_module_named_where_nothing_is_derived(run_di
         assert len(named) >= 6, {number: results[number] for number in results.keys() - set(named)}
 
 
+@pytest.mark.exhaustive
 def test_each_row_is_right_or_refused_where_it_is_derived(run_distributed: Any) -> None:
     for results in run_distributed(rows.table, 2, True, timeout_s=120):
         for number, (text, has_stepped) in results.items():
