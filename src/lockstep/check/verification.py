@@ -210,6 +210,8 @@ class Verification:
         except Exception as error:  # whatever a user's forward raises once it is split
             if failure.is_consequence(error):
                 raise
+            if (refusal := _refusal_in(error)) is not None:  # torch's schedules wrap what a stage raises
+                raise refusal from error
             setup, cause = self._setup, _first_cause(error)
             name = module_noted(error) or _module_of(cause, model)
             raise UsageError(say.cannot_run(self._name, setup.parallel, setup.axes, cause, name)) from error
@@ -355,6 +357,14 @@ def _restored(snapshot: Snapshot) -> Iterator[None]:
         yield
     finally:
         snapshot.restore()
+
+
+def _refusal_in(error: BaseException) -> LockstepError | None:
+    while error.__cause__ is not None:
+        error = error.__cause__
+        if isinstance(error, LockstepError):
+            return error
+    return None
 
 
 def _first_cause(error: BaseException) -> BaseException:

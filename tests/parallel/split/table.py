@@ -1,0 +1,89 @@
+"""All fragments, by name."""
+
+from __future__ import annotations
+
+from tests.parallel.split.attention import ATTENTION
+from tests.parallel.split.host import Fragment
+from tests.parallel.split.layers import LAYERS
+from tests.parallel.split.losses import LOSSES
+from tests.parallel.split.reused import REUSED
+from tests.parallel.split.state import STATE
+from tests.parallel.split.structure import STRUCTURE
+
+FRAGMENTS: dict[str, Fragment] = {
+    **REUSED,
+    **{f"mlp: {name}": fragment for name, fragment in LAYERS.items()},
+    **{f"attention: {name}": fragment for name, fragment in ATTENTION.items()},
+    **{f"loss: {name}": fragment for name, fragment in LOSSES.items()},
+    **{f"state: {name}": fragment for name, fragment in STATE.items()},
+    **{f"structure: {name}": fragment for name, fragment in STRUCTURE.items()},
+}
+
+MLPS = (
+    "mlp: swiglu in one",
+    "mlp: experts by index_add",
+    "mlp: lora",
+    "mlp: weight norm",
+    "mlp: ternary weights",
+)
+FAST: dict[str, tuple[str, ...]] = {
+    "tp": (
+        *MLPS,
+        *(
+            "layer: gate of one",
+            "mlp: odd width",
+            "attention: grouped",
+            "attention: timm",
+            "loss: rows of the head",
+        ),
+        *("loss: l2 of all parameters", "state: recent lengths", "state: inner features by hooks"),
+        *("structure: class token", "structure: tied head", "structure: one MLP for all"),
+    ),
+    "ring": (
+        *(
+            "mlp: depthwise convolution",
+            "mlp: squeeze and excite",
+            "mlp: gru",
+            "attention: by hand",
+            "attention: nanogpt",
+        ),
+        *("mlp: orthogonal", "state: buffer made late", "state: counter in a list", "between: mean pooling"),
+        *("block: pad", "structure: rows as many as the length", "structure: deep supervision"),
+    ),
+    "ulysses": (
+        *(
+            "attention: a mask of positions",
+            "attention: grouped by argument",
+            "block: first token",
+            "mlp: layer scale",
+        ),
+        *("structure: a vector of each row to blocks", "attention: multihead, time first"),
+    ),
+    "pp": (
+        *(
+            "loss: sum by rows",
+            "loss: in-batch negatives",
+            "loss: l1 of norms",
+            "loss: a moving teacher",
+            "loss: shifted",
+        ),
+        *("state: counter in a list", "state: running mean of weights", "state: annealed temperature"),
+        *("state: running mean", "model: positions", "structure: class token", "structure: two lists"),
+        *("structure: features as many as rows", "mlp: experts that choose rows"),
+    ),
+    "ep": (
+        *(
+            "structure: mixture with both losses",
+            "structure: mixture with capacity",
+            "attention: encoder layer",
+        ),
+        *(
+            "state: batch norm of tokens",
+            "state: features by hooks",
+            "loss: preferences",
+            "loss: a moving teacher",
+        ),
+        *("model: average of rows", "mlp: reversed gradient", "structure: one block for all"),
+    ),
+}
+"""What is not left to the long run; all faults that were found are among them."""
