@@ -24,11 +24,13 @@ RUN_REMEDIES: Mapping[str, str] = {
     "pp": "Pass on what blocks share as their arguments and results, or name with split=NAME where stages begin",
     "ep": REMEDIES["ep"],
 }
+_OF_MIXED = (
+    "it computes with weights from parameters(), which are DTensors, beside plain tensors. Read them as "
+    "p.full_tensor(), or add a penalty of weights to the loss in the training loop"
+)
 EXPLAINED: Mapping[str, str] = {
-    "got mixed torch.Tensor and DTensor": (
-        "it computes with weights from parameters(), which are DTensors, beside plain tensors. Read them as "
-        "p.full_tensor(), or add a penalty of weights to the loss in the training loop"
-    ),
+    "got mixed torch.Tensor and DTensor": _OF_MIXED,
+    "'Tensor' object has no attribute 'placements'": _OF_MIXED,
     "differentiate twice": "it differentiates through layers of which each rank has a part, and that a second time",
     "is a view and its base or another view of its base has been modified inplace": (
         "it changes a weight in place, which is a part of a DTensor (an embedding with max_norm does so too). Do it in "
