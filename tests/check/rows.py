@@ -139,5 +139,5 @@ def said(row: Row, derives: bool) -> tuple[str, bool]:
     return text, changed
 
 
-def table(derives: bool) -> dict[int, tuple[str, bool]]:
-    return {number: said(row, derives) for number, row in TABLE.items()}
+def table(derives: bool, numbers: list[int]) -> dict[int, tuple[str, bool]]:
+    return {number: said(TABLE[number], derives) for number in numbers}

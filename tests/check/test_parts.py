@@ -16,7 +16,7 @@ from lockstep.check.passes import Batch, Result, run
 from lockstep.check.reference import Reference
 from lockstep.check.snapshot import Snapshot, numbers
 from lockstep.errors import UsageError
-from lockstep.parallel.chance import WithoutChance, without_dropout
+from lockstep.parallel.chance import BeforeWrites, WithoutChance, without_dropout
 
 DRAWS: dict[str, Any] = {
     "dropout": lambda x: F.dropout(x, 0.5),
@@ -45,6 +45,18 @@ def _recurrent(kind: Any, x: Any) -> torch.Tensor:
     torch.seed()
     output = layer(x)[0]
     return output.data if hasattr(output, "data") and not isinstance(output, torch.Tensor) else output
+
+
+def test_each_tensor_that_a_function_writes_is_noted_before() -> None:
+    x, one, two = torch.arange(4.0), torch.zeros(1), torch.zeros(3)
+    noted: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with BeforeWrites(lambda tensor: noted.append((tensor, tensor.clone()))):
+        torch.split_with_sizes_copy(x, [1, 3], out=[one, two])  # as FSDP does with what it gathers
+        torch.add(x, 1, out=two.new_empty(4))
+        x.mul_(2)
+    written = [tensor for tensor, _ in noted]
+    assert [written[0] is one, written[1] is two, written[-1] is x, len(written)] == [True, True, True, 4]
+    assert not noted[0][1].any() and not noted[1][1].any() and two.tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("name", DRAWS)
