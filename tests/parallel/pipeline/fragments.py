@@ -223,6 +223,21 @@ def fails_later(block: Any, x: Tensor, *args: Any) -> Tensor:
     return x
 
 
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("no gradient")
+
+
+def fails_backward(block: Any, x: Tensor, *args: Any) -> Tensor:
+    failed: Tensor = FailsBackward.apply(x)
+    return failed
+
+
 def batch_norm(block: Any) -> None:
     block.bn = nn.BatchNorm1d(D)
 

@@ -326,7 +326,61 @@ def of_mode(model: Any, x: Tensor, labels: Tensor, **_: Any) -> Tensor:
     return ce(model, x, labels, reduction="mean" if model.head.training else "sum")
 
 
+def set_gain(model: Any, kwargs: dict[str, Any], step: int) -> None:
+    kwargs["gain"] = torch.tensor(0.0 if step == 0 else 3.0)
+
+
+def later(end: Any, fast: bool = False) -> Fragment:
+    """A part of the loss that is inactive on the first batch, for want of values, and active on the second one."""
+
+    def total(model: Any, x: Tensor, labels: Tensor, gain: Tensor) -> Tensor:
+        return ce(model, x, labels) + 0.01 * end(x * gain)
+
+    return Fragment(total, script=set_gain, steps=3, fast=fast)
+
+
+def of_blocks_later(
+    make: Any, reduction: str = "mean", outside: bool = False, fast: bool = False
+) -> Fragment:
+    """The same of an auxiliary loss that blocks return."""
+
+    def forward(model: Any, ids: Tensor, labels: Tensor, gain: Tensor) -> Any:
+        x, total = model.embed(ids), 0.0
+        for block in model.blocks:
+            x, aux = block(x, gain)
+            total = total + aux
+        x = model.norm(x)
+        if outside:
+            return model.head(x), total
+        return ce(model, x, labels, reduction=reduction) + 0.01 * total
+
+    return Fragment(
+        forward=forward,
+        after=lambda block, x, gain: (x, make(x * gain)),
+        script=set_gain,
+        steps=3,
+        fast=fast,
+        outside=(lambda z, y: F.cross_entropy(z[0].flatten(0, 1), y.flatten()) + 0.01 * z[1])
+        if outside
+        else None,
+    )
+
+
+def over(x: Tensor) -> Tensor:
+    return F.relu(x - 1)
+
+
 PASSING: dict[str, Fragment] = {
+    "a sum of blocks, zero at first": of_blocks_later(lambda x: over(x).sum(), fast=True),
+    "a mean of blocks, zero at first": of_blocks_later(lambda x: over(x).mean()),
+    "a sum of blocks beside a sum, zero at first": of_blocks_later(lambda x: over(x).sum(), "sum"),
+    "a mean of blocks beside a sum, zero at first": of_blocks_later(lambda x: over(x).mean(), "sum"),
+    "a sum of blocks for outside, zero at first": of_blocks_later(lambda x: over(x).sum(), outside=True),
+    "a sum of blocks, clamped at first": of_blocks_later(lambda x: over(x).sum().clamp(min=2.0)),
+    "a hinge that is a sum, inactive at first": later(lambda x: over(x).sum(), fast=True),
+    "a hinge that is a mean, inactive at first": later(lambda x: over(x).mean()),
+    "a clamped sum, inactive at first": later(lambda x: over(x).sum().clamp(min=2.0)),
+    "the larger of two, one at first": later(lambda x: torch.maximum(x.abs().sum(), x.new_tensor(2.0))),
     "means added up": Fragment(forward=added(mean), fast=True),
     "sums added up": Fragment(forward=added(total)),
     "means of blocks": returned(mean),

@@ -89,7 +89,24 @@ def each_architecture(names: list[str]) -> dict[str, str]:
 
 def late_failure() -> str:
     """What a rank says when a block of the last stage fails in the second step, and its rank goes."""
-    fragment = fragments.Fragment(block=fragments.attribute("calls", 0), hook=fragments.fails_later, at=(3,))
+    return failure_of(
+        fragments.Fragment(block=fragments.attribute("calls", 0), hook=fragments.fails_later, at=(3,))
+    )
+
+
+def failure_in_backward() -> str:
+    """The same where the backward of that block fails, of a loss that the loop computes."""
+    return failure_of(
+        fragments.Fragment(
+            lambda m, x, y: m.head(x),
+            outside=lambda z, y: z.square().mean(),
+            hook=fragments.fails_backward,
+            at=(3,),
+        )
+    )
+
+
+def failure_of(fragment: fragments.Fragment) -> str:
     model: nn.Module = pipeline(fragments.seeded(fragment), PipelineOptions(micro_batches=4), ("Block",))
     try:
         fragments.trained(model, fragment)
@@ -141,3 +158,10 @@ def test_a_rank_that_fails_is_named_on_the_others(run_distributed: Any) -> None:
     assert "Rank 1 failed in the forward of Model with ValueError: no more than one call." in first
     assert first.startswith("UsageError") and first.endswith(" 1")
     assert second.startswith("RuntimeError")
+
+
+def test_a_rank_that_fails_in_a_backward_outside_is_named_on_the_others(run_distributed: Any) -> None:
+    first, second = run_distributed(failure_in_backward, 2, timeout_s=60)
+    assert "Rank 1 failed in the backward of Model with ValueError: no gradient." in first
+    assert first.startswith("UsageError") and first.endswith(" 1")
+    assert second.startswith(("ValueError", "RuntimeError"))

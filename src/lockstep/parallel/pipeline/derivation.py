@@ -33,6 +33,7 @@ from lockstep.parallel.pipeline.rows import (
 )
 from lockstep.parallel.pipeline.settings import Settings, settings_of_call
 from lockstep.parallel.pipeline.state import untouched_generators
+from lockstep.parallel.pipeline.undecided import Edge, Place, Undecided
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +54,10 @@ class Derivation:
         self._title = type(module).__name__
         self._known_dims: dict[str, int | None] = {}
         self._reductions: dict[Any, Reduction] = {}
-        self._kinds: dict[tuple[str, str], str] = {}
+        self._kinds: dict[Any, dict[tuple[str, str], str]] = {}
+        self._left_alone: set[tuple[str, str]] = set()
         self._knows_numbers: set[Any] = set()
+        self._moved: tuple[set[Place], set[Edge]] = (set(), set())  # what is decided now
         self._settings = Settings(module)
         self._setting: tuple[int, ...] = ()  # of all ranks
 
@@ -135,8 +138,8 @@ class Derivation:
             UsageError: something that a forward changes follows the rows, or cannot be put together.
         """
         has_numbers = plan.micro_batches > 1 and plan.has_tensors_without_rows(self._stages.layout)
-        plan.kinds = self._kinds
         kind = self._kind(plan, batch, loss_fn)
+        plan.kinds = self._kinds.setdefault(kind, {})
         known = self._reductions.get(kind)
         if known is None or (has_numbers and kind not in self._knows_numbers):
             known = self._reductions[kind] = self._rehearsed(plan, batch, loss_fn, autocast, has_numbers)
@@ -159,7 +162,17 @@ class Derivation:
             self.refuse_batch_norm()
             return self.reduction(plan, batch, loss_fn, autocast)
         kind = self._kind(plan, batch, loss_fn)
-        self._reductions[kind] = Reduction("whole", True)
+        before = self._reductions[kind].undecided
+        if why == "undecided":
+            del self._reductions[kind]
+            self._moved = before.moved()
+            try:
+                return self.reduction(plan, batch, loss_fn, autocast)
+            finally:
+                self._moved = set(), set()
+        # Its gradient is right whatever parts it has; tensors that come to it may still be means or sums.
+        rest = Undecided(before.places, is_watched=before.is_watched)
+        self._reductions[kind] = Reduction("whole", True, undecided=rest)
         self._say(self._reductions[kind], "this batch")
         return self._reductions[kind]
 
@@ -187,30 +200,53 @@ class Derivation:
         modules = dict(self._module.named_modules())
         with untouched_generators(stages.device), without_chance(modules):
             rehearsal.run(whole)
+            undecided = self._still_undecided(rehearsal)
             entry, changed = stages.state.differing(), stages.state.changed()
             mine = None if entry is None else (entry.kind, entry.name)
             if (parameter := stages.state.written_parameter()) is not None:
                 mine = ("parameter", parameter)
             stages.state.forget_batch()
         failures = [(dist.get_rank(), text_of(error)) for error in rehearsal.failures[:1]]
-        told = stages.tell((rehearsal.word, mine, rehearsal.refusal, changed, failures))
+        is_watched = bool(undecided.places or undecided.edges)
+        told = stages.tell((rehearsal.word, mine, rehearsal.refusal, changed, failures, is_watched))
+        undecided.is_watched = any(one[-1] for one in told)
         if rehearsal.failures:
             raise rehearsal.failures[0]
-        for _, _, _, _, others in told:
+        for _, _, _, _, others, _ in told:
             if others:
                 raise consequence_of(others[0][0], self._title, others[0][1])
-        wrong = next((one for _, one, _, _, _ in told if one is not None), None)
+        wrong = next((one for _, one, *_ in told if one is not None), None)
         if wrong is not None:
             raise follows_rows(self._title, *wrong)
-        refusal = next((one for _, _, one, _, _ in told if one), None)
+        refusal = next((one for _, _, one, *_ in told if one), None)
         if refusal is not None:
             raise UsageError(refusal)
         blocks = tuple(f"{name}." for name in stages.layout.blocks)
-        names = {name for _, _, _, names, _ in told for name in names}
+        names = {name for _, _, _, names, *_ in told for name in names}
         stages.state.share(name for name in names if not name.startswith(blocks))
         self._settings.leave_out(names)
-        found = next((one for one, _, _, _, _ in told if one), "mean" if word == "auto" else word)
-        return Reduction(found, is_open)
+        found = next((one for one, *_ in told if one), "mean" if word == "auto" else word)
+        if found == "whole":
+            undecided.edges = set()
+        return Reduction(found, is_open, undecided=undecided)
+
+    def _still_undecided(self, rehearsal: Rehearsal) -> Undecided:
+        """What is to be watched from now on.
+
+        What has come to differ only with dropout or with random numbers is not found again without them: such a loss
+        is computed on the whole batch, and such a tensor is refused where it was zero.
+        """
+        undecided = rehearsal.undecided
+        places, edges = self._moved
+        if edges & undecided.edges:
+            rehearsal.word = "whole"
+        for name, path in places & undecided.places.keys():
+            self._left_alone.add((name, path))
+            if undecided.places[name, path] and not rehearsal.refusal:
+                rehearsal.refusal = str(rehearsal.neither(name, path))
+        for place in self._left_alone & undecided.places.keys():
+            del undecided.places[place]
+        return undecided
 
     def _say(self, reduction: Reduction, when: str) -> None:
         if dist.get_rank() == 0 and reduction.word == "whole" and reduction.was_found:

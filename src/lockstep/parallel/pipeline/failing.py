@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -12,10 +13,11 @@ from lockstep.runtime import failure
 from lockstep.torch_internals.c10d import default_store
 
 MOST_CHARACTERS = 300
+Part = Literal["forward", "backward"]
 
 
 @contextmanager
-def first_is_named(group: dist.ProcessGroup, title: str, call: int) -> Iterator[None]:
+def first_is_named(group: dist.ProcessGroup, title: str, call: int, part: Part = "forward") -> Iterator[None]:
     """Around a pass of a model called ``title``; ``call``: its number, the same on all ranks of ``group``.
 
     The store of the main group has the message of the rank that failed. Nothing is sent while none does.
@@ -26,7 +28,7 @@ def first_is_named(group: dist.ProcessGroup, title: str, call: int) -> Iterator[
     try:
         yield
     except Exception as error:
-        key = f"lockstep/pipeline/{dist.get_process_group_ranks(group)}/{title}/{call}"
+        key = f"lockstep/pipeline/{dist.get_process_group_ranks(group)}/{title}/{part}/{call}"
         if not failure.is_consequence(error):
             _tell(key, error)
             raise
@@ -34,13 +36,13 @@ def first_is_named(group: dist.ProcessGroup, title: str, call: int) -> Iterator[
         if told is None:
             raise
         rank, _, text = told.partition(" ")
-        raise consequence_of(int(rank), title, text) from error
+        raise consequence_of(int(rank), title, text, part) from error
 
 
-def consequence_of(rank: int, title: str, text: str) -> UsageError:
+def consequence_of(rank: int, title: str, text: str, part: Part = "forward") -> UsageError:
     """What other ranks raise where ``rank`` has failed."""
     consequence = UsageError(
-        f"Rank {rank} failed in the forward of {title} with {text} This rank stops with it. Mend the cause on that "
+        f"Rank {rank} failed in the {part} of {title} with {text} This rank stops with it. Mend the cause on that "
         "rank."
     )
     consequence.caused_by_rank = rank

@@ -6,6 +6,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -251,15 +252,20 @@ class PipelineModel(ModuleAround):
             parameters = self._parameters_by_name
             if plan.loss is None:
                 self._check_loss_outside()
-                return forward_now(self._local, plan, batch, autocast, parameters)
-            while reduction.word != "whole":
-                done, why_not = train(
-                    self._local, plan, batch, loss_fn, self._options, autocast, parameters, reduction
-                )
+            named = partial(first_is_named, self._local.group, type(self.module).__name__, self._calls)
+            while True:
+                if plan.loss is None:
+                    done, why_not = forward_now(
+                        self._local, plan, batch, autocast, parameters, reduction, lambda: named("backward")
+                    )
+                else:
+                    run = train_whole if reduction.word == "whole" else train
+                    done, why_not = run(
+                        self._local, plan, batch, loss_fn, self._options, autocast, parameters, reduction
+                    )
                 if why_not is None:
                     return done
                 reduction = derivation.another(why_not, plan, batch, loss_fn, autocast)
-            return train_whole(self._local, plan, batch, loss_fn, self._options, autocast, parameters)
 
     def _plan(self, call: Call, loss_fn: LossFunction | None, autocast: Autocast) -> Plan:
         local, options = self._local, self._options

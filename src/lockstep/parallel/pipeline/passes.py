@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,7 @@ from lockstep.parallel.pipeline.reduction import denominators, equal
 from lockstep.parallel.pipeline.segment import Pass
 from lockstep.parallel.pipeline.settings import Settings
 from lockstep.parallel.pipeline.trace import Kind
+from lockstep.parallel.pipeline.undecided import Undecided
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,12 @@ class Reduction:
     word: str
     was_found: bool
     settings: Settings | None = None
+    undecided: Undecided = field(default_factory=Undecided)
 
 
-WhyNot = Literal["settings", "rows"]
-"""Why a batch's loss is not what was found: the script has changed a setting, or its rows count differently."""
+WhyNot = Literal["settings", "undecided", "rows"]
+"""Why a batch's loss is not what was found: the script has changed a setting, what was zero is not any more, or the
+batch's rows count differently."""
 
 
 LossFunction = Callable[..., Tensor]
@@ -88,6 +91,8 @@ def train(
     has_changed = reduction.settings is not None and reduction.settings.have_changed()
     share = 1 / plan.micro_batches if reduction.word == "mean" else 1.0
     wanted = options.outputs == "all" and loss_fn is None
+    undecided = reduction.undecided
+    undecided.begin()
     kept: list[dict[str, Tensor]] = []
     losses: list[Tensor] = []
     counted: list[Any] = []
@@ -97,6 +102,7 @@ def train(
         losses.append(found[path].detach())
         if reduction.was_found:
             counted.append(denominators(found[path], once.ends))
+            undecided.watch(found[path])
         if wanted:
             kept.append({key: leaf.detach() for key, leaf in found.items() if isinstance(leaf, Tensor)})
         loss: Tensor = found[path] * (share * scale)
@@ -104,13 +110,16 @@ def train(
 
     if plan.schedule is None:
         plan.schedule = torch_schedule(options.schedule, stages.torch_stages(plan, 1), plan.micro_batches)
-    once = stages.begin(plan, Pass(calls, finish, autocast.inside, wants_ends=reduction.was_found))
+    watched = undecided if undecided.is_watched else None
+    once = stages.begin(
+        plan, Pass(calls, finish, autocast.inside, wants_ends=reduction.was_found, undecided=watched)
+    )
     with kept_apart(stages.parameters()) as gradients:
         run(plan.schedule, plan.micro_batches)
     once.ends.clear()
     like = Kind.of(leaves(plan.template)[path])
     if reduction.was_found:
-        why_not = _why_not(stages, has_changed, not counted or equal(counted))
+        why_not = _why_not(stages, has_changed, undecided, not counted or equal(counted))
         if why_not is not None:
             stages.state.forget_batch()
             return None, why_not
@@ -125,10 +134,13 @@ def train(
     return _fill(plan.template, results), None
 
 
-def _why_not(stages: LocalStages, has_changed: bool, is_same: bool) -> WhyNot | None:
+def _why_not(
+    stages: LocalStages, has_changed: bool, undecided: Undecided, is_same: bool = True
+) -> WhyNot | None:
     """The same on all ranks."""
-    changed, differs = stages.any_of([has_changed, not is_same])
-    return "settings" if changed else "rows" if differs else None
+    has_moved = undecided.is_watched and any(undecided.moved())
+    changed, moved, differs = stages.any_of([has_changed, has_moved, not is_same])
+    return "settings" if changed else "undecided" if moved else "rows" if differs else None
 
 
 def train_whole(
@@ -139,7 +151,8 @@ def train_whole(
     options: PipelineOptions,
     autocast: Autocast,
     parameters: Parameters,
-) -> Any:
+    reduction: Reduction,
+) -> tuple[Any, WhyNot | None]:
     """As ``train``, for a loss that is neither a mean nor a sum of those of micro-batches: all forwards come before all
     backwards, and what comes after the last block is computed on the whole batch."""
     assert plan.loss is not None
@@ -158,12 +171,18 @@ def train_whole(
         return roots[0]
 
     runner = FillDrain(stages.torch_stages(plan, 1), stages.rank_of, plan.micro_batches, keep=True)
-    stages.begin(plan, Pass(batch.parts, nothing, autocast.inside, whole=whole))
+    undecided = reduction.undecided
+    undecided.begin()
+    watched = undecided if undecided.is_watched else None
+    stages.begin(plan, Pass(batch.parts, nothing, autocast.inside, whole=whole, undecided=watched))
     with kept_apart(stages.parameters()) as gradients:
         runner.fill()
         pulls = _all_from_first(roots[0], plan.micro_batches) if roots else []
         roots.clear()
         runner.drain(pulls)
+    if watched is not None and (why_not := _why_not(stages, False, undecided)) is not None:
+        stages.state.forget_batch()
+        return None, why_not
     stages.state.end_batch()
     value = stages.from_last(kept[0][path] if kept else None, Kind.of(leaves(plan.template)[path]))
     results = {path: _deposited(stages, value, gradients, parameters, scale)}
@@ -171,7 +190,7 @@ def train_whole(
         for key, kind in plan.outputs.items():
             if key != path:
                 results[key] = stages.from_last(kept[0][key] if kept else None, kind)
-    return _fill(plan.template, results)
+    return _fill(plan.template, results), None
 
 
 def _deposited(
@@ -187,9 +206,19 @@ def _deposited(
 
 
 def forward_now(
-    stages: LocalStages, plan: Plan, batch: Batch, autocast: Autocast, parameters: Parameters
-) -> Any:
-    """All forwards; the backwards run when the loop calls backward on what it makes of the outputs."""
+    stages: LocalStages,
+    plan: Plan,
+    batch: Batch,
+    autocast: Autocast,
+    parameters: Parameters,
+    reduction: Reduction,
+    around_backward: Callable[[], AbstractContextManager[Any]],
+) -> tuple[Any, WhyNot | None]:
+    """All forwards; the backwards run when the loop calls backward on what it makes of the outputs.
+
+    Returns:
+        As ``train``.
+    """
     outputs = plan.outputs
     with_gradient = [path for path, kind in outputs.items() if kind.requires_grad]
     kept: list[dict[str, Tensor]] = []
@@ -204,12 +233,19 @@ def forward_now(
         return finish(0, plan.tail.run(batch.whole, plan.tail.joined(given), whole=True))
 
     once = Pass(batch.parts, finish, autocast.inside, whole=None if plan.by_rows else whole)
+    undecided = reduction.undecided
+    undecided.begin()
+    is_watched = undecided.is_watched and not plan.by_rows
+    once.undecided = undecided if is_watched else None
     # Stages of its own, because another forward may come before this one's backward.
     runner = FillDrain(
         stages.torch_stages(plan, len(with_gradient)), stages.rank_of, plan.micro_batches, keep=True
     )
     stages.begin(plan, once)
     runner.fill()
+    if is_watched and (why_not := _why_not(stages, False, undecided)) is not None:
+        stages.state.forget_batch()
+        return None, why_not
     stages.state.end_batch()
     results = {
         path: stages.from_last(kind.join([each[path].detach() for each in kept]) if kept else None, kind)
@@ -226,7 +262,8 @@ def forward_now(
             else [gradient]
             for path, gradient in zip(with_gradient, incoming, strict=True)
         ]
-        with torch.enable_grad():  # off by default inside of a backward
+        # Gradients are off by default inside of a backward.
+        with around_backward(), torch.enable_grad():
             pulls = [
                 pull([found[path] for path in with_gradient], [part[index] for part in parts])
                 for index, found in enumerate(kept)
@@ -243,7 +280,7 @@ def forward_now(
     if with_gradient:
         values = attach_outputs([results[path] for path in with_gradient], backward)
         results |= dict(zip(with_gradient, values, strict=True))
-    return _fill(plan.template, results)
+    return _fill(plan.template, results), None
 
 
 def evaluate(

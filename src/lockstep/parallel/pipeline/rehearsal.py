@@ -22,6 +22,7 @@ from lockstep.parallel.pipeline.reduction import found, kind_of, same_rows
 from lockstep.parallel.pipeline.refusals import mixes_rows, neither_mean_nor_sum
 from lockstep.parallel.pipeline.segment import Pass
 from lockstep.parallel.pipeline.state import StepState
+from lockstep.parallel.pipeline.undecided import Edge, Undecided, edges_without_gradient, is_same
 
 Outputs = dict[str, list[Any]]
 """Block of the last stage -> what it returns for each micro-batch; also what the stage receives."""
@@ -42,6 +43,7 @@ class Rehearsal:
     refusal: str = ""
     whole: Outputs = field(default_factory=dict)
     failures: list[Exception] = field(default_factory=list)
+    undecided: Undecided = field(default_factory=Undecided)
 
     def run(self, whole_plan: Plan | None) -> None:
         """``whole_plan``: of the whole batch as one micro-batch, where tensors without rows come to the last stage.
@@ -84,10 +86,14 @@ class Rehearsal:
                     self.word = self._reduction(outputs)
                 for name, path in unknown:
                     if self._matters(outputs, name, path):
-                        raise neither_mean_nor_sum(self.title, name, path, self._tail.source(name, path))
+                        raise self.neither(name, path)
             except UsageError as error:  # told to all ranks together
                 self.refusal = str(error)
         return ()
+
+    def neither(self, name: str, path: str) -> UsageError:
+        """The refusal of a tensor without rows that is neither a mean nor a sum."""
+        return neither_mean_nor_sum(self.title, name, path, self._tail.source(name, path))
 
     @property
     def _tail(self) -> Tail:
@@ -109,6 +115,8 @@ class Rehearsal:
                         raise mixes_rows(self.title, name or self.plan.traced.cuts[-1].block)
                     continue
                 kind = kind_of(value, mine)
+                if is_same(value, mine):
+                    self.undecided.places[name, path] = not bool(value.any())
                 self.plan.kinds[name, path] = kind or "mean"
                 if not kind:
                     unknown.append((name, path))
@@ -139,6 +147,7 @@ class Rehearsal:
         path = plan.loss
         assert path is not None
         state: StepState = self.stages.state
+        without: list[set[Edge]] = []
 
         def gradient(call: Call, given: dict[str, Any], is_whole: bool) -> tuple[Tensor, dict[str, Tensor]]:
             given = map_leaves(_leaf, given)
@@ -149,7 +158,11 @@ class Rehearsal:
             }
             with state.micro_batch(note=not is_whole):
                 loss = leaves(with_loss(tail.run(call, given, is_whole), call, self.loss_fn))[path]
-            got = torch.autograd.grad(loss, list(own.values()), allow_unused=True)
+            got, edges = edges_without_gradient(
+                loss, lambda: torch.autograd.grad(loss, list(own.values()), allow_unused=True)
+            )
+            if not is_whole:
+                without.append(edges)
             zeros = (torch.zeros_like(v) if g is None else g for v, g in zip(own.values(), got, strict=True))
             return loss.detach(), dict(zip(own, zeros, strict=True))
 
@@ -158,6 +171,7 @@ class Rehearsal:
             gradient(call, {name: values[index] for name, values in outputs.items()}, False)
             for index, call in enumerate(batch.parts)
         ]
+        self.undecided.edges = set.intersection(*without)
         dims = {key: plan.row_dim(*_place(key)) for key in gradients}
         if all(dim is None for dim in dims.values()):
             return "whole"

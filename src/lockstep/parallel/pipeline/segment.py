@@ -17,6 +17,7 @@ from lockstep.parallel.pipeline.carried import Exchange
 from lockstep.parallel.pipeline.micro_batch import Call
 from lockstep.parallel.pipeline.state import StepState
 from lockstep.parallel.pipeline.trace import RECEIVED, Argument, Cut, Kind
+from lockstep.parallel.pipeline.undecided import Undecided
 from lockstep.runtime.failure import is_consequence
 from lockstep.torch_internals import tensors as torch_tensors
 from lockstep.torch_internals.fake import UNKNOWN_VALUE
@@ -45,6 +46,7 @@ class Pass:
         default_factory=list
     )  # outputs of the last stage's blocks, where they are wanted
     wants_ends: bool = False
+    undecided: Undecided | None = None  # told what comes to the end of the last stage
     failures: list[Exception] | None = None
     """Where given: what a stage raises is noted, and it goes on with zeros, so that no rank waits for it."""
     device: torch.device | None = None
@@ -288,14 +290,20 @@ class Segment:
     def _listen(self) -> None:
         assert self.now is not None
         wanted = self.now.wants_ends and self._following is None
-        ends = self.now.ends
+        ends, undecided = self.now.ends, self.now.undecided
         ends.clear()
 
-        def keep(out: Any) -> None:
-            ends.extend(leaf for leaf in leaves(out).values() if isinstance(leaf, Tensor))
+        def keep(name: str) -> Callable[[Any], None]:
+            def note(out: Any) -> None:
+                found = leaves(out)
+                ends.extend(leaf for leaf in found.values() if isinstance(leaf, Tensor))
+                if undecided is not None:
+                    undecided.note(name, found.items())
 
-        for block in self._own.values():
-            block.keep = keep if wanted else None
+            return note
+
+        for name, block in self._own.items():
+            block.keep = keep(name) if wanted else None
 
     def _without_tail(self, micro_batch: int, call: Call, received: tuple[Tensor, ...]) -> Any:
         """The blocks of the last stage; behind those of the last micro-batch, the rest for all of them."""
@@ -306,10 +314,13 @@ class Segment:
             if self._exchange is not None:
                 self._collected[RECEIVED] = []
         last = next(reversed(self._own))
+        undecided = self.now.undecided
 
         def keep(name: str) -> Callable[[Any], None]:
             def note(out: Any) -> None:
                 self._collected[name].append(out)
+                if undecided is not None:
+                    undecided.note(name, leaves(out).items())
                 if name == last:
                     raise _Left(None)
 
@@ -351,8 +362,11 @@ class Segment:
             yield entered
             return
         assert self.now is not None
-        if self.now.wants_ends and self._following is None:
-            self.now.ends.extend(entered)
+        if self._following is None:
+            if self.now.wants_ends:
+                self.now.ends.extend(entered)
+            if self.now.undecided is not None:
+                self.now.undecided.note(RECEIVED, ((f"[{i}]", tensor) for i, tensor in enumerate(entered)))
         self._exchange.begin(entered)
         with self._exchange:
             yield entered
