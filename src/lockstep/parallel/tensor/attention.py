@@ -30,6 +30,7 @@ WIDTHS = (
     ),
     *("inner_dim", "all_head_size", "split_size", "hidden_dim", "attention_size", "q_size", "kv_size"),
 )
+COUNTS = (*HEADS, *KV_HEADS, *WIDTHS)
 CONFIG_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "heads")
 CONFIG_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 

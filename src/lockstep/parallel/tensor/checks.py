@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.parallel.blocks import settings
-from lockstep.parallel.tensor.attention import by_names_alone, check_heads, heads_of
+from lockstep.parallel.equal_modules import Found
+from lockstep.parallel.tensor.attention import COUNTS, by_names_alone, check_heads, heads_of
 from lockstep.parallel.tensor.given import COLUMNS, with_passed, without
-from lockstep.parallel.tensor.infer import output_layer, projections, region_with_styles
+from lockstep.parallel.tensor.infer import output_layer, projections, rehearsed_region
 from lockstep.parallel.tensor.plan import (
     COLUMN_STYLES,
     EMBEDDING_STYLES,
@@ -41,7 +41,7 @@ def complete(model: nn.Module, plan: TensorPlan, ranks: int) -> TensorPlan:
         return plan
     modules = dict(model.named_modules())
     regions: list[AttentionRegion] = []
-    known: dict[Any, Any] = {}
+    known = Found(attributes=COUNTS)
     for name, module in modules.items():
         for columns, query, key in projections(module):
             entries = {entry.name: entry for entry in plan.entries}
@@ -64,10 +64,7 @@ def complete(model: nn.Module, plan: TensorPlan, ranks: int) -> TensorPlan:
                 _join(prefix, column): entry.style for column, entry in zip(columns, split, strict=True)
             }
             rehearsal = Rehearsal(modules[place], styles, (row,), ranks, prefix, heads[0])
-            like = (settings(modules[place]), heads, tuple(styles.items()))
-            if like not in known:
-                known[like] = region_with_styles(rehearsal, name, module, heads)
-            found = known[like]
+            found = rehearsed_region(known, rehearsal, name, module, heads)
             if isinstance(found, Different):
                 plan = without(plan, name, [*names, _join(place, row)], found)
             elif isinstance(found, str):

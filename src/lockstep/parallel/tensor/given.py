@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.parallel.blocks import settings
+from lockstep.parallel.equal_modules import Found
 from lockstep.parallel.tensor.plan import Entry, TensorPlan
 from lockstep.parallel.tensor.rehearse import Different, Passed, Rehearsal, rehearse
 
@@ -27,7 +27,7 @@ def with_meetings(model: nn.Module, plan: TensorPlan, ranks: int) -> TensorPlan:
     """
     modules = dict(model.named_modules())
     attention = {name for region in plan.attention for name in (region.name, region.around)}
-    known: dict[Any, Passed | str] = {}
+    known = Found()
     for parent, group in _groups(modules, plan).items():
         if parent in attention:
             continue
@@ -39,10 +39,8 @@ def with_meetings(model: nn.Module, plan: TensorPlan, ranks: int) -> TensorPlan:
             if plan.source == BROUGHT:  # else the layer itself says what it was given
                 plan = without(plan, parent, list(rows), "no layer before it is split by columns")
             continue
-        like = (settings(modules[parent]), tuple(columns.items()), rows)
-        if like not in known:
-            known[like] = rehearse(Rehearsal(modules[parent], columns, rows, ranks))
-        result = known[like]
+        rehearsal = Rehearsal(modules[parent], columns, rows, ranks)
+        result = known.of(rehearsal.module, (tuple(columns.items()), rows), partial(rehearse, rehearsal))
         if isinstance(result, Different):
             plan = without(plan, parent, [entry.name for entry in group], result)
         else:

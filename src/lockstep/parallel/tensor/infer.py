@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.parallel.blocks import settings
-from lockstep.parallel.tensor.attention import check_heads, heads_of, region_of
+from lockstep.parallel.equal_modules import Found
+from lockstep.parallel.tensor.attention import COUNTS, check_heads, heads_of, region_of
 from lockstep.parallel.tensor.linear import computes_linear
 from lockstep.parallel.tensor.plan import AttentionRegion, Entry, TensorPlan, features, is_linear
 from lockstep.parallel.tensor.rehearse import Passed, Rehearsal, rehearse
@@ -78,7 +78,7 @@ class _Findings:
     entries: list[Entry] = field(default_factory=list)
     attention: list[AttentionRegion] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
-    rehearsed: dict[Any, Any] = field(default_factory=dict)
+    rehearsed: Found = field(default_factory=lambda: Found(attributes=COUNTS))
 
     def add(
         self, prefix: str, columns: dict[str, str], rows: tuple[str, ...], why: str, passed: Passed
@@ -140,10 +140,7 @@ def find_attention(name: str, module: nn.Module, modules: dict[str, nn.Module], 
         inside = {_join(prefix, column): style for column, style in columns.items()}
         rehearsal = Rehearsal(modules[place], inside, (row,), findings.ranks, prefix, heads[0])
         check_heads(name, heads, findings.ranks)
-        key_of = (str(rehearsal.module), heads, settings(rehearsal.module))
-        if key_of not in findings.rehearsed:
-            findings.rehearsed[key_of] = region_with_styles(rehearsal, name, module, heads)
-        result = findings.rehearsed[key_of]
+        result = rehearsed_region(findings.rehearsed, rehearsal, name, module, heads)
         if isinstance(result, str):
             findings.left.update(dict.fromkeys([*names, _join(place, row)], result))
             return
@@ -164,6 +161,14 @@ def output_layer(
     # In a module beside it, as in BERT: attention.self.query, attention.output.dense.
     place, _, prefix = name.rpartition(".")
     return place, prefix, _beside(modules[place], prefix)
+
+
+def rehearsed_region(
+    known: Found, rehearsal: Rehearsal, name: str, holder: nn.Module, heads: tuple[int, int]
+) -> Any:
+    """As ``region_with_styles``; modules that are alike are rehearsed once."""
+    among = (rehearsal.holder, heads, tuple(rehearsal.columns.items()), rehearsal.rows, rehearsal.ranks)
+    return known.of(rehearsal.module, among, lambda: region_with_styles(rehearsal, name, holder, heads))
 
 
 def region_with_styles(rehearsal: Rehearsal, name: str, holder: nn.Module, heads: tuple[int, int]) -> Any:
@@ -262,10 +267,8 @@ def _rehearsed_pair(
     if hidden % findings.ranks:
         return f"{hidden} features do not divide by {findings.ranks} ranks"
     rehearsal = Rehearsal(module, columns, rows, findings.ranks)
-    key = (str(module), str(columns), rows, settings(module))
-    if key not in findings.rehearsed:
-        findings.rehearsed[key] = rehearse(rehearsal)
-    found: Passed | str = findings.rehearsed[key]
+    among = (tuple(columns.items()), rows)
+    found: Passed | str = findings.rehearsed.of(module, among, lambda: rehearse(rehearsal))
     return found
 
 
