@@ -128,7 +128,7 @@ def said(parallel: str, mixed_precision: str = "no", **of_model: str) -> tuple[s
     """What the first training call says or raises, and whether a weight has changed then."""
     model = LanguageModel(**of_model)
     torch.manual_seed(0)
-    messages = _Messages()
+    messages = Messages()
     logging.getLogger("lockstep.check.verification").addHandler(messages)
     accelerator = Accelerator(cpu=True, parallel=parallel, mixed_precision=mixed_precision)
     prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -184,7 +184,7 @@ def trained(parallel: str, accumulation: int, kind: str, loss: str = "mean") -> 
 def by_train_step(parallel: str, reduction: str) -> str:
     """What ``train_step`` of a pipeline says with a loss of this reduction outside of the model."""
     torch.manual_seed(0)
-    messages = _Messages()
+    messages = Messages()
     logging.getLogger("lockstep.check.verification").addHandler(messages)
     accelerator = Accelerator(cpu=True, parallel=parallel)
     user = LanguageModel(loss="none")
@@ -201,7 +201,7 @@ def by_train_step(parallel: str, reduction: str) -> str:
     return " ".join(messages.texts)
 
 
-class _Messages(logging.Handler):
+class Messages(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []

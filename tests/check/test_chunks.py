@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep import Accelerator
 from lockstep.errors import UsageError
-from tests.check.cells import _Messages
+from tests.check.cells import Messages
 from tests.parallel.split_problem import LENGTH, VOCABULARY, make_batches, make_llama
 
 WIDTH = 16
@@ -61,7 +61,7 @@ class OwnModel(nn.Module):
 def own(parallel: str, kind: str) -> list[str]:
     """What is said in two training calls of different lengths, or raised."""
     torch.set_num_threads(1)
-    messages = _Messages()
+    messages = Messages()
     logger = logging.getLogger("lockstep.check.verification")
     logger.addHandler(messages)
     logger.setLevel(logging.INFO)
@@ -129,7 +129,7 @@ def test_the_first_batch_is_proved(run_distributed: Any, ranks: int, method: str
 
 def uneven(divides: bool) -> str:
     torch.set_num_threads(1)
-    messages = _Messages()
+    messages = Messages()
     logging.getLogger("lockstep.check.verification").addHandler(messages)
     accelerator = Accelerator(cpu=True, parallel="cp=2")
     model = accelerator.prepare(make_llama(1))

@@ -9,7 +9,7 @@ import torch
 
 from lockstep import Accelerator
 from lockstep.errors import ConfigError
-from tests.check import cells
+from tests.check import cells, changing
 
 WRONG: dict[str, tuple[str, dict[str, str]]] = {
     "gradient": ("tp=2", {"kind": "gradient"}),
@@ -130,3 +130,25 @@ def test_a_loss_outside_of_a_pipeline_is_compared_too(run_distributed: Any) -> N
 def test_other_words_are_refused(value: str) -> None:
     with pytest.raises(ConfigError, match="verify"):
         Accelerator(cpu=True, parallel={"tp": 1, "verify": value})
+
+
+def test_a_setting_that_makes_a_pipeline_wrong_is_caught_before_the_next_step(run_distributed: Any) -> None:
+    given = ("blocks.1", "centres", [False, False, True])
+    for _, text, steps in run_distributed(changing.changed, 2, *given, timeout_s=60):
+        assert "the loss is" in text and "module 'blocks.1'" in text
+        assert steps == 2
+
+
+def test_each_state_of_the_settings_is_proved_once(run_distributed: Any) -> None:
+    given = ("", "reduction", ["mean", "mean", "sum", "mean", "sum"])
+    (lines, *first), (nothing, *second) = run_distributed(changing.changed, 2, *given, timeout_s=60)
+    assert ["on the first batch" in line or "in training call 3" in line for line in lines] == [True, True], (
+        lines
+    )
+    assert nothing == [] and first == second == ["", 5]
+
+
+def test_a_setting_that_is_set_back_is_set_back_in_the_whole_model(run_distributed: Any) -> None:
+    given = ("", "reduction", ["mean", "sum", "mean"], "pp=2 verify=every:1")
+    (lines, *first), (_, *second) = run_distributed(changing.changed, 2, *given, timeout_s=60)
+    assert len(lines) >= 3 and first == second == ["", 3]

@@ -57,6 +57,7 @@ class Reference:
                 f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}). Give what cannot be "
                 "copied a __deepcopy__ method."
             ) from error
+        self._numbers = numbers(self.model)  # a script may change one, and change it back
         _rebind_functions(self.model, {number: made for number, made in memo.items() if _can_be_around(made)})
 
     def check_memory(self, device: torch.device) -> None:
@@ -127,7 +128,7 @@ class Reference:
 
         ``rounding``: weights and products are rounded to that type.
         """
-        set_numbers(self.model, live.numbers)
+        set_numbers(self.model, {**self._numbers, **live.numbers})
         tensors = live.tensors if rounding is None else _Rounding(live, rounding)
         autocast = torch.autocast(device.type, rounding, enabled=rounding is not None)
         with autocast, self.filled(tensors, live.trained, device) as model, without_chance(model):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,8 @@ class Setup:
 class Verification:
     """Of one model, made before it is split.
 
-    In its first training call, and with ``interval`` N > 0 in every N-th, the model is run forward and backward once
+    In its first training call, and with ``interval`` N > 0 in every N-th, and where a pipeline of all ranks derives
+    something for settings that it has not seen, the model is run forward and backward once
     more, without dropout, as it is split and, on rank 0, whole. Loss, outputs, all gradients, buffers and numbers that
     modules keep are compared. Nothing of these passes is left: gradients, buffers, random numbers are put back.
     """
@@ -75,6 +76,7 @@ class Verification:
         self._is_due = True
         self._is_running = False
         self._has_verified = False
+        self._has_ended = False
         if communicator.runtime.is_main:
             try:
                 self._reference = Reference(model)
@@ -87,6 +89,8 @@ class Verification:
         self._collector.note_split(prepared.plain)
         hook = _BeforeForward(self)
         self._handle = prepared.module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+        if self._follows_settings(prepared):
+            prepared.on_derived(self._after_derivation)
 
     def before_call(self, batch: Batch) -> None:
         """Verify with this batch, if it is time. Collective.
@@ -99,6 +103,27 @@ class Verification:
         self._is_running = True
         try:
             self._verify(batch)
+        finally:
+            self._is_running = False
+
+    def _follows_settings(self, prepared: ParallelModel | None) -> TypeGuard[PipelinedModel]:
+        """Other pipelines do not hear of what one of them has derived."""
+        return (
+            isinstance(prepared, PipelinedModel)
+            and self._setup.axes == ["pp"]
+            and not self._setup.shares_batches
+        )
+
+    def _after_derivation(
+        self, args: Sequence[Any], kwargs: dict[str, Any], loss_function: Any, targets: Sequence[Any]
+    ) -> None:
+        """Verify with this batch, as what its settings mean was not known before. Collective."""
+        if self._is_running or self._has_ended:
+            return
+        self._is_due = True
+        self._is_running = True
+        try:
+            self._verify(Batch(args, kwargs, loss_function, targets))
         finally:
             self._is_running = False
 
@@ -131,7 +156,7 @@ class Verification:
         axes = self._setup.axes
         self._tell(comparison, reason, axes if chunks is None else ["chunks", *axes])
         self._is_due = False
-        if not self._setup.interval:
+        if not self._setup.interval and not self._follows_settings(self._prepared):
             self._end()
 
     def _compared_twice(
@@ -151,6 +176,7 @@ class Verification:
 
     def _end(self) -> None:
         self._is_due = False
+        self._has_ended = True
         self._reference = None
         if self._handle is not None:
             self._handle.remove()

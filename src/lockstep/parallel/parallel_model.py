@@ -216,6 +216,10 @@ class PipelinedModel(ParallelModel):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self._pipeline.named_parameters()
 
+    def on_derived(self, prove: Callable[..., None]) -> None:
+        """See ``PipelineModel.on_derived``."""
+        self._pipeline.on_derived(prove)
+
     def counted_elsewhere(self) -> set[int]:
         owned = {id(parameter) for parameter in self._pipeline.owned().values()}
         return {id(parameter) for parameter in self.module.parameters()} - owned

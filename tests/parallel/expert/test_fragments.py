@@ -13,7 +13,7 @@ from lockstep import Accelerator
 from lockstep.errors import UsageError
 from parallel.expert.fragments import CELLS, Result, plainly, split
 from parallel.tensor.architectures import make_model
-from tests.check.cells import _Messages
+from tests.check.cells import Messages
 
 FAST = (
     "two of a dictionary",
@@ -35,7 +35,7 @@ FAST = (
 
 def run(names: list[str], verify: str) -> list[tuple[Result | str, str]]:
     """Of each cell the result or refusal, and what was said of the first batch."""
-    messages = _Messages()
+    messages = Messages()
     logger = logging.getLogger("lockstep.check.verification")
     logger.addHandler(messages)
     found = []

@@ -59,7 +59,9 @@ class Derivation:
         self._knows_numbers: set[Any] = set()
         self._moved: tuple[set[Place], set[Edge]] = (set(), set())  # what is decided now
         self._settings = Settings(module)
-        self._setting: tuple[int, ...] = ()  # of all ranks
+        self.is_new = False  # something was found that nobody has proved
+        self._setting: tuple[int, ...] = ()  # of all ranks; () is the first one
+        self._first_setting = self._settings.digest()
 
     # -- arguments ---------------------------------------------------------------------------------------
 
@@ -158,7 +160,10 @@ class Derivation:
     ) -> Reduction:
         """What the loss is where ``reduction`` does not hold any more."""
         if why == "settings":
-            self._setting = tuple(self._stages.tell(self._settings.digest()))
+            mine = self._settings.digest()
+            told = self._stages.tell((mine, mine == self._first_setting))
+            is_first = all(same for _, same in told)
+            self._setting = () if is_first else tuple(digest for digest, _ in told)
             self.refuse_batch_norm()
             return self.reduction(plan, batch, loss_fn, autocast)
         kind = self._kind(plan, batch, loss_fn)
@@ -225,9 +230,12 @@ class Derivation:
         names = {name for _, _, _, names, *_ in told for name in names}
         stages.state.share(name for name in names if not name.startswith(blocks))
         self._settings.leave_out(names)
+        if not self._setting:
+            self._first_setting = self._settings.digest()
         found = next((one for one, *_ in told if one), "mean" if word == "auto" else word)
         if found == "whole":
             undecided.edges = set()
+        self.is_new = True
         return Reduction(found, is_open, undecided=undecided)
 
     def _still_undecided(self, rehearsal: Rehearsal) -> Undecided:

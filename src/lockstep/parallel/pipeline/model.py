@@ -71,6 +71,7 @@ class PipelineModel(ModuleAround):
         self._callbacks: list[Callable[[], None]] = []
         self._plans: OrderedDict[Signature, Plan] = OrderedDict()
         self._derivation = Derivation(module, self._local, options)
+        self._prove: Callable[..., None] | None = None
         self._calls = 0
         self._said_order = False
         self._is_made = True
@@ -104,6 +105,11 @@ class PipelineModel(ModuleAround):
     def on_settled(self, callback: Callable[[], None]) -> None:
         """``callback()`` runs on all ranks in the first forward, when each knows which parameters it keeps."""
         self._callbacks.append(callback)
+
+    def on_derived(self, prove: Callable[..., None]) -> None:
+        """``prove(args, kwargs, loss_fn, targets)`` runs on all ranks of the pipeline, in a training call in which
+        something was derived: what the split means with these settings. It may call the model."""
+        self._prove = prove
 
     def stage_modules(self) -> list[StageModule]:
         """One module for each stage of this rank, to shard. Names of parameters are the model's.
@@ -249,6 +255,7 @@ class PipelineModel(ModuleAround):
                 return evaluate(self._local, plan, batch, loss_fn, self._options, autocast)
             derivation = self._derivation
             reduction = derivation.reduction(plan, batch, loss_fn, autocast)
+            self._prove_new(call, loss_fn, autocast)
             parameters = self._parameters_by_name
             if plan.loss is None:
                 self._check_loss_outside()
@@ -266,6 +273,13 @@ class PipelineModel(ModuleAround):
                 if why_not is None:
                     return done
                 reduction = derivation.another(why_not, plan, batch, loss_fn, autocast)
+                self._prove_new(call, loss_fn, autocast)
+
+    def _prove_new(self, call: Call, loss_fn: LossFunction | None, autocast: Autocast) -> None:
+        if self._derivation.is_new and self._prove is not None:
+            with autocast.inside():
+                self._prove(call.args, call.kwargs, loss_fn, call.targets)
+        self._derivation.is_new = False
 
     def _plan(self, call: Call, loss_fn: LossFunction | None, autocast: Autocast) -> Plan:
         local, options = self._local, self._options
