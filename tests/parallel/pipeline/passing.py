@@ -314,6 +314,11 @@ def set_block(model: Any, kwargs: dict[str, Any], step: int) -> None:
         block.sums = step > 0
 
 
+def set_block_and_back(model: Any, kwargs: dict[str, Any], step: int) -> None:
+    for block in model.blocks:
+        block.sums = step % 2 == 1
+
+
 def of_block(block: Any, x: Tensor, *args: Any) -> Any:
     return x, 0.01 * (x.square().sum() if block.sums else x.square().mean())
 
@@ -422,6 +427,14 @@ PASSING: dict[str, Fragment] = {
     "weight of a sum by a keyword": Fragment(of_scale, script=set_scale, steps=3),
     "attribute of blocks that is set": Fragment(
         forward=through_list, after=of_block, block=attribute("sums", False), script=set_block, steps=3
+    ),
+    "attribute of blocks that is set and set back": Fragment(
+        forward=through_list,
+        after=of_block,
+        block=attribute("sums", False),
+        script=set_block_and_back,
+        padded=True,
+        steps=5,
     ),
     "modes that are switched": Fragment(of_mode, script=set_mode, steps=4),
     "a preallocated tensor": Fragment(forward=preallocated),

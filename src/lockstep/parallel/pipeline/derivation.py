@@ -147,7 +147,8 @@ class Derivation:
             known = self._reductions[kind] = self._rehearsed(plan, batch, loss_fn, autocast, has_numbers)
             self._knows_numbers |= {kind} if has_numbers else set()
             self._say(known, "the first batch")
-        known.settings = self._settings if known.was_found else None
+        known.settings = self._settings if known.was_found or has_numbers else None
+        known.puts_together = has_numbers
         return known
 
     def another(

@@ -36,12 +36,14 @@ class Batch:
 class Reduction:
     """What the loss is over the batch: ``mean``, ``sum`` or ``whole``.
 
-    ``was_found``: nobody has said it; then it holds as long as ``settings`` stay what they are.
+    ``was_found``: nobody has said it; then it holds as long as ``settings`` stay what they are. ``puts_together``:
+    so does what tensors without rows are, of which a whole one is made.
     """
 
     word: str
     was_found: bool
     settings: Settings | None = None
+    puts_together: bool = False
     undecided: Undecided = field(default_factory=Undecided)
 
 
@@ -134,6 +136,11 @@ def train(
     return _fill(plan.template, results), None
 
 
+def _whole_is_watched(reduction: Reduction) -> bool:
+    """The same on all ranks."""
+    return reduction.undecided.is_watched or (reduction.settings is not None and reduction.puts_together)
+
+
 def _why_not(
     stages: LocalStages, has_changed: bool, undecided: Undecided, is_same: bool = True
 ) -> WhyNot | None:
@@ -174,13 +181,15 @@ def train_whole(
     undecided = reduction.undecided
     undecided.begin()
     watched = undecided if undecided.is_watched else None
+    is_watched = _whole_is_watched(reduction)
+    has_changed = is_watched and reduction.settings is not None and reduction.settings.have_changed()
     stages.begin(plan, Pass(batch.parts, nothing, autocast.inside, whole=whole, undecided=watched))
     with kept_apart(stages.parameters()) as gradients:
         runner.fill()
         pulls = _all_from_first(roots[0], plan.micro_batches) if roots else []
         roots.clear()
         runner.drain(pulls)
-    if watched is not None and (why_not := _why_not(stages, False, undecided)) is not None:
+    if is_watched and (why_not := _why_not(stages, has_changed, undecided)) is not None:
         stages.state.forget_batch()
         return None, why_not
     stages.state.end_batch()
@@ -235,7 +244,8 @@ def forward_now(
     once = Pass(batch.parts, finish, autocast.inside, whole=None if plan.by_rows else whole)
     undecided = reduction.undecided
     undecided.begin()
-    is_watched = undecided.is_watched and not plan.by_rows
+    is_watched = not plan.by_rows and _whole_is_watched(reduction)
+    has_changed = is_watched and reduction.settings is not None and reduction.settings.have_changed()
     once.undecided = undecided if is_watched else None
     # Stages of its own, because another forward may come before this one's backward.
     runner = FillDrain(
@@ -243,7 +253,7 @@ def forward_now(
     )
     stages.begin(plan, once)
     runner.fill()
-    if is_watched and (why_not := _why_not(stages, False, undecided)) is not None:
+    if is_watched and (why_not := _why_not(stages, has_changed, undecided)) is not None:
         stages.state.forget_batch()
         return None, why_not
     stages.state.end_batch()
