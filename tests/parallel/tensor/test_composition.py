@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep import Accelerator
 from lockstep.config.enums import Activation
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_blocks
@@ -153,3 +154,57 @@ def test_blocks_compile_in_one_graph(run_distributed) -> None:
         for result in results:
             assert problem.loss_difference(result.losses, expected.losses) < 5e-6
             assert problem.difference(result.gradients, expected.gradients) < 1e-5
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 32), nn.Linear(32, width)
+        self.mix = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.mix(x.mean(1, keepdim=True))
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class WithTables(nn.Module):
+    """Parameters of the model itself: two tables that are added, a token before the others, and a scale behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.columns = (nn.Parameter(torch.randn(1, 5, 16)) for _ in range(2))
+        self.token = nn.Parameter(torch.randn(1, 1, 16))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.blocks = nn.ModuleList(Block(16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.rows + self.columns
+        for block in self.blocks:
+            x = block(x)
+        return x[:, 0] * self.scale
+
+
+def gradients_of_rows(parallel: str) -> dict[str, torch.Tensor]:
+    """After two backwards of one row each, or of as many micro-batches of one row."""
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True, parallel=parallel or None)
+    model: Any = accelerator.prepare(WithTables())
+    x = torch.randn(4, 4, 16, generator=torch.Generator().manual_seed(1))
+    for part in (x,) if "pp" in parallel else x.split(1):
+        loss = model(part).square().sum() / 4
+        accelerator.backward(loss)
+    inner = accelerator.unwrap_model(model)
+    found = {name: problem.whole(p.grad) for name, p in inner.named_parameters() if p.grad is not None}
+    accelerator.free_memory()
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "parallel"), [(2, "tp=2"), (4, "tp=2 pp=2 micro_batches=4 loss=sum")])
+def test_gradients_of_single_rows_share_no_memory(run_distributed, ranks: int, parallel: str) -> None:
+    expected = gradients_of_rows("")
+    seen: set[str] = set()
+    for found in run_distributed(gradients_of_rows, ranks, parallel, timeout_s=120):
+        seen |= found.keys()
+        assert problem.difference(found, {name: expected[name] for name in found}) < 1e-5
+    assert seen == expected.keys()

@@ -43,6 +43,15 @@ def copy(x: Tensor, mesh: Any) -> Tensor:
     return _Copy.apply(x, mesh) if torch.is_grad_enabled() and x.requires_grad else x
 
 
+def own_gradient(x: Tensor) -> Tensor:
+    """``x``, whose gradient shares memory with no other one.
+
+    Where nothing is summed, as with one row, autograd hands one tensor to several parameters, and copies it unless
+    nobody else refers to it. A DTensor around it hides that others do.
+    """
+    return _OwnGradient.apply(x) if torch.is_grad_enabled() and x.requires_grad else x
+
+
 def reduce(x: Tensor, mesh: Any) -> Tensor:
     """The sum over the ranks."""
     return _Reduce.apply(x, mesh)
@@ -101,6 +110,16 @@ def _own_part(x: Tensor, mesh: Any, dim: int) -> Tensor:
 
 def _group(mesh: Any) -> str:
     return mesh.get_group().group_name
+
+
+class _OwnGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clone()
 
 
 class _Copy(torch.autograd.Function):

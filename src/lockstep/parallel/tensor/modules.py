@@ -78,14 +78,19 @@ class Role:
     def value(self, module: Any, name: str, parameter: Any) -> Any:
         if not is_dtensor(parameter):
             return parameter
-        if self.layer is not None and name in self.layer.names:
-            return self.layer.value(module, name, parameter)
-        return self.whole_value(parameter)
+        is_split = self.layer is not None and name in self.layer.names
+        value = self.layer.value(module, name, parameter) if is_split else self.whole_value(parameter)
+        # Layers of torch sum over rows in kernels, which make new tensors.
+        return value if _is_of_torch(module) else communication.own_gradient(value)
 
     def whole_value(self, parameter: Any) -> Tensor:
         value: Tensor = parameter.to_local()
         is_sum = self.reduced == "always" or (self.reduced == "sequence" and self.group.is_split)
         return communication.copy(value, self.group.mesh) if is_sum else value
+
+
+def _is_of_torch(module: Any) -> bool:
+    return str(module._plain_class.__module__).startswith("torch.nn.")
 
 
 class TensorParallelForward(Subclassed):
@@ -132,6 +137,8 @@ def _parameter_property(name: str) -> property:
     """The parameter; as a plain tensor of this rank's part while a forward runs."""
 
     def get(module: Any) -> Any:
+        if name in module.__dict__:  # a pipeline's stand-in for what another stage has
+            return module.__dict__[name]
         try:
             parameter = torch_modules.parameters_of(module)[name]
         except KeyError:
