@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from lockstep.comm.tree import leaves, map_leaves
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.absent import carried, is_stand_in
+from lockstep.parallel.pipeline.replay import Replays
 from lockstep.torch_internals import tensors as torch_tensors
 
 ITSELF = "itself"
@@ -148,6 +149,7 @@ class Values(TorchFunctionMode):
         self._changed: dict[int, Tensor] = {}  # real tensors that have become another stage's
         self._used: list[Value] = []
         self._order: dict[int, list[tuple[Value, str, Tensor]]] = {}
+        self.replays: Replays | None = None  # is told what blocks make
         self.within: set[int] = set()  # segments that use something within a block
         self.between: set[int] = (
             set()
@@ -178,6 +180,8 @@ class Values(TorchFunctionMode):
         if changed is not None:
             args, kwargs = self._taken(changed, args, kwargs)
         out = func(*args, **kwargs)
+        if self._inside and self.replays is not None:
+            self.replays.note(out)
         if not self._inside:
             number = self._counts[name]
             self._counts[name] += 1

@@ -99,6 +99,13 @@ def trace(
     Raises:
         UsageError: the forward cannot be cut into stages.
     """
+    tracer = _tracer(model, layout)
+    replays = tracer.replay_equal_blocks()
+    try:
+        return _run(tracer, model, layout, call, loss_fn)
+    except Exception:  # whatever a user's forward raises; every block is traced to see whether it is right
+        if not replays.count:
+            raise
     return _run(_tracer(model, layout), model, layout, call, loss_fn)
 
 

@@ -20,6 +20,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.absent import StandIns, carried, carry, is_stand_in
 from lockstep.parallel.pipeline.carried import OUTPUT, Fetch, Source, Values, calling
 from lockstep.parallel.pipeline.failing import note_module
+from lockstep.parallel.pipeline.replay import Replays
 from lockstep.torch_internals import tensors as torch_tensors
 from lockstep.torch_internals.dispatch import TorchDispatchMode
 from lockstep.torch_internals.fake import UNKNOWN_VALUE, without_values
@@ -135,6 +136,18 @@ class Tracer(TorchDispatchMode):
         self.used: set[str] = set()  # paths of those that an operation reads
         self.alike: Callable[[nn.Module], str] | None = None  # equal where blocks make the same shapes
         self._seen: dict[Any, Any] = {}
+        self._replays: Replays | None = None
+
+    def replay_equal_blocks(self) -> Replays:
+        """Trace blocks that are equal once."""
+        self._replays = self._values.replays = Replays(
+            storage_of,
+            lambda tensor: storage_of(tensor) in self._parameters or storage_of(tensor) in self._born,
+            lambda tensor: self._born.get(storage_of(tensor)) == self._segment,
+            self._new,
+            self._alive,
+        )
+        return self._replays
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self._values.paused():
@@ -257,6 +270,8 @@ class Tracer(TorchDispatchMode):
 
     def _result(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.alike is None:
+            if self._replays is not None:
+                return self._replays.call(module, args, kwargs, self._called_for)
             return self._called_for(module, args, kwargs)
         given = leaves((args, kwargs))
         key = (self.alike(module), tuple((path, _shape(leaf)) for path, leaf in given.items()))

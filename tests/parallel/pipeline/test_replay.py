@@ -1,0 +1,165 @@
+"""Equal blocks are traced once for a pipeline; what is traced is the same as if each of them were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.tree import leaves
+from lockstep.parallel.blocks import find_blocks
+from lockstep.parallel.pipeline import plan as plans
+from lockstep.parallel.pipeline.layout import Layout
+from lockstep.parallel.pipeline.micro_batch import Call
+from lockstep.parallel.pipeline.trace import Traced, Tracer
+
+LAYERS = 24
+NOTED: list[Tensor] = []
+
+
+class Block(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.count, self.shared = number, 0, None
+        self.kind = "plain"
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, notes: Any = None) -> Any:
+        hidden = torch.relu(self.up(x))
+        if self.kind == "number":
+            hidden = hidden * (1 + self.number)
+        if self.kind == "counts":
+            self.count += 1
+        if self.kind == "keeps":
+            self.last = hidden
+        if self.kind == "global":
+            NOTED.append(hidden)
+        if self.kind == "collects":
+            notes.append(hidden.shape)
+        if self.kind == "parameter":
+            hidden = hidden + self.shared
+        return x + self.down(hidden)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(map(Block, range(LAYERS)))
+        self.scale = nn.Parameter(torch.ones(16))
+        self.notes: list[Any] = []
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, self.notes)
+            x += 1  # what a block returns is no leaf
+        return self.head(x).square().mean()
+
+
+@pytest.fixture
+def traced_blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    found: list[int] = []
+    real = Tracer._called_for
+
+    def counted(self: Tracer, module: Any, args: Any, kwargs: Any) -> Any:
+        found.append(object.__getattribute__(module, "number"))  # which is not noted as read
+        return real(self, module, args, kwargs)
+
+    monkeypatch.setattr(Tracer, "_called_for", counted)
+    NOTED.clear()
+    return found
+
+
+def traced(model: Model, replays: bool = True) -> Traced:
+    layout = Layout(model, find_blocks(model), [0, LAYERS // 2], torch.device("cpu"))
+    call = Call((torch.zeros(2, 3, dtype=torch.long),), {})
+    if replays:
+        return plans.trace(model, layout, call, None)
+    return plans._run(plans._tracer(model, layout), model, layout, call, None)
+
+
+def shown(found: Traced) -> Any:
+    results = {name: list(map(str, leaves(one).values())) for name, one in found.results.items()}
+    return found.cuts, found.stages, found.uses, found.shapes, found.early, results
+
+
+def test_equal_blocks_are_traced_once(traced_blocks: list[int]) -> None:
+    model = Model()
+    found = traced(model)
+    assert traced_blocks == [0]
+    assert shown(found) == shown(traced(model, replays=False))
+    assert len(traced_blocks) == 1 + LAYERS
+
+
+def another_width(block: Block) -> None:
+    block.up, block.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+
+def another_activation(block: Block) -> None:
+    block.up = nn.Sequential(block.up, nn.Tanh())
+
+
+def hooked(block: Block) -> None:
+    block.up.register_forward_hook(lambda *_: None)
+
+
+def frozen(block: Block) -> None:
+    block.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "change", [another_width, another_activation, hooked, frozen], ids=lambda f: f.__name__
+)
+def test_an_unequal_block_is_traced_by_itself(
+    traced_blocks: list[int], change: Callable[[Block], None]
+) -> None:
+    model = Model()
+    change(model.layers[7])
+    found = traced(model)
+    assert traced_blocks == [0, 7]
+    assert shown(found) == shown(traced(model, replays=False))
+
+
+@pytest.mark.parametrize("kind", ["number", "counts", "keeps", "global", "collects"])
+def test_blocks_that_do_more_are_each_traced(traced_blocks: list[int], kind: str) -> None:
+    model = Model()
+    for layer in model.layers:
+        layer.kind = kind
+    found = traced(model)
+    assert traced_blocks == list(range(LAYERS))
+    assert shown(found) == shown(traced(model, replays=False))
+
+
+def test_a_parameter_outside_of_blocks_is_seen_in_each(traced_blocks: list[int]) -> None:
+    model = Model()
+    for layer in model.layers:
+        layer.kind, layer.shared = "parameter", model.scale
+    found = traced(model)
+    assert traced_blocks == list(range(LAYERS))
+    assert found.uses["scale"] == {0, 1}
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_transformers(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 8, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
+    config = getattr(transformers, name).config_class(**sizes)
+    config.intermediate_size, config.use_cache = 16, False
+    model = getattr(transformers, name)(config)
+    layout = Layout(model, find_blocks(model), [0, LAYERS // 2], torch.device("cpu"))
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    call = Call((ids,), {"labels": ids})
+    count: list[Any] = []
+    real = Tracer._called_for
+    monkeypatch.setattr(Tracer, "_called_for", lambda *given: count.append(0) or real(*given))
+    found = plans.trace(model, layout, call, None)
+    assert len(count) == 1
+    every = plans._run(plans._tracer(model, layout), model, layout, call, None)
+    assert len(count) == 1 + LAYERS
+    assert (found.cuts, found.stages, found.uses) == (every.cuts, every.stages, every.uses)
+    assert found.shapes == every.shapes
