@@ -1,0 +1,137 @@
+"""What it costs to find how a model is split: CPU time of rank 0, in seconds.
+
+    python benchmarks/derivation.py               # 2 processes
+    python benchmarks/derivation.py --quick
+
+A GPT-2 and a Llama of transformers are prepared and trained for some steps, without the first batch's proof. Shown are
+the time of ``prepare`` beyond that of a data-parallel model, and that of the first step beyond a later one's, whose
+sum is the cost. CPU time, so that other work on the machine counts little; the first round, which imports, is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+
+LINES = ("tp=2", "pp=2", "ddp")
+MODELS = ("GPT-2", "GPT-2 without cache", "Llama", "Llama without cache")
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--width", type=int, default=32, help="features of a token (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=24, help="blocks (default %(default)s)")
+    return common.parse_for_blocks(parser, "derivation", rounds=5, quick_rounds=1)
+
+
+def model_of(name: str, chosen: argparse.Namespace) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": chosen.width,
+        "num_hidden_layers": chosen.layers,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    }
+    model: Any
+    if name.startswith("GPT-2"):
+        model = GPT2LMHeadModel(GPT2Config(**sizes))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=3 * chosen.width))
+    model.config.use_cache = not name.endswith("without cache")
+    return model
+
+
+def once(name: str, line: str, chosen: argparse.Namespace) -> tuple[float, float]:
+    """Seconds of ``prepare``, and of the first step beyond a later one."""
+    import torch
+
+    from lockstep import Accelerator
+
+    accelerator = Accelerator(cpu=True, parallel=line if line == "ddp" else f"{line} verify=off")
+    model = model_of(name, chosen)
+    start = time.process_time()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 1e-3))
+    prepared = time.process_time() - start
+    tokens = torch.randint(128, (8, 16), generator=torch.Generator().manual_seed(0))
+
+    def step() -> float:
+        accelerator.wait_for_everyone()
+        start = time.process_time()
+        accelerator.backward(model(tokens, labels=tokens).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.process_time() - start
+
+    first = step()
+    later = common.summary([step() for _ in range(5)]).median
+    accelerator.free_memory()
+    return prepared, first - later
+
+
+def work(chosen: argparse.Namespace) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    found: dict[str, list[tuple[float, float]]] = {}
+    for number in range(chosen.rounds + 1):
+        for name in MODELS:
+            for line in LINES:
+                both = once(name, line, chosen)
+                if number:
+                    found.setdefault(f"{name}, {line}", []).append(both)
+    if os.environ["RANK"] == "0":
+        Path(chosen.worker).write_text(json.dumps(found))
+
+
+def main() -> None:
+    chosen = options()
+    if chosen.worker:
+        work(chosen)
+        return
+    report = common.Report("derivation", "What it costs to find how a model is split")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        arguments = [
+            *(f"--{name}={getattr(chosen, name)}" for name in ("rounds", "width", "layers")),
+            f"--worker={path}",
+        ]
+        common.run_workers(__file__, arguments, 2)
+        found = json.loads(path.read_text())
+    results: dict[str, Any] = {}
+    rows = []
+    for name in MODELS:
+        plain = found[f"{name}, ddp"]
+        for line in LINES[:2]:
+            pairs = list(zip(found[f"{name}, {line}"], plain, strict=True))
+            prepare = common.summary([split[0] - other[0] for split, other in pairs])
+            first = common.summary([split[1] - other[1] for split, other in pairs])
+            total = common.summary([sum(split) - sum(other) for split, other in pairs])
+            results[f"{name}, {line}"] = {
+                "prepare_s": prepare.to_dict(),
+                "first_step_s": first.to_dict(),
+                "total_s": total.to_dict(),
+            }
+            rows.append([name, line, f"{prepare.median:.2f} s", f"{first.median:.2f} s", total.show(2)])
+    report.finish(
+        ["model", "split", "prepare", "first step", "both, in s (quartiles)"],
+        rows,
+        results,
+        {"processes": 2, "width": chosen.width, "layers": chosen.layers, "rounds": chosen.rounds},
+        chosen.output,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
