@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +13,15 @@ from lockstep.errors import LockstepError
 from lockstep.parallel.blocks import settings
 from lockstep.parallel.context.checks import InBlock
 from lockstep.parallel.context.rehearse import UNKNOWN, Call, Verdict, rehearse
-from lockstep.parallel.equal_modules import Found
 from lockstep.runtime import failure
 
 
 @dataclass
 class Judge:
-    """Of one model's blocks. ``verdicts``: of each block that has run, by its settings; ``rehearses``: off in tests."""
+    """Of one model's blocks. ``verdicts``: of each kind of block that has run; ``rehearses``: off in some tests."""
 
     rehearses: bool = True
-    verdicts: WeakKeyDictionary[nn.Module, dict[str, Verdict]] = field(default_factory=WeakKeyDictionary)
-    found: Found = field(default_factory=Found)
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
 
     def __call__(self, block: nn.Module, call: Call, mode: InBlock) -> None:
         """Judge the first call of each kind of block that learns, or in which something is suspected.
@@ -34,13 +31,11 @@ class Judge:
         """
         if not torch.is_grad_enabled() and not mode.suspicions:
             return
-        kind, verdicts = settings(block), self.verdicts.setdefault(block, {})
-        verdict = verdicts.get(kind)
+        kind = settings(block)
+        verdict = self.verdicts.get(kind)
         if verdict is None:
-            verdict = UNKNOWN
-            if self.rehearses:
-                verdict = self.found.of(block, None, lambda: rehearse(block, call, mode.of_length))
-            verdicts[kind] = verdict
+            verdict = rehearse(block, call, mode.of_length) if self.rehearses else UNKNOWN
+            self.verdicts[kind] = verdict
         if verdict.mixing is not None:
             mode.refuse_suspected(verdict.mixing)
             mode.refuse(
@@ -59,7 +54,7 @@ class Judge:
         """
         if isinstance(error, (LockstepError, torch.OutOfMemoryError)) or failure.is_consequence(error):
             return
-        if settings(block) in self.verdicts.get(block, {}):
+        if settings(block) in self.verdicts:
             return
         try:
             mode.refuse_suspected()
