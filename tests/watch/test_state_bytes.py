@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lockstep import Accelerator
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.watch.state_bytes import StateBytes, count_state
 
 WIDTH = 8
@@ -46,11 +47,11 @@ def tokens() -> torch.Tensor:
 def test_a_tied_tensor_counts_once_and_a_frozen_one_has_weights_alone() -> None:
     model = Tied()
     optimizer = torch.optim.AdamW(model.parameters())
-    assert count_state([model], [optimizer]) == StateBytes(4 * (SHARED_OUT + FROZEN + 1), 0, 0)
+    assert count_state([ParallelModel(model)], [optimizer]) == StateBytes(4 * (SHARED_OUT + FROZEN + 1), 0, 0)
     model(tokens()).sum().backward()
     optimizer.step()
     trained = SHARED_OUT + 1
-    assert count_state([model], [optimizer]) == StateBytes(
+    assert count_state([ParallelModel(model)], [optimizer]) == StateBytes(
         weights=4 * (trained + FROZEN), gradients=4 * trained, optimizer=8 * trained + 4 * TENSORS
     )
 
@@ -72,13 +73,13 @@ def test_state_in_lists_counts() -> None:
     lists += sum(t.nbytes for t in state["al"] if t is not None)
     single = sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
     assert lists > 0
-    assert count_state([model], [optimizer]).optimizer == lists + single
+    assert count_state([ParallelModel(model)], [optimizer]).optimizer == lists + single
 
 
 def test_a_parameter_of_two_models_counts_once() -> None:
     first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
     second.weight = first.weight
-    assert count_state([first, second], []).weights == 4 * 16
+    assert count_state([ParallelModel(first), ParallelModel(second)], []).weights == 4 * 16
 
 
 def on_ranks(parallel: str) -> list[Any]:

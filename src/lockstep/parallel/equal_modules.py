@@ -70,7 +70,7 @@ def describe(module: nn.Module, foreign: Callable[[Tensor], bool] = lambda _: Fa
             held.append((name, None if parameter is None else reader.tensor(parameter, has_values=False)))
         held += [(name, reader.of(buffer)) for name, buffer in torch_modules.buffers_of(inner).items()]
         for name, value in vars(inner).items():
-            if name in ("_parameters", "_buffers", "_modules"):
+            if name in torch_modules.REGISTRIES:
                 continue
             if "hooks" in name and name in torch_modules.OWN_ATTRIBUTES:
                 held.append(Unlike() if value else name)
@@ -137,7 +137,8 @@ class _Reader:
             return (*kind, tensor.requires_grad)
         if type(tensor) is not Tensor or tensor.numel() > _MOST_VALUES:
             return Unlike()
-        values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        copied = tensor.detach().clone().cpu().contiguous().reshape(-1)  # numpy would pin the memory itself
+        values = copied.view(torch.uint8).numpy().tobytes()
         return (*kind, tensor.requires_grad, values)
 
 

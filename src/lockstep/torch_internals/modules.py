@@ -54,6 +54,9 @@ def children_of(module: nn.Module) -> dict[str, Any]:
 
 OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Names of what each module keeps for torch. Relies on: a new module has all of them, and nothing else."""
+
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+"""Of these the ones in which it keeps what was registered."""
 REGISTERED = (parameters_of, buffers_of)
 """What has the tensors of a module."""
 

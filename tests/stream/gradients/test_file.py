@@ -219,7 +219,7 @@ from pathlib import Path
 from lockstep.stream.direct import OffloadFile
 from lockstep.stream.gradients.file import GradientFile
 from lockstep.stream.step.attach import offload_step
-from lockstep.stream.units import Unit
+from lockstep.stream.units import WeightGroup
 
 def anonymous():
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
@@ -233,7 +233,7 @@ for i in range(blocks):
     layer.weight.data = home.tensor(home.place(one), (width, width), torch.float32).copy_(layer.weight.data)
     model.append(layer)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-units = [Unit(str(i), [layer], dict(layer.named_parameters()), one) for i, layer in enumerate(model)]
+units = [WeightGroup(str(i), [layer], dict(layer.named_parameters()), one) for i, layer in enumerate(model)]
 gradients = GradientFile(model.parameters(), folder)
 step = offload_step(optimizer, units, folder)
 nn.Linear(8, 8)(torch.ones(2, 8)).sum().backward()

@@ -8,6 +8,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from lockstep.torch_internals import tensors as torch_tensors
+
 
 class Visible(Enum):
     """The keys that a query sees."""
@@ -26,11 +28,11 @@ class Masks:
     def visible(self, mask: Tensor) -> Visible:
         """Waits for the device where the mask is a new one."""
         known = self._seen.get(id(mask))
-        if known is not None and known[0]() is mask and known[1] == mask._version:
+        if known is not None and known[0]() is mask and known[1] == torch_tensors.version(mask):
             return known[2]
         found = _visible(mask.detach())
         self._seen = {key: entry for key, entry in self._seen.items() if entry[0]() is not None}
-        self._seen[id(mask)] = (weakref.ref(mask), mask._version, found)
+        self._seen[id(mask)] = (weakref.ref(mask), torch_tensors.version(mask), found)
         return found
 
     def __deepcopy__(self, memo: object) -> Masks:

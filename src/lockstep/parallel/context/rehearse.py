@@ -22,6 +22,7 @@ from lockstep.comm.tree import leaves, map_leaves
 from lockstep.parallel.contents import saved
 from lockstep.parallel.context.arguments import sequence_dim
 from lockstep.parallel.context.checks import InBlock
+from lockstep.torch_internals import kernels
 from lockstep.torch_internals import modules as torch_modules
 
 POSITIONS = 16
@@ -50,7 +51,7 @@ class Verdict:
 
 
 UNKNOWN = Verdict(False)
-SCORES = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum", "softmax", "_softmax"})
+SCORES = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum", "softmax", kernels.SOFTMAX})
 """Functions that attention by hand is made of. Its weights may be so far apart that mixing is taken for rounding."""
 
 
