@@ -11,6 +11,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -171,6 +172,14 @@ def run_workers(script: str, arguments: Sequence[str], world_size: int) -> None:
                 worker.wait()
     if any(worker.returncode for worker in workers):
         raise SystemExit("a worker failed.")
+
+
+def found_by_workers(script: str, arguments: list[str], ranks: int) -> Any:
+    """Like ``run_workers``; returns what rank 0 wrote as JSON to the path that ``--worker`` names."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        run_workers(script, [*arguments, f"--worker={path}"], ranks)
+        return json.loads(path.read_text())
 
 
 def versions() -> dict[str, str]:

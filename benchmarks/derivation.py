@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -101,14 +100,8 @@ def main() -> None:
         work(chosen)
         return
     report = common.Report("derivation", "What it costs to find how a model is split")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "found.json"
-        arguments = [
-            *(f"--{name}={getattr(chosen, name)}" for name in ("rounds", "width", "layers")),
-            f"--worker={path}",
-        ]
-        common.run_workers(__file__, arguments, 2)
-        found = json.loads(path.read_text())
+    names = ("rounds", "width", "layers")
+    found = common.found_by_workers(__file__, [f"--{name}={getattr(chosen, name)}" for name in names], 2)
     results: dict[str, Any] = {}
     rows = []
     for name in MODELS:

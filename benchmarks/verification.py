@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -102,14 +101,8 @@ def main() -> None:
         work(chosen)
         return
     report = common.Report("verification", "What the first batch's proof of a split costs")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "found.json"
-        arguments = [
-            *(f"--{name}={getattr(chosen, name)}" for name in ("rounds", "steps", "width", "layers")),
-            f"--worker={path}",
-        ]
-        common.run_workers(__file__, arguments, 2)
-        found = json.loads(path.read_text())
+    names = ("rounds", "steps", "width", "layers")
+    found = common.found_by_workers(__file__, [f"--{name}={getattr(chosen, name)}" for name in names], 2)
     results = {
         line: {
             "steps": common.summary([one["steps"] for one in rounds]).to_dict(),
