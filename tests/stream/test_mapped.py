@@ -136,6 +136,18 @@ def test_a_truncated_file_is_an_error_before_it_is_touched(numbers) -> None:
         of_unit.populate()
 
 
+def test_a_file_that_is_truncated_while_it_is_read_is_named_as_such(numbers) -> None:
+    path, _ = numbers
+    pages_of_file = Pages([map_file(path)])
+
+    def stopped() -> bool:
+        os.truncate(path, 8 * PAGE)
+        return False
+
+    with pytest.raises(OffloadError, match=rf"truncated to {8 * PAGE} bytes.* first {64 * PAGE}\. Load"):
+        pages_of_file.populate(stopped)
+
+
 def test_older_kernels_are_served_by_touching_each_page(numbers, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = numbers
     tensor = map_file(path)

@@ -126,6 +126,7 @@ class _Span:
             _touch(start, nbytes)
         elif code:
             mapping = self.mapping
+            mapping.check(self.end)  # it may have been truncated since the check before
             raise OffloadError(
                 f"{nbytes} bytes at {mapping.offset + start - mapping.start} of {mapping.path} cannot be read: "
                 f"{os.strerror(code)}. The file may have been truncated, or its disk have failed: load the model again."
