@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 import common
 from lockstep.config.enums import Activation
-from lockstep.parallel.blocks import find_blocks
+from lockstep.model.blocks import find_blocks
 from lockstep.parallel.recompute import recompute
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "gpt"))

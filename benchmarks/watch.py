@@ -83,8 +83,8 @@ def worker(chosen: argparse.Namespace) -> None:
     """One rank: takes the turns; rank 0 writes pairs of (with the watch, without), each (wall, CPU) in ms a step."""
     import torch
 
+    from lockstep.observe.hang.process import watch_process
     from lockstep.runtime import process
-    from lockstep.watch.hang.process import watch_process
 
     torch.set_num_threads(1)
     loop = training()

@@ -35,6 +35,7 @@ from lockstep.utils import set_seed
 
 sys.path.insert(0, str(Path(__file__).parent / "gpt"))
 import corpus
+
 from model import GPT, GPTConfig
 
 MODES = ("sync", "local", "diloco", "stale")

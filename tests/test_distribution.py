@@ -86,7 +86,7 @@ def test_a_missing_extra_is_installed_by_a_line_with_the_name() -> None:
 
 
 def test_the_extras_that_messages_name_exist() -> None:
-    from lockstep.watch.trackers.run import TRACKERS
+    from lockstep.observe.trackers.run import TRACKERS
 
     named = re.findall(r'MissingExtraError\([^)]*"(\w+)"\)', "".join(texts().values()))
     assert {"torchdata", "ray", "examples"} <= {*named} <= {*PROJECT["optional-dependencies"]}

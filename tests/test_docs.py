@@ -19,7 +19,7 @@ from lockstep.cli import main as cli
 from lockstep.config.accelerate import ACCELERATE_ONLY, OTHER_KEYS, SECTIONS, Ignored, from_yaml
 from lockstep.config.enums import LoggerType
 from lockstep.config.yaml_file import parse_yaml
-from lockstep.watch.trackers.run import TRACKERS
+from lockstep.observe.trackers.run import TRACKERS
 from tests import settings_table
 from tests.warm_interpreter import WarmInterpreter
 

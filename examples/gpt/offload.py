@@ -18,12 +18,12 @@ from itertools import chain, islice, repeat
 import corpus
 import torch
 import torch.nn.functional as F
-from model import GPT, GPTConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lockstep import Accelerator
 from lockstep.utils import set_seed
+from model import GPT, GPTConfig
 
 CONFIG = GPTConfig(width=192, layers=6)
 

@@ -11,8 +11,9 @@ import argparse
 import json
 from pathlib import Path
 
-from model import GPT, GPTConfig
 from safetensors.torch import load_file
+
+from model import GPT, GPTConfig
 
 
 def main() -> None:

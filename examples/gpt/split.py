@@ -17,7 +17,6 @@ from itertools import islice
 import corpus
 import torch
 import torch.nn.functional as F
-from model import GPT, GPTConfig
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +25,7 @@ from torch.utils.data import DataLoader
 
 from lockstep import Accelerator
 from lockstep.utils import gather_object, set_seed
+from model import GPT, GPTConfig
 
 CONFIG = GPTConfig(width=128, layers=4, heads=4)
 

@@ -23,12 +23,12 @@ from pathlib import Path
 import corpus
 import torch
 import torch.nn.functional as F
-from model import GPT, GPTConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lockstep import Accelerator, NoCheckpointError, ProjectConfiguration
 from lockstep.utils import set_seed, tqdm
+from model import GPT, GPTConfig
 
 
 class Progress:

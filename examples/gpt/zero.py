@@ -18,7 +18,6 @@ import corpus
 import torch
 import torch.nn.functional as F
 from memory import peak_bytes
-from model import GPT, GPTConfig
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -27,9 +26,10 @@ from torch.utils.data import DataLoader
 
 from lockstep import Accelerator, PartialState
 from lockstep.config.parallel import Parallel
+from lockstep.observe.state_bytes import StateBytes
 from lockstep.plan.memory import MemoryRow, state_bytes
 from lockstep.utils import set_seed
-from lockstep.watch.state_bytes import StateBytes
+from model import GPT, GPTConfig
 
 STRATEGIES = ["ddp", "zero=1", "zero=2", "zero=3", "zero=3 activation=full"]
 # Larger than train.py's, so that its state outweighs its activations.

@@ -18,6 +18,8 @@ from lockstep.errors import DamageError as DamageError
 from lockstep.errors import NoCheckpointError as NoCheckpointError
 from lockstep.launch.functions import debug_launcher as debug_launcher
 from lockstep.launch.functions import notebook_launcher as notebook_launcher
+from lockstep.observe.log import get_logger as get_logger
+from lockstep.observe.progress import tqdm as tqdm
 from lockstep.parallel.asynchronous.diloco import DiLoCo as DiLoCo
 from lockstep.parallel.asynchronous.local_sgd import LocalSGD as LocalSGD
 from lockstep.parallel.asynchronous.stale import BoundedStaleness as BoundedStaleness
@@ -25,5 +27,3 @@ from lockstep.runtime.control import PartialState as PartialState
 from lockstep.runtime.memory import find_executable_batch_size as find_executable_batch_size
 from lockstep.runtime.seed import set_seed as set_seed
 from lockstep.runtime.seed import synchronize_rng_states as synchronize_rng_states
-from lockstep.watch.log import get_logger as get_logger
-from lockstep.watch.progress import tqdm as tqdm

@@ -31,6 +31,10 @@ from lockstep.config.options_view import OptionsView
 from lockstep.config.parallel import Parallel
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.skip import skip_first_batches
+from lockstep.observe.hang.process import watch_process
+from lockstep.observe.methods import TrackingMethods
+from lockstep.observe.state_bytes import StateBytes, count_state
+from lockstep.observe.trackers.run import TrackerSet
 from lockstep.parallel.autocast import autocast
 from lockstep.parallel.compilation import check_backend
 from lockstep.parallel.join import join_replicas
@@ -49,10 +53,6 @@ from lockstep.train.accumulation import Accumulation, trigger_sync
 from lockstep.train.loss_scale import LossScaler
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.scheduler import PreparedScheduler
-from lockstep.watch.hang.process import watch_process
-from lockstep.watch.methods import TrackingMethods
-from lockstep.watch.state_bytes import StateBytes, count_state
-from lockstep.watch.trackers.run import TrackerSet
 
 if TYPE_CHECKING:
     pass

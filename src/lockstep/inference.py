@@ -9,7 +9,7 @@ from torch import nn
 
 from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
-from lockstep.parallel.blocks import find_blocks
+from lockstep.model.blocks import find_blocks
 from lockstep.runtime import process
 from lockstep.runtime.mesh import DeviceMeshes
 

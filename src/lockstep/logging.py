@@ -1,5 +1,5 @@
 """Names that scripts import from ``accelerate.logging``."""
 
-from lockstep.watch.log import MultiProcessAdapter, get_logger
+from lockstep.observe.log import MultiProcessAdapter, get_logger
 
 __all__ = ["MultiProcessAdapter", "get_logger"]

@@ -1,8 +1,8 @@
 """Names that scripts import from ``accelerate.tracking``."""
 
-from lockstep.watch.trackers.base import GeneralTracker, on_main_process
-from lockstep.watch.trackers.clearml import ClearMLTracker
-from lockstep.watch.trackers.hosted import (
+from lockstep.observe.trackers.base import GeneralTracker, on_main_process
+from lockstep.observe.trackers.clearml import ClearMLTracker
+from lockstep.observe.trackers.hosted import (
     AimTracker,
     CometMLTracker,
     DVCLiveTracker,
@@ -10,8 +10,8 @@ from lockstep.watch.trackers.hosted import (
     TrackioTracker,
     WandBTracker,
 )
-from lockstep.watch.trackers.local import JSONLinesTracker, TensorBoardTracker
-from lockstep.watch.trackers.mlflow import MLflowTracker
+from lockstep.observe.trackers.local import JSONLinesTracker, TensorBoardTracker
+from lockstep.observe.trackers.mlflow import MLflowTracker
 
 __all__ = [
     "AimTracker",

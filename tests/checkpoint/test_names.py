@@ -15,8 +15,8 @@ from lockstep.checkpoint.store.local import LocalStore
 from lockstep.checkpoint.store.verify import verify
 from lockstep.checkpoint.weights.convert import open_weights
 from lockstep.errors import UsageError
-from lockstep.placement.offload_folder import Kept, keep
-from lockstep.placement.stored import MappedFiles, read
+from lockstep.offload.files.offload_folder import Kept, keep
+from lockstep.offload.files.stored import MappedFiles, read
 from lockstep.utils import save
 
 ODD = [

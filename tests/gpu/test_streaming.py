@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.config.enums import Activation
-from lockstep.parallel.blocks import find_blocks
+from lockstep.model.blocks import find_blocks
+from lockstep.offload.weights.attach import stop_streaming, stream_weights
+from lockstep.offload.weights.groups import find_units
 from lockstep.parallel.recompute import recompute
-from lockstep.stream.attach import stop_streaming, stream_weights
-from lockstep.stream.units import find_units
 
 pytestmark = [
     pytest.mark.gpu,

@@ -118,7 +118,7 @@ def test_exit_code_75_of_the_workers_is_that_of_the_launch_and_no_failure(tmp_pa
     assert done.stderr == "lockstep launch: all ranks stopped and saved their state.\n"
 
 
-@pytest.mark.exhaustive  # as watch/hang/test_stop_signals.py
+@pytest.mark.exhaustive  # as observe/hang/test_stop_signals.py
 def test_a_signal_stops_all_ranks_at_a_step_whose_state_is_saved(tmp_path: Path) -> None:
     launcher = start("--nproc", 2, RUN, tmp_path, SAMPLES, 0.5)
     wait_until(lambda: committed_step(tmp_path) >= 3, START_LIMIT_S)

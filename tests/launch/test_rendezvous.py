@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.control import Server, new_secret
 from lockstep.errors import ConfigError, LinkError
 from lockstep.launch import rendezvous
 from lockstep.launch.hub import CAUSE_WAIT_S, Hub, offer_of
@@ -20,7 +21,6 @@ from lockstep.launch.network import LOOPBACK, find_meeting, holder_of, listening
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.rendezvous import HubLost, Joining, Over, Rendezvous, Round
 from lockstep.launch.restarts import Restarts
-from lockstep.link import Server, new_secret
 
 GRACE_S = 30.0
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from lockstep import Accelerator
 from lockstep.errors import ConfigError, OffloadError
-from lockstep.stream.direct import region_of
+from lockstep.offload.files.direct import region_of
 
 WIDTH, STEPS, MICRO_BATCHES = 24, 5, 2
 
@@ -210,7 +210,7 @@ def peak_of_training(blocks: int, parallel: str) -> int:
 import torch
 from torch import nn
 from lockstep import Accelerator
-import lockstep.stream.step.attach, lockstep.stream.gradients.file
+import lockstep.offload.optimizer.attach, lockstep.offload.optimizer.gradients
 
 def status(name):
     lines = open("/proc/self/status").read().splitlines()

@@ -27,8 +27,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lockstep.config.enums import Activation
 from lockstep.errors import UsageError
+from lockstep.model.blocks import find_blocks
 from lockstep.parallel import recompute as module_under_test
-from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.recompute import recompute
 
 NONE, FULL, SELECTIVE, OFFLOAD = Activation.NONE, Activation.FULL, Activation.SELECTIVE, Activation.OFFLOAD

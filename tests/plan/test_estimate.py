@@ -22,14 +22,14 @@ from torch.utils.checkpoint import checkpoint
 from lockstep import Accelerator
 from lockstep.config.parallel import Parallel
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, UsageError
-from lockstep.parallel.blocks import find_blocks
+from lockstep.model.blocks import find_blocks
+from lockstep.offload.files.direct import OffloadFile
+from lockstep.offload.weights.attach import stop_streaming, stream_weights
+from lockstep.offload.weights.groups import find_units
 from lockstep.plan.estimate import Limits, carried_bytes, cheapest, inference_rows, training_rows
 from lockstep.plan.estimate_load import facts_of
 from lockstep.plan.estimate_model import ModelFacts
 from lockstep.plan.memory import state_bytes
-from lockstep.stream.attach import stop_streaming, stream_weights
-from lockstep.stream.direct import OffloadFile
-from lockstep.stream.units import find_units
 from parallel.blocks_and_root import BlocksAndRoot
 
 WIDTH, BLOCKS = 16, 6

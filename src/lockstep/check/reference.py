@@ -17,8 +17,8 @@ from lockstep.check.observe import observed
 from lockstep.check.passes import Batch, Result, run
 from lockstep.check.snapshot import Snapshot, numbers, set_numbers
 from lockstep.errors import UsageError
+from lockstep.model.contents import is_container, rebound
 from lockstep.parallel.chance import BeforeWrites
-from lockstep.parallel.contents import is_container, rebound
 from lockstep.torch_internals import modules as torch_modules
 
 COPIES = 3

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.dtensor import local
-from lockstep.parallel.contents import saved
+from lockstep.model.contents import saved
 from lockstep.parallel.pipeline.absent import is_stand_in
 from lockstep.runtime.seed import rng_state, set_rng_state
 from lockstep.torch_internals import modules as torch_modules

@@ -200,6 +200,6 @@ def follows_another(workers: Workers) -> bool:
 
 def states_of(pids: list[int]) -> dict[int, str]:
     """What the system says that processes of this machine do, for a hub elsewhere."""
-    from lockstep.watch.hang.process_state import state_of
+    from lockstep.observe.hang.process_state import state_of
 
     return {pid: state_of(pid) for pid in pids}

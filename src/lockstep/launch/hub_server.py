@@ -7,14 +7,14 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 
+from lockstep.control import Handler, Secret, Server
 from lockstep.errors import ConfigError, LinkError
 from lockstep.launch.hub import Hub
 from lockstep.launch.membership import Membership
 from lockstep.launch.network import holder_of
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.restarts import Restarts
-from lockstep.link import Handler, Secret, Server
-from lockstep.watch.hang.coordinator import Coordinator, WatchSettings
+from lockstep.observe.hang.coordinator import Coordinator, WatchSettings
 
 # how long the others' launchers have to read why the launch ended, and to end their workers
 LEAVE_LIMIT_S = 3.0

@@ -20,6 +20,7 @@ from lockstep.config.sources import (
     inherited_environment,
     restore_environment,
 )
+from lockstep.control import Secret, derived, new_secret, read_secret, user_secret
 from lockstep.errors import ConfigError
 from lockstep.launch import guard
 from lockstep.launch.command import Command
@@ -29,7 +30,6 @@ from lockstep.launch.network import LOOPBACK, Meeting, find_meeting, loopback_in
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.rendezvous import Joining, Rendezvous
 from lockstep.launch.signals import Interrupted, Signals
-from lockstep.link import Secret, derived, new_secret, read_secret, user_secret
 
 ALONE = Meeting(LOOPBACK, LOOPBACK, None, True)
 

@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.control import Client, Secret
 from lockstep.errors import ConfigError, LinkError
 from lockstep.launch.network import listening_socket
-from lockstep.link import Client, Secret
 
 BEAT_S = 1.0
 # less than the hub waits before it forms a round without this machine, so that two never train at once

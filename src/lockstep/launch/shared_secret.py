@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.config.sources import inherited_environment
+from lockstep.control import Secret, new_secret, read_secret
 from lockstep.launch.plan import LaunchPlan
-from lockstep.link import Secret, new_secret, read_secret
 
 
 def check_secret_file(plan: LaunchPlan) -> None:

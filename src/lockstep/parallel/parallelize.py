@@ -19,8 +19,9 @@ from lockstep.config.enums import Activation, DDPCommunicationHookType, Strategy
 from lockstep.config.handlers import AutocastKwargs, DistributedDataParallelKwargs
 from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
+from lockstep.model.blocks import find_blocks
+from lockstep.offload.files.parameters import OffloadedParameters
 from lockstep.parallel.autocast import autocast_forward
-from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.changed import refuse_hooks
 from lockstep.parallel.gradient_mean import GradientAllReduce, ReplicaGroup
 from lockstep.parallel.materialize import InitWeights, check_same_model, is_on_meta, materialize
@@ -36,7 +37,6 @@ from lockstep.parallel.replicate import data_parallel, distributed_data_parallel
 from lockstep.parallel.sync_batchnorm import synchronize_batchnorm
 from lockstep.runtime.mesh import DeviceMeshes
 from lockstep.runtime.process import Runtime
-from lockstep.stream.homes import OffloadedParameters
 from lockstep.torch_internals import autograd as torch_autograd
 from lockstep.torch_internals import compile as torch_compile
 from lockstep.torch_internals import modules as torch_modules

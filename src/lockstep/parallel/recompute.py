@@ -23,9 +23,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lockstep.comm.tree import map_leaves, map_tensors
 from lockstep.config.enums import Activation
 from lockstep.errors import UsageError
+from lockstep.model.subclass import Subclassed, subclass
+from lockstep.offload.activations import HostActivations
 from lockstep.parallel.recompute_buffers import BuffersOnce
-from lockstep.parallel.subclass import Subclassed, subclass
-from lockstep.stream.activations import HostActivations
 from lockstep.torch_internals import dispatch
 
 logger = logging.getLogger(__name__)

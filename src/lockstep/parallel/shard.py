@@ -28,7 +28,8 @@ from torch import nn
 from lockstep.comm.dtensor import is_dtensor, shard_like
 from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
-from lockstep.parallel.blocks import shared_parameters
+from lockstep.model.blocks import shared_parameters
+from lockstep.offload.files.parameters import OffloadedParameters
 from lockstep.parallel.exchange import exchange_on_cpu
 from lockstep.parallel.gradient_mean import GradientAllReduce, ReplicaGroup
 from lockstep.parallel.materialize import (
@@ -42,7 +43,6 @@ from lockstep.parallel.outputs import without_views
 from lockstep.parallel.quantized import quantize_collectives
 from lockstep.parallel.sharding import Sharding, send_shards_home, synchronised_buffers
 from lockstep.runtime.process import Runtime
-from lockstep.stream.homes import OffloadedParameters
 from lockstep.torch_internals import fsdp2, fsdp2_probe
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals.dtensor_operators import behave_like_plain

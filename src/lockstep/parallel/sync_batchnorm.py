@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from lockstep.errors import UsageError
-from lockstep.parallel.subclass import Subclassed, subclass
+from lockstep.model.subclass import Subclassed, subclass
 from lockstep.torch_internals.batchnorm import check_input_dim
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -36,7 +36,7 @@ def facts_of_files(path: Path) -> ModelFacts:
     Raises:
         CheckpointError: a file is missing or cannot be read, or is damaged.
     """
-    from lockstep.placement.checkpoint_files import stored_tensors
+    from lockstep.offload.files.checkpoint_files import stored_tensors
 
     units: dict[str, list[Elements]] = {}
     for name, tensor in stored_tensors(path).items():
@@ -134,8 +134,8 @@ def _module(text: str, arguments: Mapping[str, Any]) -> nn.Module:
 def _facts(model: nn.Module, name: str, kind: str, batch: int, sequence: int) -> ModelFacts:
     from torch import nn
 
-    from lockstep.parallel.blocks import find_blocks, shared_parameters
-    from lockstep.stream.units import find_units
+    from lockstep.model.blocks import find_blocks, shared_parameters
+    from lockstep.offload.weights.groups import find_units
 
     if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
         raise UsageError(

@@ -7,8 +7,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lockstep.errors import UsageError
+from lockstep.observe.damage.checks import DamageWatch
 from lockstep.train.optimizer import PreparedOptimizer
-from lockstep.watch.damage.checks import DamageWatch
 
 
 class CheckedOptimizer(PreparedOptimizer):

@@ -23,12 +23,12 @@ from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import is_dtensor, whole
 from lockstep.comm.together import together
 from lockstep.config.options import Options
+from lockstep.observe.hang.process import ProcessWatch
 from lockstep.parallel.parallel_model import unwrap as unwrap_module
 from lockstep.preparation.prepare import Preparation
 from lockstep.preparation.window import OpenWindow
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
-from lockstep.watch.hang.process import ProcessWatch
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.checkpointer import Checkpointer

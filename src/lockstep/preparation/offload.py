@@ -15,17 +15,17 @@ from lockstep.comm.collectives import Communicator
 from lockstep.comm.together import together
 from lockstep.config.parallel import Parallel
 from lockstep.errors import OffloadError
-from lockstep.parallel.blocks import find_blocks
+from lockstep.model.blocks import find_blocks
+from lockstep.offload.weights.attach import stop_streaming, stream_weights
+from lockstep.offload.weights.events import listen
+from lockstep.offload.weights.groups import WeightGroup, find_units
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.sharding import Sharding, name_of
-from lockstep.stream.attach import stop_streaming, stream_weights
-from lockstep.stream.events import listen
-from lockstep.stream.units import WeightGroup, find_units
 from lockstep.torch_internals import fsdp2
 
 if TYPE_CHECKING:
-    from lockstep.stream.gradients.file import GradientFile
-    from lockstep.stream.step.offloaded import OffloadedStep
+    from lockstep.offload.optimizer.gradients import GradientFile
+    from lockstep.offload.optimizer.offloaded import OffloadedStep
 
 
 class Offload:
@@ -80,7 +80,7 @@ class Offload:
             else:
                 self._handles.append(listen(model, units, [self]))
             if folder is not None:
-                from lockstep.stream.gradients.file import GradientFile
+                from lockstep.offload.optimizer.gradients import GradientFile
 
                 tensors = (tensor for unit in units for tensor in unit.tensors.values())
                 self._gradients.append(GradientFile(tensors, folder))
@@ -105,7 +105,7 @@ class Offload:
         """Let an optimizer's steps run block by block, from its first one on. Collective."""
         if not self._is_on or optimizer in self._steps:
             return
-        from lockstep.stream.step.attach import offload_step
+        from lockstep.offload.optimizer.attach import offload_step
 
         devices = {p.device for group in optimizer.param_groups for p in group["params"]}
         folder = self._parallel.state_folder

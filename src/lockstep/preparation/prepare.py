@@ -19,6 +19,8 @@ from lockstep.config.options import Options
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.prepare import prepare_loader
 from lockstep.errors import UsageError
+from lockstep.observe.damage.checks import DamageWatch
+from lockstep.observe.log import get_logger
 from lockstep.parallel.materialize import InitWeights
 from lockstep.parallel.parallel_model import ParallelModel, PipelinedModel
 from lockstep.parallel.parallelize import ModelOptions, parallelize
@@ -49,8 +51,6 @@ from lockstep.train.clipping import OtherStages, clip_norm
 from lockstep.train.loss_scale import LossScaler
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.scheduler import PreparedScheduler
-from lockstep.watch.damage.checks import DamageWatch
-from lockstep.watch.log import get_logger
 
 logger = get_logger(__name__)
 

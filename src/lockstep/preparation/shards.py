@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.comm.dtensor import is_dtensor, shard_like
 from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
+from lockstep.observe.log import get_logger
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.sharding import Sharding
 from lockstep.torch_internals.dtensor_operators import behave_like_plain
@@ -21,7 +22,6 @@ from lockstep.train.whole.elementwise import check_elementwise, declares_element
 from lockstep.train.whole.kinds import steps_on_shards
 from lockstep.train.whole.step import step_on_whole, whole_step_of
 from lockstep.train.whole.tensors import Storages
-from lockstep.watch.log import get_logger
 
 logger = get_logger(__name__)
 

@@ -44,29 +44,29 @@ from lockstep.config.handlers import (
 )
 from lockstep.config.parallel import Parallel
 from lockstep.config.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
-from lockstep.parallel.parallel_model import extract_model_from_parallel, is_compiled_module
-from lockstep.placement.device_map import infer_auto_device_map
-from lockstep.placement.loading import load_checkpoint_in_model
-from lockstep.placement.memory import get_balanced_memory, get_max_memory
-from lockstep.placement.seats import check_device_map
-from lockstep.placement.sizes import (
+from lockstep.observe.progress import tqdm
+from lockstep.offload.device_map.infer import infer_auto_device_map
+from lockstep.offload.device_map.memory import get_balanced_memory, get_max_memory
+from lockstep.offload.device_map.placement import check_device_map
+from lockstep.offload.device_map.sizes import (
     compute_module_sizes,
     compute_module_total_buffer_size,
     get_max_layer_size,
 )
-from lockstep.placement.state import (
+from lockstep.offload.device_map.ties import find_tied_parameters
+from lockstep.offload.dispatch.loading import load_checkpoint_in_model
+from lockstep.offload.dispatch.state import (
     align_module_device,
     get_state_dict_offloaded_model,
     has_offloaded_params,
     offload_state_dict,
 )
-from lockstep.placement.ties import find_tied_parameters
+from lockstep.parallel.parallel_model import extract_model_from_parallel, is_compiled_module
 from lockstep.runtime.available import *  # noqa: F403  (is_<package>_available)
 from lockstep.runtime.environ import clear_environment, patch_environment, str_to_bool
 from lockstep.runtime.memory import clear_device_cache, find_executable_batch_size, release_memory
 from lockstep.runtime.seed import set_seed, synchronize_rng_states
 from lockstep.train.described import DummyOptim, DummyScheduler
-from lockstep.watch.progress import tqdm
 
 __all__ = [
     "SAFE_WEIGHTS_INDEX_NAME",

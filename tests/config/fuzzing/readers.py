@@ -20,7 +20,7 @@ from lockstep.config.elsewhere import asked_elsewhere
 from lockstep.config.hosts import read_hostfile
 from lockstep.config.parallel import Parallel
 from lockstep.config.sources import control_link, process_environment, user_config_file, worker_settings
-from lockstep.link import Secret
+from lockstep.control import Secret
 from tests.config.fuzzing.judge import (
     complaint_about_output,
     differs,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep.errors import UsageError
-from lockstep.parallel.blocks import find_blocks
+from lockstep.model.blocks import find_blocks
 from lockstep.parallel.context.apply import context_parallel
 from lockstep.parallel.context.arguments import sequence_dim
 from lockstep.parallel.context.split import split_sequence

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lockstep.config.enums import Activation
-from lockstep.parallel.blocks import find_blocks
+from lockstep.model.blocks import find_blocks
 from lockstep.parallel.context.apply import context_parallel
 from lockstep.parallel.context.split import gather_sequence, split_sequence
 from lockstep.parallel.recompute import recompute

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep.config.enums import Schedule
 from lockstep.errors import ConfigError, UsageError
-from lockstep.parallel.blocks import find_blocks
+from lockstep.model.blocks import find_blocks
 from lockstep.parallel.pipeline import PipelineModel, PipelineOptions, split_model
 from lockstep.runtime import process
 from tests.parallel.pipeline import problem

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.tree import leaves
-from lockstep.parallel.blocks import find_blocks
+from lockstep.model.blocks import find_blocks
 from lockstep.parallel.pipeline import plan as plans
 from lockstep.parallel.pipeline.layout import Layout
 from lockstep.parallel.pipeline.micro_batch import Call

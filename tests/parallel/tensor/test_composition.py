@@ -12,7 +12,7 @@ from torch import nn
 from lockstep import Accelerator
 from lockstep.config.enums import Activation
 from lockstep.errors import UsageError
-from lockstep.parallel.blocks import find_blocks
+from lockstep.model.blocks import find_blocks
 from lockstep.parallel.recompute import recompute
 from lockstep.parallel.tensor.apply import TensorOptions, tensor_parallel
 from lockstep.parallel.tensor.parameters import zero_placement

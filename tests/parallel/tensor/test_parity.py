@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.config.enums import Activation
-from lockstep.parallel.blocks import find_blocks
+from lockstep.model.blocks import find_blocks
 from lockstep.parallel.recompute import recompute
 from lockstep.parallel.tensor.apply import TensorOptions, tensor_parallel
 from lockstep.runtime import process

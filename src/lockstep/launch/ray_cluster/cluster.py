@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config.sources import export_environment, inherited_environment
+from lockstep.control.secret import new_secret
 from lockstep.errors import ConfigError, MissingExtraError
 from lockstep.launch.network import loopback_interface
 from lockstep.launch.plan import LaunchPlan, available_cores
-from lockstep.link.secret import new_secret
 
 LOOPBACK = "127.0.0.1"
 LOCAL = "local"

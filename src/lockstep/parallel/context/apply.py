@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.config.enums import CPMethod
 from lockstep.errors import UsageError
+from lockstep.model.subclass import subclass
 from lockstep.parallel.context.layout import layout_on
 from lockstep.parallel.context.region import (
     Chain,
@@ -19,7 +20,6 @@ from lockstep.parallel.context.region import (
     Region,
     regions_of,
 )
-from lockstep.parallel.subclass import subclass
 from lockstep.torch_internals import modules as torch_modules
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.tree import leaves
 from lockstep.errors import LockstepError
-from lockstep.parallel.blocks import settings
+from lockstep.model.blocks import settings
 from lockstep.parallel.context.checks import InBlock
 from lockstep.parallel.context.rehearse import UNKNOWN, Call, Verdict, rehearse
 from lockstep.runtime import failure

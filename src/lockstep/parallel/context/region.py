@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lockstep.comm.tree import leaves, map_leaves, map_tensors
 from lockstep.config.enums import CPMethod
 from lockstep.errors import LockstepError, UsageError
+from lockstep.model.subclass import Subclassed
 from lockstep.parallel.context.arguments import hidden_states, holds_cache, sequence_dim
 from lockstep.parallel.context.checks import OnChunks
 from lockstep.parallel.context.interception import SplitSequence
@@ -25,7 +26,6 @@ from lockstep.parallel.context.layout import SequenceLayout
 from lockstep.parallel.context.masks import Masks
 from lockstep.parallel.context.position_ids import arguments_on_chunks
 from lockstep.parallel.context.rehearse import Call
-from lockstep.parallel.subclass import Subclassed
 from lockstep.torch_internals import autograd as torch_autograd
 from lockstep.torch_internals import compile as torch_compile
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lockstep.comm.tree import leaves, map_leaves
-from lockstep.parallel.contents import saved
+from lockstep.model.contents import saved
 from lockstep.parallel.context.arguments import sequence_dim
 from lockstep.parallel.context.checks import InBlock
 from lockstep.torch_internals import kernels

@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.comm.collectives import Communicator
 from lockstep.errors import UsageError
-from lockstep.parallel.blocks import find_blocks
+from lockstep.model.blocks import find_blocks
 from lockstep.parallel.pipeline.assign import balanced
 from lockstep.runtime import process
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.tree import children, leaves, map_leaves
-from lockstep.parallel.equal_modules import describe, described, reading
+from lockstep.model.equal_modules import describe, described, reading
 from lockstep.parallel.pipeline.absent import is_stand_in
 from lockstep.torch_internals import tensors as torch_tensors
 

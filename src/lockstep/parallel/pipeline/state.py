@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.dtensor import local
-from lockstep.parallel.contents import is_container, is_plain, saved, set_contents
+from lockstep.model.contents import is_container, is_plain, saved, set_contents
 from lockstep.parallel.pipeline.absent import is_stand_in
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals import tensors as torch_tensors

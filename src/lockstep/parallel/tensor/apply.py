@@ -17,7 +17,7 @@ from torch import nn
 
 from lockstep.config.values import shown, suggestion
 from lockstep.errors import UsageError
-from lockstep.parallel.blocks import find_blocks
+from lockstep.model.blocks import find_blocks
 from lockstep.parallel.tensor.checks import check_plan, complete, with_ties
 from lockstep.parallel.tensor.given import BROUGHT, called, with_meetings
 from lockstep.parallel.tensor.infer import INFERRED, infer_plan

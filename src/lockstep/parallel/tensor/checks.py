@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.parallel.equal_modules import Found
+from lockstep.model.equal_modules import Found
 from lockstep.parallel.tensor.attention import COUNTS, by_names_alone, check_heads, heads_of
 from lockstep.parallel.tensor.given import COLUMNS, with_passed, without
 from lockstep.parallel.tensor.infer import output_layer, projections, rehearsed_region

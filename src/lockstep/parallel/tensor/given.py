@@ -8,7 +8,7 @@ from functools import partial
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.parallel.equal_modules import Found
+from lockstep.model.equal_modules import Found
 from lockstep.parallel.tensor.plan import Entry, TensorPlan
 from lockstep.parallel.tensor.rehearse import Different, Passed, Rehearsal, rehearse
 

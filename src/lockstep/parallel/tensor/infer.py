@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.parallel.equal_modules import Found
+from lockstep.model.equal_modules import Found
 from lockstep.parallel.tensor.attention import COUNTS, check_heads, heads_of, region_of
 from lockstep.parallel.tensor.linear import computes_linear
 from lockstep.parallel.tensor.plan import AttentionRegion, Entry, TensorPlan, features, is_linear

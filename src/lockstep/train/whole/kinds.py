@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lockstep.stream.step.classes import SEPARABLE, Separable
+from lockstep.offload.optimizer.separable import SEPARABLE, Separable
 from lockstep.torch_internals.optim import is_wrapped_by_scheduler
 from lockstep.train.whole.elementwise import declares_elementwise
 

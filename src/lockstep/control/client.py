@@ -1,0 +1,190 @@
+"""The end of a link that connects."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.control import handshake
+from lockstep.control.frames import encode
+from lockstep.control.secret import Secret
+from lockstep.control.sockets import close_after_fork, name_of, reason_of, tune
+from lockstep.errors import LinkError
+
+READ_BYTES = 64 * 1024
+
+
+class Client:
+    """A connection to a :class:`~lockstep.control.server.Server`.
+
+    One thread may send while another receives; several may send. Not for signal handlers: one that interrupts
+    a thread which sends would wait for it for ever.
+
+    Args:
+        address: host and port of the server.
+        secret: the secret that the server has, too.
+        timeout_s: how long connecting and authenticating may take, and later the sending of one message.
+
+    Raises:
+        LinkError: nobody answers there in time, or who answers does not know the secret.
+    """
+
+    def __init__(self, address: tuple[str, int], secret: Secret, timeout_s: float) -> None:
+        self.address = address
+        self._timeout_s = timeout_s
+        self._sending = threading.Lock()
+        self._receiving = threading.Lock()
+        self._received: deque[dict[str, Any]] = deque()
+        self._lost: LinkError | None = None
+        deadline = time.monotonic() + timeout_s
+        self._socket = self._connected(deadline)
+        close_after_fork(self)
+        try:
+            tune(self._socket)
+            self._socket.setblocking(False)
+            greeted = self._read_exactly(handshake.GREETING_BYTES, deadline)
+            answered = handshake.answer(secret, greeted)
+            self._write(answered, deadline)
+            proof = self._read_exactly(handshake.PROOF_BYTES, deadline)
+            self._session = handshake.finish(secret, greeted, answered, proof)
+        except (_Ended, ConnectionError):
+            self.close()
+            raise LinkError(
+                f"{name_of(address)} ended the connection before it was authenticated: it has another secret, or is "
+                f"not a Lockstep launcher. Give both ends the same secret."
+            ) from None
+        except LinkError as error:
+            self.close()
+            raise LinkError(
+                f"Cannot use {name_of(address)}: {error}. Check the address and the secret."
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message.
+
+        Raises:
+            LinkError: the server is gone, or takes nothing for ``timeout_s``, or the message is not a mapping
+                of JSON values of at most 1 MiB. Only after the last of these the client can still be used.
+        """
+        payload = encode(message)
+        with self._sending:
+            self._check_open()
+            try:
+                self._write(self._session.writer.frame(payload), time.monotonic() + self._timeout_s)
+            except (OSError, LinkError) as error:
+                raise self._give_up(error) from None  # a part of a frame may have left
+
+    def receive(self, timeout_s: float | None) -> dict[str, Any] | None:
+        """The next message; None when there is none within ``timeout_s`` (None: wait as long as it takes).
+
+        Raises:
+            LinkError: the server is gone, or its bytes are not authentic.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._receiving:
+            while not self._received:
+                self._check_open()
+                try:
+                    if not self._wait(select.POLLIN, deadline):
+                        return None
+                    self._received.extend(self._session.reader.messages(self._read(READ_BYTES)))
+                except (OSError, LinkError) as error:
+                    self._give_up(error)
+            return self._received.popleft()
+
+    def close(self) -> None:
+        """Leave; a thread that waits in :meth:`receive` gets a LinkError. Closing again does nothing."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits
+        self._socket.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_details: object) -> None:
+        self.close()
+
+    # -- bytes ---------------------------------------------------------------------------------------
+
+    def _connected(self, deadline: float) -> socket.socket:
+        try:
+            if not 0 < self.address[1] <= 65535:  # the system would take the remainder
+                raise ValueError("ports are 1 to 65535")
+            return socket.create_connection(self.address, max(deadline - time.monotonic(), 0.001))
+        except (OSError, OverflowError, ValueError) as error:  # ValueError: a host that is no name, too
+            raise LinkError(
+                f"Cannot reach {name_of(self.address)}: {reason_of(error)}. Check that the launcher there runs, and "
+                f"that nothing between the machines blocks this port."
+            ) from None
+
+    def _read(self, limit: int) -> bytes:
+        try:
+            received = self._socket.recv(limit)
+        except BlockingIOError:
+            return b""
+        if not received:
+            raise _Ended
+        return received
+
+    def _read_exactly(self, size: int, deadline: float) -> bytes:
+        received = b""
+        while len(received) < size:
+            self._wait_or_fail(select.POLLIN, deadline)
+            received += self._read(size - len(received))
+        return received
+
+    def _write(self, content: bytes, deadline: float) -> None:
+        rest = memoryview(content)
+        while rest:
+            try:
+                rest = rest[self._socket.send(rest) :]
+            except BlockingIOError:
+                self._wait_or_fail(select.POLLOUT, deadline)
+
+    def _wait(self, event: int, deadline: float | None) -> bool:
+        """Whether the socket became ready in time; ``select.select`` could not take descriptors above 1023."""
+        descriptor = self._socket.fileno()
+        if descriptor < 0:
+            raise _Ended
+        poll = select.poll()
+        poll.register(descriptor, event)
+        left_ms = None if deadline is None else max(deadline - time.monotonic(), 0) * 1000
+        return bool(poll.poll(left_ms))
+
+    def _wait_or_fail(self, event: int, deadline: float) -> None:
+        if not self._wait(event, deadline):
+            raise LinkError(f"it did not answer within {self._timeout_s:g} s")
+
+    def _check_open(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+        if self._socket.fileno() < 0:
+            raise LinkError(f"The link to {name_of(self.address)} is closed. Make a new client.")
+
+    def _give_up(self, error: Exception) -> LinkError:
+        if self._socket.fileno() < 0:  # closed by close(), while this thread waited
+            error = LinkError("it was closed here")
+        self.close()
+        self._lost = LinkError(
+            f"The link to {name_of(self.address)} is lost: {reason_of(error)}. See what the launcher there reported."
+        )
+        return self._lost
+
+    def _close_in_child(self) -> None:
+        self._socket.close()  # no shutdown: that would end the parent's connection, too
+
+
+class _Ended(LinkError):
+    """The other end closed the connection."""
+
+    def __init__(self) -> None:
+        super().__init__("the other end closed it")

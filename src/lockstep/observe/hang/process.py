@@ -1,0 +1,219 @@
+"""The one watch of this process: made by the first ``Accelerator``, ended with the process group."""
+
+from __future__ import annotations
+
+import atexit
+import signal
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.call_check import CallCheck
+from lockstep.config.sources import control_link, process_environment
+from lockstep.control.client import Client
+from lockstep.control.secret import Secret, new_secret
+from lockstep.control.server import Server
+from lockstep.errors import LinkError, UsageError
+from lockstep.observe.hang.coordinator import Coordinator, WatchSettings
+from lockstep.observe.hang.signals import StopSignals
+from lockstep.observe.hang.worker import WorkerWatch, nothing_to_save
+from lockstep.runtime import failure, process
+from lockstep.runtime.exit_codes import PREEMPTED, of_signal
+from lockstep.runtime.process import Runtime
+from lockstep.runtime.same_versions import check_same_versions
+from lockstep.runtime.step_clock import StepClock
+from lockstep.torch_internals import dataloader, flight_recorder
+
+LOOPBACK = "127.0.0.1"
+CONNECT_LIMIT_S = 10.0
+MOST_CHECKED_RANKS = 16  # each rank reads what every other one is about to call
+INVITATION_BYTES = 512
+
+Saver = Callable[[], str | None]
+"""Saves the state of a run on all ranks; returns where, or None where there is no place for it."""
+
+
+class ProcessWatch:
+    """Clock, worker's watch, and on rank 0 the hub where no launcher of ours has one."""
+
+    _current: ProcessWatch | None = None
+
+    def __init__(self, clock: StepClock) -> None:
+        self.clock = clock
+        self._worker: WorkerWatch | None = None
+        self._server: Server | None = None
+        self._coordinator: Coordinator | None = None
+        self._speaks = False
+        self._calls = CallCheck()
+        self._savers: list[weakref.WeakMethod[Saver]] = []
+
+    def save_with(self, saver: Saver) -> None:
+        """Call this bound method at the boundary at which all ranks stop. It is not kept alive."""
+        self._savers.append(weakref.WeakMethod(saver))
+
+    def committed(self, path: str) -> None:
+        """A checkpoint is complete."""
+        if self._worker is not None:
+            self._worker.committed(path)
+
+    def ending(self) -> None:
+        """``end_training`` begins: this rank has nothing more to do than to wait for the others."""
+        if self._worker is not None:
+            self._worker.ending()
+
+    def done(self) -> None:
+        """``end_training`` is over: whatever this rank does now, nobody waits for it."""
+        if self._worker is not None:
+            self._worker.done()
+
+    def end(self) -> None:
+        """Leave the hub, and give signals and functions of torch back."""
+        self._calls.uninstall()
+        if self._worker is not None:
+            self._worker.end()
+        if self._server is not None:
+            with suppress(LinkError):
+                self._server.call(self._leave_as_host)
+            self._server.close()
+        self._worker = self._server = None
+        atexit.unregister(self.end)
+        if ProcessWatch._current is self:
+            ProcessWatch._current = None
+
+    # Starting ----------------------------------------------------------------------------------------
+
+    def _start(self, runtime: Runtime, grace_s: float) -> None:
+        for probe in (flight_recorder.probe, dataloader.probe):
+            try:
+                probe()
+            except UsageError as error:  # nobody's numbers depend on it: stacks still tell where a rank is
+                if runtime.is_main:
+                    sys.stderr.write(f"lockstep: a hang will be explained less well: {error}\n")
+        client = self._connect(runtime)
+        self._speaks = runtime.is_main and control_link() is None
+        self._worker = WorkerWatch(
+            runtime.rank,
+            runtime.world_size,
+            self.clock,
+            self._stop,
+            client,
+            process.departures(),
+            StopSignals(),
+            grace_s,
+        )
+        process.departures().is_told = client is not None
+        self._worker.start()
+        if 1 < runtime.world_size <= MOST_CHECKED_RANKS and runtime.control_device.type == "cpu":
+            self._calls.install()
+        process.at_end(self.end)
+        atexit.register(self.end)  # where there is no process group whose end would come first
+
+    def _connect(self, runtime: Runtime) -> Client | None:
+        link = control_link()
+        try:
+            if link is not None:
+                return Client((link.host, link.port), Secret.from_hex(link.secret_hex), CONNECT_LIMIT_S)
+            if runtime.world_size > 1 and runtime.backend is not None:
+                return self._join_hub_of_rank_0(runtime)
+        except LinkError as error:
+            sys.stderr.write(f"lockstep: rank {runtime.rank} trains without being watched: {error}\n")
+        return None
+
+    def _join_hub_of_rank_0(self, runtime: Runtime) -> Client | None:
+        """Under a launcher that is not ours; the invitation goes through the process group, whose members it is for."""
+        invitation = torch.zeros(INVITATION_BYTES, dtype=torch.uint8)
+        if runtime.is_main:
+            address = process_environment(need_rendezvous=False).master_addr or LOOPBACK
+            secret = new_secret()
+            coordinator = self._coordinator = Coordinator(WatchSettings(), _say)
+            try:
+                self._server = Server(secret, address, handlers={"watch": _Ending(coordinator)})
+                self._server.start()
+                host, port = self._server.address[:2]
+                text = f"{host} {port} {secret.hex()}".encode()
+                invitation[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            except (LinkError, OSError, ValueError) as error:  # the ranks still hear that there is none
+                _say(f"this run is not watched: {error}")
+        invitation = invitation.to(runtime.control_device)
+        dist.broadcast(invitation, src=0)
+        words = bytes(invitation.cpu().tolist()).rstrip(b"\0").decode().split(" ")
+        if len(words) != 3:
+            return None
+        return Client((words[0], int(words[1])), Secret.from_hex(words[2]), CONNECT_LIMIT_S)
+
+    def _leave_as_host(self) -> None:
+        """The other ranks hear of this one's end before the hub ends with it."""
+        if self._coordinator is not None and not failure.has_failed():
+            self._coordinator.left(0)
+
+    # Stopping ----------------------------------------------------------------------------------------
+
+    def _stop(self, cause: str) -> NoReturn:
+        """All ranks are at the same boundary: save, say so once, and end."""
+        savers = [method() for method in self._savers]
+        places = [place for saver in savers if saver is not None and (place := saver()) is not None]
+        where = (
+            f"; the state is in {' and '.join(places)}, and the same command goes on from there"
+            if places
+            else ""
+        )
+        nothing = (
+            "" if places else "; nothing was saved, because there is no project_dir with automatic naming"
+        )
+        sentence = (
+            f"all ranks stopped after {self.clock.boundaries} steps because of {cause}{where}{nothing}."
+        )
+        assert self._worker is not None
+        self._worker.stopped(sentence)
+        if self._speaks:
+            _say(sentence)
+        # asked for before the first step was complete: there was nothing to save
+        had_nothing = self.clock.boundaries <= 1
+        raise SystemExit(PREEMPTED if places or had_nothing else of_signal(_number(cause)))
+
+
+class _Ending:
+    """A coordinator whose verdict ends the run: the workers themselves, where no launcher of ours can."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._has_said = False
+        self.received, self.lost = coordinator.received, coordinator.lost
+
+    def tick(self, now: float) -> None:
+        self._coordinator.tick(now)
+        if self._coordinator.verdict is not None:
+            self._coordinator.end_all()
+        if self._coordinator.nothing_begun and not self._has_said:
+            self._has_said = True
+            _say(f"{nothing_to_save(self._coordinator.stop_cause)}.")
+
+
+def watch_process(runtime: Runtime, enabled: bool, grace_s: float) -> ProcessWatch:
+    """This process's watch, started if it is not yet. Where it is not ``enabled`` it only counts steps.
+
+    Collective at its first call: every rank must make it.
+
+    Raises:
+        UsageError: on all ranks at the first call, if they run different versions of torch or lockstep.
+    """
+    if ProcessWatch._current is None:
+        check_same_versions(runtime)
+        ProcessWatch._current = ProcessWatch(StepClock())
+        if enabled:
+            ProcessWatch._current._start(runtime, grace_s)
+    return ProcessWatch._current
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"lockstep: {sentence}\n")
+    sys.stderr.flush()
+
+
+def _number(cause: str) -> int:
+    return int(getattr(signal, cause, signal.SIGTERM))

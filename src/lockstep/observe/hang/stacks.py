@@ -1,0 +1,216 @@
+"""Where a thread is, told by its Python frames and seen from another thread."""
+
+from __future__ import annotations
+
+import dis
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from lockstep.comm.call_check import compared_in
+from lockstep.observe.hang.records import LONGEST_STACK, SourceLine
+from lockstep.torch_internals import compile as torch_compile
+from lockstep.torch_internals import dataloader
+from lockstep.torch_internals import modules as torch_modules
+
+MOST_FRAMES = 200
+TORCH = os.path.dirname(torch.__file__) + os.sep
+LOCKSTEP = str(Path(__file__).parents[2]) + os.sep
+INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+STANDARD_LIBRARY = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
+# Frames between a user's call and the function that it called.
+WRAPPERS = {"wrapper", "decorate_context", "inner", "__call__", *torch_compile.FRAMES}
+MODULE_CALL = torch_modules.CALLS
+# Methods written in C, which have no frame, in which the caller waits for a collective or for the device's queue.
+WAITING = {"wait", "synchronize", "item", "tolist", "cpu", "numpy"}
+PROCESS_STATES = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}
+
+
+@dataclass(frozen=True)
+class StackSummary:
+    """What the frames of a thread tell.
+
+    Attributes:
+        place: Innermost line of the user's code.
+        text: All frames, innermost last, at most 8 KiB.
+        waits: The user's line is inside torch or Lockstep, or waits for a handle or the device.
+        call: The function that the user's line called; with its class if it is ours: "Accelerator.save_state".
+        operation: The innermost function of torch.distributed that it is in; "": none.
+        group: The process group given to that function, if any.
+        peer: The rank with which it sends or receives.
+        checked: What ``call_check`` compares with the other ranks just now; None: nothing.
+    """
+
+    place: SourceLine | None = None
+    text: str = ""
+    waits: bool = True
+    call: str = ""
+    operation: str = ""
+    group: Any = None
+    peer: int | None = None
+    checked: Any = None
+
+
+def look_at(thread: int) -> StackSummary:
+    """What the thread with this identifier does. Never raises."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return StackSummary()
+    frames = list(outwards(frame))
+    at = next((place for place, one in enumerate(frames) if is_users(one.f_code.co_filename)), None)
+    if at is None:
+        at = next((i for i, one in enumerate(frames) if not is_engine(one.f_code.co_filename)), 0)
+    below = frames[:at]  # what the user's line called, innermost first
+    engine = [one for one in below if is_engine(one.f_code.co_filename)]
+    called = called_name(frames[at]) if not below else ""
+    operation, group, peer = innermost_operation(below)
+    if not operation and waits_for_handle(frames[0]):
+        operation = "wait"
+    checked = next(filter(None, map(compared_in, below)), None)
+    names = [checked.name] if checked is not None else [function_name(one) for one in reversed(engine)]
+    return StackSummary(
+        place=place_of(frames[at], loader_wait(below)),
+        text=text_of(frames),
+        waits=bool(engine) or called in WAITING,
+        call=called or next(filter(None, names), ""),
+        operation=operation,
+        group=group,
+        peer=peer,
+        checked=checked,
+    )
+
+
+def outwards(frame: FrameType) -> Iterator[FrameType]:
+    """The frame and its callers."""
+    one: FrameType | None = frame
+    for _ in range(MOST_FRAMES):
+        if one is None:
+            return
+        yield one
+        one = one.f_back
+
+
+def is_engine(file: str) -> bool:
+    """The file is torch's or ours."""
+    return file.startswith((LOCKSTEP, TORCH))
+
+
+def is_users(file: str) -> bool:
+    """The file is neither installed nor part of Python."""
+    if is_engine(file) or any(one in file for one in INSTALLED):
+        return False
+    return not file.startswith(("<frozen", *STANDARD_LIBRARY))
+
+
+def place_of(frame: FrameType, doing: str = "") -> SourceLine:
+    name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name).rsplit("<locals>.", 1)[-1]
+    return SourceLine(shown(frame.f_code.co_filename), frame.f_lineno or 0, name, doing)
+
+
+def shown(file: str) -> str:
+    """The path relative to the working directory, or to where packages are installed, or the file's name."""
+    for folder in INSTALLED:
+        if folder in file:
+            return file.rsplit(folder, 1)[1]
+    try:
+        inside = os.path.relpath(file)
+    except (OSError, ValueError):
+        return os.path.basename(file)
+    return os.path.basename(file) if inside.startswith("..") else inside
+
+
+def text_of(frames: Sequence[FrameType]) -> str:
+    """One line per frame, innermost last; the outermost are left out where it would be longer than 8 KiB."""
+    lines: list[str] = []
+    size = 0
+    for frame in frames:
+        line = f"{shown(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        size += len(line) + 1
+        if size > LONGEST_STACK:
+            break
+        lines.append(line)
+    return "\n".join(reversed(lines))
+
+
+def function_name(frame: FrameType) -> str:
+    """The function's name, with its class if it is ours ("Accelerator.save_state"); "": it only wraps another."""
+    name = frame.f_code.co_name
+    if name in MODULE_CALL:
+        return "forward"
+    if name in WRAPPERS:
+        return ""
+    owner = frame.f_locals.get("self") if frame.f_code.co_filename.startswith(LOCKSTEP) else None
+    return name if owner is None else f"{type(owner).__name__}.{name}"
+
+
+def called_name(frame: FrameType) -> str:
+    """The name of the function written in C that the frame is in: the last name read before the call."""
+    return last_name_before(frame.f_code, frame.f_lasti)
+
+
+def last_name_before(code: CodeType, offset: int) -> str:
+    name = ""
+    for one in dis.get_instructions(code):
+        if one.offset >= offset:
+            break
+        if one.opname in ("LOAD_METHOD", "LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME"):
+            name = str(one.argval)
+    return name
+
+
+def waits_for_handle(frame: FrameType) -> bool:
+    """The frame, of the user or of torch.distributed, is in some handle's ``wait``: of a send, for instance."""
+    file = frame.f_code.co_filename
+    ours = is_users(file) or is_engine(file)
+    return ours and called_name(frame) == "wait"
+
+
+def innermost_operation(below: Sequence[FrameType]) -> tuple[str, Any, int | None]:
+    """The function of torch.distributed in progress, the group given to it, and the rank it sends to or receives
+    from. Of nested ones the inner: ``all_gather`` for ``all_gather_object``."""
+    for frame in below:
+        name = frame.f_code.co_name
+        file = frame.f_code.co_filename
+        if not file.endswith(os.path.join("torch", "distributed", "distributed_c10d.py")) or name[0] in "_<":
+            continue
+        values = frame.f_locals
+        peer = values.get("src" if "recv" in name else "dst") if name.endswith(("send", "recv")) else None
+        return name, values.get("group"), peer if isinstance(peer, int) else None
+    return "", None, None
+
+
+def loader_wait(below: Sequence[FrameType]) -> str:
+    """What there is to say where the thread waits for the worker processes of a data loader; "": it does not."""
+    for frame in below:
+        if frame.f_code.co_filename.endswith(os.path.join("utils", "data", "dataloader.py")):
+            workers = dataloader.workers_of(frame.f_locals.get("self"))
+            if workers:
+                return "waiting for its data-loader workers (" + workers_shown(workers) + ")"
+    return ""
+
+
+def workers_shown(workers: Sequence[Any], most: int = 8) -> str:
+    """ "pids 12, 13", and after a pid its state if that is the reason to wait: "pids 12 (stopped), 13 (dead)"."""
+    pids = [one.pid for one in workers if one.pid is not None]
+    states = {pid: PROCESS_STATES.get(state_letter(pid), "") for pid in pids}
+    pids.sort(key=lambda pid: not states[pid])  # those that explain the wait first
+    words = [f"{pid} ({states[pid]})" if states[pid] else str(pid) for pid in pids[:most]]
+    rest = f" and {len(pids) - most} more" if len(pids) > most else ""
+    return f"pid{'s' if len(pids) > 1 else ''} {', '.join(words)}{rest}"
+
+
+def state_letter(pid: int) -> str:
+    """The process's state as Linux shows it, "X" if it is gone, "" where that cannot be known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "X" if Path("/proc/self/stat").exists() else ""
+    except (OSError, IndexError):
+        return ""

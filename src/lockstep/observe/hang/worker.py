@@ -1,0 +1,264 @@
+"""The watch inside one process of a run: tells the hub what the main thread gets done, answers its questions, and holds
+the main thread at a step boundary until all ranks know at which one they stop."""
+
+from __future__ import annotations
+
+import os
+import platform
+import select
+import signal
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.control.client import Client
+from lockstep.errors import LinkError
+from lockstep.observe.hang.evidence import gather_evidence
+from lockstep.observe.hang.records import Evidence
+from lockstep.observe.hang.signals import StopSignals
+from lockstep.runtime import failure
+from lockstep.runtime.departures import Departures
+from lockstep.runtime.exit_codes import HANG, PREEMPTED, of_signal
+from lockstep.runtime.step_clock import StepClock
+
+
+class StopGate:
+    """Lets the main thread pass step boundaries, until a stop is wanted.
+
+    Then this rank says which boundary it passed last and passes no other one before it knows the target: the first
+    that no rank has passed. So all ranks stop at the same one, without a collective in any step.
+
+    Args:
+        clock: Whose boundaries.
+        stop: Called by the main thread at the target with the stop's cause; does not return.
+        limit_s: How long to wait at a boundary for the target.
+    """
+
+    def __init__(self, clock: StepClock, stop: Callable[[str], None], limit_s: float = 30.0) -> None:
+        self._clock = clock
+        self._stop = stop
+        self._limit_s = limit_s
+        self._cause: str | None = None
+        self._target: int | None = None
+        self._known = threading.Event()
+        clock.at_boundary = self.arrive
+
+    def close(self, cause: str) -> int:
+        """Want a stop; returns the boundary passed last. Called by a side thread.
+
+        The main thread counts a boundary before it looks whether a stop is wanted, and this looks at the count after
+        it has wanted one: whatever the order, a boundary beyond the returned one is not passed.
+        """
+        self._cause = cause
+        return self._clock.boundaries
+
+    def aim(self, boundary: int) -> None:
+        """Stop at this boundary."""
+        self._target = boundary
+        self._known.set()
+
+    def arrive(self, boundary: int) -> None:
+        """The main thread is at a boundary; returns when it may go on."""
+        if self._cause is None:
+            return
+        if not self._known.wait(self._limit_s):
+            return  # nobody answers; whoever wanted the stop ends the process in the end
+        if self._target is not None and boundary >= self._target:
+            self._stop(self._cause)
+
+
+BEAT_S = 0.5
+
+
+class WorkerWatch:
+    """Two side threads: one beats and looks for signals, the other listens to the hub.
+
+    Args:
+        rank: Of this process.
+        world_size: Number of processes.
+        clock: What the main thread gets done.
+        stop: See ``StopGate``.
+        client: To the hub; None for a process alone, which only looks for signals.
+        departures: Learns which of the other ranks have ended.
+        signals: Stop signals; None where they are somebody else's.
+        grace_s: From a stop signal until the process ends itself, where nobody else would.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        clock: StepClock,
+        stop: Callable[[str], None],
+        client: Client | None,
+        departures: Departures,
+        signals: StopSignals,
+        grace_s: float = 30.0,
+    ) -> None:
+        self.gate = StopGate(clock, stop, limit_s=grace_s)
+        self._rank = rank
+        self._world_size = world_size
+        self._clock = clock
+        self._client = client
+        self._departures = departures
+        self._signals = signals
+        self._grace_s = grace_s
+        self._asked_by: int | None = None
+        self._deadline: float | None = None
+        self._main_thread = threading.main_thread().ident or 0
+        self._wake, self._waker = socket.socketpair()
+        self._ended = False
+        self._owner = os.getpid()
+        self._threads = [threading.Thread(target=self._beat, name="lockstep-watch", daemon=True)]
+        if client is not None:
+            self._threads.append(threading.Thread(target=self._listen, name="lockstep-listen", daemon=True))
+
+    def start(self) -> None:
+        """Say who this is, and begin."""
+        self._tell(
+            "hello", rank=self._rank, world_size=self._world_size, host=platform.node(), pid=os.getpid()
+        )
+        for thread in self._threads:
+            thread.start()
+
+    def end(self) -> None:
+        """Say good-bye and stop the threads."""
+        if self._ended or os.getpid() != self._owner:
+            return
+        self._ended = True
+        self._clock.at_boundary = None
+        if self._client is not None:
+            self._tell("bye", failed=failure.has_failed(), evidence=self._evidence().to_message())
+        self._waker.send(b"\0")
+        if self._client is not None:
+            self._client.close()
+        for thread in self._threads:
+            thread.join(1.0)
+        self._signals.give_back()
+        self._wake.close()
+        self._waker.close()
+
+    def ending(self) -> None:
+        """This rank is in ``end_training``: it waits for the others as long as they need."""
+        self._tell("ending")
+
+    def done(self) -> None:
+        """This rank has come out of ``end_training``: nobody is to wait for it, nor to judge it."""
+        self._tell("done", ticks=self._clock.ticks)
+
+    def committed(self, path: str) -> None:
+        """A checkpoint of the run is complete."""
+        self._tell("committed", path=path)
+
+    def stopped(self, sentence: str) -> None:
+        """All ranks have stopped together; for the launcher to say."""
+        self._tell("stopped", sentence=sentence)
+
+    def _tell(self, verb: str, **values: Any) -> None:
+        if self._client is None:
+            return
+        try:
+            self._client.send({"kind": f"watch.{verb}", **values})
+        except LinkError:
+            self._client = None  # the hub ended; the launcher's end is somebody else's matter
+
+    # Beating -----------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        news = select.poll()  # select() takes no descriptors above 1023
+        news.register(self._wake, select.POLLIN)
+        news.register(self._signals.fileno(), select.POLLIN)
+        while not self._ended:
+            clock = self._clock
+            durations, local = list(clock.durations_s), list(clock.local_s)
+            self._tell(
+                "beat",
+                ticks=clock.ticks,
+                steps=clock.steps,
+                boundaries=clock.boundaries,
+                slowest_s=clock.slowest_s,
+                step_s=sum(durations) / len(durations) if durations else 0.0,
+                local_s=statistics.median(local) if local else 0.0,
+            )
+            news.poll(1000 * BEAT_S)
+            self._look_for_signals()
+
+    def _look_for_signals(self) -> None:
+        number = self._signals.read()
+        if number is not None:
+            if self._asked_by is not None:
+                end_at_once(number)
+            self._ask_for_stop(number)
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            if self._clock.boundaries == 0:
+                os._exit(PREEMPTED)  # no step was complete: there was nothing to save
+            end_at_once(self._asked_by or signal.SIGTERM)
+
+    def _ask_for_stop(self, number: int) -> None:
+        self._asked_by = number
+        self._deadline = time.monotonic() + self._grace_s
+        if self._client is not None:
+            name = signal.Signals(number).name
+            self._tell("stop_wanted", cause=name, boundaries=self._clock.boundaries, steps=self._clock.steps)
+        elif self._world_size > 1:
+            end_at_once(number)
+        elif self._clock.steps > 0 or self._clock.boundaries > 0:
+            self.gate.aim(self.gate.close(signal.Signals(number).name) + 1)
+        else:
+            sys.stderr.write(f"lockstep: {nothing_to_save(signal.Signals(number).name)}.\n")
+            os._exit(PREEMPTED)
+
+    # Listening ---------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        client = self._client
+        while client is not None and not self._ended:
+            try:
+                message = client.receive(None)
+            except LinkError:
+                return
+            if message is not None:
+                self._obey(str(message.get("kind", "")).partition(".")[2], message)
+
+    def _obey(self, verb: str, message: dict[str, Any]) -> None:
+        if verb == "explain":
+            self._explain(message.get("question"))
+        elif verb == "stop":
+            boundary = self.gate.close(str(message.get("cause", "a signal")))
+            self._tell("passed", boundary=boundary, steps=self._clock.steps)
+        elif verb == "target" and isinstance(message.get("boundary"), int):
+            self.gate.aim(message["boundary"])
+        elif verb == "left" and isinstance(message.get("rank"), int):
+            self._departures.add(message["rank"])
+        elif verb == "back" and isinstance(message.get("rank"), int):
+            self._departures.discard(message["rank"])
+        elif verb == "stop_now":
+            os._exit(PREEMPTED)
+        elif verb == "end":
+            os._exit(HANG)
+
+    def _explain(self, question: Any) -> None:
+        self._tell("evidence", question=question, evidence=self._evidence().to_message())
+
+    def _evidence(self) -> Evidence:
+        return gather_evidence(
+            rank=self._rank,
+            host=platform.node(),
+            step=self._clock.boundaries,
+            idle_s=0.0,
+            main_thread=self._main_thread,
+        )
+
+
+def nothing_to_save(cause: str) -> str:
+    """What there is to say of a stop before anything was done."""
+    return f"the run ended because of {cause} before its first step; there was nothing to save"
+
+
+def end_at_once(number: int) -> None:
+    """End this process as the signal would have, had nobody taken it over."""
+    os._exit(of_signal(number))

@@ -1,0 +1,133 @@
+"""What a script writes down of a run, as methods of ``Accelerator``: metrics, and traces of ``torch.profiler``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.config.handlers import ProfileKwargs
+from lockstep.config.options import Options
+from lockstep.config.values import suggestion
+from lockstep.errors import ConfigError
+from lockstep.observe.trackers.run import TrackerSet
+from lockstep.runtime.process import Runtime
+
+TRACE_NAME = "profile_{rank}.json"
+ACTIVITIES = ("cpu", "cuda", "xpu", "mtia", "hpu")
+
+
+@contextmanager
+def build_profiler(
+    handler: ProfileKwargs, runtime: Runtime | None = None
+) -> Iterator[torch.profiler.profile]:
+    """Profile the block with the options of ``handler``; yields the ``torch.profiler.profile``.
+
+    With ``output_trace_dir``, each rank writes ``profile_<rank>.json`` there when the block ends
+    without an exception. With a schedule, that is the last cycle that was recorded; where no cycle
+    was, no file is written. ``on_trace_ready`` sees each cycle as it ends.
+
+    Raises:
+        ConfigError: for an activity or schedule option that this torch does not know.
+    """
+    profiler = torch.profiler.profile(
+        activities=_activities(handler.activities),
+        schedule=_schedule(handler.schedule_option),
+        on_trace_ready=handler.on_trace_ready,
+        record_shapes=handler.record_shapes,
+        profile_memory=handler.profile_memory,
+        with_stack=handler.with_stack,
+        with_flops=handler.with_flops,
+        with_modules=handler.with_modules,
+    )
+    with profiler:
+        yield profiler
+    if handler.output_trace_dir is not None:
+        _write_trace(profiler, Path(handler.output_trace_dir), 0 if runtime is None else runtime.rank)
+
+
+def _write_trace(profiler: torch.profiler.profile, folder: Path, rank: int) -> None:
+    if profiler.profiler is None:
+        warnings.warn(
+            "The profile schedule ended before it recorded a step, so no trace was written. "
+            "Call profiler.step() after each step, at least wait + warmup + active times.",
+            stacklevel=4,
+        )
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        profiler.export_chrome_trace(str(folder / TRACE_NAME.format(rank=rank)))
+    except RuntimeError as error:
+        # torch writes a trace once; an on_trace_ready that exports has taken it.
+        if "already saved" not in str(error):
+            raise
+        warnings.warn(
+            f"on_trace_ready has already exported the trace, so none was written to {folder}. "
+            "Drop one of the two.",
+            stacklevel=4,
+        )
+
+
+def _activities(names: Sequence[str] | None) -> list[torch.profiler.ProfilerActivity] | None:
+    if names is None:
+        return None
+    members = torch.profiler.ProfilerActivity.__members__
+    known = {name: members[name.upper()] for name in ACTIVITIES if name.upper() in members}
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"ProfileKwargs.activities has {name!r}, but may name only {', '.join(known)}."
+                f"{suggestion(str(name), known)}"
+            )
+    return [known[name] for name in names]
+
+
+def _schedule(options: dict[str, int] | None) -> Callable[..., Any] | None:
+    if options is None:
+        return None
+    try:
+        return torch.profiler.schedule(**options)
+    except (TypeError, AssertionError) as error:
+        raise ConfigError(
+            f"ProfileKwargs.schedule_option is {options}, which torch.profiler.schedule refuses: {error}. "
+            "Give wait, warmup and active, and optionally repeat and skip_first."
+        ) from None
+
+
+class TrackingMethods:
+    """Methods that need the trackers."""
+
+    runtime: Runtime
+    _options: Options
+    _trackers: TrackerSet
+
+    @property
+    def trackers(self) -> list[Any]:
+        return self._trackers.trackers
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Start the trackers named by ``log_with`` and store the run's configuration."""
+        self._trackers.start(project_name, config, init_kwargs)
+
+    def log(
+        self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Send values to all trackers; on other ranks than 0 nothing happens."""
+        self._trackers.log(values, step, log_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker of this name, or with ``unwrap`` its library's own run object."""
+        return self._trackers.get(name, unwrap)
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
+        """``torch.profiler`` around the block."""
+        return build_profiler(profile_handler or self._options.profile, self.runtime)

@@ -1,0 +1,64 @@
+"""Bytes of training state that this rank holds, counted tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.optim import Optimizer
+
+from lockstep.comm.dtensor import local
+from lockstep.comm.tree import leaves
+from lockstep.offload.files.direct import region_of
+from lockstep.parallel.parallel_model import ParallelModel
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes on this rank, on device, host and disk together; ``on_disk``: those of them in files of ``offload_to``."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    on_disk: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+@torch.no_grad()
+def count_state(models: Iterable[ParallelModel], optimizers: Iterable[Optimizer]) -> StateBytes:
+    """What models and optimizers hold now: of a sharded tensor this rank's part, of a tied one once.
+
+    Gradients are also those that a window has not reduced yet. Not counted: buffers, gathered weights, DDP's
+    buckets, activations.
+    """
+    models = list(models)
+    kinds = (
+        [parameter for model in models for parameter in _kept(model)],
+        [gradient for model in models for gradient in model.gradients()],
+        [
+            value
+            for optimizer in optimizers
+            for values in optimizer.state.values()
+            for value in leaves(values).values()
+            if isinstance(value, torch.Tensor)
+        ],
+    )
+    weights, gradient, state = (_bytes(tensors) for tensors in kinds)
+    on_disk = _bytes(t for tensors in kinds for t in tensors if region_of(local(t)) is not None)
+    return StateBytes(weights, gradient, state, on_disk)
+
+
+def _kept(model: ParallelModel) -> Iterator[torch.Tensor]:
+    """The parameters, and in the places of gathered ones their shards."""
+    shards = {id(whole): shard for sharding in model.shardings for whole, shard in sharding.gathered()}
+    return (shards.get(id(parameter), parameter) for parameter in model.module.parameters())
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of this rank's parts, each object once."""
+    parts = [local(tensor) for tensor in tensors]
+    return sum({id(part): part.nbytes for part in parts}.values())

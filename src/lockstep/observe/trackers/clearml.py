@@ -1,0 +1,86 @@
+"""The ClearML tracker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.config.sources import inherited_environment
+from lockstep.errors import UsageError
+from lockstep.observe.trackers.base import on_main_process, plain
+from lockstep.observe.trackers.hosted import HostedTracker
+
+
+class ClearMLTracker(HostedTracker):
+    """ClearML; ``kwargs`` go to ``Task.init``. A task that the script opened itself is used and left open."""
+
+    name, package, extra = "clearml", "clearml", "clearml"
+
+    @on_main_process
+    def start(self) -> None:
+        task = self.module.Task.current_task()
+        self.borrowed = bool(task)
+        if not self.borrowed:
+            environment = inherited_environment()
+            names = {
+                "project_name": environment.get("CLEARML_PROJECT", self.run_name),
+                "task_name": environment.get("CLEARML_TASK", self.run_name),
+            }
+            task = self.module.Task.init(**{**names, **self.init_kwargs})
+        self.run = task
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> Any:
+        return self.run.connect_configuration(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """``eval_``, ``test_`` and ``train_`` at the front of a name choose the series (default train)."""
+        logger = self.run.get_logger()
+        for key, value in plain(values).items():
+            if not isinstance(value, (int, float)):
+                self.leave_out(key, value, "numbers")
+            elif step is None:
+                logger.report_single_value(name=key, value=value, **kwargs)
+            else:
+                title, series = self._title_and_series(key)
+                logger.report_scalar(title=title, series=series, value=value, iteration=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """``values``: name -> array or PIL image."""
+        for key, image in values.items():
+            title, series = self._title_and_series(key)
+            self.run.get_logger().report_image(
+                title=title, series=series, iteration=step, image=image, **kwargs
+            )
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log a table, from ``columns`` and ``data`` (rows) or from ``dataframe``."""
+        if dataframe is None and data is None:
+            raise UsageError("log_table got neither data nor dataframe. Pass one of them.")
+        rows = dataframe if dataframe is not None else [columns, *(data or [])] if columns else data
+        title, series = self._title_and_series(table_name)
+        self.run.get_logger().report_table(
+            title=title, series=series, table_plot=rows, iteration=step, **kwargs
+        )
+
+    @on_main_process
+    def finish(self) -> None:
+        if not self.borrowed:
+            self.run.close()
+
+    @staticmethod
+    def _title_and_series(name: str) -> tuple[str, str]:
+        for series in ("eval", "test", "train"):
+            if name.startswith(series + "_"):
+                return name[len(series) + 1 :], series
+        return name, "train"

@@ -1,0 +1,241 @@
+"""Trackers that hand over to a service's own package; each is a thin translation of its calls.
+
+The packages are imported by ``start``, but constructing a tracker without its package raises.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from typing import Any
+
+from lockstep.errors import MissingExtraError
+from lockstep.observe.trackers.base import GeneralTracker, on_main_process, plain
+from lockstep.runtime.available import is_available
+
+
+class HostedTracker(GeneralTracker):
+    """A tracker that needs ``package``, which the extra ``extra`` installs.
+
+    ``run_name`` is the project's name; ``kwargs`` go to the call that opens the run.
+
+    Raises:
+        MissingExtraError: when the package is not installed.
+    """
+
+    name: str = ""
+    requires_logging_directory: bool = False
+    package: str = ""
+    extra: str = ""
+
+    def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
+        super().__init__()
+        if not is_available(self.package):
+            raise MissingExtraError(f"The tracker '{self.name}'", self.package, self.extra)
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+        self.run: Any = None
+        self._unfit: set[str] = set()
+
+    @property
+    def tracker(self) -> Any:
+        return self.run
+
+    @property
+    def module(self) -> Any:
+        return importlib.import_module(self.package)
+
+    @on_main_process
+    def finish(self) -> None:
+        self.run.finish()
+
+    def leave_out(self, key: str, value: object, takes: str) -> None:
+        if key not in self._unfit:
+            self._unfit.add(key)
+            warnings.warn(
+                f"{self.name} leaves out '{key}', a {type(value).__name__}: it takes only {takes}.",
+                stacklevel=4,
+            )
+
+
+class _RunTracker(HostedTracker):
+    """The packages with the interface ``init``, ``config.update``, ``run.log``, ``run.finish``."""
+
+    @on_main_process
+    def start(self) -> None:
+        self.run = self.module.init(project=self.run_name, **self.init_kwargs)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.module.config.update(values, allow_val_change=True)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.run.log(values, step=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """``values``: name -> list of arrays or PIL images."""
+        for key, images in values.items():
+            self.run.log({key: [self.module.Image(image) for image in images]}, step=step, **kwargs)
+
+
+class WandBTracker(_RunTracker):
+    """Weights & Biases; ``kwargs`` go to ``wandb.init``."""
+
+    name, package, extra = "wandb", "wandb", "wandb"
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log a table, from ``columns`` and ``data`` (rows) or from ``dataframe``."""
+        table = self.module.Table(columns=columns, data=data, dataframe=dataframe)
+        self.run.log({table_name: table}, step=step, **kwargs)
+
+
+class TrackioTracker(_RunTracker):
+    """Trackio; ``kwargs`` go to ``trackio.init``."""
+
+    name, package, extra = "trackio", "trackio", "trackio"
+
+
+class SwanLabTracker(_RunTracker):
+    """SwanLab; ``kwargs`` go to ``swanlab.init``."""
+
+    name, package, extra = "swanlab", "swanlab", "swanlab"
+
+
+class CometMLTracker(HostedTracker):
+    """Comet; ``kwargs`` go to ``comet_ml.start``, or ``comet_ml.Experiment`` before 3.41."""
+
+    name, package, extra = "comet_ml", "comet_ml", "comet"
+
+    @on_main_process
+    def start(self) -> None:
+        open_run = self.module.start if hasattr(self.module, "start") else self.module.Experiment
+        self.run = open_run(project_name=self.run_name, **self.init_kwargs)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.run.log_parameters(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        if step is not None:
+            self.run.set_step(step)
+        for key, value in plain(values).items():
+            if isinstance(value, (int, float)):
+                self.run.log_metric(key, value, step=step, **kwargs)
+            elif isinstance(value, str):
+                self.run.log_other(key, value, **kwargs)
+            elif isinstance(value, dict):
+                self.run.log_metrics(value, step=step, **kwargs)
+            else:
+                self.leave_out(key, value, "numbers, strings and dicts of numbers")
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """``values``: name -> list of arrays or PIL images."""
+        for key, images in values.items():
+            for image in images:
+                self.run.log_image(image, name=key, step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        self.run.end()
+
+
+class AimTracker(HostedTracker):
+    """Aim, in the repository ``logging_dir``; ``kwargs`` go to ``aim.Run``."""
+
+    name, package, extra = "aim", "aim", "aim"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] = ".", **kwargs: Any) -> None:
+        super().__init__(run_name, **kwargs)
+        self.aim_repo_path = logging_dir
+
+    @on_main_process
+    def start(self) -> None:
+        self.run = self.module.Run(repo=self.aim_repo_path, **self.init_kwargs)
+        self.run.name = self.run_name
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.run["hparams"] = values
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        for key, value in plain(values).items():
+            self.run.track(value, name=key, step=step, **kwargs)
+
+    @on_main_process
+    def log_images(
+        self,
+        values: dict[str, Any],
+        step: int | None = None,
+        kwargs: dict[str, dict[str, Any]] | None = None,
+        **options: Any,
+    ) -> None:
+        """``values``: name -> image or (image, caption); ``kwargs``: ``aim_image`` and ``track`` options."""
+        parts = {**(kwargs or {}), **options}
+        for key, value in values.items():
+            image, caption = value if isinstance(value, tuple) else (value, "")
+            shown = self.module.Image(image, caption=caption, **parts.get("aim_image", {}))
+            self.run.track(shown, name=key, step=step, **parts.get("track", {}))
+
+    @on_main_process
+    def finish(self) -> None:
+        self.run.close()
+
+
+class DVCLiveTracker(HostedTracker):
+    """DVCLive; uses ``live`` if given, else ``kwargs`` go to ``dvclive.Live``. The run's name is not used."""
+
+    name, package, extra = "dvclive", "dvclive", "dvclive"
+
+    def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
+        super().__init__(run_name, **kwargs)
+        self.run = live
+
+    @on_main_process
+    def start(self) -> None:
+        if self.run is None:
+            self.run = self.module.Live(**self.init_kwargs)
+
+    @property
+    def live(self) -> Any:
+        return self.run
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.run.log_params(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        if step is not None:
+            self.run.step = step
+        for key, value in plain(values).items():
+            if isinstance(value, (int, float, str)):
+                self.run.log_metric(key, value, **kwargs)
+            else:
+                self.leave_out(key, value, "numbers and strings")
+        self.run.next_step()
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """``values``: file name -> array or PIL image."""
+        for key, image in values.items():
+            self.run.log_image(key, image, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        self.run.end()

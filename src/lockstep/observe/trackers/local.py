@@ -1,0 +1,167 @@
+"""Trackers that write files and need no account: TensorBoard and JSON lines."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import warnings
+from enum import Enum
+from pathlib import Path
+from typing import Any, TextIO
+
+import yaml
+
+from lockstep.errors import MissingExtraError
+from lockstep.observe.trackers.base import GeneralTracker, on_main_process, plain
+from lockstep.runtime.available import is_available
+
+
+class TensorBoardTracker(GeneralTracker):
+    """Event files in ``logging_dir/run_name``; ``kwargs`` go to ``SummaryWriter``.
+
+    Raises:
+        MissingExtraError: when the package tensorboard is not installed.
+    """
+
+    name = "tensorboard"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
+        super().__init__()
+        if not is_available("tensorboard"):
+            raise MissingExtraError("The tracker 'tensorboard'", "tensorboard", "tensorboard")
+        self.run_name = run_name
+        self.logging_dir = os.path.join(logging_dir, run_name)
+        self.init_kwargs = kwargs
+        self._unfit: set[str] = set()
+
+    @on_main_process
+    def start(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Untyped in torch.
+        make_writer: Any = SummaryWriter
+        self.writer = make_writer(self.logging_dir, **self.init_kwargs)
+
+    @property
+    def tracker(self) -> Any:
+        return self.writer
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Hyperparameters for the board's table and, complete, ``<time>/hparams.yml`` beside it."""
+        run = str(time.time())
+        config = plain(values)
+        # The board's table holds only these types; None has no cell.
+        cells = {
+            key: value if isinstance(value, (bool, int, float, str)) else str(value)
+            for key, value in config.items()
+            if value is not None
+        }
+        self.writer.add_hparams(cells, metric_dict={}, run_name=run)
+        self.writer.flush()
+        folder = Path(self.logging_dir) / run
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "hparams.yml").write_text(yaml.safe_dump(_serialisable(config)), encoding="utf-8")
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Numbers as scalars, strings as text, dicts of numbers as one chart with several lines."""
+        for key, value in plain(values).items():
+            if isinstance(value, (bool, int, float)):
+                self.writer.add_scalar(key, value, global_step=step, **kwargs)
+            elif isinstance(value, str):
+                self.writer.add_text(key, value, global_step=step, **kwargs)
+            elif isinstance(value, dict):
+                self.writer.add_scalars(key, value, global_step=step, **kwargs)
+            elif key not in self._unfit:
+                self._unfit.add(key)
+                warnings.warn(
+                    f"TensorBoard has no place for '{key}', a {type(value).__name__}, and leaves it out. "
+                    "Log numbers, strings or dicts of numbers.",
+                    stacklevel=3,
+                )
+        self.writer.flush()
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """``values``: name -> batch of images, (N, 3, H, W) or as ``dataformats`` says."""
+        for key, images in values.items():
+            self.writer.add_images(key, images, global_step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        self.writer.close()
+
+
+class JSONLinesTracker(GeneralTracker):
+    """One JSON object a line in ``logging_dir/run_name/metrics.jsonl``; a resumed run appends.
+
+    The configuration is ``{"time": ..., "config": {...}}``, each log
+    ``{"step": ..., "time": ..., "values": {...}}``; ``time`` is in seconds since 1970. JSON has no word
+    for NaN and infinity: they are the strings "NaN", "Infinity" and "-Infinity", which ``float`` reads.
+    """
+
+    name = "jsonl"
+    requires_logging_directory = True
+
+    def __init__(
+        self, run_name: str, logging_dir: str | os.PathLike[str], file_name: str = "metrics.jsonl"
+    ) -> None:
+        super().__init__()
+        self.path = Path(logging_dir) / run_name / file_name
+
+    @on_main_process
+    def start(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = self.path.open("a", encoding="utf-8")
+
+    @property
+    def tracker(self) -> TextIO:
+        return self.file
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self._write({"time": time.time(), "config": values})
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self._write({"step": step, "time": time.time(), "values": values})
+
+    @on_main_process
+    def finish(self) -> None:
+        self.file.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        line = json.dumps(_serialisable(_finite(plain(record))), allow_nan=False, ensure_ascii=False)
+        self.file.write(line + "\n")
+        # A run that is killed leaves whole lines behind.
+        self.file.flush()
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with the floats that JSON cannot write as strings."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _serialisable(value: Any) -> Any:
+    """``value``, from ``plain``, with every object that is not plain data as its ``str``."""
+    if isinstance(value, dict):
+        return {key: _serialisable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_serialisable(item) for item in value]
+    if isinstance(value, Enum):
+        value = value.value
+    # YAML knows exact types only, so a subclass of one becomes the type itself.
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return None if value is None else str(value)

@@ -1,0 +1,99 @@
+"""The MLflow tracker."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from lockstep.config.sources import inherited_environment
+from lockstep.config.values import parse_bool
+from lockstep.observe.trackers.base import on_main_process, plain
+from lockstep.observe.trackers.hosted import HostedTracker
+
+
+class MLflowTracker(HostedTracker):
+    """A run of the MLflow experiment that is the project's name.
+
+    The variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS (JSON) and MLFLOW_NESTED_RUN go
+    before the arguments.
+    """
+
+    name, package, extra = "mlflow", "mlflow", "mlflow"
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        logging_dir: str | os.PathLike[str] | None = None,
+        run_id: str | None = None,
+        tags: dict[str, Any] | str | None = None,
+        nested_run: bool = False,
+        run_name: str | None = None,
+        description: str | None = None,
+    ) -> None:
+        super().__init__(run_name)
+        environment = inherited_environment()
+        self.experiment_name = environment.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
+        self.logging_dir = logging_dir
+        self.run_id = environment.get("MLFLOW_RUN_ID", run_id)
+        tags = environment.get("MLFLOW_TAGS", tags)
+        self.tags = json.loads(tags) if isinstance(tags, str) else tags
+        self.nested_run = parse_bool(environment.get("MLFLOW_NESTED_RUN", nested_run), "MLFLOW_NESTED_RUN")
+        self.description = description
+
+    @on_main_process
+    def start(self) -> None:
+        found = self.module.search_experiments(filter_string=f"name = '{self.experiment_name}'")
+        if found:
+            experiment_id = found[0].experiment_id
+        else:
+            experiment_id = self.module.create_experiment(
+                name=self.experiment_name, artifact_location=self.logging_dir, tags=self.tags
+            )
+        self.run = self.module.start_run(
+            run_id=self.run_id,
+            experiment_id=experiment_id,
+            run_name=self.run_name,
+            nested=self.nested_run,
+            tags=self.tags,
+            description=self.description,
+        )
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        limits = self.module.utils.validation
+        fitting = []
+        for key, value in values.items():
+            if len(str(value)) > limits.MAX_PARAM_VAL_LENGTH:
+                self.leave_out(key, value, f"values of up to {limits.MAX_PARAM_VAL_LENGTH} characters")
+            else:
+                fitting.append((key, value))
+        batch = limits.MAX_PARAMS_TAGS_PER_BATCH
+        for start in range(0, len(fitting), batch):
+            self.module.log_params(dict(fitting[start : start + batch]))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        metrics = {}
+        for key, value in plain(values).items():
+            if isinstance(value, (int, float)):
+                metrics[key] = value
+            else:
+                self.leave_out(key, value, "numbers")
+        self.module.log_metrics(metrics, step=step, **kwargs)
+
+    @on_main_process
+    def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
+        self.module.log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
+
+    @on_main_process
+    def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
+        self.module.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        self.module.log_artifact(local_path=local_path, artifact_path=artifact_path)
+
+    @on_main_process
+    def finish(self) -> None:
+        self.module.end_run()

@@ -1,0 +1,305 @@
+"""Which trackers a run has, and the object that owns them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from lockstep.config.enums import LoggerType
+from lockstep.config.values import suggestion
+from lockstep.errors import ConfigError, MissingExtraError, UsageError
+from lockstep.observe.trackers import hosted, local
+from lockstep.observe.trackers.base import BlankTracker, GeneralTracker, check_complete
+from lockstep.observe.trackers.clearml import ClearMLTracker
+from lockstep.observe.trackers.mlflow import MLflowTracker
+from lockstep.runtime.available import is_available
+
+TrackerChoice = GeneralTracker | type[GeneralTracker]
+
+
+class TrackerEntry(NamedTuple):
+    """A built-in tracker; without ``package`` it needs nothing more."""
+
+    name: str
+    kind: type[GeneralTracker]
+    package: str | None
+    extra: str
+
+
+TRACKERS: Mapping[str, TrackerEntry] = {
+    entry.name: entry
+    for entry in (
+        TrackerEntry("tensorboard", local.TensorBoardTracker, "tensorboard", "tensorboard"),
+        TrackerEntry("jsonl", local.JSONLinesTracker, None, ""),
+        *(
+            TrackerEntry(kind.name, kind, kind.package, kind.extra)
+            for kind in (
+                hosted.WandBTracker,
+                hosted.TrackioTracker,
+                hosted.CometMLTracker,
+                MLflowTracker,
+                hosted.AimTracker,
+                ClearMLTracker,
+                hosted.DVCLiveTracker,
+                hosted.SwanLabTracker,
+            )
+        ),
+    )
+}
+
+
+def resolve_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[TrackerChoice]:
+    """The trackers that ``log_with`` means, without repeats: classes to construct, or the user's instances.
+
+    ``log_with`` is None, one of the following, or a list of them: a name or ``LoggerType``, a
+    ``GeneralTracker`` class or object, ``"all"`` for every built-in tracker that can run here.
+    The name of a user's class is known once the class is defined.
+
+    Raises:
+        ConfigError: for an unknown name, or a tracker that writes files without a directory.
+        MissingExtraError: for a tracker whose package is not installed.
+    """
+    if log_with is None:
+        return []
+    asked = list(log_with) if isinstance(log_with, (list, tuple, set)) else [log_with]
+    chosen: list[TrackerChoice] = []
+    for item in asked:
+        for tracker in _meant_by(item, logging_dir):
+            if tracker not in chosen:
+                chosen.append(tracker)
+    return chosen
+
+
+def available_trackers() -> list[LoggerType]:
+    """The built-in trackers whose packages are installed."""
+    return [LoggerType(entry.name) for entry in TRACKERS.values() if _is_installed(entry)]
+
+
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
+    """Check that ``log_with`` can name ``tracker_class`` by its ``name``; defining a class registers it.
+
+    Raises:
+        ConfigError: when it is no subclass of ``GeneralTracker``, has no ``name`` or no
+            ``requires_logging_directory``, or has the name of a built-in tracker.
+    """
+    if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
+        raise ConfigError(
+            f"{tracker_class!r} is not a subclass of GeneralTracker. Derive it from GeneralTracker."
+        )
+    name = getattr(tracker_class, "name", None)
+    if not isinstance(name, str) or not name or not hasattr(tracker_class, "requires_logging_directory"):
+        raise ConfigError(
+            f"{tracker_class.__name__} lacks the class attribute name (a word) or "
+            "requires_logging_directory (True or False). Define both in the class."
+        )
+    if name in TRACKERS:
+        raise ConfigError(
+            f"{tracker_class.__name__} is named '{name}', as is a built-in tracker. "
+            "Rename it, or pass the class itself: log_with=TheClass."
+        )
+
+
+class TrackerSet:
+    """Owner of a run's trackers: opens them, logs to each, closes them.
+
+    On ranks other than 0 only trackers whose ``main_process_only`` is False exist.
+
+    Raises:
+        ConfigError, MissingExtraError: as ``resolve_trackers``.
+    """
+
+    def __init__(
+        self, log_with: Any = None, logging_dir: str | os.PathLike[str] | None = None, is_main: bool = True
+    ) -> None:
+        self.log_with = resolve_trackers(log_with, logging_dir)
+        self.logging_dir = logging_dir
+        self.is_main = is_main
+        self.trackers: list[GeneralTracker] = []
+        self.started = False
+        self._told = False
+
+    def __iter__(self) -> Iterator[GeneralTracker]:
+        return iter(self.trackers)
+
+    def __len__(self) -> int:
+        return len(self.trackers)
+
+    def start(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, dict[str, Any]] | None = None,
+    ) -> None:
+        """Open a run named ``project_name`` in each tracker and store ``config`` as its hyperparameters.
+
+        ``init_kwargs`` maps the name of a tracker to arguments for its constructor.
+
+        Raises:
+            UsageError: when a run is already open.
+            ConfigError: when ``init_kwargs`` names a tracker that ``log_with`` does not.
+        """
+        if self.started:
+            raise UsageError(
+                "init_trackers was called while a run is open. Call end_training() before another run."
+            )
+        init_kwargs = init_kwargs or {}
+        for name in init_kwargs:
+            self._check_name(str(name), "init_kwargs")
+        self.started = True
+        here = [choice for choice in self.log_with if self.is_main or not choice.main_process_only]
+        for tracker in [self._construct(choice, project_name, init_kwargs) for choice in here]:
+            tracker.start()
+            # Only now: finish() closes what is listed, which must have been opened.
+            self.trackers.append(tracker)
+            if config is not None:
+                tracker.store_init_configuration(config)
+
+    def log(
+        self,
+        values: dict[str, Any],
+        step: int | None = None,
+        log_kwargs: dict[str, dict[str, Any]] | None = None,
+    ) -> None:
+        """Log ``values`` to each tracker; ``log_kwargs`` maps its name to arguments for its ``log``."""
+        if self.log_with and not self.started and self.is_main and not self._told:
+            self._told = True
+            warnings.warn(
+                "log was called before init_trackers, so nothing is logged. Call init_trackers first.",
+                stacklevel=3,
+            )
+        log_kwargs = log_kwargs or {}
+        for tracker in self.trackers:
+            tracker.log(values, step=step, **log_kwargs.get(tracker.name, {}))
+
+    def log_images(self, values: dict[str, Any], step: int | None = None) -> None:
+        """Log ``values``, images by name, to each tracker that can hold images."""
+        for tracker in self.trackers:
+            tracker.log_images(values, step=step)
+
+    def get(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker ``name``, or with ``unwrap`` the object underneath.
+
+        Where it does not run on this rank, or ``log_with`` was empty, the result takes every call and
+        does nothing.
+
+        Raises:
+            ConfigError: when ``log_with`` has other trackers but not this one (on every rank).
+            UsageError: before ``start``.
+        """
+        if not self.log_with:
+            return BlankTracker(_blank=True)
+        self._check_name(str(name), "get_tracker")
+        if not self.started:
+            raise UsageError(
+                f"get_tracker('{name}') was called before init_trackers. Call init_trackers first."
+            )
+        for tracker in self.trackers:
+            if tracker.name == name:
+                return tracker.tracker if unwrap else tracker
+        return BlankTracker(_blank=True)
+
+    def finish(self) -> None:
+        """Close every run, then raise the first error that one of them raised. May be called again."""
+        trackers, self.trackers, self.started = self.trackers, [], False
+        errors = []
+        for tracker in trackers:
+            try:
+                tracker.finish()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _construct(
+        self, choice: TrackerChoice, project_name: str, init_kwargs: dict[str, dict[str, Any]]
+    ) -> GeneralTracker:
+        if isinstance(choice, GeneralTracker):
+            return choice
+        arguments: list[Any] = [project_name]
+        if choice.requires_logging_directory:
+            arguments.append(self.logging_dir)
+        make: Any = choice
+        tracker: GeneralTracker = make(*arguments, **init_kwargs.get(_name_of(choice), {}))
+        check_complete(tracker)
+        return tracker
+
+    def _check_name(self, name: str, where: str) -> None:
+        names = [_name_of(choice) for choice in self.log_with]
+        if name not in names:
+            have = f"has only {', '.join(names)}" if names else "is empty"
+            raise ConfigError(f"{where} has '{name}', but log_with {have}.{suggestion(name, names)}")
+
+
+def _meant_by(item: Any, logging_dir: str | os.PathLike[str] | None) -> list[TrackerChoice]:
+    """The trackers that one item of ``log_with`` stands for, checked."""
+    if isinstance(item, GeneralTracker):
+        check_complete(item)
+        return [item]
+    if isinstance(item, type) and issubclass(item, GeneralTracker):
+        check_complete(item)
+        return [_with_directory(item, logging_dir)]
+    name = str(item)
+    if name == LoggerType.ALL:
+        usable = [entry.kind for entry in TRACKERS.values() if _is_installed(entry)]
+        has_folder = logging_dir is not None and not _is_url(logging_dir)
+        return [kind for kind in usable if has_folder or not kind.requires_logging_directory]
+    if name in TRACKERS:
+        entry = TRACKERS[name]
+        if not _is_installed(entry):
+            raise MissingExtraError(f"The tracker '{name}'", str(entry.package), entry.extra)
+        return [_with_directory(entry.kind, logging_dir)]
+    custom = _custom_classes()
+    if name in custom:
+        check_complete(custom[name])
+        return [_with_directory(custom[name], logging_dir)]
+    valid = [*TRACKERS, LoggerType.ALL.value, *custom]
+    raise ConfigError(
+        f"log_with has {item!r}, but may name only {', '.join(valid)}.{suggestion(name, valid)}"
+    )
+
+
+def _is_installed(entry: TrackerEntry) -> bool:
+    return entry.package is None or is_available(entry.package)
+
+
+def _with_directory(
+    kind: type[GeneralTracker], logging_dir: str | os.PathLike[str] | None
+) -> type[GeneralTracker]:
+    if kind.requires_logging_directory and logging_dir is None:
+        raise ConfigError(
+            f"The tracker '{_name_of(kind)}' writes files and was given no directory. "
+            "Pass project_dir='...' to Accelerator, or logging_dir in its project_config."
+        )
+    if kind.requires_logging_directory and _is_url(logging_dir):
+        raise ConfigError(
+            f"The tracker '{_name_of(kind)}' writes local files, but its directory is a URL. Pass a local logging_dir "
+            "in ProjectConfiguration."
+        )
+    return kind
+
+
+def _is_url(directory: str | os.PathLike[str] | None) -> bool:
+    return directory is not None and "://" in os.fspath(directory)
+
+
+def _name_of(choice: TrackerChoice) -> str:
+    return str(choice.name)
+
+
+def _custom_classes() -> dict[str, type[GeneralTracker]]:
+    """Subclasses of ``GeneralTracker`` outside of this package by name; the latest definition wins."""
+    found: dict[str, type[GeneralTracker]] = {}
+    open_classes = [GeneralTracker]
+    while open_classes:
+        kind = open_classes.pop(0)
+        open_classes += kind.__subclasses__()
+        name = getattr(kind, "name", None)
+        if (
+            isinstance(name, str)
+            and name not in TRACKERS
+            and not kind.__module__.startswith("lockstep.observe.")
+        ):
+            found[name] = kind
+    return found

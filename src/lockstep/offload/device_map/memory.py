@@ -1,0 +1,123 @@
+"""How much memory there is on each device, and how much of it a balanced placement uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import psutil
+import torch
+from torch import nn
+
+from lockstep.config.sizes import bytes_of
+from lockstep.config.values import shown
+from lockstep.errors import ConfigError
+from lockstep.offload.device_map.sizes import class_names, compute_module_sizes
+
+DeviceName = int | str
+MaxMemory = Mapping[DeviceName, int | str]
+
+
+def accelerator_count() -> int:
+    """How many accelerators this process sees, not counting MPS."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return 0 if accelerator is None or accelerator.type == "mps" else torch.accelerator.device_count()
+
+
+def get_max_memory(max_memory: MaxMemory | None = None) -> dict[DeviceName, int]:
+    """Bytes by device, accelerators first, then ``"mps"``, ``"cpu"``, ``"disk"``.
+
+    None: what is free now on every accelerator, and available to the CPU. Else the given sizes as numbers; a trailing
+    ``b`` means bytes as ``B`` does.
+
+    Raises:
+        ConfigError: a device is no index, ``"mps"``, ``"cpu"`` or ``"disk"``, or a size is none.
+    """
+    if max_memory is None:
+        return _free_memory()
+    for device in max_memory:
+        if isinstance(device, bool) or not (isinstance(device, int) or device in ("mps", "cpu", "disk")):
+            raise ConfigError(
+                f"max_memory names the device {shown(device)}, which is not known. Use the index of an accelerator "
+                "(an integer), 'mps', 'cpu' or 'disk'."
+            )
+    indices = sorted(device for device in max_memory if isinstance(device, int))
+    order = [*indices, *(device for device in ("mps", "cpu", "disk") if device in max_memory)]
+    return {device: bytes_of(max_memory[device], f"max_memory[{device!r}]") for device in order}
+
+
+def _free_memory() -> dict[DeviceName, int]:
+    available = psutil.virtual_memory().available
+    free: dict[DeviceName, int] = {}
+    shares_host_memory = False
+    for index in range(accelerator_count()):
+        if torch.cuda.is_available():
+            free[index] = torch.cuda.mem_get_info(index)[0]
+            shares_host_memory |= bool(
+                getattr(torch.cuda.get_device_properties(index), "is_integrated", False)
+            )
+        elif torch.xpu.is_available():
+            free[index] = torch.xpu.mem_get_info(index)[0]
+    if torch.backends.mps.is_available():
+        free["mps"] = available
+    elif not shares_host_memory:  # one memory is not counted twice
+        free["cpu"] = available
+    return free
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: MaxMemory | None = None,
+    no_split_module_classes: str | Iterable[str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    special_dtypes: Mapping[str, torch.dtype | str] | None = None,
+    low_zero: bool = False,
+) -> dict[DeviceName, int]:
+    """``max_memory`` lowered such that ``infer_auto_device_map`` uses all accelerators about equally.
+
+    The last accelerator keeps all its memory, for what the others could not take. With one accelerator and no
+    ``max_memory`` a tenth of its free memory is left to activations.
+
+    Args:
+        model: Its tensors may be on the meta device.
+        max_memory: As in ``get_max_memory``.
+        no_split_module_classes: Names of classes that stay whole.
+        dtype: What floating-point tensors become when loaded.
+        special_dtypes: The same for single tensors.
+        low_zero: Leave as little as possible on accelerator 0.
+    """
+    limits = get_max_memory(max_memory)
+    if "mps" in limits and torch.backends.mps.is_available():
+        return limits
+    used = [device for device, size in limits.items() if isinstance(device, int) and size > 0]
+    if not used:
+        return limits
+    if len(used) == 1:
+        low_zero = False
+        if max_memory is None:
+            limits[used[0]] = limits[used[0]] * 9 // 10
+    sizes = compute_module_sizes(model, dtype, special_dtypes)
+    share = sizes[""] // (len(used) - 1 if low_zero else len(used))
+    share += _slack(model, sizes, class_names(no_split_module_classes))
+    for device in used[:-1]:
+        if not (low_zero and device == used[0]):
+            limits[device] = min(share, limits[device])
+    if low_zero:
+        elsewhere = sum(limits[device] for device in used[1:])
+        limits[used[0]] = min(max(0, sizes[""] - elsewhere), limits[used[0]])
+    return limits
+
+
+def _slack(model: nn.Module, sizes: Mapping[str, int], undivided: list[str]) -> int:
+    """How much more than its equal share a device gets, as layers are not divided: 1.25 layers."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    first_of_class: dict[str, int] = {}
+    for name, size in sizes.items():
+        class_name = type(modules[name]).__name__ if name in modules else ""
+        if name and class_name in undivided:
+            first_of_class.setdefault(class_name, size)
+    parents = {name.rpartition(".")[0] for name in sizes if "." in name}
+    inner = {name: size for name, size in sizes.items() if name in parents or name == ""}
+    grandparents = {name.rpartition(".")[0] for name in inner if "." in name}
+    layers = [size for name, size in inner.items() if name and name not in grandparents]
+    mean = int(sum(layers) / max(len(layers), 1))
+    return int(1.25 * max([mean, *first_of_class.values()]))

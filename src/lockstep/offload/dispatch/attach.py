@@ -1,0 +1,238 @@
+"""Make a placed model run: stream what is offloaded, and move inputs between devices. It cannot be moved as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.comm.tree import leaves, send_to_device
+from lockstep.errors import UsageError
+from lockstep.model.blocks import find_blocks
+from lockstep.offload.device_map.budget import for_streaming
+from lockstep.offload.device_map.placement import CPU, TensorPlacement
+from lockstep.offload.files.stored import FileBacked
+from lockstep.offload.weights.attach import stop_streaming, stream_weights, streamer_of
+from lockstep.offload.weights.groups import find_units
+from lockstep.torch_internals import modules as torch_modules
+
+
+def guard(model: nn.Module) -> None:
+    """Refuse ``to``, ``cuda``, ``half`` and the like on ``model``, unless they would change nothing."""
+    torch_modules.intercept_apply(model, partial(_apply_or_refuse, model))
+
+
+def unguard(model: nn.Module) -> None:
+    """Allow them again."""
+    torch_modules.restore_apply(model)
+
+
+def _apply_or_refuse(
+    model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True, **_: Any
+) -> nn.Module:
+    """In place of what all of them go through."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if all(_changes_nothing(fn, device, dtype) for device, dtype in {(t.device, t.dtype) for t in tensors}):
+        return model
+    raise UsageError(
+        f"{type(model).__name__} is dispatched by a device map and streamed, so that it cannot be moved or converted. "
+        "Pass device_map and dtype when loading it, or call remove_hook_from_submodules(model) before."
+    )
+
+
+def _changes_nothing(
+    fn: Callable[[torch.Tensor], torch.Tensor], device: torch.device, dtype: torch.dtype
+) -> bool:
+    probe = torch.empty(2, 2, 2, 2, dtype=dtype, device=device)
+    shared = probe.is_shared()
+    try:
+        result = fn(probe)
+    except Exception:  # such as that there is no such device; what is asked for is no change of nothing
+        return False
+    return (
+        isinstance(result, torch.Tensor)
+        and (result.device, result.dtype, result.stride()) == (device, dtype, probe.stride())
+        and result.data_ptr() == probe.data_ptr()
+        and result.is_shared() == shared
+    )
+
+
+def cross_devices(
+    model: nn.Module,
+    devices: Mapping[str, torch.device],
+    main_device: torch.device,
+    skip_keys: str | Iterable[str] | None = None,
+) -> list[RemovableHandle]:
+    """Attach the hooks.
+
+    Args:
+        devices: Name of a module -> where it computes.
+        main_device: Where the model's own inputs go.
+        skip_keys: Names of keyword arguments, and of entries of outputs, that stay where they are.
+    """
+    crossing = _Model(main_device, skip_keys)
+    handles = [
+        model.register_forward_hook(crossing.after, with_kwargs=True, always_call=True),
+    ]
+    for name, device in devices.items():
+        if name:
+            module = model.get_submodule(name)
+            handles.append(
+                module.register_forward_pre_hook(_Inputs(device, skip_keys), prepend=True, with_kwargs=True)
+            )
+    handles.append(model.register_forward_pre_hook(crossing.before, prepend=True, with_kwargs=True))
+    return handles
+
+
+class _Inputs:
+    """Moves the inputs of one module."""
+
+    def __init__(self, device: torch.device, skip_keys: str | Iterable[str] | None) -> None:
+        self._device = device
+        self._skip_keys = skip_keys if isinstance(skip_keys, str) else list(skip_keys or ())
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return self.moved(args, kwargs)
+
+    def moved(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return send_to_device(args, self._device), send_to_device(
+            kwargs, self._device, skip_keys=self._skip_keys
+        )
+
+
+class _Model:
+    """Moves the inputs and outputs of the model."""
+
+    def __init__(self, device: torch.device, skip_keys: str | Iterable[str] | None) -> None:
+        self._inputs = _Inputs(device, skip_keys)
+        self._skip_keys = skip_keys if isinstance(skip_keys, str) else list(skip_keys or ())
+        self._from: list[torch.device | None] = []  # one for each call that is under way
+
+    @torch.compiler.disable
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        tensors = (leaf for leaf in leaves((args, kwargs)).values() if isinstance(leaf, torch.Tensor))
+        self._from.append(next((tensor.device for tensor in tensors), None))
+        return self._inputs.moved(args, kwargs)
+
+    @torch.compiler.disable
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        device = self._from.pop() if self._from else None
+        if device is None or output is None:
+            return output
+        return send_to_device(output, device, skip_keys=self._skip_keys)
+
+
+OFFLOADED = "_has_streamed_tensors"
+"""Attribute of modules of which a tensor is streamed."""
+
+_HANDLES = "_crossing_handles"
+
+
+def attach(
+    model: nn.Module,
+    seats: list[TensorPlacement],
+    main: torch.device,
+    budget: int | None,
+    entries: Sequence[str],
+    undivided: Sequence[str],
+    skip_keys: str | Iterable[str] | None,
+    always_cross: bool,
+) -> None:
+    """Attach what a placed model needs.
+
+    Args:
+        seats: Of all tensors, which are where these say.
+        main: Where streamed tensors are used.
+        budget: Most bytes of weights there.
+        entries: Names of the modules of the device map.
+        undivided: Names of classes that are streamed whole.
+        skip_keys: Arguments and outputs that stay on their device.
+        always_cross: Move inputs and outputs even if all is on one device.
+
+    Raises:
+        OffloadError: the budget is too small.
+    """
+    streamed = _streamed(seats, main, budget)
+    room = for_streaming(budget, seats, streamed, main)
+    devices = {seat.execution for seat in seats} | {main}
+    if streamed:
+        names = {name for seat in streamed for name in seat.place.names}
+        units = find_units(model, _blocks(model, undivided), names.__contains__)
+        stream_weights(model, units, main, room)
+        for module, _ in (holder for seat in streamed for holder in seat.place.holders):
+            module.__dict__[OFFLOADED] = True
+    if len(devices) > 1 or always_cross or (streamed and main != CPU):
+        if skip_keys is None:
+            skip_keys = getattr(model, "_skip_keys_device_placement", None)
+        model.__dict__[_HANDLES] = cross_devices(
+            model, _module_devices(model, seats, entries), main, skip_keys
+        )
+    if is_dispatched(model):
+        guard(model)
+
+
+def detach(model: nn.Module) -> None:
+    """Remove what ``attach`` attached; the model has then its tensors at rest."""
+    unguard(model)
+    for module in model.modules():
+        module.__dict__.pop(OFFLOADED, None)
+    for handle in model.__dict__.pop(_HANDLES, ()):
+        handle.remove()
+    stop_streaming(model)
+
+
+def is_dispatched(model: nn.Module) -> bool:
+    """Whether something is attached."""
+    return _HANDLES in model.__dict__ or streamer_of(model) is not None
+
+
+def _streamed(seats: list[TensorPlacement], main: torch.device, budget: int | None) -> list[TensorPlacement]:
+    if main != CPU:
+        return [
+            seat
+            for seat in seats
+            if seat.is_offloaded and seat.execution == main and seat.place.tensor.numel()
+        ]
+    backed = FileBacked.now()
+    mapped = [seat for seat in seats if seat.home == CPU and backed.holds(seat.place.tensor)]
+    needed = sum(seat.place.tensor.nbytes for seat in seats if seat.home == CPU)
+    if any(seat.on_disk for seat in mapped) or (budget is not None and needed > budget):
+        # With a budget, what is mapped for the CPU counts as well, and stays there as far as there is room.
+        return [seat for seat in mapped if seat.on_disk or budget is not None]
+    return []
+
+
+def _blocks(model: nn.Module, undivided: Sequence[str]) -> dict[str, nn.Module]:
+    """What is streamed whole: modules of the classes, and the usual blocks outside of these."""
+    blocks = find_blocks(model)
+    classes = set(undivided)
+    called = {
+        name: module
+        for name, module in model.named_modules()
+        if name and type(module).__name__ in classes and type(module).forward is not nn.Module.forward
+    }
+    if not called:
+        return blocks
+    chosen = blocks | called
+    inner = {id(part) for module in chosen.values() for part in module.modules() if part is not module}
+    return {name: module for name, module in chosen.items() if id(module) not in inner}
+
+
+def _module_devices(
+    model: nn.Module, seats: list[TensorPlacement], entries: Sequence[str]
+) -> dict[str, torch.device]:
+    """Where each module that has tensors of its own computes, and each of the device map."""
+    by_tensor = {id(seat.place.tensor): seat.execution for seat in seats}
+    devices = {}
+    for name, module in model.named_modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if name in entries and not own:
+            own = [*module.parameters(), *module.buffers()]
+        if own:
+            devices[name] = by_tensor[id(own[0])]
+    return devices

@@ -1,0 +1,287 @@
+"""Place a model on the devices, in memory and on disk, and stream what is not where it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import ConfigError, UsageError
+from lockstep.offload.device_map.budget import budget_of
+from lockstep.offload.device_map.infer import infer_auto_device_map
+from lockstep.offload.device_map.memory import MaxMemory, get_balanced_memory
+from lockstep.offload.device_map.placement import assign_seats, check_device_map, main_device_of
+from lockstep.offload.device_map.sizes import class_names
+from lockstep.offload.device_map.ties import undone_on_error
+from lockstep.offload.dispatch.attach import attach, detach, is_dispatched
+from lockstep.offload.dispatch.loading import Path, load_checkpoint_in_model
+from lockstep.offload.dispatch.storage import bring_home
+from lockstep.offload.files.pages import read_ahead
+from lockstep.offload.weights.attach import streamer_of
+
+STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def resolve_device_map(
+    model: nn.Module,
+    device_map: str | Mapping[str, object],
+    max_memory: MaxMemory | None,
+    no_split_module_classes: str | Iterable[str] | None,
+    dtype: torch.dtype | str | None = None,
+    offload_buffers: bool = False,
+) -> dict[str, object]:
+    """The device map that is meant: itself, or the one that a strategy's name stands for.
+
+    Raises:
+        ConfigError: there is no such strategy.
+    """
+    if not isinstance(device_map, str):
+        return dict(device_map)
+    if device_map not in STRATEGIES:
+        raise ConfigError(
+            f"device_map={device_map!r} is not one of {', '.join(STRATEGIES)}. Use one of them, or a mapping from "
+            "modules to devices such as {'': 'cpu'}."
+        )
+    if device_map != "sequential":
+        low_zero = device_map == "balanced_low_0"
+        max_memory = get_balanced_memory(model, max_memory, no_split_module_classes, dtype, low_zero=low_zero)
+    return dict(
+        infer_auto_device_map(
+            model, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers
+        )
+    )
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: str | Mapping[str, Any],
+    main_device: torch.device | str | int | None = None,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    offload_dir: Path | None = None,
+    offload_index: Mapping[str, Mapping[str, Any]] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | Iterable[str] | None = None,
+    preload_module_classes: Iterable[str] | None = None,
+    force_hooks: bool = False,
+    *,
+    max_memory: MaxMemory | None = None,
+    no_split_module_classes: str | Iterable[str] | None = None,
+    memory_budget: int | str | None = None,
+) -> nn.Module:
+    """Place a model's weights as a device map says, and have them where they are used when it runs.
+
+    Weights of the disk, and on accelerators those of the CPU, are streamed: read ahead of their use, block by block,
+    within a budget. On the disk are tensors that are mapped from a checkpoint's file (``load_checkpoint_in_model``)
+    or else from a file in ``offload_dir``. The map is kept as ``model.hf_device_map``.
+
+    Args:
+        model: Changed in place. After an error it is as it was.
+        device_map: Module or tensor -> index of an accelerator, ``"cpu"``, ``"disk"`` or a device; or ``"auto"``,
+            ``"balanced"``, ``"balanced_low_0"``, ``"sequential"``.
+        main_device: Where streamed weights are used; else the first accelerator of the map, else the CPU.
+        state_dict: Values of some tensors, in place of the model's.
+        offload_dir: Folder for tensors of the disk that no file has yet, or that has them.
+        offload_index: Name -> ``safetensors_file``, ``weight_name`` of tensors on the disk; else the folder's index.
+        offload_buffers: Whether buffers are offloaded with the parameters beside them.
+        skip_keys: Names of arguments and outputs that stay on their device; else what a transformers model asks for.
+        preload_module_classes: Names of classes whose weights are needed as soon as the module is called.
+        force_hooks: Move inputs and outputs between devices even if all is on one.
+        max_memory: Bytes by device, for a map by name; that of the main device is the budget.
+        no_split_module_classes: Names of classes that stay whole, and are streamed so.
+        memory_budget: Most bytes of weights in the main device's memory at once.
+
+    Raises:
+        ConfigError: the map or another argument is wrong.
+        OffloadError: the budget is too small, or the folder is full or holds other weights.
+        UsageError: the model is dispatched already, or has tensors without values.
+    """
+    _refuse_dispatched(model)
+    resolved = resolve_device_map(
+        model, device_map, max_memory, no_split_module_classes, offload_buffers=offload_buffers
+    )
+    check_device_map(model, resolved)
+    main = main_device_of(resolved, main_device)
+    seats = assign_seats(model, resolved, main, offload_buffers)
+    budget = budget_of(memory_budget, max_memory, main, chosen_here=isinstance(device_map, str))
+    with undone_on_error(model, detach):
+        bring_home(model, seats, state_dict, offload_dir, offload_index)
+        attach(
+            model,
+            seats,
+            main,
+            budget,
+            entries=list(resolved),
+            undivided=[*class_names(no_split_module_classes), *class_names(preload_module_classes)],
+            skip_keys=skip_keys,
+            always_cross=force_hooks,
+        )
+    model.hf_device_map = resolved  # type: ignore[assignment]
+    return model
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: Path,
+    device_map: str | Mapping[str, Any] | None = None,
+    max_memory: MaxMemory | None = None,
+    no_split_module_classes: str | Iterable[str] | None = None,
+    offload_folder: Path | None = None,
+    offload_buffers: bool = False,
+    dtype: torch.dtype | str | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | Iterable[str] | None = None,
+    preload_module_classes: Iterable[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+    *,
+    memory_budget: int | str | None = None,
+) -> nn.Module:
+    """``load_checkpoint_in_model`` and ``dispatch_model`` in one, with the device map of a strategy if it is a name.
+
+    After an error the model is as it was.
+
+    Raises:
+        CheckpointError, ConfigError, OffloadError, UsageError: as these two do.
+    """
+    _refuse_dispatched(model)
+    chosen_here = isinstance(device_map, str)
+    if device_map is not None:
+        device_map = resolve_device_map(
+            model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers
+        )
+    with undone_on_error(model, detach):
+        load_checkpoint_in_model(
+            model,
+            checkpoint,
+            device_map,
+            offload_folder,
+            dtype,
+            bool(offload_state_dict),
+            offload_buffers,
+            strict=strict,
+            full_state_dict=full_state_dict,
+            broadcast_from_rank0=broadcast_from_rank0,
+        )
+        if device_map is None and memory_budget is None:
+            _read_what_stays(model)
+            return model
+        device_map = {"": "cpu"} if device_map is None else device_map
+        budget = budget_of(memory_budget, max_memory, main_device_of(device_map), chosen_here)
+        dispatch_model(
+            model,
+            device_map,
+            offload_dir=offload_folder,
+            offload_buffers=offload_buffers,
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+            force_hooks=force_hooks,
+            no_split_module_classes=no_split_module_classes,
+            memory_budget=budget,
+        )
+    _read_what_stays(model)
+    return model
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: torch.device | str | int | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    preload_module_classes: Iterable[str] | None = None,
+    *,
+    memory_budget: int | str | None = None,
+) -> nn.Module:
+    """Keep all parameters in the CPU's memory, and stream them to ``execution_device`` when the model runs.
+
+    ``execution_device`` is else that of the first parameter. Other arguments, and errors, as in ``dispatch_model``.
+    """
+    return _offload(
+        model,
+        "cpu",
+        execution_device,
+        offload_buffers,
+        preload_module_classes,
+        memory_budget,
+        state_dict,
+        None,
+    )
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: Path,
+    execution_device: torch.device | str | int | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Iterable[str] | None = None,
+    *,
+    memory_budget: int | str | None = None,
+) -> nn.Module:
+    """Keep all parameters in files, and stream them to ``execution_device`` when the model runs.
+
+    Parameters that are mapped from a file already stay there; others are written to ``offload_dir``, or taken from
+    there if the model has no values. Other arguments, and errors, as in ``dispatch_model``.
+    """
+    return _offload(
+        model,
+        "disk",
+        execution_device,
+        offload_buffers,
+        preload_module_classes,
+        memory_budget,
+        None,
+        offload_dir,
+    )
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Stop streaming, and leave a plain model whose weights are where they are at rest."""
+    detach(module)
+
+
+def _offload(
+    model: nn.Module,
+    home: str,
+    execution_device: torch.device | str | int | None,
+    offload_buffers: bool,
+    preload_module_classes: Iterable[str] | None,
+    memory_budget: int | str | None,
+    state_dict: Mapping[str, torch.Tensor] | None,
+    offload_dir: Path | None,
+) -> nn.Module:
+    if execution_device is None:
+        first = next(iter(model.parameters()), None)
+        execution_device = "cpu" if first is None or first.is_meta else first.device
+    had_map = getattr(model, "hf_device_map", None)
+    dispatch_model(
+        model,
+        {"": home},
+        execution_device,
+        state_dict,
+        offload_dir,
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes,
+        memory_budget=memory_budget,
+    )
+    if had_map is None:
+        del model.hf_device_map
+    else:
+        model.hf_device_map = had_map
+    return model
+
+
+def _read_what_stays(model: nn.Module) -> None:
+    """Read weights that are mapped for the CPU's memory, so that the first forward need not."""
+    if streamer_of(model) is None:
+        read_ahead(*(parameter for parameter in model.parameters() if parameter.device.type == "cpu"))
+
+
+def _refuse_dispatched(model: nn.Module) -> None:
+    if is_dispatched(model):
+        raise UsageError(
+            f"{type(model).__name__} is dispatched already. Call remove_hook_from_submodules(model) before doing so "
+            "again."
+        )

@@ -1,0 +1,54 @@
+"""Build a model without memory for its weights, or directly on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from lockstep.offload.device_map.ties import like
+
+
+@contextmanager
+def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+    """Modules that are made inside have parameters of shape and dtype, but without values (on the meta device).
+
+    ``include_buffers``: buffers too. They are small, and those that no checkpoint has (rotary frequencies, masks) keep
+    their values only without this.
+    """
+    with init_on_device(torch.device("meta"), include_buffers):
+        yield
+
+
+@contextmanager
+def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
+    """Modules that are made inside have their parameters on ``device``; with ``include_buffers`` buffers as well.
+
+    A parameter that a module gets from another one that is there already stays shared.
+    """
+    target = torch.device(device)
+
+    def moved_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter is None or _is_on(parameter, target) or nn.parameter.is_lazy(parameter):
+            return None
+        return like(parameter, parameter.detach().to(target))  # type: ignore[return-value]
+
+    def moved_buffer(module: nn.Module, name: str, buffer: torch.Tensor) -> torch.Tensor | None:
+        return None if buffer is None or _is_on(buffer, target) else buffer.to(target)
+
+    with ExitStack() as stack:
+        stack.callback(register_module_parameter_registration_hook(moved_parameter).remove)  # type: ignore[arg-type]
+        if include_buffers:
+            stack.callback(register_module_buffer_registration_hook(moved_buffer).remove)  # type: ignore[arg-type]
+            stack.enter_context(target)  # what is computed for a buffer is made there at once
+        yield
+
+
+def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)

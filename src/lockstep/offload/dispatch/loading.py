@@ -1,0 +1,284 @@
+"""Match weights in files with those of a model, and load them: mapped where they can be, else one tensor at a time."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.config.values import listed, shown
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.offload.device_map.placement import (
+    CPU,
+    TensorPlacement,
+    assign_seats,
+    check_device_map,
+    main_device_of,
+)
+from lockstep.offload.device_map.sizes import dtype_of, is_converted
+from lockstep.offload.device_map.ties import TensorRef, find_places
+from lockstep.offload.files.checkpoint_files import stored_tensors
+from lockstep.offload.files.offload_folder import Kept, keep
+from lockstep.offload.files.stored import MappedFiles, Stored, converted, read
+from lockstep.torch_internals import modules as torch_modules
+
+logger = logging.getLogger(__name__)
+
+_EXTRA_STATE = torch_modules.EXTRA_STATE
+
+
+def match(
+    model: nn.Module, places: list[TensorRef], stored: Mapping[str, Stored], strict: bool, origin: str
+) -> dict[str, Stored]:
+    """Name of a place -> its tensor in the checkpoint. A tied parameter takes that of its first name that is there.
+
+    Keys of a transformers model without its head fit one with it, and the other way round.
+
+    Raises:
+        CheckpointError: a shape differs; a tensor without values is not in the checkpoint; with ``strict`` any
+            persistent tensor that is not there, or any key that the model does not have.
+    """
+    known = {name for place in places if place.is_persistent for name in place.names}
+    prefix = getattr(model, "base_model_prefix", "")
+    by_name: dict[str, Stored] = {}
+    unexpected = []
+    for key, tensor in stored.items():
+        name = _name_in_model(key, known, prefix if isinstance(prefix, str) else "")
+        if name is None:
+            unexpected += [key] if not key.endswith(_EXTRA_STATE) else []
+        elif name not in by_name or name == key:
+            by_name[name] = tensor
+    found = {
+        place.name: by_name[name]
+        for place in places
+        for name in place.names[::-1]  # the first name is the last to be entered
+        if name in by_name
+    }
+    missing = [place for place in places if place.is_persistent and place.name not in found]
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"{origin} and {type(model).__name__} do not have the same weights: missing "
+            f"{_some(place.name for place in missing)}; unexpected {_some(unexpected)}. "
+            "Pass strict=False to load what fits."
+        )
+    empty = [place.name for place in places if place.name not in found and place.tensor.is_meta]
+    if empty:
+        raise CheckpointError(
+            f"{origin} does not have {_some(empty)}, which have no values in the model either. Load another "
+            "checkpoint, tie weights before (model.tie_weights()), or build the model with values for buffers "
+            "(include_buffers=False)."
+        )
+    _check_shapes(model, places, found, origin)
+    if unexpected:
+        logger.warning(
+            "%s has weights that %s does not use: %s.", origin, type(model).__name__, _some(unexpected, 20)
+        )
+    if missing:
+        names = _some((place.name for place in missing), 20)
+        logger.warning("%s does not have %s: they keep the values they have.", origin, names)
+    return found
+
+
+def loaded_dtype(
+    place: TensorRef, stored: Stored, dtype: torch.dtype | None, in_fp32: Iterable[str]
+) -> torch.dtype:
+    """What a tensor becomes: ``dtype`` if it is of floating point, else what the model has.
+
+    ``in_fp32``: parts of names that are float32 where float16 is asked for.
+    """
+    if dtype is None or not is_converted(place.tensor.dtype) or not is_converted(stored.dtype):
+        return place.tensor.dtype
+    if dtype == torch.float16 and any(key == place.name or f"{key}." in place.name for key in in_fp32):
+        return torch.float32
+    return dtype
+
+
+def _name_in_model(key: str, known: set[str], prefix: str) -> str | None:
+    if key in known:
+        return key
+    if not prefix:
+        return None
+    candidates = (f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
+    return next((name for name in candidates if name in known), None)
+
+
+def _check_shapes(
+    model: nn.Module, places: list[TensorRef], found: Mapping[str, Stored], origin: str
+) -> None:
+    wrong = [
+        f"{place.name} is {tuple(found[place.name].shape)} there and {tuple(place.tensor.shape)} in the model"
+        for place in places
+        if place.name in found and found[place.name].shape != place.tensor.shape
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise CheckpointError(
+            f"{origin} does not fit {type(model).__name__}: {'; '.join(wrong[:3])}{more}. Build the model from the "
+            "configuration that the checkpoint was made with."
+        )
+
+
+def _some(names: Iterable[str], limit: int = 5) -> str:
+    return listed((shown(name, 80) for name in names), limit)
+
+
+Path = str | os.PathLike[str]
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: Path,
+    device_map: Mapping[str, Any] | None = None,
+    offload_folder: Path | None = None,
+    dtype: torch.dtype | str | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Load a checkpoint into a model, each tensor where the device map says; call ``dispatch_model`` then.
+
+    Tensors for the CPU and the disk are mapped from safetensors files: they take memory only where they are used, and
+    may be written to, which the file does not see. Others are read one at a time. Everything is checked before
+    the model changes.
+
+    Args:
+        model: Its tensors may be on the meta device.
+        checkpoint: A ``.safetensors`` or ``.bin`` file, the index of shards, or a folder with either.
+        device_map: Module or tensor -> device. None: parameters stay on their devices, and those without values
+            come to the CPU.
+        offload_folder: Where tensors for the disk are written that cannot be used as they are in the checkpoint,
+            because their dtype differs or it is no safetensors file.
+        dtype: What floating-point tensors become. None: what they are in the model.
+        offload_state_dict: Accepted; tensors are never held together.
+        offload_buffers: Whether buffers of modules on the disk stay there.
+        keep_in_fp32_modules: Parts of names of tensors that stay float32 where ``dtype`` is float16.
+        strict: Whether checkpoint and model must have the same tensors.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged, or does not fit.
+        ConfigError: the device map or another argument is wrong.
+        OffloadError: ``offload_folder`` is full or holds other weights.
+    """
+    _refuse(offload_8bit_bnb, full_state_dict, broadcast_from_rank0)
+    wanted = dtype_of(dtype)
+    if device_map is None:
+        seats = _where_they_are(model)
+    else:
+        check_device_map(model, device_map)
+        seats = assign_seats(model, device_map, main_device_of(device_map), offload_buffers)
+    stored = match(
+        model, [seat.place for seat in seats], stored_tensors(checkpoint), strict, os.fspath(checkpoint)
+    )
+    loads = [
+        _Load(
+            seat,
+            stored[seat.name],
+            loaded_dtype(seat.place, stored[seat.name], wanted, keep_in_fp32_modules or ()),
+        )
+        for seat in seats
+        if seat.name in stored
+    ]
+    for load, data in _prepared(loads, offload_folder, in_place=device_map is None):
+        load.seat.place.put(data)
+
+
+@dataclass(frozen=True)
+class _Load:
+    """A tensor of the checkpoint, and where it goes."""
+
+    seat: TensorPlacement
+    stored: Stored
+    dtype: torch.dtype
+
+    def pieces(self, files: MappedFiles) -> Iterator[torch.Tensor]:
+        return converted(self.stored.pieces(files), self.dtype)
+
+
+def _prepared(loads: list[_Load], folder: Path | None, in_place: bool) -> list[tuple[_Load, torch.Tensor]]:
+    """The data of each tensor; nothing of the model changes, except that with ``in_place`` what has values there."""
+    files = MappedFiles()
+    mapped: dict[int, torch.Tensor] = {}
+    for load in loads:
+        data = load.stored.mapped(files)  # all files at first: which memory is whose is then asked for once
+        if data is not None and _is_mappable(load):
+            mapped[id(load)] = data
+    rewritten = [load for load in loads if load.seat.on_disk and id(load) not in mapped]
+    if rewritten:
+        mapped |= _rewritten(rewritten, folder, files)
+    prepared = []
+    for load in loads:
+        old = load.seat.place.tensor
+        if in_place and not old.is_meta and old.dtype == load.dtype:
+            with torch.no_grad():
+                old.copy_(read(load.stored, files, load.dtype))
+        elif id(load) in mapped:
+            prepared.append((load, mapped[id(load)]))
+        else:
+            prepared.append((load, read(load.stored, files, load.dtype, load.seat.home)))
+    return prepared
+
+
+def _is_mappable(load: _Load) -> bool:
+    if load.seat.home != CPU or load.stored.dtype != load.dtype:
+        return False
+    # Buffers are written to in training, and are small.
+    return load.seat.place.is_parameter or load.seat.on_disk
+
+
+def _rewritten(loads: list[_Load], folder: Path | None, files: MappedFiles) -> dict[int, torch.Tensor]:
+    if folder is None:
+        load = loads[0]
+        why = (
+            f"is stored as {load.stored.dtype} and becomes {load.dtype}"
+            if load.stored.dtype != load.dtype
+            else "is not in a safetensors file, or not aligned there"
+        )
+        raise ConfigError(
+            f"device_map places '{load.seat.name}' on the disk, but it {why}, so that it has to be written anew. "
+            "Pass offload_folder, or the checkpoint's own dtype."
+        )
+    kept = [
+        Kept(
+            load.seat.name,
+            load.dtype,
+            load.seat.place.tensor.shape,
+            partial(load.pieces, files),
+            f"{load.stored.source} {load.dtype}",
+        )
+        for load in loads
+    ]
+    regions = keep(os.fspath(folder), kept)
+    mapped = {}
+    for load in loads:
+        region = regions[load.seat.name]
+        data = region.mapped(files)
+        mapped[id(load)] = read(region, files, region.dtype) if data is None else data
+    return mapped
+
+
+def _where_they_are(model: nn.Module) -> list[TensorPlacement]:
+    seats = []
+    for place in find_places(model):
+        device = CPU if place.tensor.is_meta else place.tensor.device
+        seats.append(TensorPlacement(place, device, False, device))
+    return seats
+
+
+def _refuse(offload_8bit_bnb: bool, full_state_dict: bool, broadcast_from_rank0: bool) -> None:
+    if offload_8bit_bnb:
+        raise ConfigError("offload_8bit_bnb=True needs bitsandbytes, which is not supported. Leave it out.")
+    if broadcast_from_rank0 or not full_state_dict:
+        raise ConfigError(
+            "broadcast_from_rank0=True and full_state_dict=False are not supported: each process maps the files "
+            "itself, and those of one machine share the memory. Leave them out."
+        )

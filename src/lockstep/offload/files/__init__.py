@@ -1,0 +1,1 @@
+"""Tensors in files: mapped, read and written past the page cache."""

@@ -1,0 +1,258 @@
+"""A folder of weights that were moved out of memory: safetensors files, and an index of who is where.
+
+``index.json`` is name -> ``safetensors_file`` (in the folder), ``weight_name`` (in the file), ``dtype``, ``shape``,
+``source`` (the file it was made from, as of then). Entries without a file are those of Accelerate: raw bytes in
+``<name>.dat``.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from lockstep.config.values import shown
+from lockstep.errors import CheckpointError, OffloadError
+from lockstep.offload.device_map.sizes import dtype_of
+from lockstep.offload.files.file_writer import FileWriter
+from lockstep.offload.files.safetensors_file import METADATA, header_bytes, read_header
+from lockstep.offload.files.stored import FileRegion, MappedFiles, as_bytes, read
+from lockstep.runtime.plain_file import check_plain_file, read_plain_file
+
+INDEX = "index.json"
+LARGEST_INDEX_BYTES = 128 << 20
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor that is to be in the folder. ``source``: what ``pieces`` reads, or nothing for tensors in memory."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    pieces: Callable[[], Iterator[torch.Tensor]]
+    source: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def index_of(folder: str) -> dict[str, dict[str, Any]]:
+    """The entries of a folder's index; none where there is no folder or index.
+
+    Raises:
+        OffloadError: it cannot be read.
+    """
+    path = os.path.join(folder, INDEX)
+    try:
+        index = json.loads(read_plain_file(path, LARGEST_INDEX_BYTES))
+    except FileNotFoundError:
+        return {}
+    except CheckpointError as error:
+        raise OffloadError(str(error)) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unfit(folder, f"its index cannot be read ({error})") from error
+    if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
+        raise _unfit(folder, "its index is no mapping of weights")
+    return index
+
+
+def regions_of(index: Mapping[str, Mapping[str, Any]], folder: str | None) -> dict[str, FileRegion]:
+    """Where the weights of an index are. Paths in it are absolute or relative to ``folder``.
+
+    Raises:
+        OffloadError: a file is missing, damaged, or does not have what the index says.
+    """
+    headers: dict[str, dict[str, FileRegion]] = {}
+    found = {}
+    for name, entry in index.items():
+        file = entry.get("safetensors_file")
+        try:
+            if file is None:
+                found[name] = _raw_region(os.path.join(folder or "", f"{name}.dat"), entry)
+                continue
+            path = os.path.join(folder or "", str(file))
+            if path not in headers:
+                check_plain_file(path)
+                headers[path] = read_header(path)
+            found[name] = headers[path][str(entry.get("weight_name", name))]
+        except CheckpointError as error:
+            raise OffloadError(str(error)) from error
+        except (KeyError, TypeError, ValueError, OSError) as error:
+            raise _unfit(
+                folder or "", f"it does not have {shown(name)} as its index says ({error})"
+            ) from error
+    return found
+
+
+def _raw_region(path: str, entry: Mapping[str, Any]) -> FileRegion:
+    dtype = dtype_of(str(entry["dtype"]))
+    assert dtype is not None
+    check_plain_file(path)
+    shape = entry["shape"]
+    if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 2**60 for size in shape):
+        raise ValueError(f"its shape is {shown(shape)}")
+    region = FileRegion(path, 0, dtype, torch.Size(shape))
+    if os.path.getsize(path) < region.nbytes:
+        raise ValueError(f"{path} has {os.path.getsize(path)} bytes instead of {region.nbytes}")
+    return region
+
+
+def keep(folder: str, tensors: list[Kept]) -> dict[str, FileRegion]:
+    """Have these tensors in the folder, which is made if missing. Those that are there already are not written again.
+
+    Raises:
+        OffloadError: the folder holds other values under one of the names, cannot be written, or has too little
+            space; nothing of what was to be written remains then.
+    """
+    with _locked(folder):
+        index = index_of(folder)
+        there = regions_of({item.name: index[item.name] for item in tensors if item.name in index}, folder)
+        for item in tensors:
+            if item.name in there:
+                _check_fits(folder, item, there[item.name], str(index[item.name].get("source", "")))
+        new = [item for item in tensors if item.name not in there]
+        if new:
+            keys = _keys([item.name for item in new])
+            part = _write_part(folder, new, keys)
+            for item in new:
+                index[item.name] = {
+                    "safetensors_file": part,
+                    "weight_name": keys[item.name],
+                    "dtype": str(item.dtype).removeprefix("torch."),
+                    "shape": list(item.shape),
+                    "source": item.source,
+                }
+            _write_index(folder, index)
+            there |= regions_of({item.name: index[item.name] for item in new}, folder)
+    return there
+
+
+def _check_fits(folder: str, item: Kept, region: FileRegion, source: str) -> None:
+    if (region.dtype, region.shape) != (item.dtype, item.shape):
+        raise _unfit(
+            folder,
+            f"it holds {shown(item.name)} as {region.dtype} of shape {tuple(region.shape)}, but the model needs "
+            f"{item.dtype} of shape {tuple(item.shape)}",
+        )
+    if source and source == item.source:
+        return
+    if not _holds(region, item.pieces()):
+        raise _unfit(folder, f"it holds other values of {shown(item.name)} than the model")
+
+
+def _holds(region: FileRegion, pieces: Iterator[torch.Tensor]) -> bool:
+    files = MappedFiles()
+    mapped = region.mapped(files)
+    held = (read(region, files, region.dtype) if mapped is None else mapped).view(-1)
+    done = 0
+    for piece in pieces:
+        same = held[done : done + piece.numel()]
+        if not torch.equal(as_bytes(same), as_bytes(piece)):
+            return False
+        files.pages(same).drop()
+        done += piece.numel()
+    return True
+
+
+def _keys(names: list[str]) -> dict[str, str]:
+    """The names by which a file holds these tensors: their own, but for the one that the format keeps for itself."""
+    keys = {name: name for name in names}
+    if METADATA in keys:
+        key = METADATA
+        while key in names:
+            key += "'"
+        keys[METADATA] = key
+    return keys
+
+
+def _write_part(folder: str, tensors: list[Kept], keys: Mapping[str, str]) -> str:
+    """Write a new file of these tensors, one at a time, with these keys for their names, and return its name."""
+    needed = sum(item.nbytes for item in tensors)
+    partial = ""
+    try:
+        descriptor, partial = tempfile.mkstemp(prefix="offload-", suffix=".partial", dir=folder)
+        try:
+            header = header_bytes({keys[item.name]: (item.dtype, item.shape) for item in tensors})
+            if hasattr(os, "posix_fallocate"):
+                # A disk that is too small is found here.
+                os.posix_fallocate(descriptor, 0, len(header) + needed)
+        finally:
+            os.close(descriptor)
+        with FileWriter(partial) as file:
+            file.write(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+            for item in tensors:
+                for piece in item.pieces():
+                    file.write(as_bytes(piece))
+            file.finish()
+        os.chmod(partial, 0o644)
+        number = 1
+        while os.path.exists(os.path.join(folder, _part(number))):
+            number += 1
+        os.rename(partial, os.path.join(folder, _part(number)))
+        return _part(number)
+    except OSError as error:
+        raise _unwritten(folder, needed, error) from error
+    finally:
+        with suppress(OSError):
+            os.unlink(partial)
+
+
+def _write_index(folder: str, index: Mapping[str, Any]) -> None:
+    partial = os.path.join(folder, f"{INDEX}.partial")
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            json.dump(index, file, indent=2)
+        os.replace(partial, os.path.join(folder, INDEX))
+    except OSError as error:
+        with suppress(OSError):
+            os.unlink(partial)
+        raise _unwritten(folder, 0, error) from error
+
+
+@contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """Alone in the folder among processes, such as ranks that offload the same weights."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        descriptor = os.open(os.path.join(folder, ".offload.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise _unwritten(folder, 0, error) from error
+    try:
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _part(number: int) -> str:
+    return f"offload-{number:05d}.safetensors"
+
+
+def _unfit(folder: str, why: str) -> OffloadError:
+    return OffloadError(f"The offload folder {folder} cannot be used: {why}. Remove it, or name another.")
+
+
+def _unwritten(folder: str, needed: int, error: OSError) -> OffloadError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = shutil.disk_usage(folder).free
+        return OffloadError(
+            f"Offloading needs {needed} bytes in {folder}, where {free} are free ({error.strerror}). "
+            "Free some, or name a folder on a larger disk."
+        )
+    return OffloadError(
+        f"Nothing can be offloaded to {folder}: {error.strerror or error}. Name a folder on a local disk that this "
+        "user may write to."
+    )

@@ -1,0 +1,179 @@
+"""An optimizer whose ``step`` goes through an ``OffloadedStep``, and which else is what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.errors import UsageError
+from lockstep.offload.copies import Copies
+from lockstep.offload.optimizer.device import keep_on_host
+from lockstep.offload.optimizer.offloaded import OffloadedStep
+from lockstep.offload.weights.groups import WeightGroup
+from lockstep.torch_internals import optim as torch_optim
+
+_CPU = torch.device("cpu")
+
+HOOK_READS_NOTHING = "reads_no_parameter"
+"""A step post hook with this attribute true is called before the step is over; others make ``step`` wait."""
+
+
+def offload_step(
+    optimizer: Optimizer,
+    units: Sequence[WeightGroup],
+    folder: Path | None = None,
+    delayed: bool = False,
+    device: torch.device = _CPU,
+    copies: Copies | None = None,
+) -> OffloadedStep:
+    """Let ``optimizer.step()`` return at once and step unit by unit in the background; ``close`` undoes it.
+
+    The optimizer stays the object it is; its class becomes a subclass of the same name. What reads its state, or
+    reads or loads that of the units' modules, waits for the step.
+
+    Raises:
+        UsageError: ``optimizer.step`` was replaced; or see ``OffloadedStep``.
+        OffloadError: See ``OffloadedStep``.
+    """
+    if isinstance(optimizer, _Offloaded):
+        raise UsageError(
+            f"The step of this {type(optimizer).__name__} is offloaded already. Prepare each optimizer once."
+        )
+    _refuse_replaced_step(optimizer)
+    offloaded = _Attached(optimizer, units, folder, delayed, device, copies)
+    # A scheduler's note that the optimizer stepped, which ``_Offloaded.step`` takes itself.
+    vars(optimizer).pop("step", None)
+    optimizer.__class__ = _offloaded_class(type(optimizer))
+    vars(optimizer)["_offloaded_step"] = offloaded
+    return offloaded
+
+
+def _refuse_replaced_step(optimizer: Optimizer) -> None:
+    replaced = vars(optimizer).get("step")
+    if replaced is not None and not torch_optim.is_wrapped_by_scheduler(replaced):
+        raise UsageError(
+            f"The step of this {type(optimizer).__name__} was replaced by {replaced}, which an offloaded step would "
+            "not call. Use optimizer.register_step_pre_hook or register_step_post_hook in its place."
+        )
+
+
+class _Attached(OffloadedStep):
+    """An ``OffloadedStep`` that stands in its optimizer's place, and hears of reads and loads of its modules."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        units: Sequence[WeightGroup],
+        folder: Path | None,
+        delayed: bool,
+        device: torch.device,
+        copies: Copies | None,
+    ) -> None:
+        super().__init__(optimizer, units, folder, delayed, device, copies)
+        self._handles: list[RemovableHandle] = []
+        wait = WaitHook(self.finish)
+        before_load = WaitHook(self.before_load)
+        modules = {id(module): module for unit in units for root in unit.modules for module in root.modules()}
+        for module in modules.values():
+            self._handles.append(module.register_state_dict_pre_hook(wait))
+            self._handles.append(module.register_load_state_dict_pre_hook(before_load))
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            if vars(self._optimizer).pop("_offloaded_step", None) is not None:
+                self._optimizer.__class__ = self._class
+
+
+class WaitHook:
+    """A hook of a model that calls ``wait`` with nothing. In a copy of the model (deepcopy, pickle) it does nothing."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+
+    def __call__(self, *_: Any) -> None:
+        self._wait()
+
+    def __reduce__(self) -> Any:
+        return WaitHook, (_nothing,)
+
+
+def _nothing() -> None:
+    """There is no step to wait for."""
+
+
+class _Offloaded(Optimizer):
+    """Mixed into the class of an optimizer whose step is offloaded."""
+
+    _offloaded_step: _Attached
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self._offloaded_step.finish()  # hooks, too, are to see the parameters after the step before
+        torch_optim.note_step(self)
+        return _hooked_step(self, closure)
+
+    @property
+    def state(self) -> Any:
+        self._offloaded_step.wait()
+        return vars(self)["state"]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._offloaded_step.wait()
+        vars(self)["state"] = state
+        self._offloaded_step.after_load()
+
+    def state_dict(self) -> dict[str, Any]:
+        self._offloaded_step.finish()
+        self._offloaded_step.refuse_if_broken()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._offloaded_step.before_load()
+        super().load_state_dict(
+            keep_on_host(state_dict) if self._offloaded_step.steps_on_host else state_dict
+        )
+        self._offloaded_step.after_load()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            self._offloaded_step.wait()
+        super().zero_grad(set_to_none)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            f"A {type(self).__name__} whose step is offloaded cannot be copied or pickled: its state may lie in files "
+            "of this process. Save optimizer.state_dict() in its place."
+        )
+
+
+# Schedulers put a note around a step that lacks this mark; see ``step``.
+torch_optim.take_for_wrapped(_Offloaded.step)
+
+
+def _begin(self: _Offloaded, closure: Callable[[], Any] | None = None) -> Any:
+    loss = self._offloaded_step.step(closure)
+    if _has_hook_that_reads(self):
+        self._offloaded_step.finish()
+    return loss
+
+
+_hooked_step = torch_optim.with_step_hooks(_begin)
+
+
+def _has_hook_that_reads(optimizer: Optimizer) -> bool:
+    hooks = torch_optim.step_post_hooks_of(optimizer)
+    return not all(getattr(hook, HOOK_READS_NOTHING, False) for hook in hooks)
+
+
+def _offloaded_class(optimizer_class: type[Optimizer]) -> type[Optimizer]:
+    names = {"__module__": optimizer_class.__module__, "__doc__": optimizer_class.__doc__}
+    return type(optimizer_class.__name__, (_Offloaded, optimizer_class), names)

@@ -1,0 +1,237 @@
+"""Parameters on a device, stepped in host memory: gradients come to the host, and new values go back, beside the
+computation.
+
+Reference: Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, USENIX ATC 2021.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.comm.dtensor import is_dtensor
+from lockstep.errors import UsageError
+from lockstep.offload.copies import Copies, Event, HostPool, dense_strides, view_of
+from lockstep.offload.files.direct import OffloadFile, aligned
+from lockstep.offload.optimizer.states import write_tensor
+from lockstep.torch_internals import tensors as torch_tensors
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A gradient on its way to the host: in ``host`` once ``event`` has come; ``buffer`` is its memory."""
+
+    host: torch.Tensor
+    event: Event
+    buffer: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Early:
+    """A copy that was begun when a gradient appeared; good as long as the gradient is this one, unchanged."""
+
+    gradient: weakref.ref[torch.Tensor]
+    version: int
+    fetched: Fetched
+
+
+class HostSide:
+    """Copies of a device's parameters in host memory, or in a file, which are stepped in their place.
+
+    Gradients are copied to (pinned) host memory as they appear in backward. One that is changed afterwards, by
+    clipping, a loss scaler or the user, is copied again at ``step``.
+
+    Args:
+        parameters: Those on other devices than ``device`` are left out.
+        copies: To and from ``device``.
+        folder: Where the copies of parameters are kept; None for host memory.
+
+    Raises:
+        UsageError: A parameter is a shard (DTensor).
+        OffloadError: There is too little space in ``folder``, or it cannot be written to.
+    """
+
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], device: torch.device, folder: Path | None, copies: Copies
+    ) -> None:
+        self._device = device.type
+        self._copies = copies
+        self._pool = HostPool(copies)
+        self._lock = threading.Lock()
+        self._masters: dict[int, torch.Tensor] = {}
+        self._versions: dict[int, int] = {}
+        self._early: dict[int, _Early] = {}
+        self._handles: list[RemovableHandle] = []
+        self._folder = folder
+        parameters = [p for p in parameters if p.requires_grad and self.serves(p)]
+        for parameter in parameters:
+            if is_dtensor(parameter):
+                raise UsageError(
+                    f"A parameter of shape {tuple(parameter.shape)} is sharded over devices, and cannot be stepped in "
+                    "host memory by itself. Offload parameters, too, or leave offload out."
+                )
+        self._file = OffloadFile(folder, sum(map(_nbytes, parameters))) if folder is not None else None
+        for parameter in parameters:
+            self._add(parameter)
+
+    def _add(self, parameter: torch.Tensor) -> None:
+        nbytes = _nbytes(parameter)
+        flat = self._copies.host_bytes(nbytes)
+        master = _like(flat, parameter).copy_(parameter.detach())
+        if self._folder is not None and parameter.numel():
+            if self._file is None or self._file.free_bytes < nbytes:  # a group was added
+                self._file = OffloadFile(self._folder, nbytes)
+            offset = self._file.place(nbytes)
+            write_tensor(self._file, offset, master)
+            master = _like(self._file.tensor(offset, (nbytes,), torch.uint8), parameter)
+        self._masters[id(parameter)] = master
+        self._versions[id(parameter)] = torch_tensors.version(parameter)
+        self._handles.append(parameter.register_post_accumulate_grad_hook(self._appeared))
+
+    def serves(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is on this device."""
+        return parameter.device.type == self._device
+
+    @property
+    def bytes_read(self) -> int:
+        return self._file.bytes_read if self._file is not None else 0
+
+    @property
+    def bytes_written(self) -> int:
+        return self._file.bytes_written if self._file is not None else 0
+
+    def begin(self) -> None:
+        """At ``step``, in the thread that computes: copies from now on come after what was computed by now."""
+        self._copies.follow()
+        self._copies.after(self._copies.computed())
+
+    @torch.no_grad()
+    def master(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The copy that is stepped, with the parameter's value of now."""
+        if id(parameter) not in self._masters:
+            self._add(parameter)
+        master = self._masters[id(parameter)]
+        # It was loaded, or changed by the user.
+        if self._versions[id(parameter)] != torch_tensors.version(parameter):
+            master.copy_(parameter)
+            self.note_version(parameter)
+        return master
+
+    def note_version(self, parameter: torch.Tensor) -> None:
+        """What was changed by now in a parameter is, or will be, in its copy."""
+        self._versions[id(parameter)] = torch_tensors.version(parameter)
+
+    @torch.no_grad()
+    def _appeared(self, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None or gradient.layout != torch.strided:
+            return
+        self._copies.follow()
+        self._copies.after(self._copies.computed())
+        # What was copied of it in an earlier micro-batch is of no use; copies are made in order.
+        self._drop_early(parameter)
+        fetched = self._fetch(gradient.detach())
+        self._early[id(parameter)] = _Early(weakref.ref(gradient), torch_tensors.version(gradient), fetched)
+
+    def _drop_early(self, parameter: torch.Tensor) -> None:
+        early = self._early.pop(id(parameter), None)
+        if early is not None:
+            self.release(early.fetched)
+
+    @torch.no_grad()
+    def fetch(self, parameter: torch.Tensor, watched: torch.Tensor, gradient: torch.Tensor) -> Fetched:
+        """Begin to copy a gradient to the host, unless that was done when it appeared. ``watched``: as in ``Entry``."""
+        early = self._early.get(id(parameter))
+        if (
+            early is not None
+            and early.gradient() is watched
+            and early.version == torch_tensors.version(watched)
+        ):
+            return self._early.pop(id(parameter)).fetched
+        self._drop_early(parameter)
+        return self._fetch(gradient)
+
+    def _fetch(self, gradient: torch.Tensor) -> Fetched:
+        with self._lock:
+            buffer = self._pool.take(_nbytes(gradient))
+        host = _like(buffer, gradient)
+        self._copies.copy(host, gradient)
+        return Fetched(host, self._copies.copied(), buffer)
+
+    def arrived(self, fetched: Fetched) -> torch.Tensor:
+        """The gradient, when it is on the host."""
+        self._copies.wait(fetched.event)
+        return fetched.host
+
+    def release(self, fetched: Fetched) -> None:
+        """The gradient has been used."""
+        with self._lock:
+            self._pool.give_back(fetched.buffer)
+
+    @torch.no_grad()
+    def publish(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
+        """Begin to copy a new value to the device. ``value`` must be kept until ``copied`` has come."""
+        self._copies.copy(parameter.data, value)
+
+    def copied(self) -> Event:
+        """All that was published by now."""
+        return self._copies.copied()
+
+    def wait(self, event: Event) -> None:
+        """Make this thread wait for copies."""
+        self._copies.wait(event)
+
+    def compute_after(self, event: Event) -> None:
+        """Make the device wait for copies before what it is given to compute from now on."""
+        self._copies.follow()
+        self._copies.compute_after(event)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A tensor that torch is not to move to the device of its parameter."""
+
+    tensor: torch.Tensor
+
+
+def keep_on_host(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state_dict whose tensors, numbers excepted, ``load_state_dict`` leaves where they are; see ``take_kept``."""
+    state = {
+        index: {name: _Kept(v) if isinstance(v, torch.Tensor) and v.dim() else v for name, v in own.items()}
+        if isinstance(own, dict)
+        else own
+        for index, own in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def take_kept(parameter: torch.Tensor, state: dict[str, Any]) -> None:
+    """Bring a parameter's state to the host, with the dtypes that ``load_state_dict`` would give it."""
+    for name, value in state.items():
+        if isinstance(value, _Kept):
+            value = value.tensor
+            if parameter.is_floating_point():
+                value = value.to(dtype=parameter.dtype)
+        if isinstance(value, torch.Tensor):
+            state[name] = value.to("cpu")
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return aligned(tensor.numel() * tensor.element_size())
+
+
+def _like(flat: torch.Tensor, tensor: torch.Tensor) -> Any:
+    """A tensor of the same shape, dtype and order of dimensions in given bytes."""
+    return view_of(flat, tensor.dtype, tensor.shape, dense_strides(tensor))

@@ -1,0 +1,144 @@
+"""Gradients in a file: each is written there as it appears, and read from there by the step.
+
+Reference: Rajbhandari et al., ZeRO-Infinity, SC 2021.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lockstep.comm.dtensor import is_dtensor, local
+from lockstep.offload.files.direct import OffloadFile, aligned, aligned_buffer, region_of
+from lockstep.offload.files.heap import FreedMemory
+from lockstep.offload.optimizer.states import like_parameter
+from lockstep.torch_internals import autograd as torch_autograd
+
+
+class GradientFile:
+    """Keeps the gradients of parameters in host memory or in shards of it (DTensor) in a file.
+
+    After backward ``parameter.grad`` is mapped from the file, with the value and dtype that it would have had; host
+    memory holds one gradient at a time besides what autograd itself does. A gradient that came before in the same
+    accumulation window is read, added to and written back. Everything else may be done to gradients as ever.
+
+    Gradients with a graph of their own (``create_graph=True``), sparse ones, and those of another dtype than their
+    parameter stay in memory.
+
+    Args:
+        parameters: Those that require no gradient are left out.
+        folder: Where.
+
+    Raises:
+        OffloadError: The folder cannot be written to, or has too little space for one gradient of each.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], folder: Path) -> None:
+        unique = {id(p): p for p in parameters if p.requires_grad and local(p.detach()).numel()}
+        self._file = OffloadFile(folder, sum(_nbytes(local(p.detach())) for p in unique.values()))
+        largest = max((_nbytes(local(p.detach())) for p in unique.values()), default=0)
+        self._buffer = aligned_buffer(largest)
+        self._freed = FreedMemory()
+        self._earlier: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._handles: list[RemovableHandle] = []
+        for parameter in unique.values():
+            self._watch(parameter, self._file.place(_nbytes(local(parameter.detach()))))
+
+    @property
+    def bytes_read(self) -> int:
+        return self._file.bytes_read
+
+    @property
+    def bytes_written(self) -> int:
+        return self._file.bytes_written
+
+    def close(self) -> None:
+        """Leave gradients that appear from now on in memory."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _watch(self, parameter: torch.Tensor, offset: int) -> None:
+        reference = weakref.ref(parameter)  # a hook that held its parameter would keep it for ever
+
+        def appears(gradient: torch.Tensor) -> None:
+            here = reference()
+            # What autograd would add to is put aside, so that it need not be brought back to memory for that.
+            if (
+                here is not None
+                and here.grad is not None
+                and not gradient.requires_grad
+                and not gradient.is_sparse
+            ):
+                self._put_aside(here)
+
+        def accumulated(here: torch.Tensor) -> None:
+            self._accumulated(here, offset, self._earlier.pop(here, None))
+
+        # FSDP2 does not call the hooks of its shards before it adds to their gradients.
+        if not is_dtensor(parameter) and _end_of_backward() is not None:
+            self._handles.append(parameter.register_hook(appears))
+        self._handles.append(parameter.register_post_accumulate_grad_hook(accumulated))
+
+    def _put_aside(self, parameter: torch.Tensor) -> None:
+        at_end = _end_of_backward()
+        if at_end is not None and not len(self._earlier):
+            at_end(self._put_back)
+        self._earlier[parameter] = parameter.grad
+        parameter.grad = None
+
+    def _put_back(self) -> None:
+        """What nothing was added to: ``torch.autograd.grad`` calls the hooks, but leaves gradients alone."""
+        while len(self._earlier):
+            parameter, earlier = self._earlier.popitem()
+            if parameter.grad is None:
+                parameter.grad = earlier
+
+    @torch.no_grad()
+    def _accumulated(self, parameter: torch.Tensor, offset: int, earlier: torch.Tensor | None) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            parameter.grad = earlier
+            return
+        here = local(gradient)
+        if not self._belongs_here(here, gradient, parameter):
+            if earlier is not None:
+                parameter.grad = earlier + gradient
+            return
+        if region_of(here) == (self._file, offset):
+            return  # added to in place, through the mapping
+        buffer = self._buffer[: _nbytes(here)]
+        held = buffer[: here.numel() * here.element_size()].view(here.dtype).view(here.shape)
+        if earlier is None:
+            held.copy_(here)
+        else:
+            if region_of(earlier) == (self._file, offset):
+                self._file.read(offset, buffer)
+            else:
+                held.copy_(earlier)
+            held.add_(here)
+        self._file.write(offset, buffer)
+        mapped = self._file.tensor(offset, here.shape, here.dtype)
+        parameter.grad = like_parameter(mapped, parameter)
+        self._freed.add(buffer.numel())
+
+    def _belongs_here(self, here: torch.Tensor, gradient: Any, parameter: torch.Tensor) -> bool:
+        plain = here.layout == torch.strided and here.device.type == "cpu" and here.is_contiguous()
+        shard = local(parameter.detach())
+        alike = (here.shape, here.dtype) == (shard.shape, shard.dtype)
+        return plain and alike and not gradient.requires_grad
+
+
+def _end_of_backward() -> Callable[[Callable[[], None]], None] | None:
+    """Has a function called when the backward that is under way ends; None if torch cannot do that."""
+    return torch_autograd.at_end_of_backward
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return aligned(tensor.numel() * tensor.element_size())

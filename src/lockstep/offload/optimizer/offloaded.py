@@ -1,0 +1,278 @@
+"""The optimizer's step, block by block in the background, while the next forward runs.
+
+``optimizer.step()`` returns at once. A worker steps the units in the order of the forward, and the forward of a unit
+waits for the step of that unit. State that lives in files is read before and written after each unit, so that host
+memory holds that of three units at most. Every kernel is the user's optimizer's own, so that results are the same to
+the last bit.
+
+Reference: Rajbhandari et al., ZeRO-Infinity, SC 2021; Ren et al., ZeRO-Offload, USENIX ATC 2021 (delayed update).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lockstep.comm.dtensor import local
+from lockstep.errors import OffloadError, UsageError
+from lockstep.offload.copies import Copies, copies_of
+from lockstep.offload.files.direct import region_of
+from lockstep.offload.optimizer.device import HostSide
+from lockstep.offload.optimizer.kernel import KernelEntry, settings_of
+from lockstep.offload.optimizer.separable import why_not_separable
+from lockstep.offload.optimizer.states import StateFiles
+from lockstep.offload.optimizer.threads import StepItem, StepRun, StepThreads
+from lockstep.offload.optimizer.work import StepWork
+from lockstep.offload.weights.groups import WeightGroup
+
+_CPU = torch.device("cpu")
+_STRAYS_AT_ONCE = 64 << 20
+
+
+class OffloadedStep:
+    """Steps an optimizer unit by unit in the background. A ``UnitListener``; see ``offload_step``.
+
+    Parameters that no unit has are stepped before ``step`` returns, as nobody says when they are needed. So is the
+    whole of an optimizer that does not treat every parameter by itself.
+
+    Args:
+        optimizer: Whose parameters and state are stepped.
+        units: In the order of the forward; several may share a parameter.
+        folder: Where state as large as its parameter is kept; None keeps it in host memory.
+        delayed: A step shows in the parameters only at the next one, so that the forward waits for nothing: forward and
+            backward are made with the parameters of the step before. What reads parameters on the whole, and
+            ``finish``, show it earlier.
+        device: Where parameters are; those on another device than the host's are stepped on the host.
+        copies: To and from ``device``; by default none for the host's own.
+
+    Raises:
+        UsageError: State is to be kept in ``folder`` or the step delayed, but the optimizer looks at parameters
+            together; or the step is to be delayed with parameters that are kept in a file.
+        OffloadError: There is too little space in ``folder``, or it cannot be written to.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        units: Sequence[WeightGroup],
+        folder: Path | None = None,
+        delayed: bool = False,
+        device: torch.device = _CPU,
+        copies: Copies | None = None,
+    ) -> None:
+        if copies is None and device.type != "cpu":
+            copies = copies_of(device)
+        self._optimizer = optimizer
+        self._class = type(optimizer)
+        self._delayed = delayed
+        self._units = list(units)
+        self._units_of: dict[int, list[WeightGroup]] = {}
+        for unit in units:
+            for tensor in unit.tensors.values():
+                self._units_of.setdefault(id(tensor), []).append(unit)
+        why = why_not_separable(self._class, optimizer.param_groups)
+        self.is_blockwise = why is None
+        self._check(why, folder, delayed, copies is not None)
+        files = StateFiles(folder, self._class, optimizer.param_groups) if folder is not None else None
+        host = HostSide(self._parameters(), device, folder, copies) if copies is not None else None
+        self._work = StepWork(optimizer, files, host, delayed)
+        self._threads = StepThreads(self._work.stage, self._work.compute)
+        self._run: StepRun | None = None
+        self._waits_for: dict[int, list[StepItem]] = {}
+        self._broken: OffloadError | None = None
+        self._work.adopt_state()
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        return (p for group in self._optimizer.param_groups for p in group["params"])
+
+    def _check(self, why: str | None, folder: Path | None, delayed: bool, on_host: bool) -> None:
+        wishes = {
+            "keep its state on disk": folder is not None,
+            "delay its step": delayed,
+            "step it in host memory": on_host,
+        }
+        wanted = next((wish for wish, wished in wishes.items() if wished), None)
+        if wanted is not None and why is not None:
+            raise UsageError(
+                f"Cannot {wanted}: {why}. Use one of torch.optim, such as AdamW, or offload to host memory."
+            )
+        if delayed and any(region_of(local(p.detach())) for p in self._parameters()):
+            raise UsageError(
+                "delayed_update keeps the parameters of two steps, but these are kept on disk to save memory. "
+                "Offload the optimizer alone, or leave delayed_update out."
+            )
+
+    @property
+    def bytes_read(self) -> int:
+        """Of optimizer state and the host's copies of parameters, from disk, so far."""
+        return sum(part.bytes_read for part in (self._work.files, self._work.host) if part is not None)
+
+    @property
+    def bytes_written(self) -> int:
+        """Of optimizer state and the host's copies of parameters, to disk, so far."""
+        return sum(part.bytes_written for part in (self._work.files, self._work.host) if part is not None)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Begin a step with the gradients and settings of now; returns what ``closure`` does.
+
+        Raises:
+            OffloadError: The step before failed.
+            UsageError: A gradient is sparse.
+        """
+        self.finish()
+        self.refuse_if_broken()
+        if not self.is_blockwise:
+            step: Any = self._class.step
+            return step.__wrapped__(self._optimizer, closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._begin(self._entries())
+        return loss
+
+    def _entries(self) -> list[KernelEntry]:
+        entries = []
+        for index, group in enumerate(self._optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    entries.append(self._work.entry(parameter, index))
+        return entries
+
+    def _begin(self, entries: list[KernelEntry]) -> None:
+        if not entries:
+            return
+        for entry in entries:
+            self._work.announce(entry)
+        if self._work.host is not None:
+            self._work.host.begin()
+        strays, items = self._items(entries)
+        self._run = run = StepRun(strays + list(items.values()), settings_of(self._optimizer, self._class))
+        self._waits_for = {}
+        for entry in entries:
+            units = self._units_of.get(id(entry.parameter), [])
+            for unit in units:
+                waited = self._waits_for.setdefault(id(unit), [])
+                if (item := items[id(units[0])]) not in waited:
+                    waited.append(item)
+        self._threads.start(run)
+        self._wait(strays)
+
+    def _items(self, entries: list[KernelEntry]) -> tuple[list[StepItem], dict[int, StepItem]]:
+        """Parameters without a unit, a few at a time, and the others by their (first) unit, in order."""
+        strays: list[StepItem] = []
+        room = 0
+        by_unit: dict[int, list[KernelEntry]] = {}
+        for entry in entries:
+            if units := self._units_of.get(id(entry.parameter)):
+                by_unit.setdefault(id(units[0]), []).append(entry)
+                continue
+            nbytes = entry.value.numel() * entry.value.element_size()
+            if not strays or room < nbytes:
+                strays.append(StepItem(f"a parameter of shape {tuple(entry.parameter.shape)}", []))
+                room = _STRAYS_AT_ONCE
+            strays[-1].entries.append(entry)
+            room -= nbytes
+        ordered = [unit for unit in self._units if id(unit) in by_unit]
+        return strays, {id(unit): StepItem(unit.name, by_unit[id(unit)]) for unit in ordered}
+
+    def _wait(self, items: Sequence[StepItem]) -> None:
+        for item in items:
+            item.done.wait()
+        if any(not item.succeeded for item in items):
+            self._raise_error()
+        if self._work.host is not None:
+            for item in items:
+                if item.published is not None:
+                    self._work.host.compute_after(item.published)
+
+    def _raise_error(self) -> None:
+        """Raise what the worker met, once."""
+        if self._run is not None and self._run.error is not None and self._broken is None:
+            self._broken = self._run.describe_error()
+            raise self._broken from self._run.error
+
+    def wait(self) -> None:
+        """Until all units are stepped.
+
+        Raises:
+            OffloadError: The step failed.
+        """
+        if self._run is not None:
+            self._wait(self._run.items)
+            self._run = None
+            self._waits_for = {}
+
+    def finish(self) -> None:
+        """``wait``, and show a delayed step in the parameters.
+
+        Raises:
+            OffloadError: The step failed.
+        """
+        self.wait()
+        if self._broken is None:
+            with torch.no_grad():
+                for parameter, value in self._work.unpublished:
+                    parameter.copy_(value)
+        self._work.unpublished.clear()
+
+    def refuse_if_broken(self) -> None:
+        """Raise again what made a step fail, until state is loaded."""
+        if self._broken is not None:
+            raise OffloadError(str(self._broken)) from self._broken
+
+    def before_load(self) -> None:
+        """Finish, since parameters or state are about to be loaded; a failure is noted, not raised."""
+        with suppress(OffloadError):
+            self.finish()
+
+    def after_load(self) -> None:
+        """All state was loaded: what a failed step left does not matter."""
+        self._run = self._broken = None
+        self._waits_for = {}
+        self._work.adopt_state()
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether parameters of a device are stepped in host memory."""
+        return self._work.host is not None
+
+    def forward_begins(self, unit: WeightGroup) -> None:
+        """Wait until ``unit`` is stepped.
+
+        Raises:
+            OffloadError: Its step failed.
+        """
+        if not self._delayed:
+            self._wait(self._waits_for.get(id(unit), ()))
+
+    def forward_ended(self, unit: WeightGroup) -> None:
+        """Nothing to do."""
+
+    def backward_begins(self, unit: WeightGroup) -> None:
+        """Before new gradients of ``unit`` may take the place of those that a delayed step still reads, wait for it.
+
+        Raises:
+            OffloadError: Its step failed.
+        """
+        self._wait(self._waits_for.get(id(unit), ()))
+
+    def ready(self, unit: WeightGroup) -> None:
+        """For other threads: until ``unit`` is stepped, or has failed to be, which ``forward_begins`` then raises."""
+        if not self._delayed:
+            for item in self._waits_for.get(id(unit), ()):
+                item.done.wait()
+
+    def close(self) -> None:
+        """Finish, and end the threads."""
+        try:
+            self.finish()
+        finally:
+            self._threads.close()
+            if self._work.host is not None:
+                self._work.host.close()

@@ -1,0 +1,170 @@
+"""What the threads of a step do with one item: gather, compute, and put away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lockstep.comm.dtensor import local
+from lockstep.errors import UsageError
+from lockstep.offload.files.heap import FreedMemory
+from lockstep.offload.optimizer.device import HostSide, take_kept
+from lockstep.offload.optimizer.kernel import KernelEntry, step_some
+from lockstep.offload.optimizer.regions import region_to_move
+from lockstep.offload.optimizer.states import StateFiles, is_large, like_parameter
+from lockstep.offload.optimizer.threads import StepItem, StepRun
+from lockstep.torch_internals import tensors as torch_tensors
+
+
+class StepWork:
+    """Steps items of an optimizer where their parameters, gradients and state are.
+
+    Args:
+        optimizer: Whose state is stepped.
+        files: Where large state is kept, if not in memory.
+        host: Of parameters that are on a device.
+        delayed: New values are put aside in ``unpublished``, with the parameters that are to have them.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, files: StateFiles | None, host: HostSide | None, delayed: bool
+    ) -> None:
+        self._optimizer = optimizer
+        self.files = files
+        self.host = host
+        self._delayed = delayed
+        self.unpublished: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._freed = FreedMemory()
+
+    @property
+    def _state(self) -> Any:
+        state: Any = vars(self._optimizer)["state"]
+        return state
+
+    def entry(self, parameter: torch.Tensor, group: int) -> KernelEntry:
+        assert parameter.grad is not None
+        gradient = local(parameter.grad)
+        if gradient.layout != torch.strided:
+            raise UsageError(
+                f"A parameter of shape {tuple(parameter.shape)} has a sparse gradient, which an offloaded step does "
+                "not do. Use sparse=False in its embedding, or leave its optimizer without offload."
+            )
+        # ``data`` has a version counter of its own: the worker's writes are announced here instead, once.
+        value = local(parameter.detach()).data
+        if (host := self._host_of(parameter)) is not None:
+            value = host.master(parameter)
+        return KernelEntry(parameter, group, value, gradient.data, gradient, torch_tensors.version(gradient))
+
+    def _host_of(self, parameter: torch.Tensor) -> HostSide | None:
+        return self.host if self.host is not None and self.host.serves(parameter) else None
+
+    def announce(self, entry: KernelEntry) -> None:
+        """A parameter is about to be changed, and its state made if there is none."""
+        self._state.setdefault(entry.parameter, {})  # in the order in which the optimizer itself would
+        if not self._delayed:
+            torch.autograd.graph.increment_version(entry.parameter)
+            if (host := self._host_of(entry.parameter)) is not None:
+                host.note_version(entry.parameter)
+
+    def stage(self, item: StepItem) -> None:
+        """What is to be read for an item, if it lies in files."""
+        item.regions.clear()
+        for index, entry in enumerate(item.entries):
+            host = self._host_of(entry.parameter)
+            item.fetched.append(
+                host.fetch(entry.parameter, entry.watched, entry.gradient) if host is not None else None
+            )
+            self._add_region(item, (index, "value"), entry.value, changes=not self._delayed)
+            if host is None:
+                self._add_region(item, (index, "gradient"), entry.gradient, changes=False)
+            for name, value in self._state[entry.parameter].items():
+                if is_large(value, entry.parameter):
+                    self._add_region(item, (index, f"state {name}"), local(value), changes=True)
+
+    def _add_region(self, item: StepItem, key: tuple[int, str], tensor: torch.Tensor, changes: bool) -> None:
+        region = region_to_move(tensor, changes)
+        if region is not None:
+            item.regions[key] = region
+
+    def compute(self, run: StepRun, item: StepItem, buffer: torch.Tensor) -> None:
+        def held(index: int, role: str, tensor: torch.Tensor) -> torch.Tensor:
+            region = item.regions.get((index, role))
+            return region.within(buffer) if region is not None else tensor
+
+        values, gradients, states = [], [], []
+        for index, entry in enumerate(item.entries):
+            value = held(index, "value", entry.value)
+            values.append(value.clone() if self._delayed else value)
+            fetched = item.fetched[index]
+            if fetched is not None and self.host is not None:
+                gradients.append(self.host.arrived(fetched))
+            else:
+                gradients.append(held(index, "gradient", entry.gradient))
+            states.append(
+                {
+                    name: held(index, f"state {name}", local(value))
+                    if isinstance(value, torch.Tensor)
+                    else value
+                    for name, value in self._state[entry.parameter].items()
+                }
+            )
+        given = [dict(state) for state in states]
+        after = step_some(run.settings, item.entries, values, gradients, states)
+        for entry, before, now in zip(item.entries, given, after, strict=True):
+            self._keep(entry.parameter, before, now)
+        if self.files is not None:
+            # What the kernel needs on the way, and state that is new.
+            self._freed.add(4 * sum(value.numel() * value.element_size() for value in values))
+        if self._delayed:
+            self.unpublished += [
+                (local(e.parameter), value) for e, value in zip(item.entries, values, strict=True)
+            ]
+        if self.host is not None:
+            self._send(self.host, item, values)
+
+    def _send(self, host: HostSide, item: StepItem, values: list[torch.Tensor]) -> None:
+        """New values to the device; and memory of gradients that came from there is free."""
+        for entry, fetched, value in zip(item.entries, item.fetched, values, strict=True):
+            if fetched is not None:
+                host.release(fetched)
+                if not self._delayed:
+                    host.publish(entry.parameter, value)
+        item.published = host.copied()
+        if item.regions:
+            host.wait(item.published)  # before the buffer that holds the values has others
+
+    def _keep(self, parameter: torch.Tensor, before: dict[str, Any], now: dict[str, Any]) -> None:
+        """Take over what an optimizer made of a parameter's state."""
+        if not now:
+            del self._state[parameter]
+            return
+        own = self._state[parameter]
+        for name, value in now.items():
+            if name in before and value is before[name]:
+                continue  # changed in place
+            if name in before and before[name] is not own[name] and _fits(value, before[name]):
+                before[name].copy_(value)  # which is where it is kept, or from where it is written back
+            else:
+                own[name] = like_parameter(value, parameter) if isinstance(value, torch.Tensor) else value
+        if self.files is not None:
+            self.files.adopt(parameter, own)
+
+    def adopt_state(self) -> None:
+        """Bring state to the host or into its file, if it is not there: state that was loaded, or made early."""
+        parameters = (p for group in self._optimizer.param_groups for p in group["params"])
+        states = [(p, self._state[p]) for p in parameters if p in self._state]
+        for parameter, own in states:
+            if self._host_of(parameter) is not None:
+                take_kept(parameter, own)
+            if self.files is not None:
+                self.files.separate(parameter, own)
+        if self.files is not None:
+            for parameter, own in states:
+                self.files.adopt(parameter, own)
+
+
+def _fits(value: Any, before: Any) -> bool:
+    both = isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor)
+    return both and (value.shape, value.dtype) == (before.shape, before.dtype)

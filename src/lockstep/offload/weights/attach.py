@@ -1,0 +1,175 @@
+"""Stream a model's weights while it runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import OffloadError, UsageError
+from lockstep.offload.weights.events import ModelHook, UnitListener, listen
+from lockstep.offload.weights.groups import WeightGroup
+from lockstep.offload.weights.mapped import MappedMover
+from lockstep.offload.weights.mover import Mover, least_budget
+from lockstep.offload.weights.streamer import Streamer
+from lockstep.torch_internals import autograd as torch_autograd
+from lockstep.torch_internals import modules as torch_modules
+from lockstep.torch_internals import tensors as torch_tensors
+
+
+class Edits:
+    """What ``model`` consists of when this is made: all its modules, and the parameters of ``units``."""
+
+    def __init__(self, model: nn.Module, units: Sequence[WeightGroup]) -> None:
+        # Not the modules that hold them, among which is the model: nothing here shall keep it.
+        self._modules: list[_Place] = []
+        self._parameters: list[_Place] = []
+        streamed = {id(tensor) for unit in units for tensor in unit.tensors.values()}
+        for name, module in model.named_modules():
+            prefix = f"{name}." if name else ""
+            for key, child in torch_modules.children_of(module).items():
+                self._modules.append((torch_modules.children_of(module), key, child, prefix + key))
+            for key, parameter in torch_modules.parameters_of(module).items():
+                # fully_shard puts whole ones in the place of DTensors, and may leave them there.
+                if id(parameter) in streamed and not hasattr(parameter, "__tensor_flatten__"):
+                    self._parameters.append(
+                        (torch_modules.parameters_of(module), key, parameter, prefix + key)
+                    )
+
+    def check(self) -> None:
+        """Raise UsageError where something else is there now, or nothing."""
+        for kind, places in (("module", self._modules), ("parameter", self._parameters)):
+            for members, key, original, name in places:
+                if members.get(key) is not original:
+                    what = "replaced" if members.get(key) is not None else "removed"
+                    raise UsageError(
+                        f"The {kind} '{name}' was {what} while the model's weights are streamed. "
+                        "End streaming first, change the model, and then begin again."
+                    )
+
+
+_Place = tuple[dict[str, Any], str, Any, str]  # what holds it, under which key, itself, and its full name
+
+
+def stream_weights(
+    model: nn.Module,
+    units: Sequence[WeightGroup],
+    device: torch.device,
+    budget: int | None = None,
+    ahead: int = 2,
+    listeners: Sequence[UnitListener] = (),
+    ready: Callable[[WeightGroup], None] | None = None,
+) -> Streamer:
+    """Load the weights of ``units`` before they are used on ``device``, and let them go when others need the room.
+
+    On a CPU these are weights that are memory-mapped from files, and other weights stay where they are.
+
+    Args:
+        budget: Most bytes of weights that are loaded at once. None: room for the unit in use and ``ahead`` + 1 others
+            as large as the largest.
+        ahead: So many units are loaded before they are used.
+        listeners: Told of each unit's use before it is loaded.
+        ready: Called in the background before a unit is loaded: returns when no step is still to change it.
+
+    Raises:
+        OffloadError: The budget is less than what is used at once.
+        UsageError: The model is streamed already. Later, by a forward: the model was changed meanwhile.
+    """
+    torch_modules.probe()
+    torch_tensors.probe()
+    torch_autograd.probe()
+    if streamer_of(model) is not None:
+        raise UsageError(
+            f"The weights of this {type(model).__name__} are streamed already. Call stop_streaming(model) first."
+        )
+    if ahead < 0 or (budget is not None and budget < 0):
+        raise OffloadError(f"ahead={ahead} and budget={budget} must not be negative. Leave them out.")
+    if device.type == "cpu":
+        mapped = MappedMover(units)
+        streamer = _streamer(units, mapped, budget, ahead, ready, in_place=True)
+        told, check = [*listeners, streamer], mapped.check
+    else:
+        streamer, told, check = _to_device(units, device, budget, ahead, listeners, ready)
+    hooks = listen(model, units, told)
+    # Before all other hooks, since it was registered last.
+    root = _PassBegins(streamer, Edits(model, units), check)
+    hooks.add(model.register_forward_pre_hook(root, prepend=True, with_kwargs=True))
+    model.__dict__.update(_streamer=streamer, _streamer_hooks=hooks)
+    return streamer
+
+
+def streamer_of(model: nn.Module) -> Streamer | None:
+    """The streamer of a model whose weights are streamed."""
+    return model.__dict__.get("_streamer")
+
+
+def stop_streaming(model: nn.Module) -> None:
+    """Make ``model`` a plain model again, with all weights where they are at rest. Others are left as they are."""
+    streamer = streamer_of(model)
+    if streamer is None:
+        return
+    if isinstance(streamer.mover, MappedMover):
+        streamer.mover.stop()
+    model.__dict__.pop("_streamer_hooks").remove()
+    del model.__dict__["_streamer"]
+    streamer.close()
+
+
+def _streamer(
+    units: Sequence[WeightGroup],
+    mover: Mover,
+    budget: int | None,
+    ahead: int,
+    ready: Callable[[WeightGroup], None] | None,
+    in_place: bool,
+) -> Streamer:
+    if budget is None:
+        largest = max(map(mover.nbytes, units), default=0)
+        budget = least_budget(units, mover.nbytes) + (ahead + 1) * largest
+    return Streamer(units, mover, budget, ahead, ready, in_place)
+
+
+def _to_device(
+    units: Sequence[WeightGroup],
+    device: torch.device,
+    budget: int | None,
+    ahead: int,
+    listeners: Sequence[UnitListener],
+    ready: Callable[[WeightGroup], None] | None,
+) -> tuple[Streamer, list[UnitListener], Callable[[], None]]:
+    from lockstep.offload.weights.device.mover import DeviceMover  # models on a CPU do without it
+
+    mover = DeviceMover(units, device, ready=ready)
+    streamer = _streamer(units, mover, budget, ahead, ready, in_place=False)
+    mover.slots.budget = streamer.budget
+    reference = weakref.ref(streamer)  # the streamer has the mover
+
+    def request(unit: WeightGroup) -> None:
+        found = reference()
+        if found is not None:
+            found.use(unit, in_backward=True)
+
+    def settle() -> None:
+        if not torch_autograd.is_in_backward():  # otherwise backward computes a forward once more
+            mover.settle()
+
+    mover.request = request
+    return streamer, [*listeners, mover, streamer], settle
+
+
+class _PassBegins(ModelHook):
+    """Before each forward of the whole model: it must be what is streamed."""
+
+    def __init__(self, streamer: Streamer, edits: Edits, check: Callable[[], None]) -> None:
+        super().__init__()
+        self._streamer = streamer
+        self._edits = edits
+        self._check = check
+
+    def run(self, *args: Any) -> None:
+        self._check()
+        self._edits.check()
+        self._streamer.pass_begins()

@@ -1,0 +1,343 @@
+"""Weights at rest in host memory, and on the device while they are used."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lockstep.errors import OffloadError, UsageError
+from lockstep.offload.copies import Copies, Event, copies_of, view_of
+from lockstep.offload.weights.device.gradients import GradientsHome
+from lockstep.offload.weights.device.passes import AtEnd, Forwards, own_mode
+from lockstep.offload.weights.device.saved import SavedCast, SavedView, hooks_of
+from lockstep.offload.weights.device.slots import Slot, Slots
+from lockstep.offload.weights.device.staging import Staging
+from lockstep.offload.weights.device.working import Working, WorkingWeights, lay_out, write_home
+from lockstep.offload.weights.groups import WeightGroup
+from lockstep.torch_internals import autograd as torch_autograd
+
+
+class DeviceMover:
+    """Copies the weights of units into slots on a device, and their gradients back (a ``Mover``).
+
+    At rest a module has its own parameters and buffers (the homes), and so have optimizers and ``state_dict``.
+    While a unit is in use its modules have working ones, whose memory is in a slot. What a forward writes to
+    buffers or parameters gets home when it ends. Optimizer steps and in-place changes of homes are seen at the next
+    use; ones through ``.data`` are not: call ``edited``.
+
+    It is a listener of the units' use, to be told before the streamer that calls ``load``, ``bind`` and
+    ``release``. Without a streamer it loads by itself what backward asks for.
+
+    Args:
+        budget: Bytes of the device for slots; None: as many as are asked for.
+        ready: Called before a unit is loaded once more because its home was changed.
+
+    Raises:
+        UsageError: a weight is no plain tensor in host memory.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[WeightGroup],
+        device: torch.device,
+        budget: int | None = None,
+        ready: Callable[[WeightGroup], None] | None = None,
+        copies: Callable[[torch.device], Copies] = copies_of,
+    ) -> None:
+        self._to, self._back = copies(device), copies(device)  # a stream for either direction
+        self.slots = Slots(self._to, budget)
+        self.request: Callable[[WeightGroup], None] = self._load_and_bind
+        self._ready = ready
+        self._staging = Staging(self._to)
+        self._copies = {unit: _Copy(unit, device) for unit in units}
+        self._by_storage: dict[int, WeightGroup] = {}
+        self._by_parameter = {
+            id(working.tensor): (unit, working)
+            for unit, copy in self._copies.items()
+            for working in copy.working
+            if working.is_parameter
+        }
+        self._by_home = {id(w.home): w for copy in self._copies.values() for w in copy.working}
+        self._forward = Forwards()
+        self._later: list[_Copy] = []  # to settle after backward
+        self._backward = -1  # the number of the graph task at whose end to settle
+        self._closed = False
+        largest = max((copy.nbytes for copy in self._copies.values()), default=0)
+        self._gradients = GradientsHome(self._back, 2 * largest, self._settle_after_backward)
+        self._watched: set[Working] = set()
+        self._steps = register_optimizer_step_post_hook(_Stepped(self))
+        weakref.finalize(self, self._steps.remove)
+
+    # -- as a mover --------------------------------------------------------------------------------------
+
+    def nbytes(self, unit: WeightGroup) -> int:
+        return self._copies[unit].nbytes
+
+    def load(self, unit: WeightGroup) -> None:
+        copy = self._copies[unit]
+        with copy.lock, own_mode():
+            if copy.slot is None or copy.is_stale:
+                self._fill(copy)
+
+    def bind(self, unit: WeightGroup) -> None:
+        copy = self._copies[unit]
+        with copy.lock, own_mode():
+            if copy.slot is None or copy.is_stale:
+                if self._ready is not None:
+                    self._ready(unit)
+                self._fill(copy)
+            assert copy.slot is not None
+            self._to.follow()
+            self._back.follow()
+            self._to.compute_after(copy.copied)
+            if not copy.is_used:
+                for working in copy.working:
+                    working.use(copy.slot.buffer)
+                    working.take_note()
+                copy.is_used = True
+                self._by_storage[copy.slot.storage] = unit
+            self._follow_requires_grad(copy)
+            copy.places.put_working()
+            copy.is_in_place = True
+            if not copy.depth and not copy.settles_later:
+                copy.settles_later = True
+                self._later.append(copy)
+                self._settle_after_backward()
+
+    def release(self, unit: WeightGroup) -> bool:
+        copy = self._copies[unit]
+        with copy.lock, own_mode():
+            if copy.slot is None:
+                return True
+            if copy.depth or copy.slot.is_held(len(copy.working) if copy.is_used else 0):
+                return False
+            copy.settles_later = False
+            self._go_home(copy)
+            self._empty(copy)
+            return True
+
+    def close(self) -> None:
+        self._closed = True
+        self.settle()
+        self._steps.remove()
+        for copy in self._copies.values():
+            with copy.lock, own_mode():
+                self._go_home(copy)
+                if copy.slot is not None:
+                    self._empty(copy)
+        self.slots.clear()
+
+    # -- as a listener -----------------------------------------------------------------------------------
+
+    def forward_begins(self, unit: WeightGroup) -> None:
+        self._settle_what_failed()
+        hooks = hooks_of(self) if torch.is_grad_enabled() else None
+        if hooks is not None:
+            hooks.__enter__()
+        self._forward.stack.append((unit, hooks, torch.is_autocast_cache_enabled()))
+        torch.set_autocast_cache_enabled(False)  # it would keep a copy of every weight until autocast ends
+        copy = self._copies[unit]
+        with copy.lock:
+            copy.depth += 1
+
+    def forward_ended(self, unit: WeightGroup) -> None:
+        if not self._forward.stack or self._forward.stack[-1][0] is not unit:
+            return  # it failed before it had begun
+        _, hooks, caches = self._forward.stack.pop()
+        torch.set_autocast_cache_enabled(caches)
+        if hooks is not None:
+            hooks.__exit__(None, None, None)
+        copy = self._copies[unit]
+        with copy.lock, own_mode():
+            copy.depth -= 1
+            if not copy.depth and not copy.settles_later:
+                self._go_home(copy)
+
+    def backward_begins(self, unit: WeightGroup) -> None:
+        self._settle_after_backward()
+
+    # -- of its own --------------------------------------------------------------------------------------
+
+    def edited(self, homes: Iterable[torch.Tensor]) -> None:
+        """``homes`` have been written to: load them again before they are used."""
+        for home in homes:
+            working = self._by_home.get(id(home))
+            if working is not None and working.home is home:
+                working.edits += 1
+
+    def settle(self) -> None:
+        """Have everything at home: gradients, what was written, and modules with their own parameters."""
+        self._backward = -1
+        later, self._later = self._later, []
+        with own_mode():
+            for copy in later:
+                with copy.lock:
+                    copy.settles_later = False
+                    if not copy.depth:
+                        self._go_home(copy)
+            self._gradients.deliver_all()
+
+    # -- for what autograd saved -------------------------------------------------------------------------
+
+    def unit_of_storage(self, storage: int) -> WeightGroup | None:
+        return self._by_storage.get(storage)
+
+    def unit_of_parameter(self, tensor: torch.Tensor) -> tuple[WeightGroup, Working] | None:
+        found = self._by_parameter.get(id(tensor))
+        return found if found is not None and found[1].tensor is tensor else None
+
+    def working_at(self, unit: WeightGroup, offset: int) -> Working:
+        return next(w for w in reversed(self._copies[unit].working) if w.offset <= offset)
+
+    def view(self, saved: SavedView) -> torch.Tensor:
+        return self._when_used(
+            saved.unit,
+            lambda buffer: saved.marked(view_of(buffer, saved.dtype, saved.size, saved.stride, saved.offset)),
+        )
+
+    def cast(self, saved: SavedCast) -> torch.Tensor:
+        return self._when_used(
+            saved.unit,
+            lambda buffer: (
+                saved.working.part_of(buffer)
+                .to(saved.dtype)
+                .as_strided(saved.size, saved.stride, saved.offset)
+            ),
+        )
+
+    def _when_used(self, unit: WeightGroup, take: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """What ``take`` makes of the unit's slot, for which the unit is loaded if it is not."""
+        copy = self._copies[unit]
+        for _ in range(2):
+            with copy.lock, own_mode():
+                if copy.slot is not None and copy.is_used:
+                    return take(copy.slot.buffer)
+            if not self._closed:
+                self.request(unit)
+        why = "their streaming has ended" if self._closed else "there is no room for them"
+        raise OffloadError(
+            f"Backward needs the weights of '{unit.name}', but {why}. "
+            "Run backward before stop_streaming(model), and raise the budget if it is not that."
+        )
+
+    # -- steps -------------------------------------------------------------------------------------------
+
+    def _fill(self, copy: _Copy) -> None:
+        slot = copy.slot
+        if slot is None:
+            slot = self.slots.take(copy.nbytes)
+            self._to.after(slot.free)
+        else:
+            self._to.after(self._to.computed())
+        copy.take_note()  # before it is read: what is written meanwhile makes it stale
+        try:
+            for working in copy.working:
+                self._staging.copy(working.part_of(slot.buffer), working.home.detach())
+        except BaseException:
+            if copy.slot is None:
+                self.slots.give_back(slot, self._to.copied())
+            raise
+        copy.slot, copy.copied = slot, self._to.copied()
+
+    def _empty(self, copy: _Copy) -> None:
+        assert copy.slot is not None
+        if copy.is_used:
+            del self._by_storage[copy.slot.storage]
+            for working in copy.working:
+                working.use_nothing()
+        last_use = self._to.computed() if copy.is_used else copy.copied
+        self.slots.give_back(copy.slot, last_use)
+        copy.slot, copy.is_used = None, False
+
+    def _go_home(self, copy: _Copy) -> None:
+        """Give the modules their own tensors, with what was written to the working ones."""
+        if not copy.is_in_place:
+            return
+        copy.is_in_place = False
+        replaced = list(copy.places.replaced())
+        copy.places.put_home()
+        trained = copy.places.trained()
+        written = [
+            (working, working.tensor)
+            for working in copy.working
+            # In training, too: the kernels of batch normalization write without a trace.
+            if working.is_written or (not working.is_parameter and working in trained)
+        ]
+        for working in copy.working:
+            working.take_note()
+        for working, tensor in replaced:
+            if tensor is None or working.is_parameter:
+                raise UsageError(
+                    f"A forward has replaced '{working.name}', which is streamed. Write to it in place."
+                )
+            written.append((working, tensor))
+            working.edits += 1
+        write_home(self._back, written)
+
+    def _follow_requires_grad(self, copy: _Copy) -> None:
+        for working in copy.working:
+            if not working.is_parameter:
+                continue
+            if working.tensor.requires_grad != working.home.requires_grad:
+                working.tensor.requires_grad_(working.home.requires_grad)
+            if working.tensor.requires_grad and working not in self._watched:
+                self._watched.add(working)
+                self._gradients.watch(working)
+
+    def _settle_what_failed(self) -> None:
+        """What is left of a backward that ended in an exception, or of a use outside of both passes."""
+        if (self._later or self._backward != -1) and not torch_autograd.is_in_backward():
+            self.settle()
+
+    def _settle_after_backward(self) -> None:
+        task = torch_autograd.current_backward()
+        if task not in (-1, self._backward):
+            self._backward = task
+            torch_autograd.at_end_of_backward(AtEnd(self.settle))
+
+    def _load_and_bind(self, unit: WeightGroup) -> None:
+        self.load(unit)
+        self.bind(unit)
+
+
+class _Copy:
+    """A unit on the device."""
+
+    def __init__(self, unit: WeightGroup, device: torch.device) -> None:
+        self.lock = threading.RLock()
+        self.working, self.nbytes = lay_out(unit, device)
+        self.places = WorkingWeights(unit, {id(working.home): working for working in self.working})
+        self.slot: Slot | None = None
+        self.copied: Event = None  # the copy that filled the slot
+        self.is_used = False  # the working tensors lie in the slot
+        self.is_in_place = False  # the modules have the working tensors
+        self.settles_later = False
+        self.depth = 0  # forwards that it is in
+        self._homes: list[tuple[int, ...]] = []
+
+    def take_note(self) -> None:
+        self._homes = [working.state_of_home() for working in self.working]
+
+    @property
+    def is_stale(self) -> bool:
+        return self._homes != [working.state_of_home() for working in self.working]
+
+
+class _Stepped:
+    """Tells a mover what an optimizer has stepped, or begun to: fused steps write without a trace."""
+
+    reads_no_parameter = True  # see offload/optimizer/attach.py: ``ready`` waits for the step
+
+    def __init__(self, mover: DeviceMover) -> None:
+        self._mover = weakref.ref(mover)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        mover = self._mover()
+        if mover is not None:
+            for group in optimizer.param_groups:
+                mover.edited(group["params"])

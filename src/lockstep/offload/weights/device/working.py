@@ -1,0 +1,165 @@
+"""What stands on the device for weights that are at rest in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import UsageError
+from lockstep.offload.copies import Copies, dense_strides, view_of
+from lockstep.offload.weights.device.slots import ALIGNMENT
+from lockstep.offload.weights.groups import WeightGroup
+from lockstep.torch_internals import modules as torch_modules
+from lockstep.torch_internals import tensors as torch_tensors
+
+
+class Working:
+    """The tensor that the model computes with in the place of ``home``, a parameter or buffer.
+
+    It is one object for good: autograd, autocast and the user may keep it. Its memory is a part of a slot while
+    the unit is loaded; otherwise all its numbers are one NaN (zero where its dtype has none).
+    """
+
+    def __init__(self, name: str, home: torch.Tensor, offset: int, device: torch.device) -> None:
+        if type(home) not in (nn.Parameter, torch.Tensor) or home.layout is not torch.strided:
+            raise UsageError(
+                f"'{name}' is a {type(home).__name__} of layout {home.layout}, and weights are moved to a device as "
+                "plain tensors only. Leave its module out of what is offloaded."
+            )
+        if home.device.type != "cpu":
+            raise UsageError(
+                f"'{name}' is on {home.device}, and weights are moved to a device from host memory. "
+                "Move it to the CPU before."
+            )
+        self.name = name
+        self.home = home
+        self.offset = offset  # in its slot, in bytes
+        self.stride = dense_strides(home)
+        self._nothing = _nothing(home, device)
+        self.is_parameter = isinstance(home, nn.Parameter)
+        if self.is_parameter:
+            self.tensor: torch.Tensor = nn.Parameter(self._nothing, requires_grad=home.requires_grad)
+            self.tensor.__dict__.update(home.__dict__)  # what libraries mark parameters with
+        else:
+            self.tensor = self._nothing.detach()
+        self.edits = 0  # of the home, that its version does not tell of
+        self._written = torch_tensors.version(self.tensor)
+
+    @property
+    def nbytes(self) -> int:
+        return self.home.numel() * self.home.element_size()
+
+    def state_of_home(self) -> tuple[int, ...]:
+        """Changes whenever the home is written to or gets other memory."""
+        return self.home.data_ptr(), torch_tensors.version(self.home), self.edits
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes whenever it is written to, here or at home, other than through ``.data``."""
+        return torch_tensors.version(self.home), torch_tensors.version(self.tensor)
+
+    def part_of(self, buffer: torch.Tensor) -> torch.Tensor:
+        return view_of(buffer, self.home.dtype, self.home.shape, self.stride, self.offset)
+
+    def use(self, buffer: torch.Tensor) -> None:
+        self.tensor.data = self.part_of(buffer)
+
+    def use_nothing(self) -> None:
+        self.tensor.data = self._nothing
+
+    def take_note(self) -> None:
+        """What is written to it from now on is to get home."""
+        self._written = torch_tensors.version(self.tensor)
+
+    @property
+    def is_written(self) -> bool:
+        return torch_tensors.version(self.tensor) != self._written
+
+
+class WorkingWeights:
+    """Where a unit's modules have its tensors."""
+
+    def __init__(self, unit: WeightGroup, working: dict[int, Working]) -> None:
+        self._places: list[tuple[nn.Module, Callable[[nn.Module], dict[str, Any]], str, Working]] = []
+        self._flat: list[nn.Module] = []
+        visited: set[int] = set()
+        for root in unit.modules:
+            for module in root.modules():
+                if id(module) in visited:
+                    continue
+                visited.add(id(module))
+                before = len(self._places)
+                for registered in torch_modules.REGISTERED:
+                    for key, tensor in registered(module).items():
+                        if id(tensor) in working:
+                            self._places.append((module, registered, key, working[id(tensor)]))
+                if len(self._places) > before and torch_modules.has_flat_weights(module):
+                    self._flat.append(module)
+
+    def check(self) -> None:
+        """Raises UsageError if a module has other tensors than those that are streamed."""
+        for working, _ in self.replaced():
+            raise UsageError(
+                f"'{working.name}' has been replaced in the model since its weights are streamed. Write to it in "
+                "place, or call stop_streaming(model) before it is replaced, and stream it anew."
+            )
+
+    def put_working(self) -> None:
+        self.check()
+        for module, registered, key, working in self._places:
+            registered(module)[key] = working.tensor
+        self._renew_flat_weights()
+
+    def put_home(self) -> None:
+        for module, registered, key, working in self._places:
+            registered(module)[key] = working.home
+        self._renew_flat_weights()
+
+    def replaced(self) -> Iterator[tuple[Working, torch.Tensor | None]]:
+        """What a forward has put in the place of the working tensor, and of which."""
+        for module, registered, key, working in self._places:
+            tensor = registered(module).get(key)
+            if tensor is not working.tensor and tensor is not working.home:
+                yield working, tensor
+
+    def trained(self) -> set[Working]:
+        """What belongs to modules in training mode."""
+        return {working for module, *_, working in self._places if module.training}
+
+    def _renew_flat_weights(self) -> None:
+        for module in self._flat:  # recurrent modules keep a list of their own
+            torch_modules.renew_flat_weights(module)
+
+
+def lay_out(unit: WeightGroup, device: torch.device) -> tuple[list[Working], int]:
+    """The working tensors of a unit, one behind the other in a slot, and the slot's bytes."""
+    found = []
+    end = 0
+    for name, home in unit.tensors.items():
+        found.append(Working(name, home, end, device))
+        end += -(-found[-1].nbytes // ALIGNMENT) * ALIGNMENT
+    return found, end
+
+
+def write_home(copies: Copies, written: list[tuple[Working, torch.Tensor]]) -> None:
+    """Copy what a forward wrote, and wait: the home may be looked at from now on."""
+    if not written:
+        return
+    copies.after(copies.computed())
+    for working, tensor in written:
+        if tensor.shape != working.home.shape or tensor.dtype != working.home.dtype:
+            raise UsageError(
+                f"A forward has replaced '{working.name}', {tuple(working.home.shape)} {working.home.dtype}, by "
+                f"{tuple(tensor.shape)} {tensor.dtype}. Change it outside of forward, or leave it out of what is "
+                "offloaded."
+            )
+        copies.copy(working.home.data, tensor.detach())  # .data: for graphs the weight has not changed
+    copies.wait(copies.copied())
+
+
+def _nothing(home: torch.Tensor, device: torch.device) -> torch.Tensor:
+    number = float("nan") if home.is_floating_point() or home.is_complex() else 0
+    return torch.tensor(number, device=device).to(home.dtype).expand(home.shape)

@@ -1,0 +1,305 @@
+"""Loads units in a background thread before they are used, within a budget of bytes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.errors import OffloadError, UsageError
+from lockstep.offload.weights.background import LoaderThread
+from lockstep.offload.weights.groups import WeightGroup
+from lockstep.offload.weights.mover import Mover, check_budget
+from lockstep.offload.weights.schedule import Choice, Successors, choose_ahead, choose_urgent
+
+_HORIZON = 1024  # so many uses are looked ahead at most: what comes later is let go first, in any order
+
+
+@dataclass
+class Counters:
+    """What a streamer has done so far."""
+
+    loads: int = 0
+    bytes_loaded: int = 0
+    urgent_loads: int = 0  # that were not foreseen: they began when the unit was needed
+    waited_s: float = 0.0  # how long computing threads waited for loads, foreseen or not
+    peak_bytes: int = 0  # most that was loaded at once
+
+
+class Streamer:
+    """Loads units before they are used, and lets those go that will be used last, within ``budget`` bytes.
+
+    It is told by ``forward_begins``, ``forward_ended`` and ``backward_begins`` (a ``UnitListener``) what is used, and
+    learns the order from that. What it foresees wrongly costs time, nothing else.
+
+    Args:
+        units: In order of registration.
+        mover: Brings them.
+        budget: Most bytes that are loaded at once, as ``mover.nbytes`` counts them.
+        ahead: So many units are loaded before they are used.
+        ready: Called in the background thread before a unit is loaded: returns when its weights at rest are those
+            to be used.
+        in_place: Weights are used where they are at rest: the mover is not needed for right results.
+
+    Raises:
+        OffloadError: ``budget`` is less than what is used at once.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[WeightGroup],
+        mover: Mover,
+        budget: int,
+        ahead: int = 2,
+        ready: Callable[[WeightGroup], None] | None = None,
+        in_place: bool = False,
+    ) -> None:
+        self.units = tuple(units)
+        self.mover = mover
+        self.budget = budget
+        self.ahead = ahead
+        self.counters = Counters()
+        self._ready = ready
+        self._in_place = in_place
+        self._sizes = {unit: mover.nbytes(unit) for unit in self.units}
+        check_budget(self._sizes, budget)
+        self._successors = Successors(self.units)
+        self._horizon = min(2 * len(self.units) + 1, _HORIZON)
+        self._loaded: set[WeightGroup] = set()
+        self._unused: set[WeightGroup] = set()  # loaded ahead, and not used since
+        self._busy: set[WeightGroup] = set()  # could not be let go when last tried
+        self._moving: set[WeightGroup] = set()  # being loaded or let go
+        self._in_use: dict[int, list[WeightGroup]] = {}  # by thread, in the order in which they began
+        self._current: WeightGroup | None = None
+        self._wanted: list[WeightGroup] = []  # computing threads wait for them
+        self._failed: dict[WeightGroup, BaseException] = {}  # what went wrong when they were loaded ahead
+        self._pid = os.getpid()
+        self.background = LoaderThread(self, "weight-streaming")
+        self._changed = self.background.changed  # guards everything above
+
+    # -- told by the model's hooks, in the computing thread ----------------------------------------------
+
+    def forward_begins(self, unit: WeightGroup) -> None:
+        with self._changed:
+            self._in_use.setdefault(threading.get_ident(), []).append(unit)
+        self.use(unit)
+
+    def forward_ended(self, unit: WeightGroup) -> None:
+        with self._changed:
+            used = self._in_use.get(threading.get_ident(), [])
+            if unit in used:  # not so where an exception came before forward_begins
+                used.reverse()
+                used.remove(unit)
+                used.reverse()
+
+    def backward_begins(self, unit: WeightGroup) -> None:
+        self.use(unit, in_backward=True)
+
+    def pass_begins(self) -> None:
+        """The whole model's forward begins: nothing is in use by this thread, whatever an interrupt left behind."""
+        with self._changed:
+            self._in_use.pop(threading.get_ident(), None)
+
+    # ----------------------------------------------------------------------------------------------------
+
+    def use(self, unit: WeightGroup, in_backward: bool = False) -> None:
+        """Have ``unit`` loaded and bound. It stays so at least until another unit is used.
+
+        Raises:
+            OffloadError: it could not be loaded, or what is in use leaves no room for it.
+        """
+        if self.background.ended or self._is_elsewhere():
+            return
+        with self._changed:
+            self._successors.learn(unit, in_backward)
+            self._current = unit
+            self._busy.clear()
+            if not self._is_there(unit):
+                self._wait_for(unit)
+            self._unused.discard(unit)
+            if len(self._loaded) < len(self.units):
+                self.background.wake()
+            if self.background.ended:
+                return
+        self.mover.bind(unit)
+
+    def is_loaded(self, unit: WeightGroup) -> bool:
+        """Whether ``unit`` can be used without waiting."""
+        with self._changed:
+            return unit in self._loaded and unit not in self._moving
+
+    def invalidate(self, units: Iterable[WeightGroup]) -> None:
+        """The weights of ``units`` at rest have changed: they are loaded again before they are next used.
+
+        Raises:
+            OffloadError: something still uses what was loaded of them.
+        """
+        for unit in units:
+            with self._changed:
+                self._changed.wait_for(lambda unit=unit: unit not in self._moving)  # type: ignore[misc]
+                if unit not in self._loaded:
+                    continue
+                self._moving.add(unit)
+            released = False
+            try:
+                released = self.mover.release(unit)
+            finally:
+                self._let_go(unit, released)
+            if not released:
+                raise OffloadError(
+                    f"The weights of '{unit.name}' have changed, but their copy is still in use. "
+                    "Keep no views of weights after the pass that used them."
+                )
+
+    def finish(self) -> None:
+        """Wait until everything is loaded that can be for now.
+
+        Raises:
+            Exception: whatever went wrong with units that were not used since.
+        """
+        if not self.background.ended and not self._is_elsewhere():
+            self.background.wake()
+            self.background.wait_until_idle()
+            with self._changed:
+                for unit in self._failed:
+                    raise self._failed.pop(unit)
+
+    def close(self) -> None:
+        """End the background thread and let go what is loaded; may be called again."""
+        if self.background.ended or self._is_elsewhere():
+            return
+        self.background.end()
+        self.background.join()
+        self.mover.close()
+        self._loaded.clear()
+        self._unused.clear()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the streamed model, by deepcopy or pickle, is not streamed."""
+        if not self._in_place:
+            raise UsageError(
+                "A model whose weights are streamed to a device cannot be copied or pickled. "
+                "Call stop_streaming(model) before, or save its state_dict()."
+            )
+        return type(None), ()
+
+    # -- in the background thread ------------------------------------------------------------------------
+
+    def work(self) -> None:
+        """Load and let go what should be, until there is nothing to do."""
+        while (choice := self._next_choice()) is not None:
+            try:
+                self._carry_out(choice)
+            except BaseException as error:  # raised in the computing thread, where the unit is used
+                with self._changed:
+                    self._failed[choice.load] = error
+                    self._moving.difference_update((choice.load, *choice.evict))
+                    self._changed.notify_all()
+
+    def _next_choice(self) -> Choice[WeightGroup] | None:
+        """What to do next; it is marked as moving."""
+        with self._changed:
+            if self.background.ended:
+                return None
+            choice = self._choose()
+            if choice is not None:
+                self._moving.update((choice.load, *choice.evict))
+            return choice
+
+    def _choose(self) -> Choice[WeightGroup] | None:
+        held = self._busy | self._moving
+        held.update(unit for used in self._in_use.values() for unit in used)
+        for unit in self._wanted:
+            if unit not in self._loaded and unit not in self._moving and unit not in self._failed:
+                choice = choose_urgent(unit, self._sizes, self.budget, self._loaded, held, self._coming())
+                if choice is not None:
+                    self.counters.urgent_loads += 1
+                    return choice
+                self._failed[unit] = self._no_room(unit)
+                self._changed.notify_all()
+        if self._failed:
+            return None
+        if self._current is not None:
+            held.add(self._current)
+        return choose_ahead(
+            self._sizes, self.budget, self._loaded, self._unused, held, self._coming(), self.ahead
+        )
+
+    def _coming(self) -> Iterable[WeightGroup]:
+        return self._successors.coming(self._horizon)
+
+    def _carry_out(self, choice: Choice[WeightGroup]) -> None:
+        room = True
+        for unit in choice.evict:
+            released = room and self.mover.release(unit)
+            self._let_go(unit, released)
+            if not released:
+                room = False
+        if room:
+            if self._ready is not None:
+                self._ready(choice.load)
+            self.mover.load(choice.load)
+        with self._changed:
+            self._moving.discard(choice.load)
+            if room and not self.background.ended:
+                self._count(choice.load)
+            self._changed.notify_all()
+
+    def _let_go(self, unit: WeightGroup, released: bool) -> None:
+        with self._changed:
+            self._moving.discard(unit)
+            if released:
+                self._loaded.discard(unit)
+                self._unused.discard(unit)
+            else:
+                self._busy.add(unit)
+            self._changed.notify_all()
+
+    def _count(self, unit: WeightGroup) -> None:
+        self._loaded.add(unit)
+        self._unused.add(unit)
+        self.counters.loads += 1
+        self.counters.bytes_loaded += self._sizes[unit]
+        loaded = sum(self._sizes[one] for one in self._loaded)
+        self.counters.peak_bytes = max(self.counters.peak_bytes, loaded)
+
+    # -- with the condition held, in the computing thread ------------------------------------------------
+
+    def _wait_for(self, unit: WeightGroup) -> None:
+        started = time.perf_counter()
+        self._wanted.append(unit)
+        self.background.wake()
+        try:
+            self._changed.wait_for(
+                lambda: self._is_there(unit) or unit in self._failed or self.background.ended
+            )
+        finally:
+            self._wanted.remove(unit)
+            self.counters.waited_s += time.perf_counter() - started
+        if unit in self._failed:
+            self.background.wake()  # there may be others to load, and other threads that wait for this one
+            raise self._failed.pop(unit)
+
+    def _is_there(self, unit: WeightGroup) -> bool:
+        return unit in self._loaded and unit not in self._moving
+
+    def _no_room(self, unit: WeightGroup) -> OffloadError:
+        taken = sorted(one.name for one in self._loaded)
+        return OffloadError(
+            f"'{unit.name}' takes {self._sizes[unit]} bytes, for which the budget of {self.budget} bytes has no room "
+            f"while {', '.join(map(repr, taken))} are in use. Raise the budget, or keep no views of weights."
+        )
+
+    def _is_elsewhere(self) -> bool:
+        """Whether this is a fork of the streamer's process, in which no thread loads anything."""
+        if os.getpid() == self._pid:
+            return False
+        if self._in_place:
+            return True  # weights are read where they are
+        raise UsageError(
+            "A model whose weights are streamed to a device is used in a forked process. "
+            "Load it there, or call stop_streaming(model) before the fork."
+        )

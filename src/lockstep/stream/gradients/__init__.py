@@ -1,1 +1,0 @@
-"""Gradients that rest in a file."""

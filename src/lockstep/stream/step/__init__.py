@@ -1,1 +1,0 @@
-"""The step of an optimizer, unit by unit, beside what follows it."""

@@ -1,0 +1,454 @@
+"""A server among good, slow, silent, hostile and dying clients."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lockstep.control import Client, ControlConnection, Secret, Server, new_secret
+from lockstep.control.peer import MAX_QUEUED_BYTES
+from lockstep.errors import ConfigError, LinkError
+from tests.control.oracle import Echo, PlainClient, comes_true, frame, serving
+
+RAW = bytes(range(32))
+SECRET = Secret(RAW)
+
+
+def ask(client: Client, text: str) -> Any:
+    client.send({"kind": "echo.ask", "text": text})
+    return client.receive(5)
+
+
+def test_messages_go_both_ways_with_a_client_that_knows_only_the_description() -> None:
+    echo = Echo()
+    with serving(echo, SECRET) as server:
+        client = PlainClient(server.address).shake_hands(RAW)
+        for number in range(3):
+            client.send({"kind": "echo.ask", "n": number})
+            assert client.receive(number) == {"kind": "echo.ask", "n": number, "answered": number + 1}
+        assert len(echo.lost_peers) == 0
+        client.close()
+        assert comes_true(lambda: len(echo.lost_peers) == 1)
+        assert echo.lost_peers[0].data == {"messages": 3} and echo.lost_peers[0].address[0] == "127.0.0.1"
+
+
+def test_fifty_clients_at_once_are_answered_in_order_and_lost_once_each() -> None:
+    echo = Echo()
+
+    def talk(number: int) -> list[Any]:
+        with Client(server.address, SECRET, 10) as client:
+            for i in range(20):
+                client.send({"kind": "echo.ask", "who": number, "i": i})
+            answers = [client.receive(10) for _ in range(20)]
+            assert client.receive(0) is None
+        return answers
+
+    with serving(echo, SECRET) as server, ThreadPoolExecutor(50) as pool:
+        for number, answers in enumerate(pool.map(talk, range(50))):
+            assert answers == [
+                {"kind": "echo.ask", "who": number, "i": i, "answered": i + 1} for i in range(20)
+            ]
+        assert comes_true(lambda: len(echo.lost_peers) == 50)
+        time.sleep(0.3)
+        assert len({id(peer) for peer in echo.lost_peers}) == len(echo.lost_peers) == 50
+
+
+@pytest.mark.parametrize("secret", [new_secret(), Secret(b"")])
+def test_without_the_secret_nobody_is_heard(secret: Secret) -> None:
+    echo = Echo()
+    with serving(echo, SECRET) as server:
+        with pytest.raises(LinkError, match="another secret"):
+            Client(server.address, secret, 5)
+        # the right form without the right proof, with frames sent ahead, as if it had been accepted
+        client = PlainClient(server.address)
+        client.exactly(48)
+        client.socket.sendall(b"lockstep link 1\n" + bytes(64) + frame(RAW, 0, b'{"kind":"echo.ask"}'))
+        assert client.was_dropped()
+        assert echo.messages == [] and echo.lost_peers == []
+
+
+def test_a_recorded_session_cannot_be_played_again() -> None:
+    echo = Echo()
+    with serving(echo, SECRET) as server:
+        honest = PlainClient(server.address)
+        said: list[bytes] = []
+        send = honest.socket.sendall
+        honest.socket = type("Recorder", (), {"recv": honest.socket.recv, "close": honest.socket.close})()
+        honest.socket.sendall = lambda content: (said.append(content), send(content))  # type: ignore[method-assign]
+        honest.shake_hands(RAW).send({"kind": "echo.ask"})
+        assert honest.receive(0)["answered"] == 1
+        replay = PlainClient(server.address)
+        for content in said:
+            replay.socket.sendall(content)
+        assert replay.was_dropped() and len(echo.messages) == 1
+
+
+@pytest.mark.parametrize("how", ["repeated", "skipped", "tampered", "other direction", "oversize"])
+def test_frames_that_are_not_authentic_end_that_connection_alone(how: str) -> None:
+    echo = Echo()
+    with serving(echo, SECRET) as server, Client(server.address, SECRET, 5) as bystander:
+        client = PlainClient(server.address).shake_hands(RAW)
+        payload = b'{"kind":"echo.ask"}'
+        good = client.next_frame(payload)
+        client.socket.sendall(good)
+        assert client.receive(0)["answered"] == 1
+        bad = {
+            "repeated": good,
+            "skipped": frame(client.to_server, 2, payload),
+            "tampered": frame(client.to_server, 1, payload)[:-1] + b"]",
+            "other direction": frame(client.to_client, 1, payload),
+            "oversize": (2**20 + 1).to_bytes(4, "big"),
+        }[how]
+        client.socket.sendall(bad)
+        assert client.was_dropped() and comes_true(lambda: len(echo.lost_peers) == 1)
+        assert len(echo.messages) == 1 and ask(bystander, "still here")["answered"] == 1
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"[]", b"1", b"nonsense", b"\xff\xfe", b"{}", b'{"kind":1}', b'{"kind":"echo"}', b'{"kind":"echo."}',
+     b'{"kind":"other.ask"}', b'{"kind":".ask"}', b'{"kind":null}', b"[" * 100_000, b""],
+)  # fmt: skip
+def test_an_authentic_frame_that_is_no_message_for_a_handler_ends_the_connection(payload: bytes) -> None:
+    echo = Echo()
+    with serving(echo, SECRET) as server:
+        client = PlainClient(server.address).shake_hands(RAW)
+        client.socket.sendall(client.next_frame(payload))
+        assert client.was_dropped() and echo.messages == []
+
+
+@pytest.fixture(scope="module")
+def busy_server() -> Any:
+    echo = Echo()
+    with serving(echo, SECRET) as server, Client(server.address, SECRET, 5) as bystander:
+        yield server, bystander, echo
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=st.binary(max_size=400), after_handshake=st.booleans())
+def test_garbage_disturbs_nobody(busy_server: Any, content: bytes, after_handshake: bool) -> None:
+    server, bystander, echo = busy_server
+    before = len(echo.messages)
+    client = PlainClient(server.address)
+    if after_handshake:
+        client.shake_hands(RAW)
+    client.socket.sendall(content)
+    client.close()
+    assert ask(bystander, "undisturbed")["text"] == "undisturbed"
+    assert len(echo.messages) == before + 1
+
+
+def test_silent_connections_are_dropped_after_five_seconds_and_meanwhile_block_nobody() -> None:
+    echo = Echo()
+    with serving(echo, SECRET) as server:
+        began = time.monotonic()
+        silent = [PlainClient(server.address) for _ in range(120)]
+        half = PlainClient(server.address)
+        half.exactly(48)
+        half.socket.sendall(b"lockstep link 1\n" + bytes(20))
+        cut = PlainClient(server.address).shake_hands(RAW)
+        cut.socket.sendall(
+            cut.next_frame(b'{"kind":"echo.ask"}')[:-5]
+        )  # then killed in the middle of a frame
+        with Client(server.address, SECRET, 5) as client:
+            assert ask(client, "first")["answered"] == 1
+            assert time.monotonic() - began < 4.5  # before their time is over
+        cut.socket.setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0"
+        )  # reset, as a killed one does
+        cut.close()
+        for one in [*silent, half]:
+            assert one.was_dropped(15)
+        assert 4.5 < time.monotonic() - began < 20
+        assert len(echo.messages) == 1 and len(echo.lost_peers) == 1  # the others were never anybody
+
+
+def test_a_flood_of_strangers_keeps_out_neither_clients_nor_takes_every_descriptor() -> None:
+    with serving(Echo(), SECRET) as server:
+        strangers = []
+        for _ in range(300):
+            strangers.append(PlainClient(server.address))
+        assert strangers[0].was_dropped(2)  # the oldest ones made room
+        with Client(server.address, SECRET, 5) as client:
+            assert ask(client, "served")["text"] == "served"
+        for one in strangers:
+            one.close()
+
+
+def test_without_descriptors_the_server_waits_and_goes_on() -> None:
+    with serving(Echo(), SECRET) as server, Client(server.address, SECRET, 5) as client:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        late = socket.socket()
+        highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+        fillers = []
+        try:
+            while True:
+                fillers.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            pass
+        try:
+            late.settimeout(5)
+            late.connect(server.address)  # in the backlog: no descriptor for the server's end
+            used = time.thread_time(), time.process_time()
+            time.sleep(0.5)
+            assert time.process_time() - used[1] < 0.25  # it does not spin
+            assert ask(client, "served")["text"] == "served"
+        finally:
+            for descriptor in fillers:
+                os.close(descriptor)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert late.recv(16) == b"lockstep link 1\n"
+        late.close()
+
+
+class Flooding(Echo):
+    """Sends a peer who asks for it more than any queue holds."""
+
+    def received(self, peer: ControlConnection, message: Mapping[str, Any]) -> None:
+        if message["kind"] != "echo.flood":
+            super().received(peer, message)
+            return
+        for _ in range(1000):
+            peer.send({"filler": "x" * 64_000})
+            self.most_queued = max(getattr(self, "most_queued", 0), len(peer._connection._outgoing))
+
+
+def test_a_reader_too_slow_is_dropped_at_a_bounded_queue_and_blocks_nobody() -> None:
+    handler = Flooding()
+    with serving(handler, SECRET) as server, Client(server.address, SECRET, 5) as bystander:
+        slow = PlainClient(server.address).shake_hands(RAW)
+        slow.send({"kind": "echo.flood"})
+        began = time.monotonic()
+        assert comes_true(lambda: len(handler.lost_peers) == 1)
+        assert 0 < handler.most_queued <= MAX_QUEUED_BYTES
+        assert ask(bystander, "served")["answered"] == 1 and time.monotonic() - began < 10
+        assert slow.was_dropped()
+
+
+def test_a_reader_that_keeps_up_gets_what_does_not_fit_into_the_kernel_at_once() -> None:
+    class Sending(Echo):
+        def received(self, peer: ControlConnection, message: Mapping[str, Any]) -> None:
+            for i in range(30):
+                peer.send({"i": i, "filler": "x" * 120_000})
+
+    with serving(Sending(), SECRET) as server, Client(server.address, SECRET, 5) as client:
+        client.send({"kind": "echo.go"})
+        time.sleep(0.2)
+        got = [client.receive(5) for _ in range(30)]
+        assert [message["i"] for message in got if message] == list(range(30))
+
+
+class Faulty(Echo):
+    def received(self, peer: ControlConnection, message: Mapping[str, Any]) -> None:
+        if message["kind"] == "echo.fail":
+            raise KeyError(message["text"])
+        super().received(peer, message)
+
+    def tick(self, now: float) -> None:
+        super().tick(now)
+        raise ZeroDivisionError
+
+
+def test_an_exception_in_a_handler_is_logged_without_the_message_and_ends_its_sender_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    handler = Faulty()
+    with serving(handler, SECRET) as server, Client(server.address, SECRET, 5) as bystander:
+        with Client(server.address, SECRET, 5) as client:
+            client.send({"kind": "echo.fail", "text": "confidential"})
+            with pytest.raises(LinkError, match="the other end closed it"):
+                client.receive(5)
+        assert ask(bystander, "served")["answered"] == 1
+        assert comes_true(lambda: len(handler.ticks) > 2 and len(handler.lost_peers) == 1)
+    assert "KeyError at test_server.py:" in caplog.text and "ZeroDivisionError" in caplog.text
+    assert "confidential" not in caplog.text
+
+
+def test_all_handlers_are_called_in_one_thread_which_also_ticks_and_runs_calls() -> None:
+    seen: set[int] = set()
+
+    class Watching(Echo):
+        def received(self, peer: ControlConnection, message: Mapping[str, Any]) -> None:
+            seen.add(threading.get_ident())
+            peer.close()
+
+        def lost(self, peer: ControlConnection) -> None:
+            super().lost(peer)
+            seen.add(threading.get_ident())
+
+        def tick(self, now: float) -> None:
+            super().tick(now)
+            seen.add(threading.get_ident())
+
+    one, other = Watching(), Watching()
+    server = Server(SECRET, "127.0.0.1", handlers={"one": one, "other": other})
+    with pytest.raises(LinkError, match="not started"):
+        server.call(lambda: 1)
+    with server:
+        for kind in ("one.x", "other.x"):
+            client = Client(server.address, SECRET, 5)
+            client.send({"kind": kind})
+            with pytest.raises(LinkError):
+                client.receive(5)
+        assert server.call(threading.get_ident) not in {threading.get_ident()}
+        seen.add(server.call(threading.get_ident))
+        assert server.call(lambda: server.call(lambda: 41) + 1) == 42
+        with pytest.raises(ZeroDivisionError):
+            server.call(lambda: 1 // 0)
+        assert comes_true(lambda: len(one.ticks) >= 6)
+    assert len(seen) == 1 and len(one.lost_peers) == len(other.lost_peers) == 1
+    steps = [b - a for a, b in zip(one.ticks, one.ticks[1:], strict=False)]
+    assert 0.15 < sorted(steps)[len(steps) // 2] < 1
+    assert abs(one.ticks[0] - time.monotonic()) < 60
+    with pytest.raises(LinkError, match="closed"):
+        server.call(lambda: 1)
+    server.close()
+
+
+def test_what_was_sent_before_the_server_closed_still_arrives_and_no_loss_is_told() -> None:
+    echo = Echo()
+    with serving(echo, SECRET) as server:
+        client = Client(server.address, SECRET, 5)
+        ask(client, "hello")
+        peer = server.call(lambda: next(iter(server._connections.values())))
+        peer.send({"last": "words " + "x" * 900_000})  # from another thread
+        server.close()
+        message = client.receive(5)
+        assert message is not None and message["last"].startswith("words")
+        with pytest.raises(LinkError):
+            client.receive(5)
+        assert echo.lost_peers == []
+        peer.send({"to": "nobody"})
+
+
+# -- addresses ---------------------------------------------------------------------------------------
+
+
+def listening(port: int) -> set[str]:
+    """The local addresses on which this port listens, from the kernel's tables."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            local, state = line.split()[1], line.split()[3]
+            if state == "0A" and int(local.split(":")[1], 16) == port:
+                found.add(local.split(":")[0])
+    return found
+
+
+def test_the_server_listens_on_the_named_address_alone() -> None:
+    with serving(Echo(), SECRET, "127.0.0.2") as server:
+        assert server.address[0] == "127.0.0.2" and listening(server.address[1]) == {"0200007F"}
+        with pytest.raises(LinkError, match="refused"):
+            Client(("127.0.0.1", server.address[1]), SECRET, 2)
+        Client(server.address, SECRET, 2).close()
+    assert listening(server.address[1]) == set()
+
+
+def test_a_taken_port_an_address_of_elsewhere_and_no_address_are_refused() -> None:
+    with serving(Echo(), SECRET) as server:
+        with pytest.raises(ConfigError, match=rf"Port {server.address[1]} of 127.0.0.1 is taken"):
+            Server(SECRET, *server.address)
+    Server(SECRET, *server.address).close()  # free again at once
+    for host, port in (
+        ("192.0.2.1", 0),
+        ("", 0),
+        ("no such host", 0),
+        ("127.0.0.1", 70_000),
+        ("a\0b", 0),
+        ("a" * 99, 0),
+    ):
+        with pytest.raises(ConfigError):
+            Server(SECRET, host, port)
+
+
+# -- processes ---------------------------------------------------------------------------------------
+
+FORKING = """
+import os, sys, time
+from lockstep.control import Client, Secret, Server
+from lockstep.errors import LinkError
+from tests.control.oracle import Echo
+
+secret = Secret(bytes(range(32)))
+server = Server(secret, "127.0.0.1", handlers={"echo": Echo()})
+server.start()
+other = Client((sys.argv[1], int(sys.argv[2])), secret, 5)
+other.send({"kind": "echo.ask"})
+other.receive(5)
+inside = Client(server.address, secret, 5)
+ready, told = os.pipe()
+child = os.fork()
+if child == 0:
+    inherited = [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3, 64) if os.path.exists(f"/proc/self/fd/{fd}")]
+    sockets = sum(name.startswith("socket") or "eventpoll" in name for name in inherited)
+    for attempt in (lambda: server.call(int), lambda: other.send({"kind": "echo.ask"}), lambda: inside.receive(1)):
+        try:
+            attempt()
+            sockets += 100
+        except LinkError:
+            pass
+    os.write(told, b"%d\\n" % sockets)
+    time.sleep(60)
+    os._exit(0)
+print(server.address[1], child, os.read(ready, 100).decode().strip(), flush=True)
+inside.send({"kind": "echo.ask"})
+assert inside.receive(5)["answered"] == 1  # the child closed its copies, not the connections
+other.send({"kind": "echo.ask"})
+assert other.receive(5)["answered"] == 2
+print("works", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_forked_child_neither_answers_nor_keeps_the_connections_of_a_dead_parent() -> None:
+    echo = Echo()
+    with serving(echo, SECRET) as server:
+        process = subprocess.Popen(
+            [sys.executable, "-c", FORKING, server.address[0], str(server.address[1])],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        assert process.stdout is not None
+        child = 0
+        try:
+            port, child, inherited = map(int, process.stdout.readline().split())
+            assert inherited == 0
+            assert process.stdout.readline() == "works\n"
+            client = Client(("127.0.0.1", port), SECRET, 5)
+            process.kill()
+            assert comes_true(lambda: len(echo.lost_peers) == 1, 10)
+            with pytest.raises(LinkError):
+                client.receive(10)
+            assert listening(port) == set()
+            os.kill(child, 0)  # the child lives on
+        finally:
+            process.kill()
+            process.wait()
+            if child:
+                os.kill(child, signal.SIGKILL)
+
+
+def test_sources_use_no_pickle() -> None:
+    import lockstep.control
+
+    for file in Path(lockstep.control.__file__).parent.glob("*.py"):
+        assert not re.search(
+            r"^\s*(import|from)\s+(pickle|marshal|shelve|multiprocessing)", file.read_text(), re.M
+        )

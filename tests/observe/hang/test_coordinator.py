@@ -1,0 +1,435 @@
+"""The coordinator alone: messages and times are invented, nothing sleeps."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from lockstep.observe.hang.coordinator import Coordinator, WatchSettings
+from lockstep.observe.hang.records import Evidence, PendingCollective, SourceLine
+
+
+@dataclass
+class FakePeer:
+    data: dict[str, Any] = field(default_factory=dict)
+    sent: list[dict[str, Any]] = field(default_factory=list)
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.sent.append(dict(message))
+
+    def verbs(self) -> list[str]:
+        return [message["kind"].split(".")[1] for message in self.sent]
+
+
+class Run:
+    """Ranks that tell a coordinator what a test says, and a clock that a test moves."""
+
+    def __init__(self, world_size: int = 3, **settings: float) -> None:
+        self.said: list[str] = []
+        self.coordinator = Coordinator(WatchSettings(**settings), self.said.append)
+        self.coordinator.start_round(world_size)
+        self.now = 100.0
+        self.coordinator.tick(self.now)
+        self.peers = [FakePeer() for _ in range(world_size)]
+        for rank, peer in enumerate(self.peers):
+            self.tell(peer, "hello", rank=rank, world_size=world_size, host=platform.node(), pid=os.getpid())
+
+    def tell(self, peer: FakePeer, verb: str, **values: Any) -> None:
+        self.coordinator.received(peer, {"kind": f"watch.{verb}", **values})
+
+    def beats(
+        self, ticks: int, boundaries: int = 1, slowest_s: float = 0.1, but: tuple[int, ...] = ()
+    ) -> None:
+        for rank, peer in enumerate(self.peers):
+            if rank not in but:
+                self.tell(peer, "beat", ticks=ticks, boundaries=boundaries, slowest_s=slowest_s)
+
+    def wait(self, seconds: float, ticks: int = 1, but: tuple[int, ...] = (), **beat: Any) -> None:
+        """Time passes in ticks of 0.2 s, with beats that tell of no progress; questions are answered by ``answer``."""
+        for _ in range(round(seconds / 0.2)):
+            self.now += 0.2
+            self.beats(ticks, but=but, **beat)
+            self.coordinator.tick(self.now)
+            for rank, peer in enumerate(self.peers):
+                for message in peer.sent:
+                    if message["kind"] == "watch.explain" and not message.get("answered") and rank not in but:
+                        message["answered"] = True
+                        self.tell(peer, "evidence", question=message["question"], evidence=self.answer(rank))
+
+    def answer(self, rank: int) -> dict[str, Any]:
+        here = SourceLine("train.py", 57, "main") if rank != 1 else SourceLine("data.py", 88, "slow_fetch")
+        pending = (
+            (PendingCollective("all_reduce", 412, "default", "[4]", "float32", here),) if rank != 1 else ()
+        )
+        return Evidence(
+            rank, platform.node(), os.getpid(), 3, 5.0, here, pending, {"default": 411}, ""
+        ).to_message()
+
+
+def test_a_hang_is_named_once_and_in_time() -> None:
+    run = Run()
+    run.wait(4.8)
+    assert len(run.said) == 1
+    assert "rank 1" in run.said[0].lower()
+    assert "all_reduce #412" in run.said[0]
+    assert "train.py:57" in run.said[0]
+    assert "data.py:88" in run.said[0]
+    assert "slow_fetch" in run.said[0]
+    run.wait(60)
+    assert len(run.said) == 1
+    assert run.coordinator.verdict is None
+
+
+def test_slow_steps_are_usual_where_they_are_slow() -> None:
+    run = Run()
+    run.wait(9.0, slowest_s=3.0)  # five of them are 15 s
+    assert run.said == []
+    run.wait(5.9, slowest_s=3.0)
+    assert len(run.said) == 1
+
+
+def test_progress_of_any_rank_is_progress() -> None:
+    run = Run()
+    for ticks in range(1, 40):
+        run.tell(run.peers[ticks % 3], "beat", ticks=ticks, boundaries=1)
+        run.wait(1.0, ticks=ticks, but=(0, 1, 2))
+    assert run.said == []
+
+
+def test_after_a_hang_the_ranks_may_go_on() -> None:
+    run = Run(hang_timeout_s=20.0)
+    run.wait(10.0)
+    run.wait(2.0, ticks=2)
+    assert "went on after 10 s" in run.said[-1]
+    for ticks in range(3, 30):
+        run.wait(1.0, ticks=ticks)
+    assert run.coordinator.verdict is None
+    run.wait(6.0, ticks=30)
+    assert len(run.said) == 3  # a second hang is named again
+
+
+def test_a_hang_that_lasts_too_long_gets_a_verdict() -> None:
+    run = Run(hang_timeout_s=20.0)
+    run.wait(19.0)
+    assert run.coordinator.verdict is None
+    run.wait(1.6)
+    verdict = run.coordinator.verdict
+    assert verdict is not None
+    assert verdict.ranks == (1,)
+    run.coordinator.start_round(3)
+    assert run.coordinator.verdict is None
+
+
+def test_a_rank_that_does_not_answer_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.observe.hang.coordinator.state_of", lambda pid: "stopped")
+    run = Run()
+    run.answer = lambda rank: Evidence(  # type: ignore[method-assign]
+        rank,
+        platform.node(),
+        1,
+        3,
+        5.0,
+        None,
+        (PendingCollective("all_reduce", 4, "default", "[4]", "float32", None),),
+        {},
+        "",
+    ).to_message()
+    run.wait(4.8, but=(1,))
+    assert len(run.said) == 1
+    assert "rank 1" in run.said[0].lower()
+    assert "stopped" in run.said[0].lower()
+
+
+def test_when_nobody_waits_for_another_nothing_is_said_for_long() -> None:
+    """All ranks compute: mostly an evaluation without prepared loaders, or a long save."""
+    run = Run()
+    run.answer = lambda rank: Evidence(  # type: ignore[method-assign]
+        rank, platform.node(), 1, 3, 5.0, SourceLine("train.py", 90, "evaluate"), (), {}, ""
+    ).to_message()
+    run.wait(55)
+    assert run.said == []
+    run.wait(15)
+    assert len(run.said) == 1
+
+
+def test_the_target_of_a_stop_is_the_first_boundary_that_no_rank_passed() -> None:
+    run = Run()
+    run.beats(5, boundaries=7)
+    run.coordinator.request_stop("SIGTERM")
+    for peer in run.peers:
+        assert peer.sent[-1] == {"kind": "watch.stop", "cause": "SIGTERM"}
+    run.tell(run.peers[0], "passed", boundary=7)
+    run.tell(run.peers[2], "passed", boundary=8)
+    assert "target" not in run.peers[0].verbs()
+    run.tell(run.peers[1], "passed", boundary=7)
+    for peer in run.peers:
+        assert peer.sent[-1] == {"kind": "watch.target", "boundary": 9}
+
+
+def test_any_rank_may_want_the_stop_and_twice_is_once() -> None:
+    run = Run()
+    run.beats(5, boundaries=7)
+    run.tell(run.peers[1], "stop_wanted", cause="SIGUSR1", boundaries=7)
+    run.tell(run.peers[2], "stop_wanted", cause="SIGUSR2", boundaries=7)
+    run.coordinator.request_stop("SIGTERM")
+    assert [peer.verbs().count("stop") for peer in run.peers] == [1, 1, 1]
+    assert run.peers[0].sent[-1]["cause"] == "SIGUSR1"
+
+
+@pytest.mark.parametrize("leave", ["bye", "lost"])
+def test_ranks_that_leave_are_not_waited_for(leave: str) -> None:
+    run = Run()
+    run.beats(5, boundaries=7)
+    run.coordinator.request_stop("SIGTERM")
+    run.tell(run.peers[0], "passed", boundary=7)
+    run.tell(run.peers[1], "passed", boundary=7)
+    run.coordinator.lost(run.peers[2]) if leave == "lost" else run.tell(run.peers[2], "bye")
+    assert run.peers[0].sent[-1] == {"kind": "watch.target", "boundary": 8}
+
+
+@pytest.mark.parametrize("asked_by", ["launcher", "rank"])
+def test_before_anything_has_begun_all_end_at_once_with_nothing_to_save(asked_by: str) -> None:
+    run = Run()
+    run.beats(0, boundaries=0)
+    if asked_by == "launcher":
+        run.coordinator.request_stop("SIGTERM")
+    else:
+        run.tell(run.peers[1], "stop_wanted", cause="SIGUSR1", boundaries=0, steps=0)
+    for peer in run.peers:
+        assert not run.coordinator.nothing_begun
+        run.tell(peer, "passed", boundary=0, steps=0)
+    assert run.coordinator.nothing_begun
+    assert [peer.verbs() for peer in run.peers] == [["stop", "stop_now"]] * 3
+
+
+def test_a_stop_within_the_first_step_is_made_at_its_end() -> None:
+    """The heartbeat that told of no progress is older than the answer."""
+    run = Run()
+    run.beats(0, boundaries=0)
+    run.coordinator.request_stop("SIGTERM")
+    for rank, peer in enumerate(run.peers):
+        run.tell(peer, "passed", boundary=0, steps=1 if rank == 2 else 0)
+    assert not run.coordinator.nothing_begun
+    assert run.peers[0].sent[-1] == {"kind": "watch.target", "boundary": 1}
+
+
+def test_a_stop_before_any_rank_is_there_has_nothing_to_save_either() -> None:
+    coordinator = Coordinator(WatchSettings(), lambda sentence: None)
+    coordinator.start_round(2)
+    coordinator.request_stop("SIGTERM")
+    assert coordinator.nothing_begun
+
+
+def collective_of(rank: int, done: int = 411, waits: bool = True, **more: Any) -> Evidence:
+    """A rank in all_reduce #412, or, if it does not wait, in its own work."""
+    here = SourceLine("train.py", 57, "main")
+    pending = (PendingCollective("all_reduce", 412, "default", "[4]", "float32", here),) if waits else ()
+    return Evidence(
+        rank, platform.node(), 1, 3, 5.0, here, pending, {"default": done}, "", waits=waits, **more
+    )
+
+
+def answers_with(run: Run, answer: Any) -> None:
+    run.answer = lambda rank: answer(rank).to_message()  # type: ignore[method-assign]
+
+
+# What rank 1, and then rank 0, tell the coordinator after training, before rank 0 exports alone for an hour.
+ENDINGS = {
+    "end_training, rank 1 exits": [
+        (1, "ending"),
+        (0, "ending"),
+        (1, "done"),
+        (0, "done"),
+        (1, "bye"),
+        (1, "lost"),
+    ],
+    "end_training, rank 1 lives on": [(1, "ending"), (0, "ending"), (0, "done"), (1, "done")],
+    "rank 1 waits in end_training": [(1, "ending")],
+    "no end_training, rank 1 exits": [(1, "bye"), (1, "lost")],
+    "rank 1 exits without a word": [(1, "lost")],
+    "rank 1 exits without a word, seen by its launcher": [(1, "lost"), (1, "left")],
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_rank_that_works_alone_after_training_is_left_alone(ending: str, is_silent: bool) -> None:
+    run = Run(2, hang_timeout_s=20.0)
+    run.wait(1.0)
+    for rank, verb in ENDINGS[ending]:
+        if verb == "lost":
+            run.coordinator.lost(run.peers[rank])
+        elif verb == "left":
+            run.coordinator.left(rank)
+        else:
+            run.tell(run.peers[rank], verb, ticks=1, evidence=collective_of(rank, waits=False).to_message())
+    # rank 1, where it is still there, waits in the barrier of end_training
+    answers_with(run, lambda rank: collective_of(rank, waits=rank == 1, call="Accelerator.end_training"))
+    out = {rank for rank, verb in ENDINGS[ending] if verb == "lost"}
+    run.wait(600.0, but=tuple({0} if is_silent else set()) + tuple(out))
+    assert run.said == []
+    assert run.coordinator.verdict is None
+
+
+def test_a_rank_that_hangs_at_its_exit_does_not_lead_to_blame_of_those_that_have_ended() -> None:
+    run = Run(2, hang_timeout_s=20.0)
+    run.wait(1.0)
+    run.tell(run.peers[0], "bye", evidence=collective_of(0, waits=False).to_message())
+    run.coordinator.lost(run.peers[0])
+    answers_with(run, lambda rank: collective_of(rank, waits=False))
+    run.wait(600.0, but=(0,))
+    assert run.said == []
+    assert run.coordinator.verdict is None
+
+
+@pytest.mark.parametrize("how", ["bye", "left", "done"])
+def test_a_rank_that_ended_while_others_wait_is_named_with_what_they_wait_for(how: str) -> None:
+    run = Run(2, hang_timeout_s=20.0)
+    run.wait(1.0)
+    if how == "left":
+        run.coordinator.lost(run.peers[1])
+        run.coordinator.left(1)
+    else:
+        run.tell(run.peers[1], how, ticks=1, evidence=collective_of(1, waits=False).to_message())
+    answers_with(
+        run,
+        lambda rank: collective_of(rank, waits=rank == 0, call="Accelerator.save_state" if rank == 0 else ""),
+    )
+    run.wait(5.0, but=() if how == "done" else (1,))
+    words = {"bye": "has ended", "left": "has ended with exit code 0", "done": "has called end_training"}[how]
+    assert run.said[0].startswith(
+        f"rank 1 {words}, and rank 0 waits for it in all_reduce #412 (Accelerator.save_state) at train.py:57. "
+        "Call Accelerator.save_state on every rank, before any of them ends. "
+    )
+    run.wait(20.0, but=() if how == "done" else (1,))
+    assert run.coordinator.verdict is not None
+    assert run.coordinator.verdict.cause == "ended"
+
+
+def test_a_rank_that_entered_a_collective_before_it_ended_is_not_waited_for() -> None:
+    run = Run(2)
+    run.wait(1.0)
+    run.tell(run.peers[1], "bye", evidence=collective_of(1, done=412, waits=False).to_message())
+    answers_with(run, lambda rank: collective_of(rank))
+    run.wait(30.0, but=(1,))
+    assert run.said == []
+
+
+def test_a_rank_that_trains_on_after_end_training_is_watched_again() -> None:
+    run = Run(2)
+    run.wait(1.0)
+    for peer in run.peers:
+        run.tell(peer, "done", ticks=1)
+    run.wait(30.0)
+    assert run.said == []
+    run.wait(5.0, ticks=2)
+    assert len(run.said) == 1
+
+
+def test_ranks_that_all_wait_for_data_are_named_but_never_ended() -> None:
+    run = Run(2, hang_timeout_s=20.0)
+    place = SourceLine("train.py", 50, "main", "waiting for its data-loader workers (pid 13)")
+    answers_with(run, lambda rank: Evidence(rank, platform.node(), 1, 3, 5.0, place, (), {}, ""))
+    run.wait(300.0)
+    assert len(run.said) == 1
+    assert run.coordinator.verdict is None
+
+
+def test_a_rank_that_starts_slowly_is_not_named_before_the_limit_of_a_start() -> None:
+    run = Run()
+    run.wait(59.0, ticks=1, boundaries=0)
+    assert run.said == []
+    run.wait(3.0, ticks=1, boundaries=0)
+    assert len(run.said) == 1
+    assert "Nothing has got done for 6" in run.said[0]
+
+
+def test_a_rank_that_comes_while_the_others_are_asked_is_progress() -> None:
+    run = Run(2)
+    for _ in range(100):  # whenever it comes
+        coordinator = Coordinator(WatchSettings(startup_s=0.0), run.said.append)
+        coordinator.start_round(2)
+        first, second = FakePeer(), FakePeer()
+        now = 100.0
+        coordinator.tick(now)
+        hello = {"kind": "watch.hello", "world_size": 2, "host": platform.node(), "pid": os.getpid()}
+        coordinator.received(first, {**hello, "rank": 0})
+        while "explain" not in first.verbs():
+            now += 0.2
+            coordinator.tick(now)
+        coordinator.received(second, {**hello, "rank": 1})
+        number = first.sent[-1]["question"]
+        for peer, rank in ((first, 0), (second, 1)):
+            evidence = collective_of(rank, waits=rank == 0).to_message()
+            coordinator.received(peer, {"kind": "watch.evidence", "question": number, "evidence": evidence})
+        coordinator.tick(now + 0.2)
+    assert run.said == []
+
+
+def test_ranks_that_never_come_together_are_named_before_the_first_step() -> None:
+    """They do not start slowly: they are in collectives of which neither can end."""
+    run = Run(2)
+    here = [SourceLine("train.py", 20, "main"), SourceLine("train.py", 30, "main")]
+    pending = [
+        PendingCollective("all_reduce", 4, "0", "[4]", "float32", here[0]),
+        PendingCollective("broadcast", 4, "0", "[4]", "float32", here[1]),
+    ]
+    answers_with(run, lambda rank: Evidence(rank, "n", 1, 0, 5.0, here[rank], (pending[rank],), {"0": 3}, ""))
+    run.wait(5.0, ticks=1, boundaries=0)
+    assert len(run.said) == 1
+    assert "do not belong together" in run.said[0]
+
+
+def test_commits_are_counted_over_all_rounds_and_old_workers_are_not_heard() -> None:
+    run = Run()
+    run.tell(run.peers[0], "committed", path="a")
+    run.coordinator.start_round(3)
+    run.tell(run.peers[0], "committed", path="b")  # of the round before
+    assert run.coordinator.commits == 1
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {"kind": 3},
+        {"kind": "watch.beat", "ticks": "many", "slowest_s": -1, "boundaries": True, "local_s": float("nan")},
+        {"kind": "watch.evidence", "question": [1], "evidence": 4},
+        {"kind": "watch.passed", "boundary": {}},
+        {"kind": "watch.hello", "rank": "0"},
+        {"kind": "watch.unknown"},
+    ],
+)
+def test_messages_that_make_no_sense_do_no_harm(message: dict[str, Any]) -> None:
+    run = Run()
+    run.coordinator.received(run.peers[1], message)
+    run.coordinator.received(FakePeer(), message)
+    run.wait(1.0)
+
+
+def test_a_straggler_is_named_once() -> None:
+    run = Run()
+    for turn in range(60):
+        for rank, peer in enumerate(run.peers):
+            local = 0.4 if rank == 2 else 0.1
+            run.tell(peer, "beat", ticks=turn, boundaries=turn, slowest_s=0.6, step_s=0.6, local_s=local)
+        run.now += 0.5
+        run.coordinator.tick(run.now)
+    assert len(run.said) == 1
+    assert "Rank 2" in run.said[0]
+    assert "4.0 times" in run.said[0]
+
+
+def test_a_rank_that_has_failed_is_left_time_to_end_before_others_are_said_to_hang() -> None:
+    run = Run(hang_timeout_s=2)
+    run.wait(2)
+    run.tell(run.peers[1], "bye", failed=True, evidence=run.answer(1))
+    run.wait(14, but=(1,))
+    assert run.said == [] and run.coordinator.verdict is None
+    run.wait(10, but=(1,))  # its process does not end
+    assert "rank 1 has failed" in run.said[0]
+    assert run.coordinator.verdict is not None

@@ -1,0 +1,261 @@
+"""Which trackers a run has, and on which ranks they run."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config.enums import LoggerType
+from lockstep.errors import ConfigError, MissingExtraError, UsageError
+from lockstep.observe.trackers import (
+    GeneralTracker,
+    JSONLinesTracker,
+    TensorBoardTracker,
+    TrackerSet,
+    WandBTracker,
+    available_trackers,
+    on_main_process,
+    register_tracker_class,
+    resolve_trackers,
+)
+
+
+class ListTracker(GeneralTracker):
+    """A user's tracker, as small as one can be."""
+
+    name = "list"
+    requires_logging_directory = False
+
+    def __init__(self, project: str = "", **options: Any) -> None:
+        super().__init__()
+        self.project, self.options = project, options
+        self.records: list[Any] = []
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.records
+
+    def start(self) -> None:
+        self.records.append("start")
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.records.append(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.records.append((values, step, kwargs))
+
+    def finish(self) -> None:
+        self.records.append("finish")
+
+
+class EveryRankTracker(ListTracker):
+    name = "every_rank"
+    main_process_only = False
+
+
+@pytest.mark.parametrize("missing", ["name", "requires_logging_directory", "tracker"])
+def test_a_custom_class_that_lacks_an_attribute_is_refused_by_its_name(missing: str) -> None:
+    members = {"name": "x", "requires_logging_directory": False, "tracker": property(lambda self: None)}
+    del members[missing]
+    incomplete = type("Incomplete", (GeneralTracker,), members)
+    with pytest.raises(UsageError, match=f"Incomplete is missing the required attributes: {missing}"):
+        incomplete()
+
+
+def test_an_incomplete_class_is_refused_before_it_is_constructed() -> None:
+    incomplete = type("Incomplete", (GeneralTracker,), {"name": "incomplete"})
+    for log_with in (incomplete, "incomplete"):
+        with pytest.raises(UsageError, match="requires_logging_directory, tracker"):
+            resolve_trackers(log_with)
+
+
+def test_a_tracker_that_could_not_open_is_not_closed() -> None:
+    class Shut(ListTracker):
+        name = "shut"
+
+        def start(self) -> None:
+            raise OSError("no connection")
+
+    first, shut = ListTracker(), Shut()
+    trackers = TrackerSet([first, shut])
+    with pytest.raises(OSError, match="no connection"):
+        trackers.start("project")
+    trackers.finish()
+    assert first.records[-1] == "finish"
+    assert shut.records == []
+
+
+def test_an_incomplete_class_that_skips_the_base_constructor_is_refused_too() -> None:
+    incomplete = type("Incomplete", (GeneralTracker,), {"name": "x", "__init__": lambda self: None})
+    with pytest.raises(UsageError, match="requires_logging_directory, tracker"):
+        resolve_trackers(incomplete())
+
+
+def test_a_custom_tracker_sees_the_whole_run() -> None:
+    tracker = ListTracker()
+    trackers = TrackerSet([tracker])
+    trackers.start("project", config={"lr": 1})
+    trackers.log({"loss": 2}, step=3, log_kwargs={"list": {"extra": 4}, "other": {}})
+    trackers.finish()
+    assert tracker.records == ["start", {"lr": 1}, ({"loss": 2}, 3, {"extra": 4}), "finish"]
+
+
+def test_a_class_is_constructed_with_the_project_and_its_arguments() -> None:
+    trackers = TrackerSet(ListTracker)
+    trackers.start("project", init_kwargs={"list": {"tags": ["a"]}})
+    tracker = trackers.get("list")
+    assert (tracker.project, tracker.options) == ("project", {"tags": ["a"]})
+
+
+def test_a_users_class_can_be_named() -> None:
+    register_tracker_class(ListTracker)
+    assert resolve_trackers("list") == [ListTracker]
+
+
+def test_a_users_class_cannot_take_the_name_of_a_built_in_tracker() -> None:
+    mine = type("Mine", (ListTracker,), {"name": "wandb"})
+    with pytest.raises(ConfigError, match="'wandb', as is a built-in"):
+        register_tracker_class(mine)
+
+
+@pytest.mark.parametrize("log_with", ["tensorboard", LoggerType.TENSORBOARD, ["tensorboard", "tensorboard"]])
+def test_words_enums_and_repeats_mean_one_tracker(log_with: Any, tmp_path: Path) -> None:
+    assert resolve_trackers(log_with, tmp_path) == [TensorBoardTracker]
+
+
+def test_no_log_with_means_no_trackers() -> None:
+    assert resolve_trackers(None) == []
+
+
+def test_all_means_every_tracker_that_can_run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    names = [choice.name for choice in resolve_trackers("all", tmp_path)]
+    assert names[:2] == ["tensorboard", "jsonl"]
+    assert names == available_trackers()
+    assert "wandb" not in names
+    monkeypatch.setitem(sys.modules, "wandb", type(sys)("wandb"))
+    assert WandBTracker in resolve_trackers(["all"], tmp_path)
+
+
+def test_all_without_a_directory_leaves_out_those_that_write_files() -> None:
+    assert not any(choice.requires_logging_directory for choice in resolve_trackers("all"))
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_valid_one() -> None:
+    with pytest.raises(ConfigError, match=r"'tensorbord'.*Did you mean 'tensorboard'"):
+        resolve_trackers("tensorbord")
+
+
+def test_a_tracker_that_writes_files_asks_for_project_dir() -> None:
+    with pytest.raises(ConfigError, match=r"'jsonl' writes files.*project_dir"):
+        resolve_trackers("jsonl")
+
+
+def test_a_missing_package_is_answered_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "comet_ml", None)
+    with pytest.raises(MissingExtraError, match=r"'comet_ml'.*lockstep-torch\[comet\]"):
+        resolve_trackers("comet_ml")
+
+
+def test_get_gives_the_tracker_or_what_is_underneath(tmp_path: Path) -> None:
+    trackers = TrackerSet(["jsonl", ListTracker()], tmp_path)
+    trackers.start("run")
+    assert isinstance(trackers.get("jsonl"), JSONLinesTracker)
+    assert trackers.get("list", unwrap=True) == ["start"]
+    with pytest.raises(ConfigError, match=r"'jsnl'.*Did you mean 'jsonl'"):
+        trackers.get("jsnl")
+    trackers.finish()
+
+
+def test_other_ranks_get_a_blank_tracker_and_write_nothing(tmp_path: Path) -> None:
+    mine = ListTracker()
+    trackers = TrackerSet(["tensorboard", mine], tmp_path, is_main=False)
+    trackers.start("run", config={"lr": 1})
+    trackers.log({"loss": 1})
+    blank = trackers.get("tensorboard", unwrap=True)
+    blank.add_histogram("weights", [1, 2]).more["key"] = 3
+    with blank as entered:
+        entered.log({"a": 1})
+    assert list(blank) == []
+    assert isinstance(copy.deepcopy(trackers.get("list")), GeneralTracker)
+    with pytest.raises(ConfigError, match="log_with has only tensorboard, list"):
+        trackers.get("wandb")
+    trackers.finish()
+    assert mine.records == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tracker_for_every_rank_runs_on_other_ranks() -> None:
+    trackers = TrackerSet([EveryRankTracker, ListTracker], is_main=False)
+    trackers.start("project")
+    trackers.log({"loss": 1}, step=2)
+    assert trackers.get("every_rank").records == ["start", ({"loss": 1}, 2, {})]
+    assert len(trackers) == 1
+
+
+def test_methods_marked_for_the_main_process_do_nothing_elsewhere(as_rank: Callable[..., Any]) -> None:
+    class Marked(ListTracker):
+        name = "marked"
+
+        @on_main_process
+        def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+            super().log(values, step)
+
+    tracker = Marked()
+    as_rank(1)
+    tracker.log({"loss": 1})
+    assert tracker.records == []
+    tracker.main_process_only = False
+    tracker.log({"loss": 1})
+    as_rank(0)
+    tracker.main_process_only = True
+    tracker.log({"loss": 2})
+    assert [record[0]["loss"] for record in tracker.records] == [1, 2]
+
+
+def test_a_second_run_starts_only_after_the_first_has_ended() -> None:
+    trackers = TrackerSet(ListTracker)
+    trackers.start("first")
+    with pytest.raises(UsageError, match="end_training"):
+        trackers.start("second")
+    trackers.finish()
+    trackers.finish()
+    trackers.start("second")
+    assert trackers.get("list").project == "second"
+
+
+def test_log_before_the_start_says_so_once() -> None:
+    trackers = TrackerSet(ListTracker)
+    with pytest.warns(UserWarning, match="before init_trackers"):
+        trackers.log({"loss": 1})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trackers.log({"loss": 1})
+    with pytest.raises(UsageError, match="before init_trackers"):
+        trackers.get("list")
+
+
+def test_arguments_for_a_tracker_that_was_not_asked_for_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"init_kwargs has 'lst'.*Did you mean 'list'"):
+        TrackerSet(ListTracker).start("project", init_kwargs={"lst": {}})
+
+
+def test_one_tracker_that_cannot_close_does_not_keep_the_others_open() -> None:
+    class Broken(ListTracker):
+        name = "broken"
+
+        def finish(self) -> None:
+            raise OSError("disk is full")
+
+    whole = ListTracker()
+    trackers = TrackerSet([Broken(), whole])
+    trackers.start("project")
+    with pytest.raises(OSError, match="disk is full"):
+        trackers.finish()
+    assert whole.records[-1] == "finish"

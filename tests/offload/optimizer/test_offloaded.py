@@ -1,0 +1,703 @@
+"""The step in the background: the same numbers to the last bit as the same optimizer left alone."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.errors import OffloadError, UsageError
+from lockstep.offload.copies import AtOnce
+from lockstep.offload.files import direct
+from lockstep.offload.files.direct import ALIGNMENT, region_of
+from lockstep.offload.optimizer.attach import HOOK_READS_NOTHING, offload_step
+from lockstep.offload.optimizer.gradients import GradientFile
+from lockstep.offload.optimizer.offloaded import OffloadedStep
+from lockstep.offload.weights.groups import WeightGroup
+
+Make = Callable[[list[Any]], Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.02, fused=True),
+    "adamw-foreach-amsgrad": lambda p: torch.optim.AdamW(p, lr=0.02, foreach=True, amsgrad=True),
+    "adam-maximize-tensor-lr": lambda p: torch.optim.Adam(
+        p, lr=torch.tensor(0.02), maximize=True, weight_decay=0.1
+    ),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd-nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
+    "adagrad-fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "adamax": lambda p: torch.optim.Adamax(p),
+    "nadam": lambda p: torch.optim.NAdam(p),
+    "radam": lambda p: torch.optim.RAdam(p),
+    "asgd": lambda p: torch.optim.ASGD(p),
+    "rprop": lambda p: torch.optim.Rprop(p),
+    "adafactor": lambda p: torch.optim.Adafactor(p),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.linear(self.norm(x)))
+
+
+class Model(nn.Module):
+    """Three blocks between an embedding and a head that share their weight."""
+
+    def __init__(self, width: int = 35, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, width)
+        self.blocks: Any = nn.ModuleList(Block(width) for _ in range(3))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.full((width,), 0.5), requires_grad=False)
+        self.head = nn.Linear(width, 11)
+        self.head.weight = self.embedding.weight
+        self.to(dtype)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) * self.frozen
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def units_of(model: Model) -> list[WeightGroup]:
+    """The shared weight, the blocks, and the head's bias."""
+    parts: list[tuple[str, list[nn.Module], dict[str, torch.Tensor]]] = [
+        ("embedding", [model.embedding, model.head], {"weight": model.embedding.weight}),
+        *[(f"blocks.{i}", [block], dict(block.named_parameters())) for i, block in enumerate(model.blocks)],
+        ("head", [model.head], {"bias": model.head.bias}),
+    ]
+    return [
+        WeightGroup(name, modules, tensors, sum(t.numel() * t.element_size() for t in tensors.values()))
+        for name, modules, tensors in parts
+    ]
+
+
+def announce(units: list[WeightGroup], step: OffloadedStep) -> None:
+    """Forward hooks by torch alone."""
+    for unit in units:
+        for module in unit.modules:
+            module.register_forward_pre_hook(lambda *_, unit=unit: step.forward_begins(unit))
+
+
+def groups(model: Model) -> list[dict[str, Any]]:
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    return [{"params": [p for p in model.parameters() if p.dim() > 1]}, {"params": biases, "lr": 0.005}]
+
+
+def batches(count: int = 5) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        yield torch.randint(0, 11, (4, 6), generator=generator)
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    logits = model(tokens[:, :-1]).float()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train(
+    make: Make,
+    offload: Callable[[Optimizer, list[WeightGroup]], OffloadedStep] | None,
+    set_to_none: bool = True,
+    dtype: torch.dtype = torch.float32,
+    load_at: int | None = None,
+) -> tuple[dict[str, Any], dict[str, Any], list[float]]:
+    """Everything after five steps: parameters, the optimizer's state_dict, losses."""
+    torch.manual_seed(0)
+    model = Model(dtype=dtype)
+    optimizer = make(groups(model))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    step = None
+    if offload is not None:
+        units = units_of(model)
+        step = offload(optimizer, units)
+        announce(units, step)
+    losses = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as a scheduler's that the optimizer did not step
+        for index, tokens in enumerate(batches()):
+            if index == load_at:
+                kept = copy.deepcopy(optimizer.state_dict())
+                optimizer.load_state_dict(kept)
+            loss = loss_of(model, tokens)
+            loss.backward()
+            model.blocks[1].linear.weight.grad.mul_(0.5)
+            if index == 1:
+                model.blocks[2].norm.bias.grad = None
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none)
+            losses.append(loss.item())
+    result = copy.deepcopy((model.state_dict(), optimizer.state_dict(), losses))
+    if step is not None:
+        step.close()
+    return result
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """To the last bit, with the same keys in the same order."""
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype and one.stride() == other.stride()
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            assert_same(left, right)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("place", ["ram", "disk"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_is_the_same_to_the_last_bit(name: str, place: str, tmp_path: Path) -> None:
+    folder = tmp_path if place == "disk" else None
+    set_to_none = (place == "ram") == (list(OPTIMIZERS).index(name) % 2 == 0)
+    plain = train(OPTIMIZERS[name], None, set_to_none, load_at=3)
+    ours = train(OPTIMIZERS[name], lambda o, units: offload_step(o, units, folder), set_to_none, load_at=3)
+    assert_same(plain, ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_parameters_of_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
+    def make(p: list[Any]) -> Optimizer:
+        return torch.optim.AdamW(p, lr=0.02, eps=1e-3)
+
+    plain = train(make, None, dtype=dtype)
+    assert_same(plain, train(make, lambda o, units: offload_step(o, units, tmp_path), dtype=dtype))
+
+
+def test_complex_parameters_and_other_memory_orders(tmp_path: Path) -> None:
+    def run(offloaded: bool) -> Any:
+        torch.manual_seed(0)
+        parameters = [
+            nn.Parameter(torch.randn(40, dtype=torch.complex64)),
+            nn.Parameter(torch.randn(30, 50).t()),
+            nn.Parameter(torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)),
+            nn.Parameter(torch.randn(())),
+            nn.Parameter(torch.empty(0, 4)),
+        ]
+        optimizer = torch.optim.AdamW(parameters, lr=0.1)
+        unit = WeightGroup("all", [], {str(i): p for i, p in enumerate(parameters)}, 0)
+        step = offload_step(optimizer, [unit], tmp_path) if offloaded else None
+        for _ in range(3):
+            for p in parameters:
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+        if step is not None:
+            step.wait()
+        return copy.deepcopy(([p.detach() for p in parameters], optimizer.state_dict()))
+
+    assert_same(run(False), run(True))
+
+
+def test_step_returns_before_it_is_made_and_the_forward_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    units = units_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    step = offload_step(optimizer, units)
+    loss_of(model, next(batches())).backward()
+    before = copy.deepcopy(model.blocks[2].state_dict())
+    gate = threading.Event()
+    compute = step._threads._compute
+
+    def held_up(run: Any, item: Any, buffer: torch.Tensor) -> None:
+        if item.name == "blocks.2":
+            assert gate.wait(20)
+        compute(run, item, buffer)
+
+    monkeypatch.setattr(step._threads, "_compute", held_up)
+    optimizer.step()
+    step.forward_begins(units[2])  # blocks.1, which comes before
+    assert torch.equal(model.blocks[2].linear.weight, before["linear.weight"])
+    threading.Timer(0.2, gate.set).start()
+    step.forward_begins(units[3])
+    assert gate.is_set()
+    expected = before["linear.weight"] - model.blocks[2].linear.weight.grad
+    assert torch.equal(model.blocks[2].linear.weight, expected)
+    optimizer.zero_grad()
+    del before
+    step.close()
+    assert type(optimizer) is torch.optim.SGD
+
+
+def test_state_on_disk_moves_the_bytes_of_the_formula(tmp_path: Path) -> None:
+    model = Model(width=64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = offload_step(optimizer, units_of(model), tmp_path)
+    stepped = [p for p in model.parameters() if p.requires_grad and p is not model.unused]
+    padded = sum(-(-p.numel() * 4 // ALIGNMENT) * ALIGNMENT for p in stepped)
+    moved = []
+    for tokens in batches(3):
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        step.wait()
+        moved.append((step.bytes_read, step.bytes_written))
+    assert moved == [(0, 2 * padded), (2 * padded, 4 * padded), (4 * padded, 6 * padded)]
+    for p in stepped:
+        state = optimizer.state[p]
+        assert region_of(state["exp_avg"]) and region_of(state["exp_avg_sq"]) and not region_of(state["step"])
+
+
+def test_parameters_in_a_file_are_read_and_written_with_their_state(tmp_path: Path) -> None:
+    def run(offloaded: bool) -> Any:
+        torch.manual_seed(0)
+        model = Model(width=64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        files = []
+        if offloaded:
+            units = units_of(model)
+            home = direct.OffloadFile(tmp_path, 100 * ALIGNMENT)
+            for parameter in model.parameters():
+                mapped = home.tensor(home.place(parameter.numel() * 4), parameter.shape, torch.float32)
+                parameter.data = mapped.copy_(parameter.data)
+            step = offload_step(optimizer, units, tmp_path)
+            announce(units, step)
+            files = [home]
+        for tokens in batches(3):
+            loss_of(model, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        result = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        stepped = [p for p in model.parameters() if p.requires_grad and p is not model.unused]
+        padded = sum(-(-p.numel() * 4 // ALIGNMENT) * ALIGNMENT for p in stepped)
+        assert all(file.bytes_read == file.bytes_written == 3 * padded for file in files)
+        return result
+
+    assert_same(run(False), run(True))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_loss_scaler_skips_and_unscales_as_before(fused: bool, clips: bool, tmp_path: Path) -> None:
+    def run(offloaded: bool) -> Any:
+        torch.manual_seed(0)
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=1)
+        if offloaded:
+            units = units_of(model)
+            announce(units, offload_step(optimizer, units, tmp_path))
+        for index, tokens in enumerate(batches()):
+            scaler.scale(loss_of(model, tokens)).backward()
+            if index == 2:
+                model.blocks[0].linear.bias.grad.fill_(float("inf"))
+            if clips:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return copy.deepcopy((model.state_dict(), optimizer.state_dict(), scaler.get_scale()))
+
+    assert_same(run(False), run(True))
+
+
+def test_a_closure_is_called_before_the_step() -> None:
+    def run(offloaded: bool) -> Any:
+        torch.manual_seed(0)
+        model = Model()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        if offloaded:
+            announce(units := units_of(model), offload_step(optimizer, units))
+        for tokens in batches():
+
+            def closure(tokens: torch.Tensor = tokens) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, tokens)
+                loss.backward()
+                return loss
+
+            last = optimizer.step(closure)
+        return copy.deepcopy((model.state_dict(), last.item()))
+
+    assert_same(run(False), run(True))
+
+
+def test_an_optimizer_that_looks_at_all_parameters_steps_at_once(tmp_path: Path) -> None:
+    def run(offloaded: bool) -> Any:
+        torch.manual_seed(0)
+        model = Model()
+        optimizer = torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad], max_iter=3)
+        if offloaded:
+            step = offload_step(optimizer, units_of(model))
+            assert not step.is_blockwise
+        for tokens in batches(2):
+
+            def closure(tokens: torch.Tensor = tokens) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, tokens)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        return copy.deepcopy(model.state_dict())
+
+    assert_same(run(False), run(True))
+    optimizer = torch.optim.LBFGS(Model().parameters())
+    with pytest.raises(UsageError, match="Cannot keep its state on disk: LBFGS is not known to treat"):
+        offload_step(optimizer, [], tmp_path)
+    assert type(optimizer) is torch.optim.LBFGS
+
+    class Mine(torch.optim.AdamW):
+        pass
+
+    with pytest.raises(UsageError, match="Cannot delay its step: Mine is not known"):
+        offload_step(Mine(Model().parameters()), [], delayed=True)
+
+
+def test_hooks_run_once_and_see_the_finished_step() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    step = offload_step(optimizer, units_of(model))
+    seen: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append(model.blocks[2].linear.weight.detach().clone()))
+    loss_of(model, next(batches())).backward()
+    expected = model.blocks[2].linear.weight.detach() - model.blocks[2].linear.weight.grad
+    optimizer.step()
+    assert seen[0] == "before" and torch.equal(seen[1], expected) and len(seen) == 2
+    step.close()
+
+
+def test_what_reads_or_copies_the_model_waits_for_the_step(tmp_path: Path) -> None:
+    def run(offloaded: bool) -> Any:
+        torch.manual_seed(0)
+        model = Model(width=256)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if offloaded:
+            offload_step(optimizer, units_of(model), tmp_path)
+        loss_of(model, next(batches())).backward()
+        optimizer.step()
+        first = copy.deepcopy(model.state_dict())
+        loss_of(model, next(batches())).backward()
+        optimizer.step()
+        second = copy.deepcopy(optimizer.state[model.blocks[2].linear.weight])
+        model.load_state_dict(first)
+        copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        return first, second, copy.deepcopy(copied.state_dict())
+
+    assert_same(run(False), run(True))
+
+
+def test_a_group_that_is_added_later_is_stepped(tmp_path: Path) -> None:
+    def run(offloaded: bool) -> Any:
+        torch.manual_seed(0)
+        model, other = Model(), nn.Linear(35, 35)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if offloaded:
+            units = units_of(model)
+            announce(units, offload_step(optimizer, units, tmp_path))
+        optimizer.add_param_group({"params": list(other.parameters()), "lr": 0.5})
+        for tokens in batches(3):
+            loss = loss_of(model, tokens) + other(torch.ones(2, 35)).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return copy.deepcopy((model.state_dict(), other.state_dict(), optimizer.state_dict()))
+
+    assert_same(run(False), run(True))
+
+
+def test_state_dicts_fit_in_both_directions(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain, ours = Model(), Model()
+    ours.load_state_dict(plain.state_dict())
+    one, other = torch.optim.AdamW(plain.parameters()), torch.optim.AdamW(ours.parameters())
+    step = offload_step(other, units := units_of(ours), tmp_path)
+    announce(units, step)
+    for index, tokens in enumerate(batches(4)):
+        for model, optimizer in ((plain, one), (ours, other)):
+            loss_of(model, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if index == 1:
+            mine = one.state_dict()
+            torch.save(other.state_dict(), tmp_path / "theirs.pt")
+            other.load_state_dict(mine)
+            one.load_state_dict(torch.load(tmp_path / "theirs.pt"))
+            assert region_of(other.state[ours.head.bias]["exp_avg"])
+    assert_same(copy.deepcopy(plain.state_dict()), copy.deepcopy(ours.state_dict()))
+    step.close()
+    assert type(other) is torch.optim.AdamW
+    loss_of(ours, next(batches())).backward()
+    other.step()  # with its state where it was
+
+
+def test_states_may_change_places(tmp_path: Path) -> None:
+    first, second = (nn.Parameter(torch.full((2000,), value)) for value in (1.0, 2.0))
+    optimizer = torch.optim.SGD([first, second], lr=0.1, momentum=0.9)
+    offload_step(optimizer, [], tmp_path)
+    first.grad, second.grad = torch.full((2000,), 3.0), torch.full((2000,), 4.0)
+    optimizer.step()
+    states = optimizer.state_dict()
+    optimizer.load_state_dict({**states, "state": {0: states["state"][1], 1: states["state"][0]}})
+    assert [optimizer.state[p]["momentum_buffer"].mean() for p in (first, second)] == [4.0, 3.0]
+    assert region_of(optimizer.state[first]["momentum_buffer"])
+
+
+def test_nothing_stays_behind_when_all_is_dropped(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    gradients = GradientFile(model.parameters(), tmp_path)
+    step = offload_step(optimizer, units_of(model), tmp_path, copies=AtOnce(torch.device("cpu")))
+    loss_of(model, next(batches())).backward()
+    optimizer.step()
+    step.wait()
+    step._threads._steps.submit(bool).result()  # the thread has left the step
+    left = [weakref.ref(thing) for thing in (model, optimizer, step, gradients, model.head.bias)]
+    threads = {thread for thread in threading.enumerate() if thread.name.startswith("lockstep-step")}
+    assert threads
+    del model, optimizer, step, gradients
+    gc.collect()
+    assert [reference() for reference in left] == [None] * len(left)
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_a_hook_that_reads_nothing_leaves_the_step_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = offload_step(optimizer, units_of(model))
+    loss_of(model, next(batches())).backward()
+    gate, called = threading.Event(), []
+    compute = step._threads._compute
+    monkeypatch.setattr(step._threads, "_compute", lambda *args: (gate.wait(20), compute(*args)))
+
+    def note(*_: Any) -> None:
+        called.append(gate.is_set())
+
+    setattr(note, HOOK_READS_NOTHING, True)
+    optimizer.register_step_post_hook(note)
+    optimizer.step()
+    gate.set()
+    assert called == [False]
+    step.close()
+
+
+def test_sparse_gradients_and_copies_are_refused() -> None:
+    table = nn.Embedding(4, 3, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    offload_step(optimizer, [])
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(UsageError, match=r"shape \(4, 3\) has a sparse gradient"):
+        optimizer.step()
+    with pytest.raises(UsageError, match="cannot be copied or pickled"):
+        copy.deepcopy(optimizer)
+    with pytest.raises(UsageError, match="cannot be copied or pickled"):
+        pickle.dumps(optimizer)
+    with pytest.raises(UsageError, match="is offloaded already"):
+        offload_step(optimizer, [])
+    replaced = torch.optim.SGD(table.parameters(), lr=1.0)
+    replaced.step = lambda: None  # type: ignore[method-assign,assignment,misc]
+    with pytest.raises(UsageError, match="was replaced by"):
+        offload_step(replaced, [])
+
+
+def test_a_step_between_forward_and_backward_is_noticed_as_without_offload() -> None:
+    model = Model()
+    offload_step(optimizer := torch.optim.SGD(model.parameters(), lr=1.0), units_of(model))
+    loss_of(model, next(batches())).backward()
+    late = loss_of(model, next(batches()))
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.backward()
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_disk_that_fails_in_the_middle_is_told_of_once_and_then_nothing_is_stepped(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model()
+    units = units_of(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = offload_step(optimizer, units, tmp_path)
+    loss_of(model, next(batches())).backward()
+    optimizer.step()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    last = [p.detach().clone() for p in model.blocks[2].parameters()]
+    calls = []
+
+    def third_fails(fd: int, buffers: list[memoryview], offset: int) -> int:
+        calls.append(offset)
+        if len(calls) >= 3:
+            raise OSError(5, "Input/output error")
+        return real(fd, buffers, offset)
+
+    real = getattr(os, call)
+    monkeypatch.setattr(os, call, third_fails)
+    optimizer.step()
+    step.forward_begins(units[0])  # was stepped
+    with pytest.raises(OffloadError, match=r"half done: \d of 5 parts .*Input/output error.*last checkpoint"):
+        for unit in units:
+            step.forward_begins(unit)
+    monkeypatch.undo()
+    for unit in units:
+        step.forward_begins(unit)
+    if call == "preadv":  # which comes before what follows is computed
+        assert_same(last, [p.detach() for p in model.blocks[2].parameters()])
+    for use in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(OffloadError, match="half done"):
+            use()
+    model.load_state_dict(saved[0])
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict({**saved[1], "param_groups": []})
+    with pytest.raises(OffloadError, match="half done"):
+        optimizer.step()
+    optimizer.load_state_dict(saved[1])
+    assert_same(saved, copy.deepcopy((model.state_dict(), optimizer.state_dict())))
+    optimizer.step()
+    step.close()
+
+
+def test_too_small_a_disk_is_found_before_anything_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1000))])
+    with pytest.raises(OffloadError, match=r"Offloading needs 8192 bytes in .*, where \d+ are free"):
+        offload_step(optimizer, [], tmp_path)
+    assert type(optimizer) is torch.optim.AdamW
+
+
+def test_gradients_that_change_under_the_step_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = offload_step(optimizer, units_of(model))
+    loss_of(model, next(batches())).backward()
+    gate = threading.Event()
+    compute = step._threads._compute
+    monkeypatch.setattr(step._threads, "_compute", lambda *args: (gate.wait(20), compute(*args)))
+    optimizer.step()
+    model.zero_grad(set_to_none=False)
+    gate.set()
+    with pytest.raises(OffloadError, match=r"was written to while the step"):
+        step.wait()
+
+
+def test_a_delayed_step_shows_one_step_later(tmp_path: Path) -> None:
+    """The plain loop: gradients of step t are taken at the parameters of before step t - 1."""
+    torch.manual_seed(0)
+    oracle, ours = Model(), Model()
+    ours.load_state_dict(oracle.state_dict())
+    plain = torch.optim.AdamW(oracle.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=0.1)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.7) for o in (plain, optimizer)]
+    step = offload_step(optimizer, units := units_of(ours), tmp_path, delayed=True)
+    announce(units, step)
+    newest = [p.detach().clone() for p in oracle.parameters()]
+    for tokens in batches():
+        # The oracle: the model shows the parameters of the step before while the newest ones are kept aside.
+        loss_of(oracle, tokens).backward()
+        shown = [p.detach().clone() for p in oracle.parameters()]
+        with torch.no_grad():
+            for p, new in zip(oracle.parameters(), newest, strict=True):
+                p.copy_(new)
+        next_shown = newest
+        plain.step()
+        newest = [p.detach().clone() for p in oracle.parameters()]
+        with torch.no_grad():
+            for p, value in zip(oracle.parameters(), next_shown, strict=True):
+                p.copy_(value)
+        plain.zero_grad()
+
+        loss_of(ours, tokens).backward()
+        assert_same(shown, [p.detach().clone() for p in ours.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+        step.wait()
+        assert_same(next_shown, [p.detach().clone() for p in ours.parameters()])
+        for scheduler in schedulers:
+            scheduler.step()
+    read = ours.state_dict()  # which shows the last step
+    assert_same(newest, [read[name] for name, _ in oracle.named_parameters()])
+    assert_same(plain.state_dict(), copy.deepcopy(optimizer.state_dict()))
+
+
+def sharded_units(model: Model) -> list[WeightGroup]:
+    """What fully_shard gathers together: all that is outside of blocks when the root's forward begins."""
+    rest: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if not n.startswith("blocks")}
+    blocks = [
+        WeightGroup(f"blocks.{i}", [block], {**dict(block.named_parameters())}, 0)
+        for i, block in enumerate(model.blocks)
+    ]
+    return [WeightGroup("", [model], rest, 0), *blocks]
+
+
+def train_sharded(offloaded: bool, name: str, folder: str | None) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = Model()
+    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = OPTIMIZERS[name](list(model.parameters()))
+    if offloaded:
+        units = sharded_units(model)
+        step = offload_step(optimizer, units, Path(folder) if folder is not None else None)
+        for unit in units:
+            for module in unit.modules:
+                module.register_forward_pre_hook(
+                    lambda *_, unit=unit: step.forward_begins(unit), prepend=True
+                )
+    kept: Any = None
+    for index, tokens in enumerate(batches()):
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if index == 2:
+            kept = optimizer.state_dict()
+            optimizer.load_state_dict(kept)
+    state = optimizer.state[model.blocks[0].linear.weight]
+    return (
+        [p.detach().to_local().clone() for p in model.parameters()],  # type: ignore[attr-defined]
+        {
+            key: (type(v).__name__, v.to_local().clone() if hasattr(v, "to_local") else v)
+            for key, v in state.items()
+        },
+    )
+
+
+def compare_sharded(folder: str) -> None:
+    for name, place in {"adamw": folder, "sgd-nesterov": None, "adamw-fused": folder}.items():
+        assert_same(train_sharded(False, name, None), train_sharded(True, name, place))
+    with pytest.raises(UsageError, match="Adafactor looks at whole parameters"):
+        train_sharded(True, "adafactor", folder)
+
+
+def test_shards_are_stepped_where_they_are(run_distributed: Any, tmp_path: Path) -> None:
+    run_distributed(compare_sharded, 2, str(tmp_path))

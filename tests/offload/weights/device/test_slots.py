@@ -1,0 +1,114 @@
+"""Memory in which weights take turns: bytes counted, and nobody's memory given away."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from lockstep.errors import OffloadError
+from lockstep.offload.copies import AtOnce, dense_strides, view_of
+from lockstep.offload.weights.device.slots import Slots
+from lockstep.offload.weights.device.staging import Staging
+from tests.offload.weights.device.late import LateCopies
+
+CPU = torch.device("cpu")
+
+
+def test_a_slot_is_used_again_for_the_same_size_after_its_last_use() -> None:
+    slots = Slots(AtOnce(CPU), budget=100)
+    first, second = slots.take(40), slots.take(60)
+    assert first.storage != second.storage and slots.allocated_bytes == 100
+    slots.give_back(first, last_use="event")
+    again = slots.take(40)
+    assert again is first and again.free == "event"
+    with pytest.raises(OffloadError, match="8 bytes of weights are needed.* 100 bytes of the budget of 100"):
+        slots.take(8)
+
+
+def test_free_slots_of_other_sizes_make_room_after_what_computes_has_waited_for_them() -> None:
+    copies = LateCopies()
+    slots = Slots(copies, budget=100)
+    small, large = slots.take(40), slots.take(60)
+    slots.give_back(small, 0)
+    slots.give_back(large, 0)
+    slots.take(50)
+    assert copies.log[-3:] == [("compute after", 0), ("compute after", 0), ("computed", "3")]
+    assert slots.allocated_bytes == 50 and slots.peak_bytes == 100
+    slots.give_back(slots.take(10), 0)
+    slots.clear()
+    assert slots.allocated_bytes == 50
+
+
+def test_the_budget_holds_for_any_order_of_sizes() -> None:
+    generator = random.Random(0)
+    slots = Slots(AtOnce(CPU), budget=1000)
+    held: list = []
+    for _ in range(300):
+        size = generator.choice([100, 200, 300, 450])
+        while held and sum(slot.nbytes for slot in held) + size > 1000:
+            slots.give_back(held.pop(generator.randrange(len(held))), None)
+        held.append(slots.take(size))
+        assert sum(slot.nbytes for slot in held) <= slots.allocated_bytes <= 1000
+        assert len({slot.storage for slot in held}) == len(held)
+
+
+def test_who_else_holds_a_slots_memory_is_told() -> None:
+    slot = Slots(AtOnce(CPU)).take(64)
+    assert not slot.is_held(0)
+    own = slot.buffer.view(torch.float32)
+    assert slot.is_held(0) and not slot.is_held(1)
+    other = torch.nn.Parameter(own).detach().t()
+    assert slot.is_held(1)
+    del other
+    assert not slot.is_held(1)
+
+
+def test_without_knowledge_of_holders_no_slot_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    slots = Slots(AtOnce(CPU), budget=64)
+    first = slots.take(64)
+    view = first.buffer[:4].fill_(7)
+    assert not first.is_held(0)
+    slots.give_back(first, None)
+    assert slots.allocated_bytes == 0
+    slots.take(64).buffer.fill_(1)
+    assert view.tolist() == [7] * 4
+
+
+# -- layout and staging ----------------------------------------------------------------------------------
+
+
+def layouts() -> list[torch.Tensor]:
+    x = torch.randn(4, 6, 2, 2)
+    return [
+        x, x[0].t() if x[0].dim() == 2 else x[0, :, :, 0].t(), x.contiguous(memory_format=torch.channels_last),
+        x[::2], x[:1].expand(3, 6, 2, 2), torch.tensor(3.0), torch.empty(0, 3), torch.tensor([True, False]),
+        torch.arange(5), x.to(torch.bfloat16), torch.view_as_complex(x), x.to(torch.float8_e4m3fn),
+    ]  # fmt: skip
+
+
+def test_a_tensor_of_any_layout_and_dtype_lies_in_bytes_as_torch_would_copy_it() -> None:
+    for tensor in layouts():
+        buffer = torch.zeros(tensor.nbytes + 512, dtype=torch.uint8)[256:]
+        view = view_of(buffer, tensor.dtype, tensor.shape, dense_strides(tensor), offset=256)
+        assert view.stride() == tensor.clone().stride()
+        assert view.data_ptr() == buffer.data_ptr() + 256 or not tensor.numel()
+        view.copy_(tensor)
+        assert torch.equal(view.to(tensor.dtype).float(), tensor.float()) or tensor.is_complex()
+
+
+def test_what_is_not_pinned_goes_through_two_buffers_in_turn_each_filled_when_its_copy_is_done() -> None:
+    for tensor in layouts():
+        copies = LateCopies(pinned=False)
+        staging = Staging(copies, nbytes=64)
+        target = torch.empty_like(tensor)
+        for _ in range(2):
+            staging.copy(target, tensor)
+        copies.wait(copies.copied())
+        assert target.tolist() == tensor.tolist()
+        assert copies.host_buffers == min(2, len(copies.queue))
+        assert len(copies.queue) == 2 * -(-tensor.numel() * tensor.element_size() // 64)
+    waits = [entry for entry in copies.log if entry[0] != "copy"]
+    assert waits == [("host waits", 1), ("host waits", 2), ("host waits", 4)]
