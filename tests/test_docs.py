@@ -198,21 +198,24 @@ def test_the_tree_in_the_architecture_page_names_every_module() -> None:
     (tree,) = [text for _, text in blocks("architecture.md", "text") if text.startswith("src/lockstep/")]
     source = ROOT / "src/lockstep"
     named: set[str] = set()
-    folder = ""
+    folders: list[str] = []  # those that the line stands in
     for line in tree.splitlines()[1:]:
-        entry = re.split(r"  +", line.split("──", 1)[1].strip())[0]
-        if not line.startswith("│"):
-            folder = entry if entry.endswith("/") else ""
-        named |= {folder + name for name in re.findall(r"\w+\.py", entry)}
-    packages = {name.split("/")[0] for name in named if "/" in name}
+        indent, text = line.split("── ", 1)
+        entry = re.split(r"  +", text.strip())[0]
+        folders = folders[: len(indent) // 4]
+        named |= {"/".join([*folders, name]) for name in re.findall(r"\w+\.py", entry)}
+        if entry.endswith("/"):
+            folders.append(entry.strip("/"))
+            named.add("/".join(folders) + "/")
+    listed = {path.rpartition("/")[0] for path in named if path.endswith(".py")} - {""}
     modules = {
         path.relative_to(source).as_posix()
-        for package in packages
-        for path in (source / package).glob("*.py")
+        for folder in listed
+        for path in (source / folder).glob("*.py")
         if path.name != "__init__.py"
     }
-    assert {name for name in named if "/" in name} == modules
-    assert all((source / name).is_file() for name in named)
+    assert {path for path in named if "/" in path and path.endswith(".py")} == modules
+    assert all((source / path).exists() for path in named)
 
 
 def test_the_site_configuration_loads_nothing_from_the_network() -> None:
