@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from lockstep.cli import main as cli
-from lockstep.config.accelerate import ACCELERATE_ONLY, OTHER_KEYS, SECTIONS, Ignored, from_yaml
+from lockstep.compat.accelerate.config_file import ACCELERATE_ONLY, OTHER_KEYS, SECTIONS, Ignored, from_yaml
 from lockstep.config.enums import LoggerType
 from lockstep.config.yaml_file import parse_yaml
 from lockstep.observe.trackers.run import TRACKERS

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from lockstep.config.handlers import (
 from lockstep.config.options import fit_to_world, parallel_fields, resolve_options
 from lockstep.config.options_view import OptionsView
 from lockstep.config.parallel import Parallel
+from lockstep.config.said import ExternalSettings
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.skip import skip_first_batches
 from lockstep.observe.hang.process import watch_process
@@ -54,8 +55,12 @@ from lockstep.train.loss_scale import LossScaler
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.scheduler import PreparedScheduler
 
-if TYPE_CHECKING:
-    pass
+
+def _external_settings(*asked: Any) -> ExternalSettings:
+    """What plugins, a DeepSpeed JSON or Accelerate's variables ask for: imported when there are some."""
+    from lockstep.compat.settings import external_settings
+
+    return external_settings(*asked)
 
 
 class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, TrackingMethods):
@@ -146,6 +151,7 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
             project_config=project_config,
             kwargs_handlers=kwargs_handlers,
             watch=watch,
+            external=_external_settings,
         )
         if options.compile_options is not None:
             check_backend(options.compile_options.get("backend"))

@@ -296,7 +296,7 @@ def test_import_pickle_prints_what_each_part_became_and_writes_a_checkpoint(
     torch.save({"weight": torch.ones(2, 3)}, source / "pytorch_model.bin")
     (source / "notes.pt").write_bytes(b"no pickle")
     written: list[Any] = []
-    result = types.ModuleType("lockstep.checkpoint.foreign.result")
+    result = types.ModuleType("lockstep.compat.checkpoints.result")
     result.write_imported = lambda state, out: written.append((state, os.fspath(out)))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, result.__name__, result)
     code, out, _ = call(capsys, "import-pickle", source, tmp_path / "new", "--skip", "notes.pt")

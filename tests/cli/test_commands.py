@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from lockstep.cli.main import COMMANDS, main
-from lockstep.config.accelerate import load
-from tests.config.accelerate_examples import TWO_PROCESSES
+from lockstep.compat.accelerate.config_file import load
+from tests.compat.accelerate_examples import TWO_PROCESSES
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from lockstep.cli.main import main
-from lockstep.config.accelerate import load
-from tests.config.accelerate_examples import TWO_PROCESSES
-from tests.config.deepspeed_examples import STAGE2, STAGE3
+from lockstep.compat.accelerate.config_file import load
+from tests.compat.accelerate_examples import TWO_PROCESSES
+from tests.compat.deepspeed_examples import STAGE2, STAGE3
 
 FSDP = """\
 compute_environment: LOCAL_MACHINE

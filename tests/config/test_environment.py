@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 import lockstep
-from lockstep.config.environment_check import problems_of_environment
+from lockstep.compat.settings import DEEPSPEED_VARIABLES, external_settings
 from lockstep.config.options import Options, resolve_options
 from lockstep.config.settings import OF_WORKERS
 from lockstep.config.sources import (
-    DEEPSPEED_VARIABLES,
     control_link,
     process_environment,
     unknown_variables,
 )
 from lockstep.errors import ConfigError
+from lockstep.launch.inventory import problems_of_environment
 from tests.cli.calling import call
 
 PLACE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -93,7 +93,7 @@ def worker() -> Options:
         "kwargs_handlers",
     )  # fmt: skip
     nothing: dict[str, Any] = dict.fromkeys(keys)
-    found = resolve_options(**nothing)
+    found = resolve_options(**nothing, external=external_settings)
     process_environment()
     control_link()
     return found

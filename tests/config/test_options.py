@@ -11,12 +11,14 @@ import pytest
 from accelerate.utils import DeepSpeedPlugin as TheirDeepSpeedPlugin
 
 from lockstep import Accelerator
+from lockstep.compat.deepspeed.plugin import DeepSpeedPlugin
+from lockstep.compat.fsdp.plugin import FullyShardedDataParallelPlugin
+from lockstep.compat.settings import external_settings
 from lockstep.config.handlers import GradientAccumulationPlugin, GradScalerKwargs
 from lockstep.config.options import Options, fit_to_world, resolve_options
 from lockstep.config.parallel import Parallel
-from lockstep.config.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from lockstep.errors import ConfigError
-from tests.config.deepspeed_examples import STAGE2, STAGE3
+from tests.compat.deepspeed_examples import STAGE2, STAGE3
 
 NONE = dict.fromkeys(
     (
@@ -28,7 +30,7 @@ NONE = dict.fromkeys(
 
 
 def options(**given: Any) -> Options:
-    return resolve_options(**{**NONE, **given})
+    return resolve_options(**{**NONE, "external": external_settings, **given})
 
 
 def refusal(world_size: int = 1, **given: Any) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import Accelerator
-from lockstep.config.accelerate import load
+from lockstep.compat.accelerate.config_file import load
 from lockstep.config.hosts import read_hostfile
 from lockstep.config.json_file import read_json
 from lockstep.errors import ConfigError

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.compat.deepspeed.config import from_deepspeed
 from lockstep.config.axes import axes_of
 from lockstep.config.batch import BatchSizes
-from lockstep.config.deepspeed import from_deepspeed
 from lockstep.config.parallel import Parallel
 from lockstep.config.values import SettingValue
 from lockstep.config.world import fitted

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch import exec_worker, guard
-from tests.config.accelerate_examples import TWO_MACHINES
+from tests.compat.accelerate_examples import TWO_MACHINES
 from tests.launch.helpers import alive, pids_in, run, start, wait_until
 
 GONE_WITHIN_S = 2.0

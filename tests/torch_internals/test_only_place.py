@@ -36,9 +36,9 @@ ENGINES = (
 # Names of named tuples, of Python, and of frames; below, words of file formats and foreign settings.
 OF_OTHERS = {"_fields", "_replace", "_exit", "_getframe", "_fn"}
 WORDS = {
-    "checkpoint/foreign/": "names in files that others have written, which are read without importing anything",
-    "config/": "keys of other libraries' settings",
-    "train/described_schedulers.py": "a class of DeepSpeed's",
+    "compat/checkpoints/": "names in files that others have written, which are read without importing anything",
+    "compat/deepspeed/": "keys and classes of DeepSpeed",
+    "compat/fsdp/": "keys of FSDP",
 }
 
 

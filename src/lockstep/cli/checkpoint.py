@@ -304,9 +304,9 @@ def import_command(source: str, out: str, skip: tuple[str, ...]) -> None:
     SRC is a .bin or .pt file, or a folder of Accelerate, DeepSpeed, FSDP or torch.distributed.checkpoint. Pickles are
     read in a separate process without rights; no code in them is run.
     """
-    from lockstep.checkpoint.foreign.convert import read_foreign
-    from lockstep.checkpoint.foreign.result import write_imported
-    from lockstep.checkpoint.foreign.state import describe
+    from lockstep.compat.checkpoints.convert import read_foreign
+    from lockstep.compat.checkpoints.result import write_imported
+    from lockstep.compat.checkpoints.state import describe
 
     state = read_foreign(source, skip)
     print_table(("part", "number", "became"), describe(state))

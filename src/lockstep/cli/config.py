@@ -11,8 +11,8 @@ import click
 
 from lockstep.cli.integers import IntegerRange
 from lockstep.cli.output import printable
+from lockstep.compat.rules import Row
 from lockstep.config.checks import MAX_MACHINES, MAX_PORT, MAX_PROCESSES, MAX_THREADS
-from lockstep.config.rules import Row
 from lockstep.config.sources import user_config_file
 
 PRECISION = click.Choice(["no", "fp16", "bf16"], case_sensitive=False)
@@ -61,7 +61,7 @@ def command(ctx: click.Context, config_file: str | None, yes: bool, force: bool,
     if config_file is not None and not config_file.strip():
         raise click.UsageError(f"--config-file {config_file!r} is not a path. Name a file, or drop it.")
     answers = given if given or yes else _ask()
-    from lockstep.config.write import write_config
+    from lockstep.compat.accelerate.write import write_config
 
     path = Path(config_file) if config_file else user_config_file()
     if (
@@ -110,8 +110,8 @@ def convert_command(source: str, output: str | None, ranks: int | None, force: b
 
     A table says what each key became. Without --output it goes to the standard error.
     """
-    from lockstep.config.convert import convert
-    from lockstep.config.write import as_yaml, write_text
+    from lockstep.compat.accelerate.write import as_yaml, write_text
+    from lockstep.compat.convert import convert
     from lockstep.errors import ConfigError
 
     found = convert(source, ranks)

@@ -9,12 +9,12 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from lockstep.cli.foreign_flags import spread_settings
 from lockstep.cli.launch_options import LATER_SWITCHES, LaunchCommand, dashes, options
-from lockstep.config.deepspeed import from_deepspeed
-from lockstep.config.elsewhere import asked_by_environment
-from lockstep.config.rules import Translation, combine
-from lockstep.config.said import joined_sources, said_by_settings, sources_of, spread_of
+from lockstep.compat.accelerate.flags import spread_settings
+from lockstep.compat.deepspeed.config import from_deepspeed
+from lockstep.compat.rules import Translation
+from lockstep.compat.settings import asked_by_environment
+from lockstep.config.said import combine, joined_sources, said_by_settings, sources_of, spread_of
 from lockstep.config.sources import (
     CONFIG_VARIABLE,
     inherited_environment,
@@ -168,7 +168,7 @@ def _file(path: str | None) -> dict[str, SettingValue]:
     default = user_config_file()
     if path is None and named is None and not os.path.lexists(default):
         return {}
-    from lockstep.config.accelerate import load
+    from lockstep.compat.accelerate.config_file import load
 
     if path is not None:
         loaded = load(path)

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from lockstep.cli.foreign_flags import FOREIGN_FLAGS, FOREIGN_SWITCHES
 from lockstep.cli.integers import IntegerRange
+from lockstep.compat.accelerate.flags import FOREIGN_FLAGS, FOREIGN_SWITCHES
 from lockstep.config.settings import TOPICS, Setting
 from lockstep.errors import ConfigError
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.config.regular_file import read_text
-from lockstep.config.rules import check_depth
 from lockstep.config.values import shown
 from lockstep.errors import ConfigError
 
 MAX_BYTES = 256 * 1024
+MAX_DEPTH = 16
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
@@ -56,3 +57,15 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _constant(word: str) -> NoReturn:
     raise ConfigError(f"{word} is not a value of JSON")
+
+
+def check_depth(data: Any, where: str, depth: int = 0) -> None:
+    """Raise ConfigError when mappings and lists are nested too deep, as one that contains itself is."""
+    if depth > MAX_DEPTH:
+        raise ConfigError(f"{where}: nested deeper than {MAX_DEPTH}. Give a flat configuration.")
+    if isinstance(data, Mapping):
+        for value in data.values():
+            check_depth(value, where, depth + 1)
+    elif isinstance(data, (list, tuple)):
+        for value in data:
+            check_depth(value, where, depth + 1)

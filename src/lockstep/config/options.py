@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from lockstep.config.batch import BatchSizes
-from lockstep.config.elsewhere import asked_elsewhere
 from lockstep.config.handlers import (
     AutocastKwargs,
     DamageChecks,
@@ -23,12 +22,19 @@ from lockstep.config.handlers import (
     TorchDynamoPlugin,
 )
 from lockstep.config.parallel import Parallel
-from lockstep.config.rules import combine
-from lockstep.config.said import PARALLEL_FIELDS, precision_of, said_by_settings, said_in, spread_of
+from lockstep.config.said import (
+    PARALLEL_FIELDS,
+    ExternalSettings,
+    combine,
+    precision_of,
+    said_by_settings,
+    said_in,
+    spread_of,
+)
 from lockstep.config.sources import (
-    CONFIG_VARIABLE,
     is_launched,
     named_config_file,
+    speaks_accelerate,
     unknown_variables,
     worker_settings,
 )
@@ -119,10 +125,12 @@ def resolve_options(
     deepspeed_plugin: Any = None,
     deepspeed_plugins: Any = None,
     watch: bool | None = None,
+    external: Callable[..., ExternalSettings],
 ) -> Options:
     """Merge code, environment and defaults; plugins and DeepSpeed configurations must agree with these.
 
-    ``parallel_fields`` are fields of ``Parallel`` given one by one.
+    ``parallel_fields`` are fields of ``Parallel`` given one by one. ``external`` reads other libraries' words; it is
+    called only where there are some.
 
     Raises:
         ConfigError: a value is unknown or contradicts another.
@@ -160,10 +168,15 @@ def resolve_options(
         project.set_directories(project_dir)
     handlers = handlers_by_type(kwargs_handlers or ())
     code = _said_by_code(settings, parallel_fields or {}, gradient_accumulation_plugin, handlers)
-    elsewhere = asked_elsewhere(
-        settings["deepspeed_config_file"].value, fsdp_plugin, deepspeed_plugin, deepspeed_plugins
+    asked = (settings["deepspeed_config_file"].value, fsdp_plugin, deepspeed_plugin, deepspeed_plugins)
+    launched = is_launched()
+    has_unread_file = not launched and named_config_file() is not None
+    others = (
+        external(*asked)
+        if has_unread_file or speaks_accelerate() or any(one is not None for one in asked)
+        else ExternalSettings({})
     )
-    says = combine(elsewhere.says, code)
+    says = combine(others.says, code)
     value = {name: said.value for name, said in says.items()}
     accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin(
         num_steps=value.get("gradient_accumulation_steps", 1)
@@ -193,36 +206,10 @@ def resolve_options(
         optimizer=value.get("optimizer"),
         scheduler=value.get("scheduler"),
         batch=BatchSizes.of(says),
-        config_warnings=(*elsewhere.warnings, *_in_vain()),
-        deepspeed_plugin=elsewhere.plugin,
+        config_warnings=(*others.warnings, *(() if launched else unknown_variables())),
+        deepspeed_plugin=others.plugin,
         watch=settings["watch"].value,
         grace_s=settings["grace"].value,
-    )
-
-
-def _in_vain() -> tuple[str, ...]:
-    """What to say of variables that nothing reads, and of LOCKSTEP_CONFIG_FILE without a launcher of ours.
-
-    Where such a launcher started the process, it has read the file and said the rest.
-
-    Raises:
-        ConfigError: the file cannot be read, or is no configuration.
-    """
-    if is_launched():
-        return ()
-    path = named_config_file()
-    if path is None:
-        return unknown_variables()
-    from lockstep.config.accelerate import load  # here, because it needs pydantic
-
-    try:
-        load(path)
-    except ConfigError as error:
-        raise ConfigError(f"{CONFIG_VARIABLE}: {error}") from None
-    return (
-        *unknown_variables(),
-        f"{CONFIG_VARIABLE}={path} has no effect: only `lockstep launch` reads a configuration file. Start the script "
-        f"with it, or unset {CONFIG_VARIABLE}.",
     )
 
 

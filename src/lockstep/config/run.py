@@ -33,7 +33,7 @@ _Fields: Any = create_model(
 class RunConfig(_Fields):
     """How to start a run: one field for each of ``config.settings.IN_FILES``.
 
-    Raises ``pydantic.ValidationError`` for fields alone and together; ``config.accelerate.load``
+    Raises ``pydantic.ValidationError`` for fields alone and together; ``compat.accelerate.config_file.load``
     turns it into a ConfigError with file, line and key.
     """
 

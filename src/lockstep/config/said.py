@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from lockstep.config.parallel import Parallel
 from lockstep.config.settings import IN_OTHER_FILES
 from lockstep.config.values import SettingValue
+from lockstep.errors import ConfigError
 
 PARALLEL_FIELDS = tuple(item.name for item in fields(Parallel))
+
+
+@dataclass(frozen=True)
+class ExternalSettings:
+    """What was asked for in the words of other libraries; ``plugin`` is the one DeepSpeed plugin, if there is one."""
+
+    says: Mapping[str, SettingValue]
+    warnings: tuple[str, ...] = ()
+    plugin: Any = None
 
 
 def said_by_settings(settings: Mapping[str, tuple[Any, str]]) -> dict[str, SettingValue]:
@@ -67,3 +77,20 @@ def spread_of(says: Mapping[str, SettingValue]) -> Parallel:
 def precision_of(says: Mapping[str, SettingValue]) -> str:
     """``fp16``, ``bf16`` or ``no``."""
     return next((word for word in ("fp16", "bf16") if word in says and says[word].value), "no")
+
+
+def combine(*parts: Mapping[str, SettingValue]) -> dict[str, SettingValue]:
+    """What several sources say together.
+
+    Raises:
+        ConfigError: two of them contradict each other; the message has both values.
+    """
+    together: dict[str, SettingValue] = {}
+    for part in parts:
+        for name, said in part.items():
+            first = together.setdefault(name, said)
+            if first.value != said.value:
+                raise ConfigError(
+                    f"{first.source} contradicts {said.source}. Make them say the same, or remove one of them."
+                )
+    return together

@@ -17,7 +17,6 @@ from lockstep.config.regular_file import check_readable
 from lockstep.config.settings import OF_WORKERS, Setting
 from lockstep.config.values import (
     SettingValue,
-    parse_bool,
     parse_endpoint,
     parse_integer,
     plain,
@@ -114,50 +113,10 @@ def said_by_environment(setting: Setting, environ: Environ) -> SettingValue | No
     return SettingValue(value, f"environment variable {variable}")
 
 
-# what `accelerate launch` tells its workers, by the names of its file
-DEEPSPEED_VARIABLES = {
-    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": "offload_optimizer_nvme_path",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "offload_param_nvme_path",
-    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "zero3_init_flag",
-    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "zero3_save_16bit_model",
-    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "deepspeed_moe_layer_cls_names",
-    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file",
-}
-FSDP_VARIABLES = {"transformer_cls_to_wrap": "transformer_layer_cls_to_wrap"}
-
-
-def accelerate_sections(environ: Environ | None = None) -> dict[str, dict[str, tuple[str, str]]]:
-    """The sections ``fsdp_config`` and ``deepspeed_config`` that ``accelerate launch`` put into the environment.
-
-    Each is a mapping from variables to their (key, value).
-    """
+def speaks_accelerate(environ: Environ | None = None) -> bool:
+    """Whether `accelerate launch` told this process of FSDP or DeepSpeed."""
     environ = os.environ if environ is None else environ
-    sections: dict[str, dict[str, tuple[str, str]]] = {}
-    if environ.get("ACCELERATE_USE_FSDP") and parse_bool(
-        environ["ACCELERATE_USE_FSDP"], "ACCELERATE_USE_FSDP"
-    ):
-        words = {name: value for name, value in environ.items() if name.startswith("FSDP_")}
-        # it always sets both, and the version says which one counts
-        unused = "SHARDING_STRATEGY" if words.get("FSDP_VERSION") == "2" else "RESHARD_AFTER_FORWARD"
-        words.pop(f"FSDP_{unused}", None)
-        keys = {name: name.removeprefix("FSDP_").lower() for name in words}
-        sections["fsdp_config"] = {
-            name: (FSDP_VARIABLES.get(keys[name], keys[name]), value) for name, value in words.items()
-        }
-    name = "ACCELERATE_USE_DEEPSPEED"
-    if environ.get(name) and parse_bool(environ[name], name):
-        section = {
-            variable: (key, environ[variable])
-            for variable, key in DEEPSPEED_VARIABLES.items()
-            if environ.get(variable)
-        }
-        if environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") not in (None, "", "none"):
-            section.pop("ACCELERATE_DEEPSPEED_ZERO_STAGE", None)  # the file says it
-        sections["deepspeed_config"] = section
-    return sections
+    return any(environ.get(name) for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"))
 
 
 OTHER_VARIABLES = (

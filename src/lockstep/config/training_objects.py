@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 
+class Placeholder:
+    """Stands for an object that a configuration describes, until ``prepare`` builds that one."""
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """An optimizer by name: ``type`` such as ``AdamW``, ``params`` such as ``{"lr": 1e-3}``."""

@@ -1,4 +1,4 @@
-"""What this machine and installation have, as plain facts."""
+"""What this machine and installation have, as plain facts, and what is wrong with the environment."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ import importlib.metadata
 import platform
 import shutil
 import sys
+from collections.abc import Callable
 
 from lockstep import __version__
-from lockstep.config.environment_check import problems_of_environment
-from lockstep.config.sources import inherited_environment, user_config_file
+from lockstep.compat.settings import asked_by_environment, check_named_file
+from lockstep.config.place import Environ
+from lockstep.config.settings import OF_WORKERS
+from lockstep.config.sources import (
+    control_link,
+    inherited_environment,
+    process_environment,
+    said_by_environment,
+    unknown_variables,
+    user_config_file,
+)
 from lockstep.distribution import DISTRIBUTION
+from lockstep.errors import ConfigError
 from lockstep.launch.forwarded import is_secret
 from lockstep.launch.plan import available_cores
 
@@ -76,3 +87,23 @@ def _torch_facts() -> dict[str, str]:
         properties = torch.cuda.get_device_properties(index)
         facts[f"GPU {index}"] = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
     return facts
+
+
+def problems_of_environment(environ: Environ | None = None) -> list[str]:
+    """A sentence for each variable that a run would refuse or ignore; a run stops at the first."""
+    environ = inherited_environment() if environ is None else environ
+
+    checks: list[Callable[[], object]] = [
+        *(lambda one=one: said_by_environment(one, environ) for one in OF_WORKERS.values()),
+        lambda: check_named_file(environ),
+        lambda: process_environment(environ),
+        lambda: control_link(environ),
+        lambda: asked_by_environment(environ, machines=1),
+    ]
+    found = []
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            found.append(str(error))
+    return [*found, *unknown_variables(environ)]

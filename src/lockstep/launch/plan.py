@@ -13,8 +13,8 @@ from typing import Any
 from lockstep.config import kinds, readers
 from lockstep.config.batch import BatchSizes
 from lockstep.config.checks import LOCAL, check_topology
-from lockstep.config.rules import combine
 from lockstep.config.said import (
+    combine,
     joined_sources,
     precision_of,
     said_by_settings,

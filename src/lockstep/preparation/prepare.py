@@ -16,6 +16,7 @@ from lockstep.checkpoint.training import CheckpointContents, DataCoordinates, Fu
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.config.options import Options
+from lockstep.config.training_objects import Placeholder
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.prepare import prepare_loader
 from lockstep.errors import UsageError
@@ -34,7 +35,6 @@ from lockstep.preparation.checks import (
     refuse_lookalike,
     refuse_replicas,
 )
-from lockstep.preparation.described import SCHEDULERS, build_described
 from lockstep.preparation.first_forward import FirstForward
 from lockstep.preparation.offload import Offload
 from lockstep.preparation.own_gradients import OwnGradients
@@ -50,7 +50,7 @@ from lockstep.torch_internals.optim import complete_optimizer
 from lockstep.train.clipping import OtherStages, clip_norm
 from lockstep.train.loss_scale import LossScaler
 from lockstep.train.optimizer import PreparedOptimizer
-from lockstep.train.scheduler import PreparedScheduler
+from lockstep.train.scheduler import SCHEDULERS, PreparedScheduler
 
 logger = get_logger(__name__)
 
@@ -136,7 +136,7 @@ class Preparation:
         if self._runtime.world_size > 1 and self._options.parallel.replaces_parameters:
             for item in objects:
                 refuse_lookalike(item)
-        objects = build_described(objects, self._options, self._meshes.data_size)
+        objects = self._with_described(objects)
         prepared = list(objects)
         # Models first, because optimizers are checked against them; schedulers last, they follow optimizers.
         makers: tuple[tuple[Any, Callable[[Any, bool | None], Any]], ...] = (
@@ -150,6 +150,17 @@ class Preparation:
                 if isinstance(item, kind):
                     prepared[i] = make(item, placement[i])
         return prepared
+
+    def _with_described(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The objects, with what a configuration describes in place of what stands for it."""
+        options = self._options
+        if (options.optimizer, options.scheduler) == (None, None) and not any(
+            isinstance(item, Placeholder) for item in objects
+        ):
+            return objects
+        from lockstep.compat.deepspeed.described import build_described
+
+        return build_described(objects, options, self._meshes.data_size)
 
     def prepare_model(
         self,

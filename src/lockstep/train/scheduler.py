@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
 from lockstep.runtime.step import StepState
 from lockstep.torch_internals import optim as torch_optim
 from lockstep.train.optimizer import PreparedOptimizer
+
+SCHEDULERS = (LRScheduler, ReduceLROnPlateau)
 
 
 class PreparedScheduler:

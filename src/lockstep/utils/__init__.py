@@ -21,6 +21,9 @@ from lockstep.comm.functional import (
 )
 from lockstep.comm.tree import concatenate, find_batch_size, listify, send_to_device
 from lockstep.comm.tree import to_float32 as convert_to_fp32
+from lockstep.compat.deepspeed.optimizers import DummyOptim, DummyScheduler
+from lockstep.compat.deepspeed.plugin import DeepSpeedPlugin
+from lockstep.compat.fsdp.plugin import FullyShardedDataParallelPlugin
 from lockstep.config.enums import (
     ComputeEnvironment,
     DDPCommunicationHookType,
@@ -43,7 +46,6 @@ from lockstep.config.handlers import (
     TorchDynamoPlugin,
 )
 from lockstep.config.parallel import Parallel
-from lockstep.config.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from lockstep.observe.progress import tqdm
 from lockstep.offload.device_map.infer import infer_auto_device_map
 from lockstep.offload.device_map.memory import get_balanced_memory, get_max_memory
@@ -66,7 +68,6 @@ from lockstep.runtime.available import *  # noqa: F403  (is_<package>_available)
 from lockstep.runtime.environ import clear_environment, patch_environment, str_to_bool
 from lockstep.runtime.memory import clear_device_cache, find_executable_batch_size, release_memory
 from lockstep.runtime.seed import set_seed, synchronize_rng_states
-from lockstep.train.described import DummyOptim, DummyScheduler
 
 __all__ = [
     "SAFE_WEIGHTS_INDEX_NAME",

@@ -7,7 +7,7 @@ import random
 import string
 from typing import Any
 
-from tests.config import accelerate_examples, deepspeed_examples
+from tests.compat import accelerate_examples, deepspeed_examples
 from tests.config.fuzzing.pools import (
     ACCELERATE,
     ANY,

@@ -14,9 +14,9 @@ from unittest.mock import patch
 import yaml
 
 from lockstep.cli.main import main
-from lockstep.config.accelerate import load
-from lockstep.config.deepspeed import from_deepspeed
-from lockstep.config.elsewhere import asked_elsewhere
+from lockstep.compat.accelerate.config_file import load
+from lockstep.compat.deepspeed.config import from_deepspeed
+from lockstep.compat.settings import external_settings
 from lockstep.config.hosts import read_hostfile
 from lockstep.config.parallel import Parallel
 from lockstep.config.sources import control_link, process_environment, user_config_file, worker_settings
@@ -133,7 +133,7 @@ def _environment(given: Input) -> Verdict:
         ):
             return True, f"{link} was accepted"
         user_config_file()
-        asked_elsewhere(None, None, None, None)
+        external_settings(None, None, None, None)
     finally:
         os.environ.clear()
         os.environ.update(kept)

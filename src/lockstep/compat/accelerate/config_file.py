@@ -1,0 +1,298 @@
+"""Accelerate's YAML, and ours, to :class:`RunConfig`.
+
+Every key that Accelerate writes is in one table: mapped, ignored, or refused by name while it asks for
+something that does not exist here yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from lockstep.compat.accelerate.sections import MPI_SECTION, from_layout, from_mpirun
+from lockstep.compat.deepspeed.section import from_deepspeed_section
+from lockstep.compat.fsdp.section import from_fsdp
+from lockstep.compat.rules import Translation, is_off
+from lockstep.config.enums import ComputeEnvironment, DistributedType
+from lockstep.config.run import RunConfig
+from lockstep.config.said import (
+    PARALLEL_FIELDS,
+    combine,
+    joined_sources,
+    said_by_settings,
+    sources_of,
+    spread_of,
+)
+from lockstep.config.settings import IN_FILES
+from lockstep.config.values import SettingValue, shown, suggestion
+from lockstep.config.yaml_file import YamlFile, read_yaml
+from lockstep.errors import ConfigError
+
+
+class Ignored(NamedTuple):
+    """A key without effect here; ``why`` is said when it is switched on."""
+
+    why: str
+
+
+class Later(NamedTuple):
+    """A key that is refused when it is switched on; ``instead`` is a sentence: what to do."""
+
+    what: str
+    instead: str = "Remove it, or leave it empty."
+
+
+COMPILED = "Remove it, and set LOCKSTEP_DYNAMO_BACKEND, or pass Accelerator(dynamo_backend=...)."
+
+OTHER_KEYS: dict[str, Ignored | Later] = {
+    "downcast_bf16": Ignored("it concerns TPUs only"),
+    "tpu_env": Ignored("it concerns TPUs only"),
+    "tpu_name": Ignored("it concerns TPUs only"),
+    "tpu_zone": Ignored("it concerns TPUs only"),
+    "tpu_vm": Ignored("it concerns TPUs only"),
+    "commands": Ignored("it concerns TPU pods only"),
+    "command_file": Ignored("it concerns TPU pods only"),
+    "enable_cpu_affinity": Ignored("processes are not pinned to cores; start them under numactl for that"),
+    "main_training_function": Ignored("it concerns TPUs only"),
+    "same_network": Ignored("every machine meets at main_process_ip"),
+    "use_mps_device": Ignored("devices are found automatically"),
+    "ipex_config": Ignored("torch itself now has these optimisations"),
+    "megatron_lm_config": Later("Megatron-LM settings"),
+    "fp8_config": Later("fp8 training"),
+    "dynamo_config": Later("compilation by a file", COMPILED),
+    "dynamo_backend": Later("compilation by a file", COMPILED),
+    "tpu_use_cluster": Later("training on TPU pods"),
+    "tpu_use_sudo": Later("training on TPU pods"),
+}
+
+# what Accelerate writes when nothing was asked
+DEFAULTS: dict[str, object] = {"main_training_function": "main", "same_network": True}
+
+AVAILABLE_TYPES = (
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.FSDP,
+    DistributedType.DEEPSPEED,
+)
+
+# sections that say how models are spread -> what they ask for, and the distributed_type that they belong to
+SECTIONS = {
+    "fsdp_config": ("sharding (FSDP)", DistributedType.FSDP),
+    "deepspeed_config": ("sharding (DeepSpeed)", DistributedType.DEEPSPEED),
+    "parallelism_config": ("a layout of ranks", None),
+    MPI_SECTION: ("launching by mpirun", None),
+}
+
+READERS: dict[str, Callable[[dict[str, Any], str], Translation]] = {
+    "fsdp_config": from_fsdp,
+    "deepspeed_config": from_deepspeed_section,
+    "parallelism_config": from_layout,
+    MPI_SECTION: from_mpirun,
+}
+
+ACCELERATE_ONLY = ("compute_environment", "distributed_type")
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A configuration file after checking; ``origins`` gives file and line of each setting that it has.
+
+    ``words``: the key that each word of ``parallel`` comes from, where sections say them.
+    """
+
+    config: RunConfig
+    origins: dict[str, str]
+    warnings: list[str] = field(default_factory=list)
+    words: Mapping[str, str] = field(default_factory=dict)
+
+
+def load(path: str | Path) -> LoadedConfig:
+    """Read a configuration file, in Lockstep's or Accelerate's form.
+
+    Raises:
+        ConfigError: one message with file, line, key and the nearest valid name.
+    """
+    return from_yaml(read_yaml(path))
+
+
+def from_yaml(file: YamlFile) -> LoadedConfig:
+    """Like :func:`load`, for a file that is already parsed."""
+    values: dict[str, Any] = {}
+    warnings: list[str] = []
+    known = (*IN_FILES, *OTHER_KEYS, *SECTIONS, *ACCELERATE_ONLY)
+    for key, value in file.data.items():
+        rule = OTHER_KEYS.get(key)
+        if key in IN_FILES:
+            if value is not None:
+                values[key] = value
+        elif key in ACCELERATE_ONLY:
+            _check_kind(file, key, value)
+        elif key in SECTIONS:
+            _check_section(file, key, value)
+        elif isinstance(rule, Ignored):
+            if not is_off(value) and value != DEFAULTS.get(key):
+                warnings.append(f"{file.at(key)} has no effect: {rule.why}.")
+        elif isinstance(rule, Later):
+            if not is_off(value):
+                raise ConfigError(
+                    f"{file.at(key)} asks for {rule.what}, which is not available. {rule.instead}"
+                )
+        else:
+            name = key if len(key) <= 60 else key[:57] + "..."
+            near = suggestion(key, known) or f" Known keys: {', '.join(list(IN_FILES)[:8])} ..."
+            at = f"{file.name}:{file.lines[(key,)]}"
+            raise ConfigError(f"{at}: {name!r} is not a known key.{near}")
+    _apply_type(file, values)
+    origins = _origins(file, values)
+    config = _validate(file, values)
+    try:
+        spread = _spread(file, config)
+        if not spread.says:
+            return LoadedConfig(config, origins, [*warnings, *spread.warnings])
+        added, words = _settings(file, config, spread.says)
+    except ConfigError as error:
+        begins = str(error).startswith(file.name)
+        raise ConfigError(str(error) if begins else f"{file.name}: {error}") from None
+    if "parallel" in added:
+        origins["parallel"] = joined_sources(words)
+    names = {"num_processes": "processes"}
+    for key in added:
+        said = spread.says.get(names.get(key, key))
+        if said is not None:
+            origins.setdefault(key, said.source)
+    return LoadedConfig(_validate(file, values | added), origins, [*warnings, *spread.warnings], words)
+
+
+def _origins(file: YamlFile, values: dict[str, Any]) -> dict[str, str]:
+    """Where each setting is said; those that a distributed_type implies are said there."""
+    return {key: file.at(key if key in file.data else "distributed_type") for key in values}
+
+
+def _check_section(file: YamlFile, key: str, value: Any) -> None:
+    """A section that asks for something must be one, and belong to the distributed_type."""
+    if is_off(value):
+        return
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file.at(key)} is {shown(value)}, but must be a section of keys. Write one.")
+    what, own = SECTIONS[key]
+    kind = file.data.get("distributed_type")
+    if own is not None and kind not in (None, own):
+        kind = kind if kind else DistributedType.NO
+        raise ConfigError(
+            f"{file.at(key)} asks for {what}, but distributed_type is {kind}. "
+            f"Set distributed_type: {own}, or remove {key}."
+        )
+
+
+def _spread(file: YamlFile, config: RunConfig) -> Translation:
+    """What the sections say together, and a distributed_type without its section."""
+    kind = file.data.get("distributed_type")
+    written = {key: file.data[key] for key in SECTIONS if isinstance(file.data.get(key), dict)}
+    given = {key: section for key, section in written.items() if not is_off(section)}
+    if "fsdp_config" in given and "deepspeed_config" in given:
+        raise ConfigError(
+            f"{file.at('fsdp_config')} and {file.at('deepspeed_config')} both shard the model. Remove one of them."
+        )
+    parts = []
+    if "fsdp_config" in given or kind == DistributedType.FSDP:
+        where = file.at("fsdp_config" if "fsdp_config" in file.data else "distributed_type")
+        parts.append(from_fsdp(written.get("fsdp_config", {}), where, config.num_machines))
+    if "deepspeed_config" in given or kind == DistributedType.DEEPSPEED:
+        where = file.at("deepspeed_config" if "deepspeed_config" in file.data else "distributed_type")
+        parts.append(from_deepspeed_section(written.get("deepspeed_config", {}), where))
+    if "parallelism_config" in given:
+        where = file.at("parallelism_config")
+        parts.append(from_layout(given["parallelism_config"], where, alone=not parts))
+    if MPI_SECTION in given:
+        parts.append(from_mpirun(given[MPI_SECTION], file.at(MPI_SECTION)))
+    # Such a section asks for nothing, but a misspelt key may mean more.
+    for key in written.keys() - given.keys():
+        READERS[key](written[key], file.at(key))
+    says = combine(*(part.says for part in parts))
+    rows = tuple(row for part in parts for row in part.rows)
+    return Translation(says, tuple(text for part in parts for text in part.warnings), rows)
+
+
+def _settings(
+    file: YamlFile, config: RunConfig, says: Mapping[str, SettingValue]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The settings of ``RunConfig`` that follow, and the source of each word of ``parallel``.
+
+    The file's own keys must agree with them.
+    """
+    given = {name: (value, file.at(name)) for name, value in config.given().items()}
+    own = said_by_settings(given)
+    if config.num_processes is not None:
+        own["processes"] = SettingValue(
+            config.num_processes, f"num_processes={config.num_processes} ({file.name})"
+        )
+    together = combine(says, own)
+    try:
+        parallel = spread_of(together)
+    except ConfigError as error:
+        raise ConfigError(f"{next(iter(says.values())).source}: {error}") from None
+    settings = {name: said.value for name, said in together.items() if name in IN_FILES}
+    if any(name in together for name in PARALLEL_FIELDS):
+        settings["parallel"] = str(parallel)
+    if "processes" in together:
+        settings["num_processes"] = together["processes"].value
+    return settings, sources_of(together)
+
+
+def _check_kind(file: YamlFile, key: str, value: Any) -> None:
+    words = ComputeEnvironment.list() if key == "compute_environment" else DistributedType.list()
+    if key == "distributed_type" and value is False:  # YAML reads an unquoted NO as false
+        return
+    if not isinstance(value, str) or value not in words:
+        near = suggestion(value, words) if isinstance(value, str) else ""
+        raise ConfigError(f"{file.at(key)}: {shown(value)} is not one of {', '.join(words)}.{near}")
+    if value == ComputeEnvironment.AMAZON_SAGEMAKER:
+        raise ConfigError(
+            f"{file.at(key)}: {value} is not available. Use {ComputeEnvironment.LOCAL_MACHINE}."
+        )
+    if key == "distributed_type" and value not in AVAILABLE_TYPES:
+        raise ConfigError(
+            f"{file.at(key)}: {value} is not available yet. Use one of {', '.join(AVAILABLE_TYPES)}."
+        )
+
+
+def _apply_type(file: YamlFile, values: dict[str, Any]) -> None:
+    """What ``distributed_type`` says beyond the other keys, and where it contradicts them."""
+    kind = file.data.get("distributed_type")
+    if kind == DistributedType.MULTI_CPU:
+        values.setdefault("use_cpu", True)
+    if kind in (DistributedType.NO, False):
+        values.setdefault("num_processes", 1)
+    if kind == DistributedType.MULTI_GPU and values.get("use_cpu") is True:
+        raise ConfigError(
+            f"{file.at('use_cpu')} is true but distributed_type is MULTI_GPU. Set MULTI_CPU, or use_cpu: false."
+        )
+    if kind in (DistributedType.NO, False) and str(values.get("num_processes", 1)) != "1":
+        raise ConfigError(
+            f"{file.at('num_processes')} is {shown(values['num_processes'])} but distributed_type is NO. "
+            f"Set MULTI_CPU or MULTI_GPU, or num_processes: 1."
+        )
+
+
+def _validate(file: YamlFile, values: dict[str, Any]) -> RunConfig:
+    try:
+        return RunConfig(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = tuple(str(part) for part in first["loc"])[:1]
+        cause = first.get("ctx", {}).get("error")
+        reason = str(cause) if isinstance(cause, ConfigError) else first["msg"]
+        if not path:  # several keys together: the message begins with the one whose line is shown
+            line = file.lines.get((reason.split(" ", 1)[0],), 1)
+            raise ConfigError(f"{file.name}:{line}: {_sentence(reason)}") from None
+        reason = reason.removeprefix(path[0] + "=").strip()
+        raise ConfigError(f"{file.at(*path)}: {_sentence(reason)}") from None
+
+
+def _sentence(reason: str) -> str:
+    return reason if reason.endswith((".", "?")) else reason + "."

@@ -1,0 +1,83 @@
+"""The sections of Accelerate's YAML about ranks, in our settings: their layout, and that mpirun starts them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.compat.deepspeed.section import file_name
+from lockstep.compat.rules import Detail, NoEffect, Table, Translation, Used, translate
+from lockstep.config import readers as read
+from lockstep.config.values import SettingValue
+from lockstep.errors import ConfigError
+
+MPI_SECTION = "mpirun_config"
+MPI_KEYS: Table = {
+    "mpirun_hostfile": Used("hostfile", file_name),
+    "mpirun_ccl": NoEffect("workers of oneCCL are its own; export CCL_WORKER_COUNT and forward it", ("1", 1)),
+}
+
+
+def from_mpirun(section: Mapping[str, Any], where: str) -> Translation:
+    """The section ``mpirun_config``: mpirun starts the processes, on the hosts of a file.
+
+    Raises:
+        ConfigError: a key is unknown, or has a value that is not allowed.
+    """
+    found = translate(MPI_KEYS, section, where)
+    if "hostfile" not in found.says:
+        return found
+    return Translation({**found.says, "mpi": SettingValue(True, where)}, found.warnings, found.rows)
+
+
+LAYOUT_PREFIX = "parallelism_config_"
+LAYOUT_KEYS: Table = {
+    "dp_replicate_size": Used("copies", read.integer(1)),
+    "dp_shard_size": Used("shards", read.integer(1)),
+    "tp_size": Used("tp", read.several),
+    "cp_size": Used("cp", read.several),
+    "sp_size": Used("ulysses", read.several),
+    "cp_backend": Detail("cp_size"),
+    "cp_comm_strategy": Detail("cp_size"),
+    "cp_handler": Detail("cp_size"),
+    "sp_backend": Detail("sp_size"),
+    "sp_seq_length": Detail("sp_size"),
+    "sp_seq_length_is_variable": Detail("sp_size"),
+    "sp_attn_implementation": Detail("sp_size"),
+    "sp_handler": Detail("sp_size"),
+    "tp_handler": Detail("tp_size"),
+}
+
+
+def from_layout(section: Mapping[str, Any], where: str, alone: bool = True) -> Translation:
+    """The section ``parallelism_config``: ``processes`` is the number of ranks that it describes.
+
+    ``alone``: nothing else says a stage, so that its shards are those of stage 3.
+
+    ``sp_size`` is context parallelism by all-to-all (Ulysses).
+
+    Raises:
+        ConfigError: a key is unknown, or the sequence is split in two ways.
+    """
+    table = {**LAYOUT_KEYS, **{LAYOUT_PREFIX + key: rule for key, rule in LAYOUT_KEYS.items()}}
+    found = translate(table, section, where)
+    copies, shards = found.says.get("copies"), found.says.get("shards")
+    says: dict[str, SettingValue] = {name: found.says[name] for name in ("tp", "cp") if name in found.says}
+    ulysses = found.says.get("ulysses")
+    if ulysses is not None:
+        if "cp" in says:
+            raise ConfigError(
+                f"{says['cp'].source} and {ulysses.source} both split the sequence. Set one of them to 1."
+            )
+        says |= {"cp": ulysses, "cp_method": SettingValue("ulysses", ulysses.source)}
+    if shards is not None and shards.value > 1:
+        if alone:
+            says["zero"] = SettingValue(3, shards.source)
+        if copies is not None and copies.value > 1:
+            says["replicate"] = copies
+    sizes = [said for said in (copies, shards, says.get("cp"), says.get("tp")) if said is not None]
+    size = math.prod(said.value for said in sizes)
+    if size > 1:
+        says["processes"] = SettingValue(size, " x ".join(said.source for said in sizes))
+    return Translation(says, found.warnings, found.rows)

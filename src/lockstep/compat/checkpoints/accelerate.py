@@ -1,0 +1,197 @@
+"""A folder of Accelerate's ``save_state``: plain, with FSDP, or around a DeepSpeed checkpoint."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from lockstep.compat.checkpoints.dcp import METADATA, read_dcp
+from lockstep.compat.checkpoints.deepspeed import read_deepspeed, tag_folder
+from lockstep.compat.checkpoints.reader import ForeignReader
+from lockstep.compat.checkpoints.roles import is_weights, optimizer
+from lockstep.compat.checkpoints.source import Source
+from lockstep.compat.checkpoints.state import ImportedState, generator_states, require_plain
+from lockstep.compat.checkpoints.tensors import StoredTensor
+from lockstep.errors import CheckpointError
+
+_SAMPLER = "accelerate.data_loader.SeedableRandomSampler"
+_RNG = r"random_states_(\d+)\.pkl"
+_OBJECTS = r"custom_checkpoint_(\d+)\.pkl"
+_SIGNS = (
+    _RNG,
+    _OBJECTS,
+    r"optimizer(_\d+)?\.bin",
+    r"scheduler(_\d+)?\.bin",
+    r"pytorch_model_fsdp(_\d+)?\.bin",
+)
+_FSDP_FOLDER = r"(pytorch_model_fsdp|optimizer)_\d+/\.metadata"
+
+
+def is_accelerate(source: Source) -> bool:
+    """Whether a folder has files that only Accelerate names so."""
+    return any(source.matching(pattern) for pattern in (*_SIGNS, _FSDP_FOLDER))
+
+
+def read_accelerate(reader: ForeignReader) -> ImportedState:
+    """The state that ``save_state`` wrote.
+
+    Raises:
+        CheckpointError: a part is missing, refused or of a form that is not read.
+    """
+    source = reader.source
+    used: set[str] = set()
+    state = ImportedState("Accelerate")
+    deepspeed = tag_folder(reader)
+    deepspeed = deepspeed if deepspeed is not None else tag_folder(reader, "pytorch_model")
+    if deepspeed is not None:
+        state = read_deepspeed(reader, deepspeed)
+        state.layout = "Accelerate with DeepSpeed"
+        used |= {name for name in source.names if name.startswith(f"{deepspeed}/") or name == "latest"}
+    else:
+        used |= _read_models(reader, state) | _read_optimizers(reader, state)
+    for read in (_read_schedulers, _read_scaler, _read_objects, _read_generators, _read_loaders):
+        used |= read(reader, state)
+    left = [name for name in source.names if name not in used]
+    state.notes += [f"{name}: left out, as it is no part of what save_state writes" for name in left]
+    state.notes += [f"{name}: left out, as skip says" for name in source.skipped]
+    if not state.models:
+        raise CheckpointError(
+            f"{source.path} has no weights: neither model.safetensors, pytorch_model.bin, pytorch_model_fsdp.bin nor "
+            f"pytorch_model_fsdp_0/, but {source.names[:5]}. Copy the whole folder."
+        )
+    return state
+
+
+def _dcp_folders(source: Source, stem: str) -> list[str]:
+    found = source.matching(rf"({stem}_\d+)/{re.escape(METADATA)}")
+    return sorted((groups[0] for groups in found), key=lambda name: int(name.rsplit("_", 1)[1]))
+
+
+def _read_models(reader: ForeignReader, state: ImportedState) -> set[str]:
+    source = reader.source
+    by_rank = source.matching(r"(pytorch_model_fsdp(?:_\d+)?_rank\d+\.bin)")
+    if by_rank:
+        raise CheckpointError(
+            f"{reader.path(next(iter(by_rank.values())))} is one rank's shard without the others' layout. Save with "
+            "SHARDED_STATE_DICT through DCP, or with FULL_STATE_DICT."
+        )
+    files = source.numbered(r"model(_\d+)?\.safetensors") or source.numbered(r"pytorch_model(_\d+)?\.bin")
+    files = files or source.numbered(r"pytorch_model_fsdp(_\d+)?\.bin")
+    for name in files:
+        value = reader.read_safetensors(name) if name.endswith(".safetensors") else reader.read(name)
+        _add_model(reader, state, name, value)
+    folders = [] if files else _dcp_folders(source, "pytorch_model_fsdp")
+    for folder in folders:
+        value = read_dcp(reader, folder)
+        _add_model(reader, state, folder, value.get("model"))
+    return set(files) | _inside(source, folders)
+
+
+def _add_model(reader: ForeignReader, state: ImportedState, name: str, value: Any) -> None:
+    if not is_weights(value):
+        raise reader.broken(name, "it is not a dict of tensors")
+    state.models.append(value)
+    state.notes.append(f"{name}: weights of model {len(state.models) - 1}")
+
+
+def _read_optimizers(reader: ForeignReader, state: ImportedState) -> set[str]:
+    files = reader.source.numbered(r"optimizer(_\d+)?\.bin")
+    folders = [] if files else _dcp_folders(reader.source, "optimizer")
+    saved = reader.read_all(files) or [read_dcp(reader, folder).get("optimizer") for folder in folders]
+    for name, value in zip(files or folders, saved, strict=True):
+        state.optimizers.append(optimizer(value, name))
+        state.notes.append(f"{name}: state of optimizer {len(state.optimizers) - 1}")
+    return set(files) | _inside(reader.source, folders)
+
+
+def _inside(source: Source, folders: list[str]) -> set[str]:
+    return {name for name in source.names if name.split("/")[0] in folders}
+
+
+def _read_schedulers(reader: ForeignReader, state: ImportedState) -> set[str]:
+    files = reader.source.numbered(r"scheduler(_\d+)?\.bin")
+    if files and state.schedulers:  # DeepSpeed's copy is of the same object
+        state.notes += [f"{name}: left out, as DeepSpeed's file has the scheduler too" for name in files]
+        return set(files)
+    for name, value in zip(files, reader.read_all(files), strict=True):
+        state.schedulers.append(_plain_dict(reader, name, value))
+        state.notes.append(f"{name}: state of scheduler {len(state.schedulers) - 1}")
+    return set(files)
+
+
+def _read_scaler(reader: ForeignReader, state: ImportedState) -> set[str]:
+    if "scaler.pt" not in reader.source:
+        return set()
+    state.scaler = _plain_dict(reader, "scaler.pt", reader.read("scaler.pt")) or None
+    state.notes.append("scaler.pt: loss scale" if state.scaler else "scaler.pt: empty, as scaling was off")
+    return {"scaler.pt"}
+
+
+def _read_objects(reader: ForeignReader, state: ImportedState) -> set[str]:
+    files = reader.source.numbered(_OBJECTS)
+    for name, value in zip(files, reader.read_all(files), strict=True):
+        require_plain(value, name)
+        if not isinstance(value, dict):
+            raise reader.refused(name, f"its state_dict() is a {type(value).__name__}, not a dict")
+        state.objects.append(value)
+        state.notes.append(f"{name}: state of registered object {len(state.objects) - 1}")
+    return set(files)
+
+
+def _read_generators(reader: ForeignReader, state: ImportedState) -> set[str]:
+    files = {int(rank): name for (rank,), name in reader.source.matching(_RNG).items()}
+    saved = reader.read_all(list(files.values()))
+    for (rank, name), value in zip(files.items(), saved, strict=True):
+        generators = generator_states(value, name, state.notes)
+        if generators is not None:
+            state.rng[rank] = generators
+            state.notes.append(f"{name}: random generators of rank {rank}")
+        if rank == 0 and state.step is None and isinstance(value, dict) and type(value.get("step")) is int:
+            state.step = value["step"]
+    if files and state.world_size is None:
+        state.world_size = len(files)
+    return set(files.values())
+
+
+def _read_loaders(reader: ForeignReader, state: ImportedState) -> set[str]:
+    """Positions of stateful loaders, seeds and epochs of samplers; what torchdata keeps inside is left out."""
+    found: dict[int, dict[str, Any]] = {}
+    used: set[str] = set()
+    for pattern, known in ((r"dl_state_dict(_\d+)?\.bin", _position), (r"sampler(_\d+)?\.bin", _sampler)):
+        names = {int((n or "0").strip("_")): name for (n,), name in reader.source.matching(pattern).items()}
+        for (number, name), value in zip(names.items(), reader.read_all(list(names.values())), strict=True):
+            used.add(name)
+            about = known(value)
+            found.setdefault(number, {}).update(about)
+            kept = ", ".join(f"{key} {item}" for key, item in about.items()) or "nothing"
+            state.notes.append(
+                f"{name}: of loader {number}, {kept}; the rest is that library's own and was left out"
+            )
+    if found:
+        state.loaders = [found.get(number) for number in range(max(found) + 1)]
+    return used
+
+
+def _position(value: Any) -> dict[str, Any]:
+    """What torchdata's StatefulDataLoader counts: batches handed out in this epoch, and whether it is over."""
+    if not isinstance(value, dict):
+        return {}
+    inner = value.get("_snapshot") if isinstance(value.get("_snapshot"), dict) else {}
+    batches = value.get("_num_yielded", inner.get("_snapshot_step") if isinstance(inner, dict) else None)
+    about = {"batches": batches} if type(batches) is int else {}
+    finished = value.get("_iterator_finished")
+    return about | ({"finished": finished} if isinstance(finished, bool) else {})
+
+
+def _sampler(value: Any) -> dict[str, Any]:
+    if not isinstance(value, StoredTensor) or value.name != _SAMPLER:
+        return {}
+    pairs = {"epoch": value.get("epoch"), "seed": value.get("initial_seed")}
+    return {key: item for key, item in pairs.items() if type(item) is int}
+
+
+def _plain_dict(reader: ForeignReader, name: str, value: Any) -> dict[str, Any]:
+    require_plain(value, name)
+    if not isinstance(value, dict):
+        raise reader.broken(name, f"it holds a {type(value).__name__}, not a dict")
+    return value

@@ -1,0 +1,118 @@
+"""Recognise a checkpoint of another library by its names and content, and read it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from lockstep.checkpoint.weights.names import PICKLED_INDEX, PICKLED_WEIGHTS
+from lockstep.compat.checkpoints.accelerate import is_accelerate, read_accelerate
+from lockstep.compat.checkpoints.dcp import METADATA, read_dcp
+from lockstep.compat.checkpoints.deepspeed import read_deepspeed, tag_folder
+from lockstep.compat.checkpoints.reader import ForeignReader
+from lockstep.compat.checkpoints.roles import is_weights, sort_entries
+from lockstep.compat.checkpoints.source import Source
+from lockstep.compat.checkpoints.state import ImportedState
+from lockstep.errors import CheckpointError
+
+SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def read_single(reader: ForeignReader, name: str) -> ImportedState:
+    """The weights, and whatever else a training script put beside them."""
+    state = ImportedState("one pickled file")
+    sort_entries(reader.read(name), name, state)
+    return state
+
+
+def read_sharded(reader: ForeignReader) -> ImportedState:
+    """The weights of ``pytorch_model-0000x-of-0000N.bin`` by ``pytorch_model.bin.index.json``.
+
+    Raises:
+        CheckpointError: the index names another file than such a one, or the files hold other tensors than it says.
+    """
+    places = _weight_map(reader)
+    files = sorted(set(places.values()))
+    model: dict[str, torch.Tensor] = {}
+    for file, value in zip(files, reader.read_all(files), strict=True):
+        expected = {name for name, place in places.items() if place == file}
+        if not is_weights(value) or value.keys() != expected:
+            held = len(value) if isinstance(value, dict) else 0
+            raise reader.broken(
+                file, f"{PICKLED_INDEX} puts {len(expected)} tensors into it, but it has {held} others"
+            )
+        model.update(value)
+    ordered = {name: model[name] for name in places}
+    return ImportedState("weights in numbered files", [ordered], notes=[f"{file}: weights" for file in files])
+
+
+def _weight_map(reader: ForeignReader) -> dict[str, str]:
+    try:
+        places: Any = json.loads(reader.source.text(PICKLED_INDEX))["weight_map"]
+        well_formed = all(re.fullmatch(r"[\w.\-]+\.bin", place) for place in places.values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        well_formed = False
+    if not well_formed:
+        raise reader.broken(PICKLED_INDEX, "it has no 'weight_map' from tensors to plain names of .bin files")
+    return dict(places)
+
+
+def read_foreign(src: str | os.PathLike[str], skip: Iterable[str] = ()) -> ImportedState:
+    """The state in ``src``: a file of ``torch.save``, or a folder of Accelerate, FSDP, torch DCP or DeepSpeed.
+
+    Pickles are interpreted in a separate process without rights, and never in this one. ``skip`` names files
+    or folders in ``src`` to leave out.
+
+    Raises:
+        CheckpointError: it is of none of these forms, incomplete, damaged, or holds what is not allowed.
+        UsageError: ``skip`` names something that is not there.
+    """
+    source = Source(src, skip)
+    reader = ForeignReader(source)
+    if not source.is_folder:
+        return read_single(reader, _pickled_file(source))
+    if is_accelerate(source):
+        return read_accelerate(reader)
+    tag = tag_folder(reader)
+    if tag is not None:
+        state = read_deepspeed(reader, tag)
+    elif METADATA in source:
+        state = ImportedState("torch distributed checkpoint")
+        sort_entries(read_dcp(reader, ""), source.path.name, state)
+    elif PICKLED_INDEX in source:
+        state = read_sharded(reader)
+    else:
+        state = read_single(reader, _only_file(source))
+    state.notes += [f"{name}: left out, as skip says" for name in source.skipped]
+    return state
+
+
+def _pickled_file(source: Source) -> str:
+    name = source.path.name
+    if name.endswith(".safetensors"):
+        raise CheckpointError(f"{source.path} is a safetensors file already. There is nothing to convert.")
+    if not name.endswith(SUFFIXES):
+        raise CheckpointError(
+            f"{source.path} has none of the endings {', '.join(SUFFIXES)} of pickled checkpoints. Rename it if it is "
+            "one."
+        )
+    return name
+
+
+def _only_file(source: Source) -> str:
+    """The one pickled file of a folder, such as ``pytorch_model.bin`` beside a configuration."""
+    files = [name for name in source.below("") if name.endswith(SUFFIXES)]
+    if PICKLED_WEIGHTS in files:
+        return PICKLED_WEIGHTS
+    if len(files) != 1:
+        seen = (", ".join(source.names[:8]) or "nothing") + (" and more" if len(source.names) > 8 else "")
+        raise CheckpointError(
+            f"{source.path} is no checkpoint that is known; it has {seen}. Known are folders of "
+            "Accelerate, FSDP, torch.distributed.checkpoint and DeepSpeed, and single pickled files."
+        )
+    return files[0]

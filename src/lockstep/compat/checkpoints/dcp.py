@@ -1,0 +1,228 @@
+"""A folder of ``torch.distributed.checkpoint``: ``.metadata`` and the ``.distcp`` files that it points into.
+
+``.metadata`` says for each name the chunks of its tensor (offsets and sizes) or that it is any object; and for
+each chunk the file, offset and length of what ``torch.save`` wrote there. Names are paths of nested dicts and
+lists, joined by dots; ``planner_data`` has the paths.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.compat.checkpoints.reader import ForeignReader, Piece
+from lockstep.compat.checkpoints.tensors import StoredTensor
+
+METADATA = ".metadata"
+MAX_DEPTH = 60
+MAX_CHUNKS = 2**14  # of one tensor: ranks that each have a part of it
+_CLASSES = "torch.distributed.checkpoint.metadata."
+_STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor, and where it lies."""
+
+    offsets: Sizes
+    sizes: Sizes
+    piece: Piece
+
+
+@dataclass(frozen=True)
+class DcpEntry:
+    """What the metadata says of one name: a tensor's shape, dtype and chunks, or one object."""
+
+    path: tuple[Any, ...]
+    shape: Sizes | None
+    dtype: torch.dtype | None
+    chunks: list[Chunk]
+
+
+def read_dcp(reader: ForeignReader, folder: str) -> dict[str, Any]:
+    """The nested dict that was saved in ``folder`` (``""``: the source itself), with whole tensors.
+
+    Raises:
+        CheckpointError: a file is missing, points out of the folder, or does not hold what the metadata says.
+    """
+    prefix = f"{folder}/" if folder else ""
+    name = prefix + METADATA
+    entries = _entries(reader, name, prefix)
+    pieces = [chunk.piece for entry in entries.values() for chunk in entry.chunks]
+    values = iter(reader.read_pieces(pieces))
+    nested = _Node()
+    for key, entry in entries.items():
+        parts = [next(values) for _ in entry.chunks]
+        value = parts[0] if entry.shape is None else _whole(reader, name, key, entry, parts)
+        if not _put(nested, entry.path, value):
+            raise reader.broken(name, f"{key!r} has no place in the dict that was saved")
+    try:
+        whole: dict[str, Any] = _lists(nested)
+    except ValueError as error:
+        raise reader.broken(name, str(error)) from None
+    return whole
+
+
+def _entries(reader: ForeignReader, name: str, prefix: str) -> dict[str, DcpEntry]:
+    metadata = reader.read(name)
+    try:
+        described, placed = metadata.state["state_dict_metadata"], metadata.state["storage_data"]
+        paths = metadata.state.get("planner_data") or {}
+        pieces = {_index(index): _piece(info, prefix) for index, info in placed.items()}
+        entries = {key: _entry(key, about, pieces, paths) for key, about in described.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise reader.broken(name, f"it is not the metadata of a distributed checkpoint ({reason})") from None
+    unused = pieces.keys() - {
+        (key, chunk.offsets) for key, entry in entries.items() for chunk in entry.chunks
+    }
+    if unused - {(key, None) for key in entries}:
+        raise reader.broken(name, f"{len(unused)} of its chunks belong to no tensor")
+    return entries
+
+
+def _is(value: Any, name: str) -> bool:
+    return isinstance(value, StoredTensor) and value.name == name and isinstance(value.state, dict)
+
+
+def _index(index: Any) -> tuple[str, Sizes | None]:
+    if not _is(index, _CLASSES + "MetadataIndex") or not isinstance(index.get("fqn"), str):
+        raise ValueError("a place without a name")
+    offset = index.get("offset")
+    return index.get("fqn"), None if offset is None else _sizes(offset)
+
+
+def _piece(info: Any, prefix: str) -> Piece:
+    if not _is(info, _STORAGE_INFO):
+        raise ValueError("a place that is not in a file")
+    file, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
+    if not isinstance(file, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*", file):
+        raise ValueError(f"the file name {str(file)[:80]!r}, which is not a plain name in its folder")
+    if info.get("transform_descriptors"):
+        raise ValueError(f"{file} is transformed by {info.get('transform_descriptors')}, such as compressed")
+    _sizes((start, length))
+    return prefix + file, start, length
+
+
+def _sizes(value: Any) -> Sizes:
+    if not isinstance(value, tuple) or any(type(size) is not int or size < 0 for size in value):
+        raise ValueError(f"the sizes {str(value)[:80]}")
+    return value
+
+
+def _entry(key: Any, about: Any, pieces: dict[Any, Piece], paths: dict[str, Any]) -> DcpEntry:
+    path = paths.get(key, (key,))
+    path = (path,) if isinstance(path, str) else tuple(path)
+    if (
+        not isinstance(key, str)
+        or not 0 < len(path) <= MAX_DEPTH
+        or any(type(s) not in (str, int) for s in path)
+    ):
+        raise ValueError(f"the path {str(path)[:80]} of {str(key)[:80]!r}")
+    if isinstance(about, StoredTensor) and about.name == _CLASSES + "BytesStorageMetadata":
+        return DcpEntry(path, None, None, [Chunk((), (), pieces[key, None])])
+    if not _is(about, _CLASSES + "TensorStorageMetadata"):
+        raise ValueError(f"{key!r} is neither a tensor nor an object")
+    dtype = about.get("properties").state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{key!r} has no dtype")
+    if len(about.get("chunks")) > MAX_CHUNKS:
+        raise ValueError(f"{len(about.get('chunks'))} chunks of {key!r}, more than {MAX_CHUNKS}")
+    chunks = []
+    for chunk in about.get("chunks"):
+        offsets, sizes = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
+        chunks.append(Chunk(offsets, sizes, pieces[key, offsets]))
+    return DcpEntry(path, _sizes(about.get("size")), dtype, chunks)
+
+
+def _whole(reader: ForeignReader, name: str, key: str, entry: DcpEntry, parts: list[Any]) -> torch.Tensor:
+    """The tensor, put together from its chunks, which must cover it exactly once."""
+    assert entry.shape is not None
+    assert entry.dtype is not None
+    for chunk, part in zip(entry.chunks, parts, strict=True):
+        fits = (
+            isinstance(part, torch.Tensor) and part.dtype == entry.dtype and tuple(part.shape) == chunk.sizes
+        )
+        inside = len(chunk.sizes) == len(entry.shape) and all(
+            offset + size <= length
+            for offset, size, length in zip(chunk.offsets, chunk.sizes, entry.shape, strict=True)
+        )
+        if not fits or not inside:
+            raise reader.broken(
+                chunk.piece[0], f"the chunk of {key!r} at {chunk.offsets} is not {chunk.sizes}"
+            )
+    covered, count = sum(_count(chunk.sizes) for chunk in entry.chunks), _count(entry.shape)
+    if covered != count:
+        raise reader.broken(name, f"the chunks of {key!r} have {covered} elements, but it has {count}")
+    if _overlap(entry.chunks):
+        raise reader.broken(name, f"two chunks of {key!r} lie over each other")
+    if len(parts) == 1:
+        only: torch.Tensor = parts[0]
+        return only
+    whole = reader.scratch.empty(entry.shape, entry.dtype)
+    for chunk, part in zip(entry.chunks, parts, strict=True):
+        place = whole
+        for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            place = place.narrow(dim, offset, size)
+        place.copy_(part)
+    return whole
+
+
+def _count(sizes: Sizes) -> int:
+    count = 1
+    for size in sizes:
+        count *= size
+    return count
+
+
+def _overlap(chunks: list[Chunk]) -> bool:
+    """Whether two chunks share an element. Sorted along the dim that is cut most, far ones are not compared."""
+    filled = [chunk for chunk in chunks if _count(chunk.sizes)]
+    dims = range(len(filled[0].offsets)) if filled else ()
+    dim = max(dims, key=lambda d: len({chunk.offsets[d] for chunk in filled}), default=None)
+    if dim is None:
+        return len(filled) > 1
+    ordered = sorted(filled, key=lambda chunk: chunk.offsets[dim])
+    for i, one in enumerate(ordered):
+        end = one.offsets[dim] + one.sizes[dim]
+        for other in ordered[i + 1 :]:
+            if other.offsets[dim] >= end:
+                break
+            spans = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+            if all(a < c + d and c < a + b for a, b, c, d in spans):
+                return True
+    return False
+
+
+def _put(nested: dict[Any, Any], path: tuple[Any, ...], value: Any) -> bool:
+    """Set the place that ``path`` leads to; positions of lists are keys for now. False: something else is there."""
+    *outer, last = path
+    here = nested
+    for step in outer:
+        here = here.setdefault(step, _Node())
+        if not isinstance(here, _Node):
+            return False
+    if last in here:
+        return False
+    here[last] = value
+    return True
+
+
+class _Node(dict[Any, Any]):
+    """A dict or list that is being filled."""
+
+
+def _lists(value: Any) -> Any:
+    """Nodes as dicts, those with positions for keys as lists. Raises ValueError for a list with gaps."""
+    if not isinstance(value, _Node):
+        return value
+    inner = {key: _lists(item) for key, item in value.items()}
+    if not any(type(key) is int for key in inner):
+        return inner
+    if set(inner) != set(range(len(inner))):
+        raise ValueError(f"a list has the positions {sorted(map(str, inner))[:5]}")
+    return [inner[i] for i in range(len(inner))]

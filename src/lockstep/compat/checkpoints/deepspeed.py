@@ -1,0 +1,338 @@
+"""A folder of DeepSpeed's ``save_checkpoint``: ``latest``, and ``<tag>/*_model_states.pt``, ``*_optim_states.pt``.
+
+Each rank has flat fp32 vectors of the weights that it owned; ``param_shapes`` names the parameters in their
+order. The moments of the inner optimizer have the same layout, under the number of their vector.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.compat.checkpoints.reader import ForeignReader
+from lockstep.compat.checkpoints.roles import is_optimizer, is_weights, optimizer
+from lockstep.compat.checkpoints.state import ImportedState, require_plain
+from lockstep.compat.checkpoints.tensors import StoredTensor
+from lockstep.compat.checkpoints.universal import is_universal, read_universal
+from lockstep.compat.checkpoints.zero import (
+    ZeroSpan,
+    checked_shape,
+    join_stage_1_and_2,
+    join_stage_3,
+    spans_of_stage_1_and_2,
+    spans_of_stage_3,
+)
+from lockstep.errors import CheckpointError
+from lockstep.torch_internals import optim as torch_optim
+
+_OPTIMIZER = r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"
+_MODEL = r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt"
+_LOSS_SCALER = "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"
+# What DeepSpeed itself puts beside the module; anything else is the script's.
+_OWN = {
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
+    "shared_params", "ds_config", "ds_version", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps",
+    "global_steps", "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions",
+    "universal_checkpoint_info", "sparse_tensor_module_names",
+}  # fmt: skip
+Join = Callable[[ZeroSpan, list[torch.Tensor]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Partitions:
+    """What the ranks hold: by rank and group the weights, by rank the inner optimizer's state."""
+
+    stage: int
+    vectors: list[list[torch.Tensor]]
+    inner: list[Any]
+    spans: list[ZeroSpan]
+    join: Join
+
+
+def is_deepspeed(names: list[str]) -> bool:
+    """Whether a folder with files of these names is one tag of DeepSpeed."""
+    return any(re.fullmatch(_MODEL, name) for name in names)
+
+
+def tag_folder(reader: ForeignReader, folder: str = "") -> str | None:
+    """The folder of the tag that ``latest`` names, or ``folder`` itself; None if neither is DeepSpeed's."""
+    if is_deepspeed(reader.source.below(folder)):
+        return folder
+    beside = [f"{folder}/{name}" if folder else name for name in ("latest", "latest_universal")]
+    latest = next((name for name in beside if name in reader.source), None)
+    if latest is None:
+        return None
+    tag = reader.source.text(latest, 4096).strip()
+    if not re.fullmatch(r"[\w.\-]+", tag) or tag in (".", ".."):
+        raise reader.broken(latest, f"{tag[:80]!r} is not the plain name of a folder")
+    inner = f"{folder}/{tag}" if folder else tag
+    if not is_deepspeed(reader.source.below(inner)):
+        raise CheckpointError(
+            f"{reader.path(latest)} names {tag!r}, which has no model states here. Copy the whole folder, or pass the "
+            "folder of another tag."
+        )
+    return inner
+
+
+def read_deepspeed(reader: ForeignReader, folder: str) -> ImportedState:
+    """The state in ``folder``, one tag.
+
+    Raises:
+        CheckpointError: ranks are missing, the model was cut over tensor, pipeline or expert ranks, or the files
+            contradict each other.
+    """
+    models, optims = _files(reader, folder)
+    loaded = reader.read_all(models)
+    first = loaded[0]
+    if not isinstance(first, dict) or not isinstance(first.get("module"), dict):
+        raise reader.broken(models[0], "it has no 'module'")
+    state = ImportedState("DeepSpeed", world_size=len(optims) or first.get("dp_world_size"))
+    state.step = first.get("global_steps")
+    if is_universal(reader, folder):
+        _read_universal(reader, folder, first, models[0], state)
+    elif optims:
+        _read_zero(reader, loaded, models[0], optims, state)
+    else:
+        _read_plain(reader, first, models[0], state)
+    _read_rest(first, models[0], state)
+    return state
+
+
+def _files(reader: ForeignReader, folder: str) -> tuple[list[str], list[str]]:
+    """The files with models and with optimizers, by rank."""
+    prefix = f"{re.escape(folder)}/" if folder else ""
+    found = [reader.source.matching(prefix + pattern) for pattern in (_MODEL, _OPTIMIZER)]
+    cut = [n for n in reader.source.below(folder) if re.match(r"(layer_|expert_|expp_rank_)", n)]
+    cut += [name for files in found for (_, tensor_rank), name in files.items() if int(tensor_rank)]
+    if cut:
+        raise CheckpointError(
+            f"{reader.path(folder)} has {cut[0]}: DeepSpeed cut this model over tensor, pipeline or expert ranks, "
+            "which is not read. Put it together with DeepSpeed first (ds_to_universal.py, or save_16bit_model)."
+        )
+    by_rank = [{int(rank or 0): name for (rank, _), name in files.items()} for files in found]
+    for kind, files in zip(("model", "optimizer"), by_rank, strict=True):
+        if sorted(files) != list(range(len(files))):
+            raise CheckpointError(
+                f"{reader.path(folder)} has the {kind} states of ranks {sorted(files)}, so others are missing. Copy "
+                "the whole folder."
+            )
+    models, optims = ([files[rank] for rank in sorted(files)] for files in by_rank)
+    return models, optims
+
+
+# --------------------------------------------------------------------------------------------------- ZeRO
+
+
+def _read_zero(
+    reader: ForeignReader, models: list[dict[str, Any]], name: str, optims: list[str], state: ImportedState
+) -> None:
+    read = zip(optims, reader.read_all(optims), strict=True)
+    saved = [_optimizer_state(reader, file, value) for file, value in read]
+    counts = saved[0].get("partition_count", len(saved))
+    world = max(counts) if isinstance(counts, list) and counts else counts
+    if world != len(saved):
+        raise CheckpointError(
+            f"{reader.path(name)} was saved by {world} ranks, but {len(saved)} of their optimizer states are here. "
+            "Copy the whole folder."
+        )
+    try:
+        partitions = _partitions(models[0], saved, reader)
+        weights = _weights(models, partitions)
+        moments = _moments(partitions, saved[0])
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {str(error)[:160]}"
+        raise reader.broken(name, f"its ZeRO partitions do not fit together ({reason})") from None
+    require_plain(moments, optims[0])
+    state.models.append(weights)
+    state.optimizers.append(moments)
+    state.scaler = _scaler(reader, optims[0], saved[0].get("loss_scaler"))
+    state.notes += [
+        f"{name}: names, shapes and buffers of the weights",
+        f"{optims[0]} and those of {world - 1} more ranks: ZeRO stage {partitions.stage}, put together; its fp32 "
+        "weights became the weights",
+    ]
+
+
+def _read_universal(
+    reader: ForeignReader, folder: str, first: dict[str, Any], name: str, state: ImportedState
+) -> None:
+    weights, moments, common = read_universal(reader, folder, first.get("param_shapes"))
+    require_plain(moments, f"{folder}/zero")
+    for key, value in first["module"].items():  # what ZeRO does not own; stage 3 leaves empty places there
+        if isinstance(value, torch.Tensor) and value.numel():
+            weights.setdefault(key, value)
+    state.models.append(weights)
+    state.optimizers.append(moments)
+    state.scaler = _scaler(reader, name, common.get("loss_scaler"))
+    state.notes.append(
+        f"{folder}/zero: weights in fp32 and state of the optimizer, of DeepSpeed's universal form"
+    )
+
+
+def _optimizer_state(reader: ForeignReader, file: str, value: Any) -> dict[str, Any]:
+    state = value.get("optimizer_state_dict") if isinstance(value, dict) else None
+    if not isinstance(state, dict):
+        raise reader.broken(file, "it has no 'optimizer_state_dict'")
+    if not {"fp32_flat_groups", "single_partition_of_fp32_groups"} & state.keys():
+        raise reader.broken(file, f"it has no flat fp32 groups, but {sorted(map(str, state))[:8]}")
+    return state
+
+
+def _partitions(first: dict[str, Any], saved: list[dict[str, Any]], reader: ForeignReader) -> Partitions:
+    """Raises KeyError, TypeError or ValueError where the files are not of DeepSpeed's form."""
+    is_stage_3 = "fp32_flat_groups" in saved[0]
+    vectors_key, inner_key = (
+        ("fp32_flat_groups", "optimizer_state_dict")
+        if is_stage_3
+        else ("single_partition_of_fp32_groups", "base_optimizer_state")
+    )
+    vectors = [[group.reshape(-1) for group in entry[vectors_key]] for entry in saved]
+    if len({len(rank) for rank in vectors}) != 1 or not all(
+        v.is_floating_point() for rank in vectors for v in rank
+    ):
+        raise ValueError("the ranks have different groups")
+    shapes, inner = first["param_shapes"], [entry[inner_key] for entry in saved]
+    if is_stage_3:
+        spans = spans_of_stage_3(shapes, [len(vector) for vector in vectors[0]], len(saved))
+        return Partitions(
+            3, vectors, inner, spans, lambda s, by_rank: join_stage_3(s, by_rank, reader.scratch)
+        )
+    spans = spans_of_stage_1_and_2(shapes, saved[0].get("param_alignment_paddings"))
+    stage = saved[0].get("zero_stage", 1)  # the optimizer for bf16 does not say, and is stage 1
+    return Partitions(
+        int(stage), vectors, inner, spans, lambda s, by_rank: join_stage_1_and_2(s, by_rank, reader.scratch)
+    )
+
+
+def _weights(models: list[dict[str, Any]], partitions: Partitions) -> dict[str, torch.Tensor]:
+    """Trained and frozen parameters, buffers (in fp32, as DeepSpeed's own script has them) and tied names."""
+    first = models[0]
+    weights = {
+        span.name: partitions.join(span, [rank[span.group] for rank in partitions.vectors])
+        for span in partitions.spans
+    }
+    owners = models if partitions.stage == 3 else models[:1]
+    for name, shape in (first.get("frozen_param_shapes") or {}).items():
+        fragments = [model["frozen_param_fragments"][name].reshape(-1) for model in owners]
+        size = math.prod(checked_shape(shape))
+        span = ZeroSpan(name, checked_shape(shape), 0, 0, -(-size // len(owners)))
+        weights[name] = partitions.join(span, fragments)
+    for name in first["buffer_names"]:
+        buffer = first["module"][name]
+        weights[name] = buffer.float() if buffer.is_floating_point() else buffer
+    for tied, owner in (first.get("shared_params") or {}).items():
+        if owner in weights:
+            weights[tied] = weights[owner]
+    # There the module has empty places; else it has whatever is still without a value.
+    if partitions.stage != 3:
+        weights = first["module"] | weights
+    ordered = {name: weights[name] for name in first["module"] if name in weights} | weights
+    if not is_weights(ordered):
+        raise ValueError("it has other things than tensors under names")
+    return ordered
+
+
+def _moments(partitions: Partitions, saved: dict[str, Any]) -> dict[str, Any]:
+    """The inner optimizer's state by the names of the parameters."""
+    groups, states = _groups_and_states(partitions.inner, saved)
+    numbers = [number for group in groups for number in group["params"]]
+    if len(numbers) != len(partitions.vectors[0]):
+        raise ValueError(
+            f"there are {len(numbers)} vectors in the optimizer, {len(partitions.vectors[0])} of weights"
+        )
+    found = {}
+    for span in partitions.spans:
+        by_rank = [state.get(numbers[span.group], {}) for state in states]
+        # A vector of the weights may lack the padding at its end that the moments have.
+        least = partitions.vectors[0][span.group].numel()
+        own = {}
+        for key, value in by_rank[0].items():
+            is_vector = isinstance(value, torch.Tensor) and value.ndim > 0 and value.numel() >= least
+            own[key] = (
+                partitions.join(span, [entry[key].reshape(-1) for entry in by_rank]) if is_vector else value
+            )
+        if own:
+            found[span.name] = own
+    named = [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": [span.name for span in partitions.spans if numbers[span.group] in group["params"]]}
+        for group in groups
+    ]
+    return {"state": found, "param_groups": named}
+
+
+def _groups_and_states(
+    inner: list[Any], saved: dict[str, Any]
+) -> tuple[list[dict[str, Any]], list[dict[Any, Any]]]:
+    """Of the inner optimizer's ``state_dict()``, or of its "elastic" form: a list of states, one for each group."""
+    if all(isinstance(entry, list) for entry in inner):
+        step = {"step": saved["base_optimizer_state_step"]} if "base_optimizer_state_step" in saved else {}
+        groups = [{"params": [i]} | step for i in range(len(inner[0]))]
+        return groups, [dict(enumerate(entry)) for entry in inner]
+    if not all(is_optimizer(entry) for entry in inner):
+        raise ValueError("the inner optimizer's state has an unknown form")
+    return inner[0]["param_groups"], [entry["state"] for entry in inner]
+
+
+def _scaler(reader: ForeignReader, file: str, saved: Any) -> dict[str, Any] | None:
+    """``torch.amp.GradScaler.state_dict()`` of a dynamic loss scale; a static one is no state."""
+    if not isinstance(saved, StoredTensor) or saved.name != _LOSS_SCALER:
+        return None
+    try:
+        window, factor = int(saved.get("scale_window")), float(saved.get("scale_factor"))
+        good_steps = int(saved.get("cur_iter")) - int(saved.get("last_overflow_iter")) - 1
+        return {
+            "scale": float(saved.get("cur_scale")),
+            "growth_factor": factor,
+            "backoff_factor": 1 / factor,
+            "growth_interval": window,
+            torch_optim.GROWTH_TRACKER: good_steps % window,
+        }
+    except (TypeError, ValueError, ZeroDivisionError):
+        raise reader.broken(file, "its loss scale is incomplete") from None
+
+
+# ------------------------------------------------------------------------------------------------- the rest
+
+
+def _read_plain(reader: ForeignReader, first: dict[str, Any], name: str, state: ImportedState) -> None:
+    """Without ZeRO everything is in one file."""
+    if not is_weights(first["module"]):
+        raise reader.broken(name, "its 'module' holds other things than tensors")
+    state.models.append(first["module"])
+    state.notes.append(f"{name}: weights")
+    saved = first.get("optimizer")
+    if saved is None:
+        return
+    if not is_optimizer(saved):
+        raise CheckpointError(
+            f"{reader.path(name)} has the optimizer of DeepSpeed's fp16 or bf16 mode without ZeRO, whose flat groups "
+            "have no names. Save it under ZeRO stage 1, or import its 'module' only."
+        )
+    state.optimizers.append(optimizer(saved, f"{name}['optimizer']"))
+
+
+def _read_rest(first: dict[str, Any], name: str, state: ImportedState) -> None:
+    """The scheduler, and what the script gave as ``client_state``."""
+    scheduler = first.get("lr_scheduler")
+    if isinstance(scheduler, dict):
+        require_plain(scheduler, f"{name}['lr_scheduler']")
+        state.schedulers.append(scheduler)
+        state.notes.append(f"{name}['lr_scheduler']: state of scheduler 0")
+    for key in ("data_sampler", "random_ltd"):
+        if first.get(key) is not None:
+            state.notes.append(f"{name}['{key}']: left out, as Lockstep has nothing like it")
+    if "ds_config" in first:
+        state.notes.append(
+            f"{name}['ds_config']: left out; `lockstep config convert` reads the file it came from"
+        )
+    for key, value in first.items():
+        if key not in _OWN:
+            require_plain(value, f"{name}[{key!r}]")
+            state.other[key] = value
+            state.notes.append(f"{name}[{key!r}]: kept beside the rest, as the script put it there")

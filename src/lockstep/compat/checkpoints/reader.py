@@ -1,0 +1,108 @@
+"""Read the pickled files of a source: open, hand to the restricted process, decode what it answers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from lockstep.compat.checkpoints.isolated import RefusedError, unpickle
+from lockstep.compat.checkpoints.source import Source
+from lockstep.compat.checkpoints.tensors import MalformedError, MappedFile, Scratch, decode
+from lockstep.errors import CheckpointError
+
+MAX_OPEN = 64
+Piece = tuple[str, int, int]  # name, start, length
+
+
+class ForeignReader:
+    """The values of the files of one source. What is read stays mapped as long as its tensors live."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.scratch = Scratch()
+
+    def read(self, name: str) -> Any:
+        """The value of a pickled file. Raises CheckpointError, with the file's name and why."""
+        return self.read_all([name])[0]
+
+    def read_all(self, names: Sequence[str]) -> list[Any]:
+        """The values of pickled files."""
+        return self.read_pieces([(name, 0, -1) for name in names])
+
+    def read_pieces(self, pieces: Sequence[Piece]) -> list[Any]:
+        """The values of parts of files; the length -1 reaches to the end."""
+        names = list(dict.fromkeys(name for name, _, _ in pieces))
+        values: dict[int, Any] = {}
+        for at in range(0, len(names), MAX_OPEN):
+            batch = set(names[at : at + MAX_OPEN])
+            mine = {i: piece for i, piece in enumerate(pieces) if piece[0] in batch}
+            values.update(zip(mine, self._read_batch(list(mine.values())), strict=True))
+        return [values[i] for i in range(len(pieces))]
+
+    def _read_batch(self, pieces: list[Piece]) -> list[Any]:
+        descriptors: dict[str, int] = {}
+        try:
+            for name, _, _ in pieces:
+                if name not in descriptors:
+                    descriptors[name] = self.source.open(name)
+            sizes = {name: os.fstat(descriptor).st_size for name, descriptor in descriptors.items()}
+            for name, start, length in pieces:
+                if start < 0 or start + max(length, 0) > sizes[name]:
+                    raise self.broken(name, f"{length} bytes at {start} of its {sizes[name]} are asked for")
+            parts = [
+                (descriptors[name], start, sizes[name] - start if length < 0 else length)
+                for name, start, length in pieces
+            ]
+            answers = unpickle(parts)
+            files = {
+                name: MappedFile(fd, str(self.path(name)), self.scratch) for name, fd in descriptors.items()
+            }
+        except RefusedError as refusal:
+            name = pieces[min(refusal.number, len(pieces) - 1)][0]
+            raise (self.broken if refusal.damaged else self.refused)(name, refusal.reason) from None
+        finally:
+            for descriptor in descriptors.values():
+                os.close(descriptor)
+        return [
+            self._decoded(answer, files[name], name)
+            for answer, (name, _, _) in zip(answers, pieces, strict=True)
+        ]
+
+    def _decoded(self, answer: Any, file: MappedFile, name: str) -> Any:
+        try:
+            return decode(answer, file)
+        except MalformedError as error:
+            raise self.broken(name, f"it describes {error}") from None
+
+    def read_safetensors(self, name: str) -> dict[str, torch.Tensor]:
+        """The tensors of a safetensors file. Raises CheckpointError if it is none."""
+        os.close(self.source.open(name))  # no link, and a regular file
+        try:
+            with safe_open(str(self.path(name)), framework="pt") as file:
+                return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (not a mapping)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise self.broken(name, str(error)) from None
+
+    def path(self, name: str) -> Path:
+        return self.source.root / name
+
+    def refused(self, name: str, reason: str) -> CheckpointError:
+        """The error for a file that the restricted process refused."""
+        way_out = (
+            f"Leave it out with skip ({name!r}) if the run can do without it, or load it where you trust it and save "
+            "tensors and plain values only."
+            if self.source.is_folder
+            else "Load it where you trust it and save the model's state_dict() only."
+        )
+        return CheckpointError(f"{self.path(name)} was refused: {reason}. {way_out}")
+
+    def broken(self, name: str, reason: str) -> CheckpointError:
+        """The error for a file whose content contradicts itself."""
+        return CheckpointError(
+            f"{self.path(name)} is damaged or not what its name says: {reason}. Copy it again."
+        )

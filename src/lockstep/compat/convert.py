@@ -1,0 +1,155 @@
+"""A foreign configuration file as one of ours, with a row for what became of each key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.compat.accelerate import sections
+from lockstep.compat.accelerate.config_file import ACCELERATE_ONLY, DEFAULTS, OTHER_KEYS, Ignored, from_yaml
+from lockstep.compat.deepspeed import keys as deepspeed_keys
+from lockstep.compat.deepspeed.config import from_deepspeed
+from lockstep.compat.deepspeed.section import DEEPSPEED_KEYS, FILE_KEY
+from lockstep.compat.fsdp import section as fsdp
+from lockstep.compat.rules import Outcome, Row, Table, is_off, walk
+from lockstep.config.batch import BatchSizes
+from lockstep.config.json_file import read_json
+from lockstep.config.readers import SCALER_FIELDS
+from lockstep.config.said import PARALLEL_FIELDS, combine, precision_of, said_by_settings, spread_of
+from lockstep.config.settings import IN_FILES, REACHING_MACHINES
+from lockstep.config.values import SettingValue
+from lockstep.config.world import fitted
+from lockstep.config.yaml_file import YamlFile, read_yaml
+from lockstep.errors import ConfigError
+
+SECTION_TABLES: dict[str, Table] = {
+    "fsdp_config": {**fsdp.KEYS, **{fsdp.PREFIX + key: rule for key, rule in fsdp.KEYS.items()}},
+    "deepspeed_config": DEEPSPEED_KEYS,
+    sections.MPI_SECTION: sections.MPI_KEYS,
+    "parallelism_config": {
+        **sections.LAYOUT_KEYS,
+        **{sections.LAYOUT_PREFIX + key: rule for key, rule in sections.LAYOUT_KEYS.items()},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """``settings`` are those of ``RunConfig``, in plain data; ``error`` is why there are none."""
+
+    rows: tuple[Row, ...]
+    settings: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
+    error: str | None = None
+
+
+def convert(path: str | Path, ranks: int | None = None) -> Conversion:
+    """Read an Accelerate YAML or a DeepSpeed JSON; ``ranks`` is the number of processes, where the file needs it.
+
+    Raises:
+        ConfigError: the file cannot be read as either.
+    """
+    file = _accelerate_file(path)
+    rows = tuple(_accelerate_rows(file) if file else walk(deepspeed_keys.KEYS, read_json(path)))
+    try:
+        if file is None:
+            described = from_deepspeed(path)
+            return Conversion(rows, _settings(described.says, {}, ranks), described.warnings)
+        loaded = from_yaml(file)
+        given = loaded.config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+        config_file = given.pop(FILE_KEY, None)
+        warnings = tuple(loaded.warnings)
+        says: dict[str, SettingValue] = {}
+        if config_file is not None:
+            described = from_deepspeed(config_file)
+            says, warnings = dict(described.says), (*warnings, *described.warnings)
+        says = combine(says, said_by_settings({name: (value, file.name) for name, value in given.items()}))
+        return Conversion(rows, given | _settings(says, given, ranks), warnings)
+    except ConfigError as error:
+        return Conversion(rows, {}, error=str(error))
+
+
+def _accelerate_file(path: str | Path) -> YamlFile | None:
+    """The file as YAML, or None when it is a DeepSpeed JSON."""
+    if Path(path).suffix.lower() != ".json":
+        return read_yaml(path)
+    data = read_json(path)
+    return YamlFile(str(path), data) if any(key in data for key in ACCELERATE_ONLY) else None
+
+
+def _accelerate_rows(file: YamlFile) -> Iterator[Row]:
+    for key, value in file.data.items():
+        rule = OTHER_KEYS.get(key)
+        if key in SECTION_TABLES and isinstance(value, dict):
+            section = {name: item for name, item in value.items() if name != FILE_KEY}
+            yield from walk(SECTION_TABLES[key], section, key + ".")
+            if isinstance(value.get(FILE_KEY), str) and value[FILE_KEY] != "none":
+                yield from walk(deepspeed_keys.KEYS, read_json(value[FILE_KEY]))
+        elif key in IN_FILES:
+            outcome = Outcome.OFF if value is None else Outcome.USED
+            yield Row(key, value, outcome, "asks for nothing" if value is None else key)
+        elif key in ACCELERATE_ONLY:
+            yield Row(key, value, Outcome.USED, "checked")
+        elif is_off(value) or value == DEFAULTS.get(key):
+            yield Row(key, value, Outcome.OFF, "asks for nothing")
+        elif isinstance(rule, Ignored):
+            yield Row(key, value, Outcome.NO_EFFECT, rule.why)
+        else:
+            text = (
+                f"asks for {rule.what}, which is not available. {rule.instead}"
+                if rule
+                else "this key is not known"
+            )
+            yield Row(key, value, Outcome.REFUSED, text)
+
+
+def _settings(
+    says: Mapping[str, SettingValue], given: Mapping[str, Any], ranks: int | None
+) -> dict[str, Any]:
+    """The settings of a file of ours that say the same.
+
+    Raises:
+        ConfigError: they contradict each other, or the batch sizes need the number of processes.
+    """
+    settings: dict[str, Any] = {}
+    processes = given.get("num_processes")
+    if ranks is not None and processes is not None and ranks != processes:
+        raise ConfigError(f"--ranks is {ranks}, but num_processes is {processes}. Leave out --ranks.")
+    batch = BatchSizes.of(says)
+    processes = ranks or processes or _implied(batch)
+    if batch.train is not None and processes is None:
+        raise ConfigError(
+            f"train_batch_size={batch.train} is over all processes, and their number is not known. Give --ranks N."
+        )
+    if processes is not None:
+        batch = fitted(spread_of(says), batch, processes)
+        settings["num_processes"] = processes
+    precision = precision_of(says)
+    if precision != "no":
+        settings["mixed_precision"] = precision
+    if any(name in says for name in PARALLEL_FIELDS):
+        settings["parallel"] = str(spread_of(says))
+    if batch.accumulation is not None:
+        settings["gradient_accumulation_steps"] = batch.accumulation
+    if batch.micro is not None:
+        settings["micro_batch_size"] = batch.micro
+    if "gradient_clipping" in says:
+        settings["gradient_clipping"] = says["gradient_clipping"].value
+    settings |= {name: says[name].value for name in REACHING_MACHINES if name in says}
+    for name in ("optimizer", "scheduler"):
+        if name in says and not isinstance(says[name].value, dict):
+            settings[name] = asdict(says[name].value)
+    scaler = {name: says[name].value for name in SCALER_FIELDS if name in says}
+    if scaler and precision != "bf16":  # with which gradients are not scaled
+        settings["grad_scaler"] = scaler
+    return settings
+
+
+def _implied(batch: BatchSizes) -> int | None:
+    """The number of processes when the three batch sizes say it."""
+    if batch.train is None or batch.micro is None or batch.accumulation is None:
+        return None
+    processes, rest = divmod(batch.train, batch.micro * batch.accumulation)
+    return processes if processes and not rest else None

@@ -1,0 +1,1 @@
+"""DeepSpeed's JSON and plugin, and the optimizers and schedules that it describes."""

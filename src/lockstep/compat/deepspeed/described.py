@@ -1,0 +1,41 @@
+"""Stand-ins for what a DeepSpeed configuration describes, replaced by the real objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lockstep.compat.deepspeed.optimizers import DummyOptim, DummyScheduler, build_optimizer
+from lockstep.compat.deepspeed.schedulers import build_scheduler
+from lockstep.config.options import Options
+from lockstep.errors import UsageError
+from lockstep.train.scheduler import SCHEDULERS
+
+
+def build_described(objects: tuple[Any, ...], options: Options, world_size: int) -> tuple[Any, ...]:
+    """The objects, with optimizers and schedulers that ``options`` describe in place of ``Dummy...`` ones.
+
+    Raises:
+        UsageError: a real optimizer or scheduler beside a description of one.
+        ConfigError: a description is wrong or incomplete.
+    """
+    for name, described, kind, dummy in (
+        ("optimizer", options.optimizer, Optimizer, "DummyOptim(model.parameters())"),
+        ("scheduler", options.scheduler, SCHEDULERS, "DummyScheduler(optimizer)"),
+    ):
+        found = [type(item).__name__ for item in objects if isinstance(item, kind)]
+        if described is not None and found:
+            raise UsageError(
+                f"prepare got {found[0]}, but the DeepSpeed configuration describes a {described.type} as {name} too. "
+                f"Pass {dummy}, or drop the section '{name}'."
+            )
+    built: dict[int, Any] = {
+        id(item): build_optimizer(options.optimizer, item) for item in objects if isinstance(item, DummyOptim)
+    }
+    steps_per_call = 1 if options.loaders.split_batches else world_size
+    for item in objects:
+        if isinstance(item, DummyScheduler):
+            of = built.get(id(item.optimizer), getattr(item.optimizer, "optimizer", item.optimizer))
+            built[id(item)] = build_scheduler(options.scheduler, item, of, steps_per_call)
+    return tuple(built.get(id(item), item) for item in objects)

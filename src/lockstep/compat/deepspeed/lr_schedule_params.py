@@ -1,0 +1,114 @@
+"""The parameters of learning rate schedules: which there are, and what each may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from lockstep.compat.deepspeed.lr_schedules import SCHEDULES, LRSchedule, Rate
+from lockstep.config.values import parse_bool, parse_integer, shown, suggestion
+from lockstep.errors import ConfigError
+
+Parser = Callable[[Any, str], Any]  # (value, where it stands) -> the value, or ConfigError
+
+
+def parse_schedule(name: str, params: Mapping[str, Any], groups: int) -> LRSchedule:
+    """The schedule ``name`` of ``SCHEDULES`` for an optimizer with that many parameter groups.
+
+    Raises:
+        ConfigError: a parameter is unknown, missing, of the wrong kind or out of range.
+    """
+    kind = SCHEDULES[name]
+    known = {field.name: field.default for field in fields(kind)}
+    refuse_unknown(params, known, f"schedule {name}")
+    missing = [key for key, default in known.items() if default is MISSING and params.get(key) is None]
+    if missing:
+        raise ConfigError(
+            f"The schedule {name} needs {', '.join(missing)}. Add it to scheduler.params in the file, or pass "
+            f"DummyScheduler(..., {missing[0]}=...)."
+        )
+    values = {}
+    for key, value in params.items():
+        if value is None and known[key] is None:
+            continue
+        values[key] = _PARSERS[key](value, f"scheduler.params.{key}")
+        if isinstance(values[key], tuple) and len(values[key]) != groups:
+            raise ConfigError(
+                f"scheduler.params.{key} has {len(values[key])} values, but the optimizer has {groups} parameter "
+                "groups. Write one number, or one for each group."
+            )
+    schedule: LRSchedule = kind(**values)
+    return schedule
+
+
+def refuse_unknown(names: Mapping[str, Any], known: Mapping[str, Any], what: str) -> None:
+    """Raise ConfigError for names that are not known; ``what`` is the thing whose parameters they would be."""
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"The {what} has no parameter {', '.join(shown(name) for name in unknown)}."
+            f"{suggestion(str(unknown[0]), known)} Remove it, or use one of {', '.join(known)}."
+        )
+
+
+def _number(low: float = -math.inf, below: float = math.inf, above: float = -math.inf) -> Parser:
+    def parse(value: Any, origin: str) -> float:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or not (low <= value < below and value > above):
+            bounds = [f"at least {low}"] * (low > -math.inf)
+            bounds += [f"above {above}"] * (above > -math.inf) + [f"below {below}"] * (below < math.inf)
+            raise ConfigError(
+                f"{origin} is {shown(value)}, but must be a finite number{' '.join(['', *bounds])}. Change it."
+            )
+        return value
+
+    return parse
+
+
+def _each(parse_one: Parser) -> Parser:
+    def parse(value: Any, origin: str) -> Rate:
+        if isinstance(value, (list, tuple)):
+            return tuple(parse_one(item, origin) for item in value)
+        number: float = parse_one(value, origin)
+        return number
+
+    return parse
+
+
+def _integer(at_least: int) -> Parser:
+    return lambda value, origin: parse_integer(value, origin, at_least)
+
+
+def _warmup_type(value: Any, origin: str) -> str:
+    if value not in ("log", "linear"):
+        raise ConfigError(f"{origin} is {shown(value)}, which is not known. Use 'log' or 'linear'.")
+    return str(value)
+
+
+_PARSERS: dict[str, Parser] = {
+    "warmup_min_lr": _each(_number(low=0)),
+    "warmup_max_lr": _each(_number(low=0)),
+    "warmup_num_steps": _integer(1),
+    "warmup_type": _warmup_type,
+    "warmup_min_ratio": _number(low=0),
+    "cos_min_ratio": _number(low=0),
+    "total_num_steps": _integer(1),
+    "cycle_min_lr": _each(_number(low=0)),
+    "cycle_max_lr": _each(_number(low=0)),
+    "decay_lr_rate": _number(low=0),
+    "cycle_first_step_size": _number(above=0),
+    "cycle_second_step_size": _number(low=0),
+    "cycle_first_stair_count": _integer(0),
+    "cycle_second_stair_count": _integer(0),
+    "decay_step_size": _number(low=0),
+    "cycle_momentum": parse_bool,
+    "cycle_min_mom": _each(_number(low=0, below=1)),
+    "cycle_max_mom": _each(_number(low=0, below=1)),
+    "decay_mom_rate": _number(),
+    "lr_range_test_min_lr": _each(_number(low=0)),
+    "lr_range_test_step_size": _integer(1),
+    "lr_range_test_step_rate": _number(),
+    "lr_range_test_staircase": parse_bool,
+}

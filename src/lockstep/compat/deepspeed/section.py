@@ -1,0 +1,127 @@
+"""The section of Accelerate's YAML for DeepSpeed, in our settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.compat.deepspeed.config import finish, from_deepspeed
+from lockstep.compat.rules import NoEffect, Refused, Table, Translation, Used, translate
+from lockstep.config import readers as read
+from lockstep.config.hosts import parse_filter
+from lockstep.config.said import combine
+from lockstep.config.values import SettingValue, shown
+from lockstep.errors import ConfigError
+
+META = "a model is made as the script makes it; one made on the meta device is filled shard by shard"
+
+# DeepSpeed's launchers -> the setting that does the same; with the first two a machine starts only itself
+MULTINODE_LAUNCHERS: dict[str, dict[str, bool]] = {
+    "standard": {},
+    "nossh": {},
+    "pdsh": {},
+    "openmpi": {"mpi": True},
+    "slurm": {"slurm": True},
+}
+ONE_MACHINE = ("standard", "nossh")
+
+
+def _launcher(value: Any, key: str) -> dict[str, bool]:
+    """The settings of one of DeepSpeed's launchers."""
+    if value in (None, "", "none"):
+        return {}
+    if value not in MULTINODE_LAUNCHERS:
+        raise ConfigError(
+            f"{key}={shown(value)} is not available. Use one of {', '.join(MULTINODE_LAUNCHERS)}."
+        )
+    return MULTINODE_LAUNCHERS[value]
+
+
+def file_name(value: Any, key: str) -> str | None:
+    if value in ("", "none"):
+        return None
+    if not isinstance(value, str) or "\0" in value:
+        raise ConfigError(f"{key}={shown(value)} is not a path. Give the name of a file.")
+    return value
+
+
+def _filter(value: Any, key: str) -> str | None:
+    """A filter on whole hosts."""
+    if value in ("", "none"):
+        return None
+    try:
+        return "@".join(parse_filter(value))
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}.") from None
+
+
+LAUNCHER_KEY, HOSTFILE_KEY = "deepspeed_multinode_launcher", "deepspeed_hostfile"
+
+# Accelerate's own names, in its file and its plugin
+DEEPSPEED_KEYS: Table = {
+    "zero_stage": Used("zero", read.integer(0, 3)),
+    "offload_optimizer_device": Used("optimizer_device", read.offload_device),
+    "offload_param_device": Used("param_device", read.offload_device),
+    "offload_optimizer_nvme_path": Used("optimizer_folder", read.folder),
+    "offload_param_nvme_path": Used("param_folder", read.folder),
+    "gradient_accumulation_steps": Used("gradient_accumulation_steps", read.integer(1)),
+    "gradient_clipping": Used("gradient_clipping", read.number),
+    "zero3_init_flag": NoEffect(META),
+    "zero3_save_16bit_model": NoEffect(
+        "save_model always writes whole weights", (True, False, "true", "false")
+    ),
+    "transformer_moe_cls_names": NoEffect("experts are sharded as all other blocks are"),
+    "deepspeed_moe_layer_cls_names": NoEffect("experts are sharded as all other blocks are"),
+    "enable_msamp": Refused("fp8 training"),
+    LAUNCHER_KEY: Used("", _launcher),
+    HOSTFILE_KEY: Used("hostfile", file_name),
+    "deepspeed_inclusion_filter": Used("include_hosts", _filter),
+    "deepspeed_exclusion_filter": Used("exclude_hosts", _filter),
+}
+FILE_KEY = "deepspeed_config_file"
+DEFAULT_STAGE = 2
+
+
+def from_deepspeed_section(section: Mapping[str, Any], where: str) -> Translation:
+    """The section ``deepspeed_config``; the file that it names must agree with its other keys.
+
+    Raises:
+        ConfigError: a key is unknown or refused, or the file contradicts another key.
+    """
+    own = translate(DEEPSPEED_KEYS, {key: value for key, value in section.items() if key != FILE_KEY}, where)
+    _check_launcher(own.says, section, where)
+    says = finish(own)
+    path = section.get(FILE_KEY)
+    if path in (None, "none", ""):
+        says.setdefault(
+            "zero", SettingValue(DEFAULT_STAGE, f"DeepSpeed's default, stage {DEFAULT_STAGE} ({where})")
+        )
+        return Translation(says, own.warnings, own.rows)
+    if not isinstance(path, str):
+        raise ConfigError(f"{where}: {FILE_KEY} is not a path. Give the name of a JSON file.")
+    # Only to see whether they agree: workers read the file themselves.
+    combine(says, from_deepspeed(path).says)
+    says[FILE_KEY] = SettingValue(path, f"{FILE_KEY}={path} ({where})")
+    return Translation(says, own.warnings, own.rows)
+
+
+def _check_launcher(says: Mapping[str, SettingValue], section: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError when the launcher and the list of hosts do not belong together."""
+    launcher = section.get(LAUNCHER_KEY)
+    listed = next(
+        (name for name in ("hostfile", "include_hosts", "exclude_hosts", "mpi") if name in says), None
+    )
+    if launcher in ONE_MACHINE and listed is not None:
+        raise ConfigError(
+            f"{where}: {LAUNCHER_KEY}={launcher} starts one machine, which contradicts {says[listed].source}. "
+            f"Remove one of them."
+        )
+    if "hostfile" not in says and (launcher == "pdsh" or listed is not None):
+        raise ConfigError(
+            f"{where}: {LAUNCHER_KEY}={launcher or 'pdsh'} needs {HOSTFILE_KEY}, a file with lines such as "
+            f"host1 slots=8. Name one, or set {LAUNCHER_KEY}: standard and run one command on each machine."
+        )
+    if launcher == "slurm" and "hostfile" in says:
+        raise ConfigError(
+            f"{where}: {says['hostfile'].source} contradicts {LAUNCHER_KEY}=slurm. Remove one of them."
+        )

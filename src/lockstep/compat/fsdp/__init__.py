@@ -1,0 +1,1 @@
+"""Accelerate's settings and plugin for FSDP."""

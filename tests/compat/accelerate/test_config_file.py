@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lockstep.compat.accelerate.config_file import OTHER_KEYS, SECTIONS, from_yaml, load
+from lockstep.compat.accelerate.write import write_config
+from lockstep.config.enums import PrecisionType
+from lockstep.config.run import RunConfig
+from lockstep.config.settings import IN_FILES
+from lockstep.config.yaml_file import MAX_BYTES, parse_yaml
+from lockstep.errors import ConfigError
+from tests.compat.accelerate_examples import TWO_MACHINES, TWO_PROCESSES
+
+
+def read(text: str) -> RunConfig:
+    return from_yaml(parse_yaml(text, "run.yaml")).config
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(text)
+    return str(caught.value)
+
+
+def test_the_two_process_example_is_read_as_it_is() -> None:
+    loaded = from_yaml(parse_yaml(TWO_PROCESSES, "run.yaml"))
+    assert loaded.warnings == []
+    assert (loaded.config.num_processes, loaded.config.num_machines, loaded.config.use_cpu) == (2, 1, True)
+    assert loaded.config.mixed_precision == PrecisionType.NO
+    assert loaded.origins["num_processes"] == "run.yaml:10: num_processes"
+
+
+def test_the_two_machine_example_is_read_as_it_is() -> None:
+    config = read(TWO_MACHINES)
+    assert (config.num_processes, config.num_machines, config.machine_rank) == (16, 2, 1)
+    assert (config.main_process_ip, config.main_process_port) == ("192.168.20.1", 8080)
+    assert (config.mixed_precision, config.rdzv_backend, config.gpu_ids) == (
+        PrecisionType.FP16,
+        "static",
+        "all",
+    )
+
+
+def test_machines_that_may_leave_are_said_in_one_key_or_in_two() -> None:
+    meeting = "num_processes: 4\nmain_process_ip: a\nmain_process_port: 1\n"
+    for text in ('num_machines: "1:4"\n', "num_machines: 4\nmin_machines: 1\n"):
+        config = read(text + meeting)
+        assert (config.num_machines, config.min_machines, config.machine_rank) == (4, 1, None)
+    assert "num_machines is 1:4 but min_machines is 2" in refusal(
+        'num_machines: "1:4"\nmin_machines: 2\n' + meeting
+    )
+    assert "run.yaml:1: num_machines: '4:1' is not" in refusal('num_machines: "4:1"\n' + meeting)
+
+
+def test_settings_of_other_ways_to_launch_are_read() -> None:
+    config = read(
+        "slurm: true\nslurm_options: {partition: gpu, time: 90}\ngrace: 5\nwatch: false\nforward_env: [A]\n"
+    )
+    assert (config.slurm, config.slurm_options) == (True, {"partition": "gpu", "time": "90"})
+    assert (config.grace, config.watch, config.forward_env) == (5.0, False, ("A",))
+    config = read("hosts: [a, 'me@b:2']\nk8s_options: null\n")
+    assert (config.hosts, config.k8s_options) == ("a,me@b:2", None)
+    for text, message in (
+        ("hosts: '-oProxyCommand=x'\n", "run.yaml:1: hosts: '-oProxyCommand=x' is not a host name"),
+        ("grace: -1\n", "run.yaml:1: grace: -1 is not a number of seconds"),
+        ("k8s: pod\n", "run.yaml:1: k8s: 'pod' is not one of"),
+        (
+            "slurm_options: {'a b': 1}\nslurm: true\n",
+            "run.yaml:1: slurm_options: 'a b' is not the name of an option",
+        ),
+        ("interface: '../x'\n", "run.yaml:1: interface: '../x' is not the name of a network interface"),
+        ("ray: true\nmpi: true\n", "run.yaml:2: mpi and ray are two ways to launch"),
+    ):
+        assert message in refusal(text)
+
+
+def test_sections_of_other_libraries_choose_the_way_to_launch(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("a slots=2\nb slots=2\n")
+    config = read(f"num_processes: 4\nmpirun_config: {{mpirun_hostfile: {file}, mpirun_ccl: '1'}}\n")
+    assert (config.mpi, config.hostfile) == (True, str(file))
+    section = f"deepspeed_hostfile: {file}, deepspeed_inclusion_filter: a@b, zero_stage: 2"
+    config = read(f"num_processes: 4\ndeepspeed_config: {{deepspeed_multinode_launcher: pdsh, {section}}}\n")
+    assert (config.hostfile, config.include_hosts, config.parallel) == (str(file), "a@b", "zero=2")
+    assert "slots of a host" in refusal(
+        f"deepspeed_config: {{deepspeed_exclusion_filter: 'a:0', deepspeed_hostfile: {file}}}\n"
+    )
+    assert read("deepspeed_config: {deepspeed_multinode_launcher: slurm}\n").slurm is True
+
+
+def test_every_key_of_accelerate_is_known() -> None:
+    sections = [
+        "downcast_bf16",
+        "deepspeed_config",
+        "fsdp_config",
+        "parallelism_config",
+        "fp8_config",
+        "dynamo_config",
+        "mpirun_config",
+        "megatron_lm_config",
+        "tpu_env",
+        "tpu_name",
+        "tpu_zone",
+        "tpu_use_cluster",
+        "tpu_use_sudo",
+        "same_network",
+        "main_training_function",
+        "enable_cpu_affinity",
+    ]
+    assert set(sections) <= {*OTHER_KEYS, *SECTIONS}
+    for key in sections:
+        assert read(TWO_PROCESSES.replace(f"{key}:", f"# {key}:") + f"{key}: null\n").num_processes == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("num_processes: 2", "num_processes: abc", "run.yaml:10: num_processes: 'abc' is not an integer"),
+        ("num_processes: 2", "num_processes: -4", "run.yaml:10: num_processes: -4 is not an integer"),
+        ("num_processes: 2", "num_processes: 2.5", "run.yaml:10: num_processes: 2.5 is not an integer"),
+        ("num_processes: 2", "num_processes: true", "run.yaml:10: num_processes: True is not an integer"),
+        (
+            "num_processes: 2",
+            "num_proceses: 2",
+            "run.yaml:10: 'num_proceses' is not a known key. Did you mean ",
+        ),
+        (
+            "num_processes: 2",
+            "num_processes: 2\nnum_processes: 3",
+            "run.yaml:11: num_processes is given twice, ",
+        ),
+        (
+            "num_machines: 1",
+            "num_machines: 2",
+            "run.yaml:9: num_machines is 2, so every machine must know where",
+        ),
+        ("machine_rank: 0", "machine_rank: 1", "run.yaml:6: machine_rank is 1 with num_machines 1"),
+        ("MULTI_CPU", "MULTI_CPI", "run.yaml:3: distributed_type: 'MULTI_CPI' is not one of"),
+        ("MULTI_CPU", "MEGATRON_LM", "run.yaml:3: distributed_type: MEGATRON_LM is not available yet"),
+        ("MULTI_CPU", "MULTI_GPU", "run.yaml:16: use_cpu is true but distributed_type is MULTI_GPU"),
+        ("MULTI_CPU", "'NO'", "run.yaml:10: num_processes is 2 but distributed_type is NO"),
+        (
+            "LOCAL_MACHINE",
+            "AMAZON_SAGEMAKER",
+            "run.yaml:1: compute_environment: AMAZON_SAGEMAKER is not available",
+        ),
+        ("mixed_precision: 'no'", "mixed_precision: bf61", "run.yaml:8: mixed_precision: bf61 is not one of"),
+        (
+            "debug: false",
+            "fsdp_config: {fsdp_version: 2}",
+            "run.yaml:2: fsdp_config asks for sharding (FSDP)",
+        ),
+        ("debug: false", "debug: perhaps", "run.yaml:2: debug: 'perhaps' is not a truth value"),
+        ("debug: false", "debug: &a [*a]", "run.yaml:2: not valid YAML: aliases"),
+        ("debug: false", "debug: " + "[" * 40000, "run.yaml:2: not valid YAML: nested deeper"),
+        ("debug: false", "debug: !!python/object/apply:os.system [echo]", "run.yaml:2: the tag "),
+        ("debug: false", "debug: [", "run.yaml:4: not valid YAML"),
+        ("debug: false", "\tdebug: 1", "run.yaml:2: not valid YAML"),
+        ("rdzv_backend: static", "rdzv_backend: statc", "Did you mean 'static'?"),
+    ],
+)
+def test_bad_files_give_one_message_with_file_line_and_key(old: str, new: str, message: str) -> None:
+    started = time.monotonic()
+    said = refusal(TWO_PROCESSES.replace(old, new))
+    assert message in said
+    assert "\n" not in said
+    assert time.monotonic() - started < 1
+
+
+def test_sections_that_are_switched_off_are_tolerated() -> None:
+    assert read(TWO_PROCESSES + "fsdp_config: {}\ndeepspeed_config:\ndynamo_config: {dynamo_backend: 'NO'}\n")
+
+
+def test_distributed_type_no_means_one_process() -> None:
+    loaded = from_yaml(parse_yaml("distributed_type: 'NO'\n", "run.yaml"))
+    assert (loaded.config.num_processes, loaded.origins["num_processes"]) == (
+        1,
+        "run.yaml:1: distributed_type",
+    )
+
+
+def test_a_switch_without_effect_is_said_by_name() -> None:
+    loaded = from_yaml(
+        parse_yaml(TWO_PROCESSES.replace("downcast_bf16: 'no'", "downcast_bf16: 'yes'"), "run.yaml")
+    )
+    assert loaded.warnings == ["run.yaml:4: downcast_bf16 has no effect: it concerns TPUs only."]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x00\x01\x02",
+        b"\xff\xfe\xfa",
+        b"- 1\n- 2\n",
+        b"just words",
+        b"a: 1\n" * MAX_BYTES,
+        b"--- {}\n--- {}\n",
+        b"?",
+    ],
+)
+def test_files_that_are_no_configuration_are_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"c\.yaml"):
+        load(path)
+
+
+def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.yaml", tmp_path, "a\0b"):
+        with pytest.raises(ConfigError, match="cannot read the configuration file"):
+            load(path)
+
+
+def test_a_written_file_reads_back_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "c.yaml"
+    write_config(path, {"num_processes": 4, "mixed_precision": "no", "use_cpu": True})
+    config = load(path).config
+    assert (config.num_processes, config.mixed_precision, config.use_cpu) == (4, PrecisionType.NO, True)
+
+
+JUNK = ["abc", "-4", "0", "1e9", "[]", "{}", "''", "null", "true", "0x10", "1:30", "*a", "&a", "!!set", "no"]
+JUNK += ["'", '"\\x"', "é", "\\", "2001-01-01", ".inf", "[["]
+JUNK += ["{fsdp_version: 2}", "{zero_stage: 2}", "{dp_shard_size: 2}", "zero=3", "{zero: 3}", "{type: SGD}"]
+JUNK += ["? ", "<<", "|", ">", "%", "@", "`", "\u2028", "٣", "1_0", "9" * 400]
+
+
+def mutated(text: str, dice: random.Random) -> str:
+    lines = text.splitlines()
+    for _ in range(dice.randint(1, 3)):
+        spot = dice.randrange(len(lines))
+        key, _, value = lines[spot].partition(": ")
+        kind = dice.randrange(6)
+        if kind == 0:
+            lines[spot] = f"{key}: {dice.choice(JUNK)}"
+        elif kind == 1:
+            cut = dice.randrange(len(lines[spot]) + 1)
+            lines[spot] = lines[spot][:cut] + dice.choice(JUNK) + lines[spot][cut:]
+        elif kind == 2:
+            lines.insert(dice.randrange(len(lines)), lines[spot])
+        elif kind == 3:
+            lines[spot] = " " * dice.randint(1, 3) + lines[spot]
+        elif kind == 4:
+            lines[spot] = f"{dice.choice(lines).partition(': ')[0]}: {value}"
+        else:
+            lines[spot] = f"{dice.choice([*OTHER_KEYS, *SECTIONS, *IN_FILES])}: {dice.choice(JUNK)}"
+    return "\n".join(lines)
+
+
+def outcome(text: str) -> tuple[RunConfig | None, str]:
+    try:
+        return read(text), ""
+    except ConfigError as error:
+        return None, str(error)
+
+
+@pytest.mark.parametrize("example", [TWO_PROCESSES, TWO_MACHINES])
+def test_mutated_files_are_refused_in_one_line_or_mean_what_they_say(example: str) -> None:
+    accepted = 0
+    for seed in range(300):
+        text = mutated(example, random.Random(seed))
+        started = time.monotonic()
+        config, message = outcome(text)
+        if config is None:
+            assert message.startswith("run.yaml"), text
+            assert len(message.splitlines()) == 1, text
+            assert len(message) < 500, text
+        else:
+            accepted += 1
+            plain = yaml.safe_load(text)  # what another reader sees in the file
+            for name in ("num_processes", "num_machines", "machine_rank", "main_process_port"):
+                value = getattr(config, name)
+                if value is not None and plain.get(name) is not None:
+                    assert isinstance(value, int), text
+                    assert value == int(plain[name]), text
+            assert (config.machine_rank or 0) < config.num_machines, text
+            assert (config.num_processes or 1) >= 1, text
+        assert time.monotonic() - started < 1, text
+    assert 5 < accepted < 250  # the mutations neither all miss nor all break

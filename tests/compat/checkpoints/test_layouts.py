@@ -1,0 +1,125 @@
+"""What a source is recognised as, by its names and content, and what is said of those that are not known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.compat.checkpoints.convert import read_foreign
+from lockstep.errors import CheckpointError
+
+WEIGHTS = {"weight": torch.ones(2, 2), "bias": torch.zeros(2)}
+
+
+def saved(path: Path, value: Any) -> Path:
+    torch.save(value, path)
+    return path
+
+
+@pytest.mark.parametrize("key", ["model_state_dict", "state_dict", "model", "module", "model_state", "net"])
+def test_weights_are_found_under_the_usual_keys(key: str, tmp_path: Path) -> None:
+    state = read_foreign(saved(tmp_path / "x.ckpt", {key: WEIGHTS, "epoch": 2}))
+    assert state.models[0].keys() == WEIGHTS.keys() and state.other == {"epoch": 2}
+
+
+def test_several_optimizers_and_schedulers_are_read_from_lists(tmp_path: Path) -> None:
+    optimizer = {"state": {}, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
+    value = {
+        "state_dict": WEIGHTS,
+        "optimizer_states": [optimizer] * 2,
+        "lr_schedulers": [{"last_epoch": 1}] * 2,
+    }
+    state = read_foreign(saved(tmp_path / "x.ckpt", value))
+    assert state.optimizers == [optimizer] * 2 and state.schedulers == [{"last_epoch": 1}] * 2
+
+
+def test_parameters_have_names_where_the_groups_say_them(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = read_foreign(saved(tmp_path / "x.pt", {"model": WEIGHTS, "optimizer": optimizer.state_dict()}))
+    (group,) = state.optimizers[0]["param_groups"]
+    assert group["params"] == ["weight", "bias"] and "param_names" not in group
+    assert list(state.optimizers[0]["state"]) == ["weight", "bias"]
+
+
+def test_a_folder_with_one_pickled_file_is_that_file(tmp_path: Path) -> None:
+    saved(tmp_path / "pytorch_model.bin", WEIGHTS)
+    saved(tmp_path / "training_args.bin", {})
+    (tmp_path / "config.json").write_text("{}")
+    assert read_foreign(tmp_path).models[0].keys() == WEIGHTS.keys()
+
+
+def test_the_link_that_a_user_names_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "link.bin").symlink_to(saved(tmp_path / "x.bin", WEIGHTS))
+    assert read_foreign(tmp_path / "link.bin").models[0].keys() == WEIGHTS.keys()
+
+
+def test_files_that_are_no_part_of_the_format_are_named(tmp_path: Path) -> None:
+    saved(tmp_path / "pytorch_model.bin", WEIGHTS)
+    saved(tmp_path / "scheduler.bin", {"last_epoch": 1})
+    (tmp_path / "extra.json").write_text("{}")
+    assert "extra.json: left out, as it is no part of what save_state writes" in read_foreign(tmp_path).notes
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ([1, 2], "it holds a list"),
+        ({}, "a dict with nothing"),
+        ({"weights": WEIGHTS}, r"a dict with 'weights' \(dict\)"),
+        ({"state": {}, "param_groups": []}, r"'state' \(dict\), 'param_groups' \(list\)"),
+        ({"model": {"a": 1}}, r"'model' \(dict\)"),
+    ],
+)
+def test_a_dict_of_unknown_form_is_refused_with_what_was_seen(value: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        read_foreign(saved(tmp_path / "x.pt", value))
+
+
+def test_unknown_sources_are_refused_with_what_was_seen(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no file or folder .*nothing"):
+        read_foreign(tmp_path / "nothing")
+    (tmp_path / "model.onnx").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"it has model\.onnx\. Known are"):
+        read_foreign(tmp_path)
+    with pytest.raises(CheckpointError, match=r"none of the endings \.bin, \.pt"):
+        read_foreign(tmp_path / "model.onnx")
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="safetensors file already"):
+        read_foreign(tmp_path / "model.safetensors")
+
+
+def test_one_ranks_fsdp_shards_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "pytorch_model_fsdp_0_rank0.bin", WEIGHTS)
+    saved(tmp_path / "scheduler.bin", {"last_epoch": 1})
+    with pytest.raises(CheckpointError, match="one rank's shard"):
+        read_foreign(tmp_path)
+
+
+def test_an_object_of_a_library_is_refused_by_its_place(tmp_path: Path) -> None:
+    from torch.utils.data import TensorDataset
+
+    saved(tmp_path / "pytorch_model.bin", WEIGHTS)
+    saved(tmp_path / "custom_checkpoint_0.pkl", {"data": [TensorDataset(torch.ones(1))]})
+    with pytest.raises(
+        CheckpointError, match=r"custom_checkpoint_0\.pkl\['data'\]\[0\] is an object of torch.*TensorDataset"
+    ):
+        read_foreign(tmp_path)
+
+
+def test_a_samplers_seed_and_epoch_are_read(tmp_path: Path) -> None:
+    from accelerate.data_loader import SeedableRandomSampler
+    from torch.utils.data import TensorDataset
+
+    generator = torch.Generator()
+    sampler = SeedableRandomSampler(TensorDataset(torch.arange(4)), generator=generator, data_seed=5)
+    sampler.set_epoch(2)
+    saved(tmp_path / "pytorch_model.bin", WEIGHTS)
+    saved(tmp_path / "sampler_1.bin", sampler)
+    saved(tmp_path / "scheduler.bin", {"last_epoch": 1})
+    assert read_foreign(tmp_path).loaders == [None, {"epoch": 2, "seed": 5}]
