@@ -43,7 +43,7 @@ from lockstep.parallel.materialize import InitWeights
 from lockstep.parallel.parallel_model import PipelinedModel, call_of, unwrap
 from lockstep.preparation.files import FileMethods
 from lockstep.preparation.prepare import Preparation
-from lockstep.preparation.window import OpenWindow
+from lockstep.preparation.window import AccumulationState
 from lockstep.runtime import process
 from lockstep.runtime.control import ProcessControl, RunState
 from lockstep.runtime.memory import release_memory
@@ -198,7 +198,7 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
             step_scheduler_with_optimizer,
             lambda: self._accumulation.ranks_step_together,
         )
-        self._window = OpenWindow(
+        self._window = AccumulationState(
             self._accumulation,
             self._preparation.models,
             self._preparation.optimizers,

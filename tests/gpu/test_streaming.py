@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.config.enums import Activation
 from lockstep.model.blocks import find_blocks
 from lockstep.offload.weights.attach import stop_streaming, stream_weights
-from lockstep.offload.weights.groups import find_units
+from lockstep.offload.weights.groups import find_weight_groups
 from lockstep.parallel.recompute import recompute
 
 pytestmark = [
@@ -64,7 +64,7 @@ def test_streamed_training_has_the_losses_and_gradients_of_the_model_on_the_gpu(
         recompute(model, Activation.FULL, find_blocks(model))
     block_bytes = sum(p.nbytes for p in model.layers[0].parameters())
     streamer = stream_weights(
-        model, find_units(model, find_blocks(model)), torch.device("cuda"), 4 * block_bytes
+        model, find_weight_groups(model, find_blocks(model)), torch.device("cuda"), 4 * block_bytes
     )
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in (model, plain)]
     kept: list[torch.Tensor] = []
@@ -96,7 +96,11 @@ def test_streamed_inference_keeps_its_budget_and_has_the_same_numbers() -> None:
         torch.cuda.synchronize()
         block_bytes = sum(p.nbytes for p in model.layers[0].parameters())
         stream_weights(
-            model, find_units(model, find_blocks(model)), torch.device("cuda"), 3 * block_bytes, ahead=1
+            model,
+            find_weight_groups(model, find_blocks(model)),
+            torch.device("cuda"),
+            3 * block_bytes,
+            ahead=1,
         )
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()

@@ -37,7 +37,7 @@ RUN = "train.py on 4 machines"
 SEQUENCES, EVENTS = 10_000, 25
 
 
-def offer(machine: str, rank: int | None = None, nproc: int = 1, **other: str) -> JoinRequest:
+def request(machine: str, rank: int | None = None, nproc: int = 1, **other: str) -> JoinRequest:
     return JoinRequest(
         machine=machine,
         name=f"host-{machine}",
@@ -66,58 +66,58 @@ def formed(actions: list[Action]) -> RoundStarted:
 
 
 def names(round: RoundStarted) -> list[str]:
-    return [seat.offer.machine for seat in round.seats]
+    return [node.request.machine for node in round.nodes]
 
 
 def test_a_round_begins_at_once_when_all_are_here_and_ranks_follow_machine_ranks() -> None:
     members = launch(3, 3)
-    assert members.step(NodeJoined(offer("c", 2, nproc=2)), 100.0) == []
-    assert members.step(NodeJoined(offer("a", 0, nproc=3)), 101.0) == []
+    assert members.step(NodeJoined(request("c", 2, nproc=2)), 100.0) == []
+    assert members.step(NodeJoined(request("a", 0, nproc=3)), 101.0) == []
     assert members.lacking() == "machine 1"
-    round = formed(members.step(NodeJoined(offer("b", 1)), 102.0))
+    round = formed(members.step(NodeJoined(request("b", 1)), 102.0))
     assert names(round) == ["a", "b", "c"]
-    assert [seat.base_rank for seat in round.seats] == [0, 3, 4]
+    assert [node.base_rank for node in round.nodes] == [0, 3, 4]
     assert (round.number, round.world_size) == (0, 6)
-    assert (round.address, round.port) == (offer("a").address, offer("a").port)
+    assert (round.address, round.port) == (request("a").address, request("a").port)
 
 
 def test_without_numbers_ranks_follow_arrival_but_the_host_is_first() -> None:
     members = launch(3, 3)
     for machine in "cb":
-        assert members.step(NodeJoined(offer(machine)), 100.0) == []
-    assert names(formed(members.step(NodeJoined(offer("a")), 100.0))) == ["a", "c", "b"]
+        assert members.step(NodeJoined(request(machine)), 100.0) == []
+    assert names(formed(members.step(NodeJoined(request("a")), 100.0))) == ["a", "c", "b"]
 
 
 def test_a_first_round_waits_for_late_comers_once_there_are_enough() -> None:
     members = launch(2, 4)
     assert members.lacking() == "2 more machines"
-    members.step(NodeJoined(offer("a")), 0.0)
+    members.step(NodeJoined(request("a")), 0.0)
     assert members.lacking() == "1 more machine"
-    assert members.step(NodeJoined(offer("b")), 10.0) == []
+    assert members.step(NodeJoined(request("b")), 10.0) == []
     assert members.step(Tick(), 10.0 + LAST_CALL_S - 0.1) == []
-    assert members.step(NodeJoined(offer("c")), 10.0 + LAST_CALL_S - 0.05) == []
+    assert members.step(NodeJoined(request("c")), 10.0 + LAST_CALL_S - 0.05) == []
     assert names(formed(members.step(Tick(), 10.0 + LAST_CALL_S))) == ["a", "b", "c"]
 
 
 def test_a_lost_machine_ends_the_round_and_the_others_form_the_next_without_waiting() -> None:
     members = launch(1, 2)
-    members.step(NodeJoined(offer("a", 0)), 0.0)
-    assert formed(members.step(NodeJoined(offer("b", 1)), 0.0)).number == 0
+    members.step(NodeJoined(request("a", 0)), 0.0)
+    assert formed(members.step(NodeJoined(request("b", 1)), 0.0)).number == 0
     assert members.step(Lost("b"), 1.0) == [
-        Missing(offer("b", 1), "its connection closed", 0),
+        Missing(request("b", 1), "its connection closed", 0),
         NodeEnded(0, ("a",)),
     ]
     assert members.step(Tick(), 1.1) == []  # not before "a" has ended its workers
-    again = formed(members.step(NodeJoined(offer("a", 0, epoch="this")), 1.5))
+    again = formed(members.step(NodeJoined(request("a", 0, epoch="this")), 1.5))
     assert (again.number, names(again), again.world_size) == (1, ["a"], 1)
 
 
 def test_too_few_survivors_wait_for_another_machine_and_give_up_in_the_end() -> None:
     members = launch(2, 2)
-    members.step(NodeJoined(offer("a", 0)), 0.0)
-    members.step(NodeJoined(offer("b", 1)), 0.0)
+    members.step(NodeJoined(request("a", 0)), 0.0)
+    members.step(NodeJoined(request("b", 1)), 0.0)
     members.step(Lost("b"), 1.0)
-    assert members.step(NodeJoined(offer("a", 0, epoch="this")), 2.0) == []
+    assert members.step(NodeJoined(request("a", 0, epoch="this")), 2.0) == []
     now = 2.0
     while now < JOIN_LIMIT_S:
         now += 1.0
@@ -133,17 +133,17 @@ def test_too_few_survivors_wait_for_another_machine_and_give_up_in_the_end() -> 
 
 def test_a_newcomer_is_announced_and_takes_part_in_the_next_round() -> None:
     members = launch(1, 2)
-    members.step(NodeJoined(offer("a")), 0.0)
+    members.step(NodeJoined(request("a")), 0.0)
     assert formed(members.step(Tick(), LAST_CALL_S)).world_size == 1
-    assert members.step(NodeJoined(offer("b")), 10.0) == [Newcomer(offer("b"), 0)]
+    assert members.step(NodeJoined(request("b")), 10.0) == [Newcomer(request("b"), 0)]
     assert members.step(NodeFailed(0), 10.0) == [NodeEnded(0, ("a",))]
-    assert names(formed(members.step(NodeJoined(offer("a", epoch="this")), 11.0))) == ["a", "b"]
+    assert names(formed(members.step(NodeJoined(request("a", epoch="this")), 11.0))) == ["a", "b"]
 
 
 def test_a_round_is_complete_when_the_workers_of_all_machines_ended_well() -> None:
     members = launch(2, 2)
-    members.step(NodeJoined(offer("a")), 0.0)
-    members.step(NodeJoined(offer("b")), 0.0)
+    members.step(NodeJoined(request("a")), 0.0)
+    members.step(NodeJoined(request("b")), 0.0)
     assert members.step(Finished("a", 0), 1.0) == []
     assert members.step(Finished("b", 7), 1.0) == []  # of another round
     assert members.step(Finished("b", 0), 1.0) == [Completed(0)]
@@ -152,23 +152,23 @@ def test_a_round_is_complete_when_the_workers_of_all_machines_ended_well() -> No
 @pytest.mark.parametrize(
     ("newcomer", "words", "later"),
     [
-        (offer("c", epoch="an earlier one"), "earlier launch", False),
+        (request("c", epoch="an earlier one"), "earlier launch", False),
         (
-            offer("c", run="other.py on 4 machines"),
+            request("c", run="other.py on 4 machines"),
             "is train.py on 4 machines, but here it is other.py",
             False,
         ),
-        (offer("c", rank=0), "machine_rank 0 is taken by host-a", True),
-        (offer("c", rank=2), "too large for 2 machines", False),
-        (offer("c"), "all 2 machines are there already", True),
+        (request("c", rank=0), "machine_rank 0 is taken by host-a", True),
+        (request("c", rank=2), "too large for 2 machines", False),
+        (request("c"), "all 2 machines are there already", True),
     ],
 )
 def test_who_does_not_belong_here_is_refused_with_the_reason(
     newcomer: JoinRequest, words: str, later: bool
 ) -> None:
     members = launch(1, 2)
-    members.step(NodeJoined(offer("a", 0)), 0.0)
-    members.step(NodeJoined(offer("b", 1)), 0.0)
+    members.step(NodeJoined(request("a", 0)), 0.0)
+    members.step(NodeJoined(request("b", 1)), 0.0)
     refused = only(members.step(NodeJoined(newcomer), 1.0))
     assert isinstance(refused, JoinRefused)
     assert words in refused.sentence
@@ -179,29 +179,29 @@ def test_who_does_not_belong_here_is_refused_with_the_reason(
 def test_nobody_is_let_in_when_the_launch_is_over() -> None:
     members = launch(1, 2)
     members.step(Closed(), 0.0)
-    refused = only(members.step(NodeJoined(offer("a")), 1.0))
+    refused = only(members.step(NodeJoined(request("a")), 1.0))
     assert isinstance(refused, JoinRefused)
     assert "over" in refused.sentence
 
 
 def test_a_silent_machine_is_dead_by_the_clock_of_the_receiver_alone() -> None:
     members = launch(1, 2)
-    members.step(NodeJoined(offer("a")), 0.0)
-    members.step(NodeJoined(offer("b")), 0.0)
+    members.step(NodeJoined(request("a")), 0.0)
+    members.step(NodeJoined(request("b")), 0.0)
     now = 0.0
     while now < DEAD_AFTER_S:
         now += 0.5
         assert members.step(Beat("a"), now) == members.step(Tick(), now) == []
     missing = members.step(Tick(), now + 0.1)[0]
     assert isinstance(missing, Missing)
-    assert (missing.offer.machine, missing.from_round) == ("b", 0)
+    assert (missing.request.machine, missing.from_round) == ("b", 0)
     assert "silent for 5 s" in missing.why
 
 
 def test_a_judge_that_stood_still_or_whose_clock_jumps_buries_nobody() -> None:
     members = launch(2, 2)
-    members.step(NodeJoined(offer("a")), 0.0)
-    members.step(NodeJoined(offer("b")), 0.0)
+    members.step(NodeJoined(request("a")), 0.0)
+    members.step(NodeJoined(request("b")), 0.0)
     assert members.step(Tick(), 3600.0) == []  # it was suspended for an hour
     assert members.step(Tick(), 0.0) == []  # a clock that goes back
     now = 3600.0
@@ -227,13 +227,13 @@ def invariants(members: Membership, least: int, most: int) -> None:
     if round is None:
         assert not inside
         return
-    seats = [seat.offer.machine for seat in round.seats]
-    assert inside == set(seats), "a machine is dead and in a round, or in another round than this one"
-    assert len(set(seats)) == len(seats)
-    assert least <= len(seats) <= most
-    assert seats[0] == "a"
-    assert [seat.group_rank for seat in round.seats] == list(range(len(seats)))
-    ranks = [seat.base_rank + local for seat in round.seats for local in range(seat.offer.nproc)]
+    nodes = [node.request.machine for node in round.nodes]
+    assert inside == set(nodes), "a machine is dead and in a round, or in another round than this one"
+    assert len(set(nodes)) == len(nodes)
+    assert least <= len(nodes) <= most
+    assert nodes[0] == "a"
+    assert [node.group_rank for node in round.nodes] == list(range(len(nodes)))
+    ranks = [node.base_rank + local for node in round.nodes for local in range(node.request.nproc)]
     assert ranks == list(range(round.world_size))
 
 
@@ -253,22 +253,22 @@ def play(seed: int) -> int:
                 assert not open_rounds, "two rounds at once"
                 assert all(one.running is None for one in machines.values() if one.connected)
                 open_rounds.append(action.number)
-                for seat in action.seats:
-                    machines[seat.offer.machine].running = action.number
+                for node in action.nodes:
+                    machines[node.request.machine].running = action.number
             elif isinstance(action, (NodeEnded, Completed)):
                 assert open_rounds == [action.number]
                 open_rounds.clear()
             elif isinstance(action, Newcomer):
                 assert open_rounds == [action.number]
             elif isinstance(action, Missing):
-                machines[action.offer.machine].connected = False
+                machines[action.request.machine].connected = False
         invariants(members, least, most)
 
     def join(one: Machine) -> None:
         one.connected, one.running = True, None
         apply(
             NodeJoined(
-                offer(
+                request(
                     one.name,
                     nproc=1 + ord(one.name) % 2,
                     epoch=choose.choice(["", "", "", "this", "this", "old"]),
@@ -308,9 +308,9 @@ def test_ten_thousand_random_histories_never_break_an_invariant() -> None:
 
 def test_the_invariants_would_notice_a_dead_machine_in_a_round() -> None:
     members = launch(1, 2)
-    members.step(NodeJoined(offer("a")), 0.0)
-    members.step(NodeJoined(offer("b")), 0.0)
+    members.step(NodeJoined(request("a")), 0.0)
+    members.step(NodeJoined(request("b")), 0.0)
     assert members.round is not None
-    members.round = replace(members.round, seats=members.round.seats[:1])
+    members.round = replace(members.round, nodes=members.round.nodes[:1])
     with pytest.raises(AssertionError):
         invariants(members, 1, 2)

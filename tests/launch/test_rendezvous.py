@@ -19,7 +19,7 @@ from lockstep.launch.hub_server import HubServer
 from lockstep.launch.membership import Membership
 from lockstep.launch.network import LOOPBACK, find_meeting, holder_of, listening_socket
 from lockstep.launch.plan import LaunchPlan
-from lockstep.launch.rendezvous import HubLost, Joining, Over, Rendezvous, Round
+from lockstep.launch.rendezvous import HubLost, LauncherIdentity, Over, Rendezvous, Round
 from lockstep.launch.restarts import Restarts
 
 GRACE_S = 30.0
@@ -287,9 +287,9 @@ def hub() -> Iterator[tuple[HubServer, Any]]:
 def test_two_launchers_meet_and_hear_of_one_another(hub: tuple[HubServer, Any]) -> None:
     server, secret = hub
     told = Told()
-    joining = [Joining("train.py", 2, rank, LOOPBACK) for rank in (0, 1)]
-    first = Rendezvous(server.address, secret, joining[0], told, machine="first")
-    other = Rendezvous(server.address, secret, joining[1], told)
+    identity = [LauncherIdentity("train.py", 2, rank, LOOPBACK) for rank in (0, 1)]
+    first = Rendezvous(server.address, secret, identity[0], told, machine="first")
+    other = Rendezvous(server.address, secret, identity[1], told)
     places: list[Round | Over] = []
     waiting = threading.Thread(target=lambda: places.append(first.join(nothing)))
     waiting.start()
@@ -323,7 +323,7 @@ def test_two_launchers_meet_and_hear_of_one_another(hub: tuple[HubServer, Any]) 
 
 def test_a_launcher_of_an_earlier_launch_is_refused(hub: tuple[HubServer, Any]) -> None:
     server, secret = hub
-    stale = Rendezvous(server.address, secret, Joining("train.py", 1, None, LOOPBACK), Told())
+    stale = Rendezvous(server.address, secret, LauncherIdentity("train.py", 1, None, LOOPBACK), Told())
     stale._epoch = "of yesterday"
     with pytest.raises(
         ConfigError, match="does not let this machine in: this machine belongs to an earlier launch"
@@ -334,9 +334,9 @@ def test_a_launcher_of_an_earlier_launch_is_refused(hub: tuple[HubServer, Any]) 
 
 def test_a_wrong_secret_is_final_and_so_is_another_program(hub: tuple[HubServer, Any]) -> None:
     server, _ = hub
-    joining = Joining("train.py", 1, None, LOOPBACK)
+    identity = LauncherIdentity("train.py", 1, None, LOOPBACK)
     with pytest.raises(ConfigError, match="same secret"):
-        Rendezvous(server.address, new_secret(), joining, Told())
+        Rendezvous(server.address, new_secret(), identity, Told())
     with listening_socket(LOOPBACK) as other:
         other.settimeout(10.0)
         address = (LOOPBACK, other.getsockname()[1])
@@ -350,7 +350,7 @@ def test_a_wrong_secret_is_final_and_so_is_another_program(hub: tuple[HubServer,
         thread = threading.Thread(target=greet)
         thread.start()
         with pytest.raises(ConfigError, match="not a Lockstep launcher"):
-            Rendezvous(address, new_secret(), joining, Told())
+            Rendezvous(address, new_secret(), identity, Told())
         thread.join()
 
 
@@ -362,7 +362,7 @@ def test_nobody_who_answers_is_waited_for_as_long_as_was_said() -> None:
     with pytest.raises(
         ConfigError, match=r"nothing answers at 127\.0\.0\.1:\d+ after 1 s: Connection refused"
     ):
-        Rendezvous(address, new_secret(), Joining("r", 1, 1, LOOPBACK), told, hub_limit_s=1.2)
+        Rendezvous(address, new_secret(), LauncherIdentity("r", 1, 1, LOOPBACK), told, hub_limit_s=1.2)
     assert time.monotonic() - started < 5.0
     assert len(told.lines) == 1
     assert "machine 1" in told.lines[0]
@@ -387,7 +387,7 @@ def test_a_hub_that_is_gone_or_silent_is_lost(silent: bool, monkeypatch: pytest.
     monkeypatch.setattr(rendezvous, "LOST_HUB_S", 0.5)
     secret = new_secret()
     with Server(secret, LOOPBACK, 0, {"rendezvous": Mute()}) as server:
-        one = Rendezvous(server.address, secret, Joining("r", 1, 1, LOOPBACK), Told())
+        one = Rendezvous(server.address, secret, LauncherIdentity("r", 1, 1, LOOPBACK), Told())
         if not silent:
             server.close()
         with pytest.raises(HubLost, match="was silent" if silent else "is gone"):

@@ -193,7 +193,7 @@ def two_models(parallel: str) -> list[str]:
     """One loss through two models, with an optimizer each, one of which steps at every micro-batch."""
 
     def build() -> tuple[
-        windows.Accelerator, list[nn.Module], list[torch.optim.Optimizer], windows.OpenWindow
+        windows.Accelerator, list[nn.Module], list[torch.optim.Optimizer], windows.AccumulationState
     ]:
         accelerator = windows.Accelerator(cpu=True, parallel=parallel)
         models = [partly_used(), partly_used()]

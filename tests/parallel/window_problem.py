@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin
-from lockstep.preparation.window import OpenWindow
+from lockstep.preparation.window import AccumulationState
 from parallel import zero_problem as problem
 
 MICRO_BATCHES, ACCUMULATION, LEARNING_RATE = 9, 3, 0.05
@@ -139,9 +139,9 @@ class Run:
         }
 
 
-def window_of(accelerator: Accelerator) -> OpenWindow:
+def window_of(accelerator: Accelerator) -> AccumulationState:
     prepared = accelerator._preparation
-    window = OpenWindow(
+    window = AccumulationState(
         accelerator._accumulation,
         prepared.models,
         prepared.optimizers,

@@ -25,7 +25,7 @@ from lockstep.errors import CheckpointError, ConfigError, LockstepError, UsageEr
 from lockstep.model.blocks import find_blocks
 from lockstep.offload.files.direct import OffloadFile
 from lockstep.offload.weights.attach import stop_streaming, stream_weights
-from lockstep.offload.weights.groups import find_units
+from lockstep.offload.weights.groups import find_weight_groups
 from lockstep.plan.estimate import Limits, carried_bytes, cheapest, inference_rows, training_rows
 from lockstep.plan.estimate_load import facts_of
 from lockstep.plan.estimate_model import ModelFacts
@@ -142,7 +142,7 @@ def test_the_least_budget_is_what_the_streamer_takes_by_default(tmp_path: Path) 
     file = OffloadFile(tmp_path, nbytes(model))
     for parameter in model.parameters():
         parameter.data = file.tensor(file.place(parameter.nbytes), parameter.shape, parameter.dtype)
-    streamer = stream_weights(model, find_units(model, find_blocks(model)), torch.device("cpu"))
+    streamer = stream_weights(model, find_weight_groups(model, find_blocks(model)), torch.device("cpu"))
     budget = streamer.budget
     stop_streaming(model)
     rows = inference_rows(facts_of(TEXT, SIZES | {"width": width}), Limits())

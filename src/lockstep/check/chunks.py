@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.check.passes import Batch
 from lockstep.comm.tree import map_leaves
-from lockstep.parallel.context.region import Region, regions_of
+from lockstep.parallel.context.region import ContextRegion, regions_of
 
 SHARE = "num_items_in_batch"
 """An argument of transformers models: the number of labels, a rank's share of it where each has a chunk."""
@@ -26,7 +26,7 @@ SHARE = "num_items_in_batch"
 class Chunks:
     """Of one call of a model whose sequence the script splits."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: ContextRegion) -> None:
         self._region = region
         self._dims: dict[str, int] = {}
 

@@ -161,16 +161,16 @@ class Hub:
 
     # -- machines --------------------------------------------------------------------------------------
 
-    def _join(self, peer: NodeConnection, offer: m.JoinRequest) -> None:
-        peer.data["machine"] = offer.machine
+    def _join(self, peer: NodeConnection, request: m.JoinRequest) -> None:
+        peer.data["machine"] = request.machine
         if self._over is not None:
             peer.send(self._over)
             return
-        self._peers[offer.machine] = peer
+        self._peers[request.machine] = peer
         peer.send({"kind": "rendezvous.admitted", "epoch": self._members.epoch})
-        self._step(m.NodeJoined(offer))
+        self._step(m.NodeJoined(request))
         whom = self._members.lacking()
-        if whom and self._members.round is None and offer.machine in self._members.members:
+        if whom and self._members.round is None and request.machine in self._members.members:
             peer.send({"kind": "rendezvous.waiting", "whom": whom})
 
     def _beat(self, machine: str, peer: NodeConnection, message: Mapping[str, Any]) -> None:
@@ -190,7 +190,7 @@ class Hub:
         if self._elastic:
             self._step(m.Lost(machine, f"ended there by {name}"))
         elif member is not None:
-            self._end(code or signal_code(name), f"ended by {name} on {member.offer.name}")
+            self._end(code or signal_code(name), f"ended by {name} on {member.request.name}")
 
     def _step(self, event: m.Event) -> None:
         for action in self._members.step(event, self._clock()):
@@ -204,10 +204,10 @@ class Hub:
                 self._tell(machines, {"kind": "rendezvous.end", "round": number})
             case m.Completed():
                 self._complete()
-            case m.Missing(offer, why, broken) if broken is not None:
-                self._fail(RoundFailure(f"machine {offer.name} was lost ({why})", 1))
-            case m.Newcomer(offer):
-                self._admit(offer)
+            case m.Missing(request, why, broken) if broken is not None:
+                self._fail(RoundFailure(f"machine {request.name} was lost ({why})", 1))
+            case m.Newcomer(request):
+                self._admit(request)
             case m.JoinRefused(machine, sentence, later):
                 refused = {"kind": "rendezvous.refused", "sentence": sentence, "later": later}
                 self._tell((machine,), refused)
@@ -222,15 +222,15 @@ class Hub:
         self._restarts.round_started(self._commits())
         if self._watch is not None:
             self._watch.start_round(formed.world_size)
-        for seat in formed.seats:
+        for node in formed.nodes:
             self._tell(
-                (seat.offer.machine,),
+                (node.request.machine,),
                 {
                     "kind": "rendezvous.round",
                     "number": formed.number,
-                    "group_rank": seat.group_rank,
-                    "base_rank": seat.base_rank,
-                    "machines": len(formed.seats),
+                    "group_rank": node.group_rank,
+                    "base_rank": node.base_rank,
+                    "machines": len(formed.nodes),
                     "world_size": formed.world_size,
                     "address": formed.address,
                     "port": formed.port,
@@ -247,9 +247,9 @@ class Hub:
             stopped = nothing_to_save(self._stop[1])
         self._end(code, (stopped or "all ranks stopped and saved their state") if code else "")
 
-    def _admit(self, offer: m.JoinRequest) -> None:
+    def _admit(self, request: m.JoinRequest) -> None:
         """Let a newcomer in: at a step boundary where workers can stop at one, else at once."""
-        self._say(f"lockstep launch: machine {offer.name} joins; the round is formed anew.")
+        self._say(f"lockstep launch: machine {request.name} joins; the round is formed anew.")
         if self._stop is not None or self._reform is not None:
             return
         if self._watch is not None and self._watch.steps:
@@ -264,7 +264,7 @@ class Hub:
         if current is None or _whole(message, "round") != current.number:
             return
         rank, code = _whole(message, "rank"), _whole(message, "code")
-        where = f" on {message.get('host')}" if len(current.seats) > 1 else ""
+        where = f" on {message.get('host')}" if len(current.nodes) > 1 else ""
         failure = RoundFailure(
             f"rank {rank}{where} failed ({message.get('summary')}){self._at_step()}", code, rank
         )
@@ -341,7 +341,7 @@ class Hub:
 def offer_of(message: Mapping[str, Any]) -> m.JoinRequest:
     """The offer in a message. Raises LinkError when it does not have the form of one."""
     rank = message.get("rank")
-    offer = m.JoinRequest(
+    request = m.JoinRequest(
         machine=_text(message, "machine"),
         name=_text(message, "name"),
         run=_text(message, "run"),
@@ -351,9 +351,9 @@ def offer_of(message: Mapping[str, Any]) -> m.JoinRequest:
         rank=None if rank is None else _whole(message, "rank"),
         epoch=_text(message, "epoch"),
     )
-    if not offer.machine or offer.nproc < 1:
+    if not request.machine or request.nproc < 1:
         raise LinkError("A launcher's offer is not complete. Use one version of Lockstep on all machines.")
-    return offer
+    return request
 
 
 def nothing_to_save(name: str) -> str:

@@ -28,7 +28,7 @@ from lockstep.launch.guard_process import GuardProcess
 from lockstep.launch.hub_server import HubServer
 from lockstep.launch.network import LOOPBACK, Meeting, find_meeting, loopback_interface
 from lockstep.launch.plan import LaunchPlan
-from lockstep.launch.rendezvous import Joining, Rendezvous
+from lockstep.launch.rendezvous import LauncherIdentity, Rendezvous
 from lockstep.launch.signals import Interrupted, Signals
 
 ALONE = Meeting(LOOPBACK, LOOPBACK, None, True)
@@ -93,14 +93,14 @@ def _run(
         if server is not None:
             stack.callback(server.close)
         address = server.address if server is not None else (meeting.hub, plan.port or 0)
-        joining = Joining(
+        identity = LauncherIdentity(
             run=run,
             nproc=plan.nproc,
             rank=plan.machine_rank if plan.num_machines > 1 else None,
             own_address=meeting.own,
             store_port=plan.port or 0 if plan.num_machines == 1 else 0,
         )
-        rendezvous = Rendezvous(address, secret, joining, _say, machine)
+        rendezvous = Rendezvous(address, secret, identity, _say, machine)
         stack.callback(rendezvous.close)
 
         def interrupted(name: str, code: int) -> None:

@@ -42,7 +42,7 @@ class JoinRequest:
 class NodeJoined:
     """A machine is here and has no workers."""
 
-    offer: JoinRequest
+    request: JoinRequest
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ Event = NodeJoined | Beat | Lost | Finished | NodeFailed | Closed | Tick
 class NodeAssignment:
     """A machine's place in a round: its number among the machines and the rank of its first worker."""
 
-    offer: JoinRequest
+    request: JoinRequest
     group_rank: int
     base_rank: int
 
@@ -105,16 +105,16 @@ class RoundStarted:
     """Start the workers of round ``number``; they meet at ``address:port``."""
 
     number: int
-    seats: tuple[NodeAssignment, ...]
+    nodes: tuple[NodeAssignment, ...]
     world_size: int
 
     @property
     def address(self) -> str:
-        return self.seats[0].offer.address
+        return self.nodes[0].request.address
 
     @property
     def port(self) -> int:
-        return self.seats[0].offer.port
+        return self.nodes[0].request.port
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Completed:
 class Missing:
     """A machine is gone; ``from_round`` is the round that it broke, None if it was in none."""
 
-    offer: JoinRequest
+    request: JoinRequest
     why: str
     from_round: int | None
 
@@ -145,7 +145,7 @@ class Missing:
 class Newcomer:
     """A machine waits to be let into the running round ``number``, which must end for that."""
 
-    offer: JoinRequest
+    request: JoinRequest
     number: int
 
 
@@ -181,7 +181,7 @@ class Phase(Enum):
 class Member:
     """A machine that is here. ``order`` counts arrivals, ``seen`` is when it was last heard."""
 
-    offer: JoinRequest
+    request: JoinRequest
     order: int
     seen: float
     phase: Phase = Phase.WAITING
@@ -227,8 +227,8 @@ class Membership:
         self._advance(now)
         actions: list[Action] = []
         match event:
-            case NodeJoined(offer):
-                actions += self._join(offer)
+            case NodeJoined(request):
+                actions += self._join(request)
             case Beat(machine):
                 if machine in self.members:
                     self.members[machine].seen = self._now
@@ -247,7 +247,7 @@ class Membership:
 
     def lacking(self) -> str:
         """For people: whom the next round waits for; empty where there are enough machines."""
-        ranks = {member.offer.rank for member in self.members.values()}
+        ranks = {member.request.rank for member in self.members.values()}
         missing = [rank for rank in range(self._most) if rank not in ranks]
         number = self._least - len(self.members)
         if number <= 0:
@@ -263,46 +263,46 @@ class Membership:
                 member.seen += gap
         self._now = max(now, self._now)
 
-    def _join(self, offer: JoinRequest) -> list[Action]:
-        refusal = self._refusal(offer)
+    def _join(self, request: JoinRequest) -> list[Action]:
+        refusal = self._refusal(request)
         if refusal is not None:
             return [refusal]
         actions: list[Action] = []
-        known = self.members.get(offer.machine)
+        known = self.members.get(request.machine)
         if known is not None:
             if known.phase in (Phase.RUNNING, Phase.FINISHED) and self.round is not None:
                 actions += self._end_round()  # it left the round on its own
-            known.offer, known.seen, known.phase = offer, self._now, Phase.WAITING
+            known.request, known.seen, known.phase = request, self._now, Phase.WAITING
             return actions
         self._arrivals += 1
-        self.members[offer.machine] = Member(offer, self._arrivals, self._now)
+        self.members[request.machine] = Member(request, self._arrivals, self._now)
         if self.round is not None:
-            actions.append(Newcomer(offer, self.round.number))
+            actions.append(Newcomer(request, self.round.number))
         return actions
 
-    def _refusal(self, offer: JoinRequest) -> JoinRefused | None:
+    def _refusal(self, request: JoinRequest) -> JoinRefused | None:
         def refused(sentence: str, later: bool = False) -> JoinRefused:
-            return JoinRefused(offer.machine, sentence, later)
+            return JoinRefused(request.machine, sentence, later)
 
         if self._closed:
             return refused("the launch is over. Start all of its machines again.")
-        if offer.epoch not in ("", self.epoch):
+        if request.epoch not in ("", self.epoch):
             return refused("this machine belongs to an earlier launch. Start `lockstep launch` here again.")
-        if offer.run != self._run:
+        if request.run != self._run:
             return refused(
-                f"the launch there is {self._run}, but here it is {offer.run}. Start the same on all "
+                f"the launch there is {self._run}, but here it is {request.run}. Start the same on all "
                 f"machines, or give one of the launches another main_process_port."
             )
-        others = [m for name, m in self.members.items() if name != offer.machine]
-        if offer.rank is not None:
-            if offer.rank >= self._most:
+        others = [m for name, m in self.members.items() if name != request.machine]
+        if request.rank is not None:
+            if request.rank >= self._most:
                 return refused(
-                    f"machine_rank {offer.rank} is too large for {self._most} machines. Correct it."
+                    f"machine_rank {request.rank} is too large for {self._most} machines. Correct it."
                 )
             for other in others:
-                if other.offer.rank == offer.rank:
+                if other.request.rank == request.rank:
                     return refused(
-                        f"machine_rank {offer.rank} is taken by {other.offer.name}. Give each machine its own.",
+                        f"machine_rank {request.rank} is taken by {other.request.name}. Give each machine its own.",
                         later=True,
                     )
         if len(others) >= self._most:
@@ -318,7 +318,7 @@ class Membership:
             return []
         broken = member.phase in (Phase.RUNNING, Phase.FINISHED) and self.round is not None
         number = self.round.number if broken and self.round is not None else None
-        missing = Missing(member.offer, why, number)
+        missing = Missing(member.request, why, number)
         return [missing, *self._end_round()] if broken else [missing]
 
     def _expire_members(self) -> list[Action]:
@@ -343,7 +343,7 @@ class Membership:
         if member.phase is not Phase.RUNNING:
             return []
         member.phase = Phase.FINISHED
-        if any(self.members[seat.offer.machine].phase is not Phase.FINISHED for seat in self.round.seats):
+        if any(self.members[node.request.machine].phase is not Phase.FINISHED for node in self.round.nodes):
             return []
         self._leave_round()
         return [Completed(number)]
@@ -356,7 +356,7 @@ class Membership:
 
     def _leave_round(self) -> tuple[str, ...]:
         assert self.round is not None
-        machines = tuple(s.offer.machine for s in self.round.seats if s.offer.machine in self.members)
+        machines = tuple(s.request.machine for s in self.round.nodes if s.request.machine in self.members)
         for machine in machines:
             self.members[machine].phase = Phase.ENDING
         self.round = None
@@ -384,16 +384,16 @@ class Membership:
 
     def _seated(self, members: list[Member]) -> RoundStarted:
         def order(member: Member) -> tuple[bool, int, int]:
-            offer = member.offer
+            request = member.request
             return (
-                offer.machine != self._first,
-                self._most if offer.rank is None else offer.rank,
+                request.machine != self._first,
+                self._most if request.rank is None else request.rank,
                 member.order,
             )
 
-        seats: list[NodeAssignment] = []
+        nodes: list[NodeAssignment] = []
         base = 0
         for member in sorted(members, key=order):
-            seats.append(NodeAssignment(member.offer, len(seats), base))
-            base += member.offer.nproc
-        return RoundStarted(self.rounds, tuple(seats), base)
+            nodes.append(NodeAssignment(member.request, len(nodes), base))
+            base += member.request.nproc
+        return RoundStarted(self.rounds, tuple(nodes), base)

@@ -56,7 +56,7 @@ class HubLost(LinkError):
 
 
 @dataclass(frozen=True)
-class Joining:
+class LauncherIdentity:
     """What a launcher says of itself; see ``membership.JoinRequest``. ``store_port`` 0: a free one."""
 
     run: str
@@ -72,7 +72,7 @@ class Rendezvous:
     Args:
         address: the hub's.
         secret: the run's.
-        joining: this machine.
+        identity: this machine.
         say: prints one sentence for people.
         machine: identity of this launcher, made up if empty.
     """
@@ -81,12 +81,12 @@ class Rendezvous:
         self,
         address: tuple[str, int],
         secret: Secret,
-        joining: Joining,
+        identity: LauncherIdentity,
         say: Callable[[str], None],
         machine: str = "",
         hub_limit_s: float = HUB_LIMIT_S,
     ) -> None:
-        self._address, self._secret, self._joining = address, secret, joining
+        self._address, self._secret, self._identity = address, secret, identity
         self._say = say
         self._machine = machine or uuid.uuid4().hex
         self._epoch = ""
@@ -213,22 +213,22 @@ class Rendezvous:
     def _say_whom(self, what: str) -> None:
         if not self._said_whom:
             self._said_whom = True
-            rank = "" if self._joining.rank is None else f" {self._joining.rank}"
+            rank = "" if self._identity.rank is None else f" {self._identity.rank}"
             self._say(f"lockstep launch: machine{rank} ({platform.node()}) {what} at {where(self._address)}.")
 
     def _offer(self) -> None:
         self._drop_offer()
-        joining = self._joining
-        self._offered = listening_socket(joining.own_address, joining.store_port)
+        identity = self._identity
+        self._offered = listening_socket(identity.own_address, identity.store_port)
         self._heard = time.monotonic()
         self.tell(
             "join",
             machine=self._machine,
             name=platform.node(),
-            run=joining.run,
-            nproc=joining.nproc,
-            rank=joining.rank,
-            address=joining.own_address,
+            run=identity.run,
+            nproc=identity.nproc,
+            rank=identity.rank,
+            address=identity.own_address,
             port=self._offered.getsockname()[1],
             epoch=self._epoch,
         )

@@ -135,7 +135,7 @@ def _facts(model: nn.Module, name: str, kind: str, batch: int, sequence: int) ->
     from torch import nn
 
     from lockstep.model.blocks import find_blocks, shared_parameters
-    from lockstep.offload.weights.groups import find_units
+    from lockstep.offload.weights.groups import find_weight_groups
 
     if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
         raise UsageError(
@@ -165,7 +165,7 @@ def _facts(model: nn.Module, name: str, kind: str, batch: int, sequence: int) ->
         root=sum(parameters.values()) - sum(sizes.values()),
         units={
             unit.name or "the model": added(map(_elements, unit.tensors.values()))
-            for unit in find_units(model, blocks)
+            for unit in find_weight_groups(model, blocks)
         },
         notes=() if blocks else (NO_BLOCKS,),
         activations=activations,

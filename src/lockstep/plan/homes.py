@@ -17,7 +17,7 @@ class StateLocation(StringEnum):
 
 
 @dataclass(frozen=True)
-class Homes:
+class StateLocations:
     """Where parts of the state are from one step to the next.
 
     ``copies``: the fp32 weights that are stepped on the host, where those on the device are others.
@@ -39,8 +39,8 @@ TABLE: dict[Offload, tuple[StateLocation | None, StateLocation | None, StateLoca
 }
 
 
-def homes(parallel: Parallel) -> Homes:
+def homes(parallel: Parallel) -> StateLocations:
     """Where the state of a model spread like this rests, with an accelerator as the device."""
     home = StateLocation.HOST if parallel.offload_folder is None else StateLocation.DISK
     weights, gradients, optimizer, copies = TABLE[parallel.offload]
-    return Homes(weights or home, gradients or home, optimizer or home, home if copies else None)
+    return StateLocations(weights or home, gradients or home, optimizer or home, home if copies else None)

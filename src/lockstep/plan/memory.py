@@ -19,7 +19,7 @@ from lockstep.config.parallel import Parallel
 from lockstep.config.values import parse_integer, shown, suggestion
 from lockstep.errors import ConfigError
 from lockstep.plan.dtypes import BYTES, dtypes
-from lockstep.plan.homes import Homes, StateLocation, homes
+from lockstep.plan.homes import StateLocation, StateLocations, homes
 from lockstep.plan.size import ModelSize
 from lockstep.plan.traffic import Traffic, sent_bytes
 
@@ -71,7 +71,7 @@ class MemoryRow:
     averaged_gradients: int = 0
     staging: int = 0
     fetched: int = 0
-    homes: Homes = field(default_factory=Homes)
+    homes: StateLocations = field(default_factory=StateLocations)
     textbook: int = 0
     sent: Traffic = field(default_factory=Traffic)
 

@@ -26,7 +26,7 @@ from lockstep.config.options import Options
 from lockstep.observe.hang.process import ProcessWatch
 from lockstep.parallel.parallel_model import unwrap as unwrap_module
 from lockstep.preparation.prepare import Preparation
-from lockstep.preparation.window import OpenWindow
+from lockstep.preparation.window import AccumulationState
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
 
@@ -43,7 +43,7 @@ class FileMethods:
     _preparation: Preparation
     _step: StepState
     _watch: ProcessWatch
-    _window: OpenWindow
+    _window: AccumulationState
     _registered: list[Any]
     _preemption_hook: Callable[[], str] | None = None
 

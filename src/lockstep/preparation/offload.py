@@ -18,7 +18,7 @@ from lockstep.errors import OffloadError
 from lockstep.model.blocks import find_blocks
 from lockstep.offload.weights.attach import stop_streaming, stream_weights
 from lockstep.offload.weights.events import listen
-from lockstep.offload.weights.groups import WeightGroup, find_units
+from lockstep.offload.weights.groups import WeightGroup, find_weight_groups
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.sharding import Sharding, name_of
 from lockstep.torch_internals import fsdp2
@@ -52,7 +52,7 @@ class Offload:
         budget = self._parallel.offload_budget
         if not budget:
             return
-        units = find_units(model, find_blocks(model, self._parallel.blocks), self._wanted(model))
+        units = find_weight_groups(model, find_blocks(model, self._parallel.blocks), self._wanted(model))
         largest = max(units, key=lambda unit: unit.nbytes, default=None)
         if largest is not None and largest.nbytes > budget * ranks:
             needed = -(-largest.nbytes // ranks)
@@ -67,7 +67,7 @@ class Offload:
             return
         model, sharding = prepared.plain, prepared.sharding
         units = (
-            find_units(model, find_blocks(model, self._parallel.blocks), self._wanted(model))
+            find_weight_groups(model, find_blocks(model, self._parallel.blocks), self._wanted(model))
             if sharding is None
             else _sharded_units(model, sharding)
         )

@@ -25,7 +25,7 @@ from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.weighting import rescale
 
 
-class OpenWindow:
+class AccumulationState:
     """What a rank must remember to go on between two steps of an optimizer.
 
     Gradients are remembered from the backward that brings them to the step of their optimizer or until they are

@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.errors import ConfigError
 from lockstep.offload.device_map.placement import (
     TensorPlacement,
-    assign_seats,
+    assign_placements,
     check_device_map,
     main_device_of,
 )
@@ -31,8 +31,8 @@ def two_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def seats_of(model: nn.Module, device_map: dict[str, Any], **options: Any) -> dict[str, TensorPlacement]:
     check_device_map(model, device_map)
-    seats = assign_seats(model, device_map, main_device_of(device_map), **options)
-    return {seat.name: seat for seat in seats}
+    placements = assign_placements(model, device_map, main_device_of(device_map), **options)
+    return {placement.name: placement for placement in placements}
 
 
 SPREAD = {
@@ -48,10 +48,10 @@ SPREAD = {
 
 @pytest.mark.usefixtures("two_accelerators")
 def test_offloaded_weights_are_used_on_the_main_device() -> None:
-    seats = seats_of(made(), SPREAD)
+    placements = seats_of(made(), SPREAD)
     found = {
-        name: (seat.home, seat.on_disk, seat.execution, seat.is_offloaded)
-        for name, seat in seats.items()
+        name: (placement.device, placement.on_disk, placement.execution, placement.is_offloaded)
+        for name, placement in placements.items()
         if name.endswith("up.weight") or name in ("embed.weight", "shift")
     }
     assert found == {
@@ -67,7 +67,7 @@ def test_offloaded_weights_are_used_on_the_main_device() -> None:
 @pytest.mark.usefixtures("two_accelerators")
 def test_buffers_stay_where_they_are_used_unless_asked_otherwise() -> None:
     name = "layers.3.norm.running_mean"
-    assert seats_of(made(), SPREAD)[name].home == FIRST
+    assert seats_of(made(), SPREAD)[name].device == FIRST
     offloaded = seats_of(made(), SPREAD, offload_buffers=True)[name]
     assert offloaded.on_disk and offloaded.execution == FIRST
 
@@ -76,7 +76,7 @@ def test_buffers_stay_where_they_are_used_unless_asked_otherwise() -> None:
 def test_a_tied_weight_is_not_used_on_two_devices() -> None:
     with pytest.raises(ConfigError, match=r"'embed.weight' on cuda:0, 'head.weight' on cuda:1"):
         seats_of(made(), SPREAD | {"head": 1})
-    assert seats_of(made(), SPREAD | {"head": "disk"})["embed.weight"].home == FIRST
+    assert seats_of(made(), SPREAD | {"head": "disk"})["embed.weight"].device == FIRST
     with pytest.raises(ConfigError, match=r"places 'head' on cuda:2.*Use one of 0, 1, 'cpu', 'disk'"):
         seats_of(made(), SPREAD | {"head": 2})
 
@@ -123,8 +123,8 @@ def test_inputs_go_to_each_modules_device_and_outputs_back() -> None:
 
 def test_the_main_device_is_the_cpu_without_accelerators() -> None:
     assert main_device_of({"": "disk"}) == CPU
-    seats = seats_of(Net(2), {"": "disk"})
-    assert {seat.execution for seat in seats.values()} == {CPU}
-    assert {name for name, seat in seats.items() if not seat.on_disk} == {
+    placements = seats_of(Net(2), {"": "disk"})
+    assert {placement.execution for placement in placements.values()} == {CPU}
+    assert {name for name, placement in placements.items() if not placement.on_disk} == {
         name for name, _ in Net(2).named_buffers()
     }

@@ -18,7 +18,7 @@ from lockstep.offload.optimizer.attach import offload_step
 from lockstep.offload.optimizer.clipping import norm_of, scale_offloaded
 from lockstep.offload.optimizer.gradients import GradientFile
 from lockstep.offload.weights.attach import stop_streaming, stream_weights
-from lockstep.offload.weights.groups import find_units
+from lockstep.offload.weights.groups import find_weight_groups
 from tests.offload.optimizer.test_offloaded import Model, announce, assert_same, batches, loss_of, units_of
 
 
@@ -186,7 +186,7 @@ def test_a_model_of_which_everything_is_on_disk_trains_to_the_same_bits(tmp_path
             home = OffloadFile(tmp_path, 60 * ALIGNMENT + sum(p.numel() * 4 for p in model.parameters()))
             for p in model.parameters():
                 p.data = home.tensor(home.place(p.numel() * 4), p.shape, p.dtype).copy_(p.data)
-            units = find_units(model, {f"blocks.{i}": block for i, block in enumerate(model.blocks)})
+            units = find_weight_groups(model, {f"blocks.{i}": block for i, block in enumerate(model.blocks)})
             GradientFile(model.parameters(), tmp_path)
             step = offload_step(optimizer, units, tmp_path)
             stream_weights(model, units, torch.device("cpu"), listeners=[step], ready=step.ready)

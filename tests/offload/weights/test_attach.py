@@ -18,7 +18,7 @@ from torch import nn
 
 from lockstep.errors import OffloadError, UsageError
 from lockstep.offload.weights.attach import stop_streaming, stream_weights, streamer_of
-from lockstep.offload.weights.groups import find_units
+from lockstep.offload.weights.groups import find_weight_groups
 from lockstep.offload.weights.streamer import Streamer
 from tests.offload.models import Blocks, map_weights
 
@@ -36,7 +36,7 @@ def plain() -> Blocks:
 def streamed(plain: Blocks, folder: Path, budget_blocks: int | None = 4, writable: bool = False) -> Blocks:
     """A copy whose weights are streamed from a file, with room for so many blocks."""
     model = map_weights(copy.deepcopy(plain), folder / "weights", writable)
-    units = find_units(model, model.named_blocks())
+    units = find_weight_groups(model, model.named_blocks())
     block = 4096 * (units[1].nbytes // 4096 + 2)
     stream_weights(model, units, CPU, None if budget_blocks is None else budget_blocks * block)
     return model
@@ -119,7 +119,7 @@ def test_a_budget_below_the_largest_unit_is_refused_and_nothing_attached(
     plain: Blocks, tmp_path: Path
 ) -> None:
     model = map_weights(copy.deepcopy(plain), tmp_path / "weights")
-    units = find_units(model, model.named_blocks())
+    units = find_weight_groups(model, model.named_blocks())
     hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
     threads = threading.active_count()
     with pytest.raises(
@@ -225,7 +225,7 @@ import sys, torch
 from torch import nn
 from lockstep.offload.weights.attach import stop_streaming, stream_weights, streamer_of
 from lockstep.offload.files.pages import map_file
-from lockstep.offload.weights.groups import find_units
+from lockstep.offload.weights.groups import find_weight_groups
 
 def peak(run):
     open("/proc/self/clear_refs", "w").write("5")  # forgets the former peak
@@ -245,7 +245,7 @@ for layer in model:
     offset += 4 * width * width
 x = torch.ones(2, width)
 nn.Linear(width, width)(x)  # what torch takes for itself
-units = find_units(model, {{}})
+units = find_weight_groups(model, {{}})
 streamer = stream_weights(model, units, torch.device("cpu"), {BUDGET})
 print(peak(lambda: [model(x) for _ in range(3)]))
 print(streamer.counters.peak_bytes, streamer.counters.bytes_loaded)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.offload.weights.events import listen
-from lockstep.offload.weights.groups import WeightGroup, find_units
+from lockstep.offload.weights.groups import WeightGroup, find_weight_groups
 from tests.offload.models import Blocks
 
 FORWARD = [
@@ -40,7 +40,7 @@ class Log:
 
 def listened(model: Blocks) -> tuple[Log, Log]:
     logs = Log(), Log()
-    listen(model, find_units(model, model.named_blocks()), logs)
+    listen(model, find_weight_groups(model, model.named_blocks()), logs)
     return logs
 
 
@@ -68,7 +68,7 @@ def test_outputs_of_any_structure_tell_of_their_backward() -> None:
             return {"first": y, "rest": [(y * 2, None)]}
 
     log, model = Log(), nn.Sequential(nn.Linear(3, 3), Head(3, 3))
-    listen(model, find_units(model, {}), [log])
+    listen(model, find_weight_groups(model, {}), [log])
     out = model(torch.ones(2, 3))
     log.taken()
     out["rest"][0][0].sum().backward(retain_graph=True)
@@ -102,7 +102,7 @@ def test_a_forward_that_fails_ends_too() -> None:
 def test_hooks_go_when_they_are_removed_and_never_into_a_copy() -> None:
     model = Blocks(blocks=2)
     log = Log()
-    hooks = listen(model, find_units(model, model.named_blocks()), [log])
+    hooks = listen(model, find_weight_groups(model, model.named_blocks()), [log])
     model.hooks = hooks
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         torch.testing.assert_close(other(WORDS), model(WORDS))

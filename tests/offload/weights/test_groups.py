@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lockstep.offload.weights.groups import WeightGroup, around, find_units
+from lockstep.offload.weights.groups import WeightGroup, around, find_weight_groups
 from tests.offload.models import Blocks
 
 
@@ -15,7 +15,7 @@ def names(units: list[WeightGroup]) -> list[str]:
 
 def test_blocks_and_the_modules_around_them_are_units_in_order_of_registration() -> None:
     model = Blocks(blocks=2)
-    units = find_units(model, model.named_blocks())
+    units = find_weight_groups(model, model.named_blocks())
     assert names(units) == ["embedding", "blocks.0", "blocks.1", "head"]
     assert list(units[1].tensors) == [
         "blocks.0.0.weight",
@@ -43,7 +43,7 @@ def test_every_parameter_and_buffer_is_in_exactly_one_unit() -> None:
             self.weighted = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
 
     model = Odd()
-    units = find_units(model, {})
+    units = find_weight_groups(model, {})
     tensors = [tensor for unit in units for tensor in unit.tensors.values()]
     everything = [*model.parameters(), *model.buffers()]
     assert sorted(map(id, tensors)) == sorted(map(id, everything))
@@ -60,13 +60,13 @@ def test_every_parameter_and_buffer_is_in_exactly_one_unit() -> None:
 def test_units_that_share_a_tensor_become_one() -> None:
     model = Blocks(blocks=2)
     model.head.weight = model.embedding.weight
-    units = find_units(model, model.named_blocks())
+    units = find_weight_groups(model, model.named_blocks())
     assert names(units) == ["embedding", "blocks.0", "blocks.1"]
     assert units[0].modules == [model.embedding, model.head]
     assert list(units[0].tensors) == ["embedding.weight", "head.bias"]
     assert units[0].nbytes == model.embedding.weight.nbytes + model.head.bias.nbytes
     model.blocks[1][1].weight = model.blocks[0][1].weight
-    units = find_units(model, model.named_blocks())
+    units = find_weight_groups(model, model.named_blocks())
     assert names(units) == ["embedding", "blocks.0"]
     assert units[1].modules == list(model.blocks) and len(units[1].tensors) == 7
 
@@ -74,19 +74,19 @@ def test_units_that_share_a_tensor_become_one() -> None:
 def test_a_module_that_is_used_twice_is_one_unit() -> None:
     layer = nn.Linear(2, 2)
     model = nn.Sequential(layer, nn.ReLU(), layer)
-    assert [(unit.name, unit.modules) for unit in find_units(model, {"0": layer})] == [("0", [layer])]
+    assert [(unit.name, unit.modules) for unit in find_weight_groups(model, {"0": layer})] == [("0", [layer])]
 
 
 def test_tensors_that_are_not_wanted_are_left_out_and_units_without_any_too() -> None:
     model = Blocks(blocks=2)
-    units = find_units(model, model.named_blocks(), lambda name: name.endswith("1.weight"))
+    units = find_weight_groups(model, model.named_blocks(), lambda name: name.endswith("1.weight"))
     assert [list(unit.tensors) for unit in units] == [["blocks.0.1.weight"], ["blocks.1.1.weight"]]
     assert units[0].nbytes == model.blocks[0][1].weight.nbytes
-    assert find_units(model, {}, lambda name: False) == []
+    assert find_weight_groups(model, {}, lambda name: False) == []
 
 
 def test_units_around_others_are_those_whose_modules_hold_theirs() -> None:
     model = Blocks(blocks=1)
     model.token = nn.Parameter(torch.zeros(3))
-    root, embedding, block, head = units = find_units(model, model.named_blocks())
+    root, embedding, block, head = units = find_weight_groups(model, model.named_blocks())
     assert around(units) == {root: [], embedding: [root], block: [root], head: [root]}

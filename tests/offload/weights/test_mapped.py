@@ -14,7 +14,7 @@ from torch import nn
 from lockstep.errors import OffloadError, UsageError
 from lockstep.offload.files import pages
 from lockstep.offload.files.pages import Pages, drop, map_file, populate
-from lockstep.offload.weights.groups import WeightGroup, find_units
+from lockstep.offload.weights.groups import WeightGroup, find_weight_groups
 from lockstep.offload.weights.mapped import MappedMover
 from tests.offload.models import Blocks, map_weights
 from tests.offload.resident import resident_bytes
@@ -169,11 +169,11 @@ def test_populating_stops_between_pieces(tmp_path: Path) -> None:
 
 def test_a_mover_moves_what_is_mapped_and_finds_what_has_changed(tmp_path: Path) -> None:
     model = Blocks(blocks=2)
-    in_memory = find_units(model, model.named_blocks())
+    in_memory = find_weight_groups(model, model.named_blocks())
     assert [MappedMover(in_memory).nbytes(unit) for unit in in_memory] == [0] * 4
     expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     map_weights(model, tmp_path / "weights")
-    units = find_units(model, model.named_blocks())
+    units = find_weight_groups(model, model.named_blocks())
     mover = MappedMover(units)
     block, weight = units[1], model.blocks[0][1].weight
     assert block.nbytes <= mover.nbytes(block) < block.nbytes + 2 * PAGE
@@ -219,7 +219,7 @@ def test_pages_outlive_a_parameter_that_was_replaced(tmp_path: Path) -> None:
     """Their addresses are advised later, and must not be somebody else's by then."""
     model = Blocks(blocks=1)
     map_weights(model, tmp_path / "weights")
-    units = find_units(model, model.named_blocks())
+    units = find_weight_groups(model, model.named_blocks())
     mover = MappedMover(units)
     address = model.head.weight.data_ptr()
     for parameter in model.parameters():

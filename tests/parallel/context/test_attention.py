@@ -197,7 +197,7 @@ def test_odd_chunks_are_dealt_out_and_joined(size: int) -> None:
     held = torch.stack([layout.local(whole, 0) for layout in layouts])
     assert held[0].tolist() == [0, 1, 3 * size - 1]
     assert layouts[0].joined(held, 0).tolist() == whole.tolist()
-    assert torch.equal(layouts[0].dealt(whole, 0), held)
+    assert torch.equal(layouts[0].shard_of(whole, 0), held)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -213,5 +213,5 @@ def test_head_and_tail_give_every_rank_the_same_number_of_pairs(size: int) -> No
             [SequenceLayout(None, size, r, True).local(torch.arange(length), 0) for r in range(size)]
         )  # type: ignore[arg-type]
         assert layout.joined(held, 0).tolist() == list(range(length))
-        assert torch.equal(layout.dealt(torch.arange(length), 0), held)
+        assert torch.equal(layout.shard_of(torch.arange(length), 0), held)
     assert len(set(work)) == 1 and sum(work) == length * (length + 1) // 2

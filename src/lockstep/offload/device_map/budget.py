@@ -34,7 +34,7 @@ def budget_of(
 
 
 def for_streaming(
-    budget: int | None, seats: list[TensorPlacement], streamed: list[TensorPlacement], main: torch.device
+    budget: int | None, placements: list[TensorPlacement], streamed: list[TensorPlacement], main: torch.device
 ) -> int | None:
     """What a budget leaves for streamed weights beside those that stay on the main device.
 
@@ -43,11 +43,11 @@ def for_streaming(
     """
     if budget is None:
         return None
-    moving = {id(seat) for seat in streamed}
+    moving = {id(placement) for placement in streamed}
     staying = sum(
-        seat.place.tensor.nbytes
-        for seat in seats
-        if id(seat) not in moving and seat.home == main and not seat.on_disk
+        placement.ref.tensor.nbytes
+        for placement in placements
+        if id(placement) not in moving and placement.device == main and not placement.on_disk
     )
     if staying > budget or (streamed and staying == budget):
         raise OffloadError(

@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.config.values import listed, shown, suggestion
 from lockstep.errors import ConfigError
-from lockstep.offload.device_map.ties import TensorRef, find_places
+from lockstep.offload.device_map.ties import TensorRef, tensor_refs
 
 DISK = "disk"
 CPU = torch.device("cpu")
@@ -21,19 +21,19 @@ CPU = torch.device("cpu")
 class TensorPlacement:
     """Where a tensor is at rest, and where it is used."""
 
-    place: TensorRef
-    home: torch.device
+    ref: TensorRef
+    device: torch.device
     on_disk: bool
     execution: torch.device
 
     @property
     def is_offloaded(self) -> bool:
         """Whether its values have to be brought to where they are used."""
-        return self.on_disk or self.home != self.execution
+        return self.on_disk or self.device != self.execution
 
     @property
     def name(self) -> str:
-        return self.place.name
+        return self.ref.name
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
@@ -43,8 +43,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
         ConfigError: a name is not in the model, a tensor gets no device or several, or a device is not here.
     """
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    places = find_places(model)
-    tensors = {name for place in places for name in place.names}
+    refs = tensor_refs(model)
+    tensors = {name for ref in refs for name in ref.names}
     unknown = [name for name in device_map if name not in modules and name not in tensors]
     if unknown:
         raise ConfigError(
@@ -61,9 +61,9 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
                 )
     missed = [
         name
-        for place in places
-        for name in place.names
-        if place.is_persistent and not any(outer in devices for outer in _outer_names(name))
+        for ref in refs
+        for name in ref.names
+        if ref.is_persistent and not any(outer in devices for outer in _outer_names(name))
     ]
     if missed:
         raise ConfigError(
@@ -112,10 +112,10 @@ def main_device_of(device_map: Mapping[str, Any], main_device: Any = None) -> to
     return next((device for device in devices if isinstance(device, torch.device) and device != CPU), CPU)
 
 
-def assign_seats(
+def assign_placements(
     model: nn.Module, device_map: Mapping[str, Any], main_device: torch.device, offload_buffers: bool = False
 ) -> list[TensorPlacement]:
-    """A seat for every tensor. The map is checked before.
+    """The placement of every tensor. The map is checked before.
 
     Buffers of offloaded modules are kept where they are used unless ``offload_buffers``; those that are not
     persistent always are, as no file has them.
@@ -124,15 +124,15 @@ def assign_seats(
         ConfigError: a tied parameter would be used on two devices.
     """
     devices = {name: as_device(device, name) for name, device in device_map.items()}
-    return [_seat(place, devices, main_device, offload_buffers) for place in find_places(model)]
+    return [_placement(ref, devices, main_device, offload_buffers) for ref in tensor_refs(model)]
 
 
-def _seat(
-    place: TensorRef, devices: Mapping[str, torch.device | str], main: torch.device, offload_buffers: bool
+def _placement(
+    ref: TensorRef, devices: Mapping[str, torch.device | str], main: torch.device, offload_buffers: bool
 ) -> TensorPlacement:
     entries = {
         name: next((devices[outer] for outer in _outer_names(name) if outer in devices), main)
-        for name in place.names
+        for name in ref.names
     }
     used_on = {
         name: entry if isinstance(entry, torch.device) and entry != CPU else main
@@ -143,12 +143,12 @@ def _seat(
         raise ConfigError(
             f"One tensor with several names is placed on several devices: {where}. Place all on one."
         )
-    entry, execution = entries[place.name], used_on[place.name]
-    stays = not place.is_parameter and not (offload_buffers and place.is_persistent)
+    entry, execution = entries[ref.name], used_on[ref.name]
+    stays = not ref.is_parameter and not (offload_buffers and ref.is_persistent)
     if stays:
-        return TensorPlacement(place, execution, False, execution)
+        return TensorPlacement(ref, execution, False, execution)
     on_disk = entry == DISK
-    return TensorPlacement(place, CPU if on_disk else entry, on_disk, execution)  # type: ignore[arg-type]
+    return TensorPlacement(ref, CPU if on_disk else entry, on_disk, execution)  # type: ignore[arg-type]
 
 
 def _outer_names(name: str) -> list[str]:

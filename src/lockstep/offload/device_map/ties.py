@@ -44,13 +44,13 @@ class TensorRef:
         self.tensor = tensor
 
 
-def find_places(model: nn.Module) -> list[TensorRef]:
+def tensor_refs(model: nn.Module) -> list[TensorRef]:
     """Every parameter and buffer of the model, once, parameters first.
 
     Raises:
         UsageError: a parameter has no shape yet (a lazy module).
     """
-    places: dict[int, TensorRef] = {}
+    refs: dict[int, TensorRef] = {}
     for is_parameter in (True, False):
         for module_name, module in model.named_modules(remove_duplicate=False):
             for key, tensor in _registered(module, is_parameter).items():
@@ -62,12 +62,12 @@ def find_places(model: nn.Module) -> list[TensorRef]:
                         f"{name} has no shape yet: {type(module).__name__} is lazy. Run the model once, then place it."
                     )
                 persistent = is_parameter or torch_modules.is_persistent(module, key)
-                place = places.setdefault(id(tensor), TensorRef(tensor, is_parameter, persistent))
-                place.names.append(name)
-                place.is_persistent |= persistent
-                if not any(holder is module and held == key for holder, held in place.holders):
-                    place.holders.append((module, key))
-    return list(places.values())
+                ref = refs.setdefault(id(tensor), TensorRef(tensor, is_parameter, persistent))
+                ref.names.append(name)
+                ref.is_persistent |= persistent
+                if not any(holder is module and held == key for holder, held in ref.holders):
+                    ref.holders.append((module, key))
+    return list(refs.values())
 
 
 def _registered(module: nn.Module, is_parameter: bool) -> dict[str, Any]:

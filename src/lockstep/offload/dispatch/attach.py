@@ -17,7 +17,7 @@ from lockstep.offload.device_map.budget import for_streaming
 from lockstep.offload.device_map.placement import CPU, TensorPlacement
 from lockstep.offload.files.stored import FileBacked
 from lockstep.offload.weights.attach import stop_streaming, stream_weights, streamer_of
-from lockstep.offload.weights.groups import find_units
+from lockstep.offload.weights.groups import find_weight_groups
 from lockstep.torch_internals import modules as torch_modules
 
 
@@ -135,7 +135,7 @@ _HANDLES = "_crossing_handles"
 
 def attach(
     model: nn.Module,
-    seats: list[TensorPlacement],
+    placements: list[TensorPlacement],
     main: torch.device,
     budget: int | None,
     entries: Sequence[str],
@@ -146,7 +146,7 @@ def attach(
     """Attach what a placed model needs.
 
     Args:
-        seats: Of all tensors, which are where these say.
+        placements: Of all tensors, which are where these say.
         main: Where streamed tensors are used.
         budget: Most bytes of weights there.
         entries: Names of the modules of the device map.
@@ -157,20 +157,20 @@ def attach(
     Raises:
         OffloadError: the budget is too small.
     """
-    streamed = _streamed(seats, main, budget)
-    room = for_streaming(budget, seats, streamed, main)
-    devices = {seat.execution for seat in seats} | {main}
+    streamed = _streamed(placements, main, budget)
+    room = for_streaming(budget, placements, streamed, main)
+    devices = {placement.execution for placement in placements} | {main}
     if streamed:
-        names = {name for seat in streamed for name in seat.place.names}
-        units = find_units(model, _blocks(model, undivided), names.__contains__)
+        names = {name for placement in streamed for name in placement.ref.names}
+        units = find_weight_groups(model, _blocks(model, undivided), names.__contains__)
         stream_weights(model, units, main, room)
-        for module, _ in (holder for seat in streamed for holder in seat.place.holders):
+        for module, _ in (holder for placement in streamed for holder in placement.ref.holders):
             module.__dict__[OFFLOADED] = True
     if len(devices) > 1 or always_cross or (streamed and main != CPU):
         if skip_keys is None:
             skip_keys = getattr(model, "_skip_keys_device_placement", None)
         model.__dict__[_HANDLES] = cross_devices(
-            model, _module_devices(model, seats, entries), main, skip_keys
+            model, _module_devices(model, placements, entries), main, skip_keys
         )
     if is_dispatched(model):
         guard(model)
@@ -191,19 +191,25 @@ def is_dispatched(model: nn.Module) -> bool:
     return _HANDLES in model.__dict__ or streamer_of(model) is not None
 
 
-def _streamed(seats: list[TensorPlacement], main: torch.device, budget: int | None) -> list[TensorPlacement]:
+def _streamed(
+    placements: list[TensorPlacement], main: torch.device, budget: int | None
+) -> list[TensorPlacement]:
     if main != CPU:
         return [
-            seat
-            for seat in seats
-            if seat.is_offloaded and seat.execution == main and seat.place.tensor.numel()
+            placement
+            for placement in placements
+            if placement.is_offloaded and placement.execution == main and placement.ref.tensor.numel()
         ]
     backed = FileBacked.now()
-    mapped = [seat for seat in seats if seat.home == CPU and backed.holds(seat.place.tensor)]
-    needed = sum(seat.place.tensor.nbytes for seat in seats if seat.home == CPU)
-    if any(seat.on_disk for seat in mapped) or (budget is not None and needed > budget):
+    mapped = [
+        placement
+        for placement in placements
+        if placement.device == CPU and backed.holds(placement.ref.tensor)
+    ]
+    needed = sum(placement.ref.tensor.nbytes for placement in placements if placement.device == CPU)
+    if any(placement.on_disk for placement in mapped) or (budget is not None and needed > budget):
         # With a budget, what is mapped for the CPU counts as well, and stays there as far as there is room.
-        return [seat for seat in mapped if seat.on_disk or budget is not None]
+        return [placement for placement in mapped if placement.on_disk or budget is not None]
     return []
 
 
@@ -224,10 +230,10 @@ def _blocks(model: nn.Module, undivided: Sequence[str]) -> dict[str, nn.Module]:
 
 
 def _module_devices(
-    model: nn.Module, seats: list[TensorPlacement], entries: Sequence[str]
+    model: nn.Module, placements: list[TensorPlacement], entries: Sequence[str]
 ) -> dict[str, torch.device]:
     """Where each module that has tensors of its own computes, and each of the device map."""
-    by_tensor = {id(seat.place.tensor): seat.execution for seat in seats}
+    by_tensor = {id(placement.ref.tensor): placement.execution for placement in placements}
     devices = {}
     for name, module in model.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]

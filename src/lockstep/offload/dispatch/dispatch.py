@@ -12,12 +12,12 @@ from lockstep.errors import ConfigError, UsageError
 from lockstep.offload.device_map.budget import budget_of
 from lockstep.offload.device_map.infer import infer_auto_device_map
 from lockstep.offload.device_map.memory import MaxMemory, get_balanced_memory
-from lockstep.offload.device_map.placement import assign_seats, check_device_map, main_device_of
+from lockstep.offload.device_map.placement import assign_placements, check_device_map, main_device_of
 from lockstep.offload.device_map.sizes import class_names
 from lockstep.offload.device_map.ties import undone_on_error
 from lockstep.offload.dispatch.attach import attach, detach, is_dispatched
 from lockstep.offload.dispatch.loading import Path, load_checkpoint_in_model
-from lockstep.offload.dispatch.storage import bring_home
+from lockstep.offload.dispatch.storage import place_tensors
 from lockstep.offload.files.pages import read_ahead
 from lockstep.offload.weights.attach import streamer_of
 
@@ -103,13 +103,13 @@ def dispatch_model(
     )
     check_device_map(model, resolved)
     main = main_device_of(resolved, main_device)
-    seats = assign_seats(model, resolved, main, offload_buffers)
+    placements = assign_placements(model, resolved, main, offload_buffers)
     budget = budget_of(memory_budget, max_memory, main, chosen_here=isinstance(device_map, str))
     with undone_on_error(model, detach):
-        bring_home(model, seats, state_dict, offload_dir, offload_index)
+        place_tensors(model, placements, state_dict, offload_dir, offload_index)
         attach(
             model,
-            seats,
+            placements,
             main,
             budget,
             entries=list(resolved),
@@ -244,7 +244,7 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
 
 def _offload(
     model: nn.Module,
-    home: str,
+    device: str,
     execution_device: torch.device | str | int | None,
     offload_buffers: bool,
     preload_module_classes: Iterable[str] | None,
@@ -258,7 +258,7 @@ def _offload(
     had_map = getattr(model, "hf_device_map", None)
     dispatch_model(
         model,
-        {"": home},
+        {"": device},
         execution_device,
         state_dict,
         offload_dir,

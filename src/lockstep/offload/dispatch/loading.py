@@ -17,12 +17,12 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.offload.device_map.placement import (
     CPU,
     TensorPlacement,
-    assign_seats,
+    assign_placements,
     check_device_map,
     main_device_of,
 )
 from lockstep.offload.device_map.sizes import dtype_of, is_converted
-from lockstep.offload.device_map.ties import TensorRef, find_places
+from lockstep.offload.device_map.ties import TensorRef, tensor_refs
 from lockstep.offload.files.checkpoint_files import stored_tensors
 from lockstep.offload.files.offload_folder import Kept, keep
 from lockstep.offload.files.stored import MappedFiles, Stored, converted, read
@@ -34,7 +34,7 @@ _EXTRA_STATE = torch_modules.EXTRA_STATE
 
 
 def match(
-    model: nn.Module, places: list[TensorRef], stored: Mapping[str, Stored], strict: bool, origin: str
+    model: nn.Module, refs: list[TensorRef], stored: Mapping[str, Stored], strict: bool, origin: str
 ) -> dict[str, Stored]:
     """Name of a place -> its tensor in the checkpoint. A tied parameter takes that of its first name that is there.
 
@@ -44,7 +44,7 @@ def match(
         CheckpointError: a shape differs; a tensor without values is not in the checkpoint; with ``strict`` any
             persistent tensor that is not there, or any key that the model does not have.
     """
-    known = {name for place in places if place.is_persistent for name in place.names}
+    known = {name for ref in refs if ref.is_persistent for name in ref.names}
     prefix = getattr(model, "base_model_prefix", "")
     by_name: dict[str, Stored] = {}
     unexpected = []
@@ -55,46 +55,46 @@ def match(
         elif name not in by_name or name == key:
             by_name[name] = tensor
     found = {
-        place.name: by_name[name]
-        for place in places
-        for name in place.names[::-1]  # the first name is the last to be entered
+        ref.name: by_name[name]
+        for ref in refs
+        for name in ref.names[::-1]  # the first name is the last to be entered
         if name in by_name
     }
-    missing = [place for place in places if place.is_persistent and place.name not in found]
+    missing = [ref for ref in refs if ref.is_persistent and ref.name not in found]
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"{origin} and {type(model).__name__} do not have the same weights: missing "
-            f"{_some(place.name for place in missing)}; unexpected {_some(unexpected)}. "
+            f"{_some(ref.name for ref in missing)}; unexpected {_some(unexpected)}. "
             "Pass strict=False to load what fits."
         )
-    empty = [place.name for place in places if place.name not in found and place.tensor.is_meta]
+    empty = [ref.name for ref in refs if ref.name not in found and ref.tensor.is_meta]
     if empty:
         raise CheckpointError(
             f"{origin} does not have {_some(empty)}, which have no values in the model either. Load another "
             "checkpoint, tie weights before (model.tie_weights()), or build the model with values for buffers "
             "(include_buffers=False)."
         )
-    _check_shapes(model, places, found, origin)
+    _check_shapes(model, refs, found, origin)
     if unexpected:
         logger.warning(
             "%s has weights that %s does not use: %s.", origin, type(model).__name__, _some(unexpected, 20)
         )
     if missing:
-        names = _some((place.name for place in missing), 20)
+        names = _some((ref.name for ref in missing), 20)
         logger.warning("%s does not have %s: they keep the values they have.", origin, names)
     return found
 
 
 def loaded_dtype(
-    place: TensorRef, stored: Stored, dtype: torch.dtype | None, in_fp32: Iterable[str]
+    ref: TensorRef, stored: Stored, dtype: torch.dtype | None, in_fp32: Iterable[str]
 ) -> torch.dtype:
     """What a tensor becomes: ``dtype`` if it is of floating point, else what the model has.
 
     ``in_fp32``: parts of names that are float32 where float16 is asked for.
     """
-    if dtype is None or not is_converted(place.tensor.dtype) or not is_converted(stored.dtype):
-        return place.tensor.dtype
-    if dtype == torch.float16 and any(key == place.name or f"{key}." in place.name for key in in_fp32):
+    if dtype is None or not is_converted(ref.tensor.dtype) or not is_converted(stored.dtype):
+        return ref.tensor.dtype
+    if dtype == torch.float16 and any(key == ref.name or f"{key}." in ref.name for key in in_fp32):
         return torch.float32
     return dtype
 
@@ -108,13 +108,11 @@ def _name_in_model(key: str, known: set[str], prefix: str) -> str | None:
     return next((name for name in candidates if name in known), None)
 
 
-def _check_shapes(
-    model: nn.Module, places: list[TensorRef], found: Mapping[str, Stored], origin: str
-) -> None:
+def _check_shapes(model: nn.Module, refs: list[TensorRef], found: Mapping[str, Stored], origin: str) -> None:
     wrong = [
-        f"{place.name} is {tuple(found[place.name].shape)} there and {tuple(place.tensor.shape)} in the model"
-        for place in places
-        if place.name in found and found[place.name].shape != place.tensor.shape
+        f"{ref.name} is {tuple(found[ref.name].shape)} there and {tuple(ref.tensor.shape)} in the model"
+        for ref in refs
+        if ref.name in found and found[ref.name].shape != ref.tensor.shape
     ]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -172,31 +170,35 @@ def load_checkpoint_in_model(
     _refuse(offload_8bit_bnb, full_state_dict, broadcast_from_rank0)
     wanted = dtype_of(dtype)
     if device_map is None:
-        seats = _where_they_are(model)
+        placements = _where_they_are(model)
     else:
         check_device_map(model, device_map)
-        seats = assign_seats(model, device_map, main_device_of(device_map), offload_buffers)
+        placements = assign_placements(model, device_map, main_device_of(device_map), offload_buffers)
     stored = match(
-        model, [seat.place for seat in seats], stored_tensors(checkpoint), strict, os.fspath(checkpoint)
+        model,
+        [placement.ref for placement in placements],
+        stored_tensors(checkpoint),
+        strict,
+        os.fspath(checkpoint),
     )
     loads = [
         _Load(
-            seat,
-            stored[seat.name],
-            loaded_dtype(seat.place, stored[seat.name], wanted, keep_in_fp32_modules or ()),
+            placement,
+            stored[placement.name],
+            loaded_dtype(placement.ref, stored[placement.name], wanted, keep_in_fp32_modules or ()),
         )
-        for seat in seats
-        if seat.name in stored
+        for placement in placements
+        if placement.name in stored
     ]
     for load, data in _prepared(loads, offload_folder, in_place=device_map is None):
-        load.seat.place.put(data)
+        load.placement.ref.put(data)
 
 
 @dataclass(frozen=True)
 class _Load:
     """A tensor of the checkpoint, and where it goes."""
 
-    seat: TensorPlacement
+    placement: TensorPlacement
     stored: Stored
     dtype: torch.dtype
 
@@ -212,27 +214,27 @@ def _prepared(loads: list[_Load], folder: Path | None, in_place: bool) -> list[t
         data = load.stored.mapped(files)  # all files at first: which memory is whose is then asked for once
         if data is not None and _is_mappable(load):
             mapped[id(load)] = data
-    rewritten = [load for load in loads if load.seat.on_disk and id(load) not in mapped]
+    rewritten = [load for load in loads if load.placement.on_disk and id(load) not in mapped]
     if rewritten:
         mapped |= _rewritten(rewritten, folder, files)
     prepared = []
     for load in loads:
-        old = load.seat.place.tensor
+        old = load.placement.ref.tensor
         if in_place and not old.is_meta and old.dtype == load.dtype:
             with torch.no_grad():
                 old.copy_(read(load.stored, files, load.dtype))
         elif id(load) in mapped:
             prepared.append((load, mapped[id(load)]))
         else:
-            prepared.append((load, read(load.stored, files, load.dtype, load.seat.home)))
+            prepared.append((load, read(load.stored, files, load.dtype, load.placement.device)))
     return prepared
 
 
 def _is_mappable(load: _Load) -> bool:
-    if load.seat.home != CPU or load.stored.dtype != load.dtype:
+    if load.placement.device != CPU or load.stored.dtype != load.dtype:
         return False
     # Buffers are written to in training, and are small.
-    return load.seat.place.is_parameter or load.seat.on_disk
+    return load.placement.ref.is_parameter or load.placement.on_disk
 
 
 def _rewritten(loads: list[_Load], folder: Path | None, files: MappedFiles) -> dict[int, torch.Tensor]:
@@ -244,14 +246,14 @@ def _rewritten(loads: list[_Load], folder: Path | None, files: MappedFiles) -> d
             else "is not in a safetensors file, or not aligned there"
         )
         raise ConfigError(
-            f"device_map places '{load.seat.name}' on the disk, but it {why}, so that it has to be written anew. "
+            f"device_map places '{load.placement.name}' on the disk, but it {why}, so that it has to be written anew. "
             "Pass offload_folder, or the checkpoint's own dtype."
         )
     kept = [
         Kept(
-            load.seat.name,
+            load.placement.name,
             load.dtype,
-            load.seat.place.tensor.shape,
+            load.placement.ref.tensor.shape,
             partial(load.pieces, files),
             f"{load.stored.source} {load.dtype}",
         )
@@ -260,18 +262,18 @@ def _rewritten(loads: list[_Load], folder: Path | None, files: MappedFiles) -> d
     regions = keep(os.fspath(folder), kept)
     mapped = {}
     for load in loads:
-        region = regions[load.seat.name]
+        region = regions[load.placement.name]
         data = region.mapped(files)
         mapped[id(load)] = read(region, files, region.dtype) if data is None else data
     return mapped
 
 
 def _where_they_are(model: nn.Module) -> list[TensorPlacement]:
-    seats = []
-    for place in find_places(model):
-        device = CPU if place.tensor.is_meta else place.tensor.device
-        seats.append(TensorPlacement(place, device, False, device))
-    return seats
+    placements = []
+    for ref in tensor_refs(model):
+        device = CPU if ref.tensor.is_meta else ref.tensor.device
+        placements.append(TensorPlacement(ref, device, False, device))
+    return placements
 
 
 def _refuse(offload_8bit_bnb: bool, full_state_dict: bool, broadcast_from_rank0: bool) -> None:

@@ -53,7 +53,7 @@ class StateFiles:
 
     def __init__(self, folder: Path, optimizer_class: type, groups: Iterable[Group]) -> None:
         self._folder = folder
-        self._homes: dict[tuple[int, str], tuple[OffloadFile, int, int]] = {}
+        self._locations: dict[tuple[int, str], tuple[OffloadFile, int, int]] = {}
         self._files: list[OffloadFile] = []
         nbytes = 0
         for group in groups:
@@ -81,19 +81,19 @@ class StateFiles:
         for name, value in state.items():
             if not isinstance(value, torch.Tensor) or (found := region_of(local(value))) is None:
                 continue
-            home = self._homes.get((id(parameter), name))
-            if found[0] in self._files and (home is None or found != home[:2]):
+            location = self._locations.get((id(parameter), name))
+            if found[0] in self._files and (location is None or found != location[:2]):
                 state[name] = value.clone()
 
     def _moved(self, parameter: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
-        home = self._homes.get((id(parameter), name))
-        if home is not None and region_of(value) == home[:2] and is_dense(value):
+        location = self._locations.get((id(parameter), name))
+        if location is not None and region_of(value) == location[:2] and is_dense(value):
             return value
         if not is_dense(value):
             value = value.contiguous()
-        if home is None or home[2] < _nbytes(value):
-            home = self._homes[id(parameter), name] = (*self._placed(_nbytes(value)), _nbytes(value))
-        file, offset, _ = home
+        if location is None or location[2] < _nbytes(value):
+            location = self._locations[id(parameter), name] = (*self._placed(_nbytes(value)), _nbytes(value))
+        file, offset, _ = location
         write_tensor(file, offset, value)
         mapped = file.tensor(offset, (value.numel(),), value.dtype)
         return mapped.as_strided(value.shape, value.stride())

@@ -37,7 +37,7 @@ class WeightGroup:
         return f"WeightGroup({self.name!r}, {len(self.tensors)} tensors, {self.nbytes} bytes)"
 
 
-def find_units(
+def find_weight_groups(
     model: nn.Module, blocks: Mapping[str, nn.Module], wanted: Callable[[str], bool] = lambda name: True
 ) -> list[WeightGroup]:
     """The units of ``model``, in order of registration; every wanted tensor is in exactly one.

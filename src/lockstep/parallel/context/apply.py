@@ -17,7 +17,7 @@ from lockstep.parallel.context.region import (
     Chain,
     ContextParallelBlock,
     ContextParallelModel,
-    Region,
+    ContextRegion,
     regions_of,
 )
 from lockstep.torch_internals import modules as torch_modules
@@ -54,7 +54,7 @@ def context_parallel(
     has_another = _has_other_attention(model)
     for name, block in blocks.items():
         _check_block(name, block, mesh.size(), has_another)
-    region = Region(layout_on(mesh, method), method, _chains(list(blocks)))
+    region = ContextRegion(layout_on(mesh, method), method, _chains(list(blocks)))
     region.around = _around(model, next(iter(blocks)))
     if not has_another:
         other = f"transformers has no other attention for {type(model).__name__}"

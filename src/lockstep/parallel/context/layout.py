@@ -96,7 +96,7 @@ class SequenceLayout:
                 pieces[number] = piece
         return torch.cat(pieces, dim)
 
-    def dealt(self, whole: Tensor, dim: int) -> Tensor:
+    def shard_of(self, whole: Tensor, dim: int) -> Tensor:
         """The inverse of ``joined``."""
         pieces = self._pieces(whole, dim)
         return torch.stack(
@@ -120,7 +120,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        parts = ctx.layout.dealt(gradients[0], ctx.dim)
+        parts = ctx.layout.shard_of(gradients[0], ctx.dim)
         local = torch.empty_like(parts[0])
         reduce_scatter_tensor(local, parts.flatten(0, 1), group=ctx.layout.group)
         return local, None, None

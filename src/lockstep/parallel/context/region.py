@@ -39,7 +39,7 @@ class Chain:
 
 
 @dataclass
-class Region:
+class ContextRegion:
     """The blocks of one model, and where a forward through them stands."""
 
     layout: SequenceLayout
@@ -110,11 +110,11 @@ class Region:
 class ContextParallelModel(Subclassed):
     """Mixed into the class of the model itself."""
 
-    _region: Region
+    _region: ContextRegion
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call: Any = super().__call__  # type: ignore[misc]
-        region: Region = self._region
+        region: ContextRegion = self._region
         region.begin()
         mode: Any = nullcontext()
         if region.split is not None and hasattr(getattr(self, "config", None), "_attn_implementation"):
@@ -140,7 +140,7 @@ class ContextParallelBlock(Subclassed):
     """
 
     _attributes = ("_block_name", "_argument_names")
-    _region: Region
+    _region: ContextRegion
     _block_name: str
     _argument_names: tuple[str, ...]
 
@@ -197,7 +197,7 @@ def _with_names(names: tuple[str, ...], args: tuple[Any, ...]) -> list[tuple[str
 class _Splitter:
     """Takes this rank's chunk of each tensor in a block's arguments that runs along the sequence."""
 
-    def __init__(self, block: str, region: Region, hidden: Tensor, length: int) -> None:
+    def __init__(self, block: str, region: ContextRegion, hidden: Tensor, length: int) -> None:
         self.block, self.layout, self.hidden, self.length = block, region.layout, hidden, length
 
     def __call__(self, name: str, value: Any) -> Any:
@@ -212,7 +212,7 @@ class _Splitter:
         return leaf if dim is None else self.layout.local(leaf, dim)
 
 
-def _enter(region: Region, block: str, hidden: Tensor, named: dict[str, Any]) -> int | None:
+def _enter(region: ContextRegion, block: str, hidden: Tensor, named: dict[str, Any]) -> int | None:
     """Length of the whole sequence; None where this forward is not split.
 
     In a backward, activation checkpointing of the user's own calls single blocks: nothing is known of their order.
@@ -257,7 +257,7 @@ def _enter(region: Region, block: str, hidden: Tensor, named: dict[str, Any]) ->
     return length * size
 
 
-def _leave(region: Region, block: str, output: Any, batch: int, local_length: int) -> Any:
+def _leave(region: ContextRegion, block: str, output: Any, batch: int, local_length: int) -> Any:
     tensors = [leaf for leaf in leaves(output).values() if isinstance(leaf, Tensor)]
     if not tensors or tensors[0].shape[:2] != (batch, local_length):
         found = f"{list(tensors[0].shape)}" if tensors else "no tensor"
@@ -289,7 +289,7 @@ def _leave(region: Region, block: str, output: Any, batch: int, local_length: in
     return map_tensors(gather, output)
 
 
-def _compare(region: Region, block: str, hidden: Tensor) -> None:
+def _compare(region: ContextRegion, block: str, hidden: Tensor) -> None:
     """
     Raises:
         UsageError: the ranks' hidden states have different shapes, so they come from different batches.
@@ -304,7 +304,7 @@ def _compare(region: Region, block: str, hidden: Tensor) -> None:
         )
 
 
-def regions_of(model: nn.Module) -> list[Region]:
+def regions_of(model: nn.Module) -> list[ContextRegion]:
     """The regions in ``model``, of which each has one."""
     found = {id(m._region): m._region for m in model.modules() if isinstance(m, ContextParallelBlock)}
     return list(found.values())

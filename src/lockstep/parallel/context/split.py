@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.parallel.context.region import Region, regions_of
+from lockstep.parallel.context.region import ContextRegion, regions_of
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def gather_sequence(models: nn.Module | Iterable[nn.Module], tensor: Tensor, dim
     return _regions(models)[0].layout.gather(tensor, dim)
 
 
-def _regions(models: nn.Module | Iterable[nn.Module]) -> list[Region]:
+def _regions(models: nn.Module | Iterable[nn.Module]) -> list[ContextRegion]:
     models = [models] if isinstance(models, nn.Module) else list(models)
     regions = [region for model in models for region in regions_of(model)]
     if not regions:
@@ -75,7 +75,7 @@ def _regions(models: nn.Module | Iterable[nn.Module]) -> list[Region]:
 
 
 def _check_buffers(
-    region: Region, buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequence[Tensor]
+    region: ContextRegion, buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequence[Tensor]
 ) -> None:
     if len(buffers) != len(dims):
         raise UsageError(

@@ -23,13 +23,13 @@ from lockstep.parallel.tensor.given import BROUGHT, called, with_meetings
 from lockstep.parallel.tensor.infer import INFERRED, infer_plan
 from lockstep.parallel.tensor.layers import ParallelLayer
 from lockstep.parallel.tensor.loss import handle_split_logits
-from lockstep.parallel.tensor.modules import Group, Role, TensorParallelForward, take_role
+from lockstep.parallel.tensor.modules import Group, ParallelModuleSpec, TensorParallelForward, attach_spec
 from lockstep.parallel.tensor.parameters import replace_parameters
 from lockstep.parallel.tensor.parts import (
     Column,
+    ColumnRowRegion,
     EmbeddingColumns,
     HeadArguments,
-    Region,
     Root,
     Row,
     VocabularyRows,
@@ -44,7 +44,7 @@ from lockstep.parallel.tensor.plan import (
     plan_from_patterns,
     transformers_patterns,
 )
-from lockstep.parallel.tensor.randomness import Drops
+from lockstep.parallel.tensor.randomness import HasDropout
 from lockstep.parallel.tensor.sequence import SequenceBlock, check_blocks
 from lockstep.torch_internals import modules as torch_modules
 
@@ -192,61 +192,65 @@ def _split(
     group = Group(mesh, options.sequence_parallel, options.loss_parallel)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     modules = dict(model.named_modules())
-    roles = {
-        name: Role(group)
+    specs = {
+        name: ParallelModuleSpec(group)
         for name, module in modules.items()
         if not name or next(module.parameters(), None) is not None
     }
-    _reductions(roles, plan, blocks if options.sequence_parallel else {})
-    roles[""].parts.append(Root(group, Drops(model), device))
+    _reductions(specs, plan, blocks if options.sequence_parallel else {})
+    specs[""].parts.append(Root(group, HasDropout(model), device))
     if options.sequence_parallel:
         for index, (name, block) in enumerate(blocks.items()):
-            part = SequenceBlock(name, group, Drops(block), device)
+            part = SequenceBlock(name, group, HasDropout(block), device)
             part.is_first, part.is_last = index == 0, index == len(blocks) - 1
-            roles[name].parts.append(part)
-    regions: dict[str, Region] = {}
+            specs[name].parts.append(part)
+    regions: dict[str, ColumnRowRegion] = {}
     met = {entry.name for entry in plan.entries if entry.meets}
     for name, style in plan.styles.items():
         if style in (*COLUMN_STYLES, *ROW_STYLES):
             parent = called(modules, name)
             if parent not in regions:
-                regions[parent] = Region(group, Drops(modules[parent]), device)
-                roles[parent].parts.append(regions[parent])
+                regions[parent] = ColumnRowRegion(group, HasDropout(modules[parent]), device)
+                specs[parent].parts.append(regions[parent])
             regions[parent].meets |= name in met
-            roles[name].layer = _linear_part(name, modules[name], style, group, regions[parent])
-            roles[name].layer.in_sequence = _inside(name, blocks) and options.sequence_parallel
+            specs[name].layer = _linear_part(name, modules[name], style, group, regions[parent])
+            specs[name].layer.in_sequence = _inside(name, blocks) and options.sequence_parallel
             if style == "colwise_gather_output" and not _inside(name, blocks):
-                roles[name].layer.is_head = True
+                specs[name].layer.is_head = True
         elif style == "embedding_rowwise":
-            roles[name].layer = VocabularyRows(name, group, modules[name].weight.shape[0])
+            specs[name].layer = VocabularyRows(name, group, modules[name].weight.shape[0])
         elif style == "embedding_colwise":
-            roles[name].layer = EmbeddingColumns(name, group, modules[name].weight.shape[1])
-        if roles[name].layer is not None:
-            roles[name].parts.append(roles[name].layer)
-    _prepare_attention(plan, modules, roles, regions, options.sequence_parallel)
+            specs[name].layer = EmbeddingColumns(name, group, modules[name].weight.shape[1])
+        if specs[name].layer is not None:
+            specs[name].parts.append(specs[name].layer)
+    _prepare_attention(plan, modules, specs, regions, options.sequence_parallel)
     replace_parameters(modules, plan, mesh)
     classes: dict[Any, type] = {}
-    for name, role in roles.items():
+    for name, spec in specs.items():
         module = modules[name]
         is_called = type(module).forward is not nn.Module.forward
         if (is_called or torch_modules.parameters_of(module)) and not isinstance(module, ParallelLayer):
-            take_role(module, role, classes)
+            attach_spec(module, spec, classes)
     if options.loss_parallel:
         handle_split_logits()
 
 
-def _reductions(roles: dict[str, Role], plan: TensorPlan, blocks: Mapping[str, nn.Module]) -> None:
-    for name, role in roles.items():
+def _reductions(
+    specs: dict[str, ParallelModuleSpec], plan: TensorPlan, blocks: Mapping[str, nn.Module]
+) -> None:
+    for name, spec in specs.items():
         if _inside(name, blocks):
-            role.reduced = "sequence"
+            spec.reduced = "sequence"
     for name, style in plan.styles.items():
         if style == "replicated_with_grad_allreduce":
-            for inner, role in roles.items():
+            for inner, spec in specs.items():
                 if inner == name or inner.startswith(f"{name}."):
-                    role.reduced = "always"
+                    spec.reduced = "always"
 
 
-def _linear_part(name: str, module: nn.Module, style: str, group: Group, region: Region) -> Column | Row:
+def _linear_part(
+    name: str, module: nn.Module, style: str, group: Group, region: ColumnRowRegion
+) -> Column | Row:
     if style in ROW_STYLES:
         wide = features(module)[0]
         return Row(name, group, ("weight",), region, wide, style == "rowwise_split_input")
@@ -262,8 +266,8 @@ def _linear_part(name: str, module: nn.Module, style: str, group: Group, region:
 def _prepare_attention(
     plan: TensorPlan,
     modules: dict[str, nn.Module],
-    roles: dict[str, Role],
-    regions: dict[str, Region],
+    specs: dict[str, ParallelModuleSpec],
+    regions: dict[str, ColumnRowRegion],
     splits_sequence: bool,
 ) -> None:
     for found in plan.attention:
@@ -276,7 +280,7 @@ def _prepare_attention(
         if found.arguments:
             order = list(inspect.signature(modules[found.around].forward).parameters)
             places = {name: (order.index(name), dims) for name, dims in found.arguments.items()}
-            roles[found.around].parts.insert(0, HeadArguments(region, found.heads, places))
+            specs[found.around].parts.insert(0, HeadArguments(region, found.heads, places))
 
 
 def _inside(name: str, blocks: Mapping[str, nn.Module]) -> bool:

@@ -49,7 +49,7 @@ class Group:
         return self
 
 
-class Part:
+class ParallelHook:
     """Something that a module does around its own forward. The base does nothing."""
 
     def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -62,7 +62,7 @@ class Part:
         """After ``leave``, or a failure."""
 
 
-class Role:
+class ParallelModuleSpec:
     """Of one module: its parts, and how its parameters are used.
 
     ``layer`` is the part that its split parameters belong to. ``reduced``: the gradient of its whole parameters is
@@ -71,7 +71,7 @@ class Role:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.parts: list[Part] = []
+        self.parts: list[ParallelHook] = []
         self.layer: Any = None
         self.reduced: str = ""
 
@@ -96,30 +96,30 @@ def _is_of_torch(module: Any) -> bool:
 class TensorParallelForward(Subclassed):
     """Mixed into the class of each module that has parameters, or that has such modules inside."""
 
-    _attributes = ("_tensor_role",)
-    _tensor_role: Role
+    _attributes = ("_tensor_spec",)
+    _tensor_spec: ParallelModuleSpec
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        role = self._tensor_role
-        role.group.begin()
-        entered: list[Part] = []
+        spec = self._tensor_spec
+        spec.group.begin()
+        entered: list[ParallelHook] = []
         try:
-            for part in role.parts:
+            for part in spec.parts:
                 entered.append(part)
                 args, kwargs = part.enter(self, args, kwargs)
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
-            for part in reversed(role.parts):
+            for part in reversed(spec.parts):
                 output = part.leave(self, output)
             return output
         finally:
             for part in reversed(entered):
                 part.close(self)
-            role.group.end()
+            spec.group.end()
 
 
-def take_role(module: nn.Module, role: Role, classes: dict[Any, type]) -> None:
+def attach_spec(module: nn.Module, spec: ParallelModuleSpec, classes: dict[Any, type]) -> None:
     """Give ``module`` the mixin; ``classes`` are those made so far."""
-    module._tensor_role = role  # type: ignore[assignment]
+    module._tensor_spec = spec  # type: ignore[assignment]
     names = tuple(torch_modules.parameters_of(module))
     # Rows of other modules' forwards read a weight as an attribute: `F.linear(x, self.token.weight)`.
     key = (type(module), names, isinstance(module, nn.Embedding))
@@ -143,10 +143,10 @@ def _parameter_property(name: str) -> property:
             parameter = torch_modules.parameters_of(module)[name]
         except KeyError:
             raise AttributeError(name) from None
-        role = module._tensor_role
-        if parameter is None or not role.group.computes:
+        spec = module._tensor_spec
+        if parameter is None or not spec.group.computes:
             return parameter
-        return role.value(module, name, parameter)
+        return spec.value(module, name, parameter)
 
     return property(get)
 
@@ -154,7 +154,7 @@ def _parameter_property(name: str) -> property:
 def _padding_property() -> property:
     def get(module: Any) -> Any:
         index = module.__dict__["padding_idx"]
-        layer = module._tensor_role.layer
+        layer = module._tensor_spec.layer
         return index if layer is None else layer.padding_index(module, index)
 
     def set_(module: Any, index: Any) -> None:

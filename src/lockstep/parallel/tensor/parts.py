@@ -20,22 +20,22 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor import communication
 from lockstep.parallel.tensor.communication import part_of
-from lockstep.parallel.tensor.modules import Group, Part, first_tensor, with_argument
+from lockstep.parallel.tensor.modules import Group, ParallelHook, first_tensor, with_argument
 from lockstep.parallel.tensor.operands import RankFeatures, unmarked
-from lockstep.parallel.tensor.randomness import Drops, Stream, stream_of_group, stream_of_rank
+from lockstep.parallel.tensor.randomness import HasDropout, Stream, stream_of_group, stream_of_rank
 from lockstep.parallel.tensor.weights import WeightElsewhere, leave_logits
 from lockstep.parallel.tensor.width import ReportedWidth
 from lockstep.torch_internals import modules as torch_modules
 
 
-class Region(Part):
+class ColumnRowRegion(ParallelHook):
     """Of a module whose column layers read the same input: it is sent once.
 
     From the first column layer's output to the row layer's input the ranks work on different parts, and draw
     different random numbers.
     """
 
-    def __init__(self, group: Group, drops: Drops, device: torch.device) -> None:
+    def __init__(self, group: Group, drops: HasDropout, device: torch.device) -> None:
         self.group = group
         self.widths: set[int] = set()
         self.reported: dict[int, int] = {}
@@ -100,21 +100,23 @@ class Region(Part):
             return ReportedWidth.of(value, self.reported[value.shape[-1]])
         return value
 
-    def __deepcopy__(self, memo: Any) -> Region:
-        copied = object.__new__(Region)
+    def __deepcopy__(self, memo: Any) -> ColumnRowRegion:
+        copied = object.__new__(ColumnRowRegion)
         memo[id(self)] = copied
         copied.__dict__.update(self.__dict__, _sent=None, _stream=None)
         copied._drops = deepcopy(self._drops, memo)
         return copied
 
 
-class HeadArguments(Part):
+class HeadArguments(ParallelHook):
     """Of a module around attention: of an argument that has something of each head, a rank takes its own heads.
 
     ``places``: name -> (its place in a call, the numbers of dimensions that it has then).
     """
 
-    def __init__(self, region: Region, heads: int, places: Mapping[str, tuple[int, tuple[int, ...]]]) -> None:
+    def __init__(
+        self, region: ColumnRowRegion, heads: int, places: Mapping[str, tuple[int, tuple[int, ...]]]
+    ) -> None:
         self.region, self.heads, self.places = region, heads, places
 
     def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,7 +129,7 @@ class HeadArguments(Part):
         return args, kwargs
 
 
-class Layer(Part):
+class Layer(ParallelHook):
     """A layer with split parameters: ``names`` of them."""
 
     def __init__(self, name: str, group: Group, names: tuple[str, ...]) -> None:
@@ -163,7 +165,7 @@ class Layer(Part):
 class Column(Layer):
     """``y_r = x W_r^T + b_r``; with ``size``, ``y`` of that many features is gathered, or left as split logits."""
 
-    def __init__(self, name: str, group: Group, names: tuple[str, ...], region: Region) -> None:
+    def __init__(self, name: str, group: Group, names: tuple[str, ...], region: ColumnRowRegion) -> None:
         super().__init__(name, group, names)
         self.region = region
         self.size = 0
@@ -192,7 +194,13 @@ class Row(Layer):
     """``y = sum_r x_r W_r^T + b``; a whole ``x`` is split."""
 
     def __init__(
-        self, name: str, group: Group, names: tuple[str, ...], region: Region, features: int, splits: bool
+        self,
+        name: str,
+        group: Group,
+        names: tuple[str, ...],
+        region: ColumnRowRegion,
+        features: int,
+        splits: bool,
     ) -> None:
         super().__init__(name, group, (*names, "bias"))
         self.region, self.features, self.splits = region, features, splits
@@ -201,7 +209,7 @@ class Row(Layer):
         if name != "bias":
             return super().value(module, name, parameter)
         if not self._is_inside:
-            return module._tensor_role.whole_value(parameter)
+            return module._tensor_spec.whole_value(parameter)
         # It is added to the sum, once. Conv1D insists on one.
         return parameter.to_local().new_zeros(parameter.shape) if hasattr(module, "nf") else None
 
@@ -228,7 +236,7 @@ class Row(Layer):
         bias = torch_modules.parameters_of(module).get("bias")
         if bias is None:
             return output
-        return output + module._tensor_role.whole_value(bias).to(output.dtype)
+        return output + module._tensor_spec.whole_value(bias).to(output.dtype)
 
 
 class VocabularyRows(Layer):
@@ -273,10 +281,10 @@ class EmbeddingColumns(Layer):
         return communication.gather(output, self.group.mesh, -1, self._width)
 
 
-class Root(Part):
+class Root(ParallelHook):
     """Of the model: all ranks draw the same random numbers."""
 
-    def __init__(self, group: Group, drops: Drops, device: torch.device) -> None:
+    def __init__(self, group: Group, drops: HasDropout, device: torch.device) -> None:
         self.group, self._drops, self._device = group, drops, device
         self._stream: Stream | None = None
 

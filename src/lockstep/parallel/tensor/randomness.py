@@ -60,7 +60,7 @@ def stream_of_group(device: torch.device, mesh: Any) -> Stream:
     return Stream(device, int(seed.item()))
 
 
-class Drops:
+class HasDropout:
     """Whether a module drops anything: it, or one inside it, has a dropout probability above zero."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -24,7 +24,7 @@ from lockstep.offload.weights.device import mover as device_module
 from lockstep.offload.weights.device.mover import DeviceMover
 from lockstep.offload.weights.device.staging import Staging
 from lockstep.offload.weights.events import listen
-from lockstep.offload.weights.groups import WeightGroup, find_units
+from lockstep.offload.weights.groups import WeightGroup, find_weight_groups
 from lockstep.offload.weights.streamer import Streamer
 from lockstep.parallel.recompute import recompute
 from tests.offload.weights.device.late import LateCopies
@@ -114,7 +114,7 @@ class Eager:
 def streamed(
     model: nn.Module, way: str = "streamer", budget: int | None = None, **options: Any
 ) -> Iterator[DeviceMover]:
-    units = find_units(model, find_blocks(model))
+    units = find_weight_groups(model, find_blocks(model))
     mover = DeviceMover(units, CPU, **options)
     sizes = [mover.nbytes(unit) for unit in units]
     mover.slots.budget = budget or 3 * max(sizes)
@@ -125,10 +125,10 @@ def streamed(
         listener = Streamer(units, mover, mover.slots.budget, ahead=1)
         mover.request = functools.partial(listener.use, in_backward=True)
     handles = listen(model, units, [mover, listener])
-    homes = {name: id(value) for name, value in model.named_parameters()}
+    host_tensors = {name: id(value) for name, value in model.named_parameters()}
     try:
         yield mover
-        assert {name: id(value) for name, value in model.named_parameters()} == homes
+        assert {name: id(value) for name, value in model.named_parameters()} == host_tensors
         assert 0 < mover.slots.peak_bytes <= mover.slots.budget
     finally:
         handles.remove()
@@ -201,7 +201,7 @@ def test_training_is_the_plain_one_bit_for_bit(block: Callable[[], nn.Module], w
 def test_whatever_uses_memory_waits_for_the_copies_of_it(
     monkeypatch: pytest.MonkeyPatch, way: str, pinned: bool
 ) -> None:
-    """With copies that are done as late as allowed, from homes or from buffers of a few bytes."""
+    """With copies that are done as late as allowed, from host tensors or from buffers of a few bytes."""
     monkeypatch.setattr(device_module, "Staging", functools.partial(Staging, nbytes=768))
     made: list[LateCopies] = []
 
@@ -219,7 +219,7 @@ def test_whatever_uses_memory_waits_for_the_copies_of_it(
 
 def test_a_slot_is_filled_after_what_computed_with_it_and_used_after_it_is_filled() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    first, second = find_units(model, {})
+    first, second = find_weight_groups(model, {})
     made: list[LateCopies] = []
     waited: list[WeightGroup] = []
     mover = DeviceMover(
@@ -495,7 +495,7 @@ def test_an_activation_that_is_changed_before_backward_is_refused_as_torch_does(
 
 def test_a_model_that_is_dropped_is_freed_with_all_that_streamed_it() -> None:
     model = build()
-    units = find_units(model, find_blocks(model))
+    units = find_weight_groups(model, find_blocks(model))
     mover = DeviceMover(units, CPU)
     handles = listen(model, units, [mover, Eager(mover)])
     train(model, 1)
@@ -549,7 +549,7 @@ def test_what_cannot_be_streamed_is_refused_and_named() -> None:
     with pytest.raises(OffloadError, match="their streaming has ended"):
         loss.backward()
     with pytest.raises(UsageError, match="'weight' is on meta"):
-        DeviceMover(find_units(nn.Linear(2, 2, device="meta"), {}), CPU)
+        DeviceMover(find_weight_groups(nn.Linear(2, 2, device="meta"), {}), CPU)
     sparse = nn.Module()
     sparse.register_buffer("table", torch.eye(2).to_sparse())
     with pytest.raises(UsageError, match="'table' is a Tensor of layout"):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lockstep.offload.weights.device.mover import DeviceMover
-from lockstep.offload.weights.groups import find_units
+from lockstep.offload.weights.groups import find_weight_groups
 
 
 class Products(nn.Module):
@@ -40,7 +40,7 @@ class Products(nn.Module):
 @contextmanager
 def forward_of(model: nn.Module) -> Iterator[tuple[DeviceMover, Any]]:
     """Within a unit's forward; the weights are let go at its end."""
-    (unit,) = find_units(model, {"": model})
+    (unit,) = find_weight_groups(model, {"": model})
     mover = DeviceMover([unit], torch.device("cpu"))
     mover.forward_begins(unit)
     mover.load(unit)

@@ -1,4 +1,4 @@
-"""Gradients on their way from a device to the parameters' homes."""
+"""Gradients on their way from a device to the parameters in host memory."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class _Moving:
     copied: Event
 
 
-class GradientsHome:
-    """Moves each gradient to host memory as it appears, and adds it to its home's ``grad``.
+class HostGradients:
+    """Moves each gradient to host memory as it appears, and adds it to its host tensor's ``grad``.
 
-    At most ``limit`` bytes wait on the device; beyond, backward waits for the copies. Hooks of the home run as
+    At most ``limit`` bytes wait on the device; beyond, backward waits for the copies. Hooks of the host tensor run as
     those of any parameter: on the gradient before it is added, and after it was.
     """
 
@@ -50,7 +50,7 @@ class GradientsHome:
         working.tensor.register_post_accumulate_grad_hook(take)
 
     def deliver_all(self) -> None:
-        """Wait until every gradient is at home."""
+        """Wait until every gradient is on the host."""
         while self._moving:
             self._deliver_first()
 
@@ -65,12 +65,12 @@ class GradientsHome:
                 "gradients are moved to host memory without a graph. Train it without offload of parameters."
             )
         self._arrives()
-        for hook in torch_tensors.gradient_hooks_of(working.home):
+        for hook in torch_tensors.gradient_hooks_of(working.host_tensor):
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
         if gradient.layout is not torch.strided:
             self.deliver_all()
-            _add(working.home, gradient.to(working.home.device))
+            _add(working.host_tensor, gradient.to(working.host_tensor.device))
             return
         self._move(working, gradient)
         while self._moving and (
@@ -92,17 +92,17 @@ class GradientsHome:
         moving = self._moving.popleft()
         self._bytes -= moving.gradient.nbytes
         self._copies.wait(moving.copied)
-        if _add(moving.working.home, moving.host):
+        if _add(moving.working.host_tensor, moving.host):
             self._pool.give_back(moving.buffer)
 
 
-def _add(home: torch.Tensor, gradient: torch.Tensor) -> bool:
+def _add(host_tensor: torch.Tensor, gradient: torch.Tensor) -> bool:
     """Whether ``gradient`` was added to one that was there; otherwise it is the one now."""
-    is_added = home.grad is not None
+    is_added = host_tensor.grad is not None
     if is_added:
-        home.grad.add_(gradient)  # type: ignore[union-attr]
+        host_tensor.grad.add_(gradient)  # type: ignore[union-attr]
     else:
-        home.grad = gradient
-    for hook in torch_tensors.post_accumulate_hooks_of(home):
-        hook(home)
+        host_tensor.grad = gradient
+    for hook in torch_tensors.post_accumulate_hooks_of(host_tensor):
+        hook(host_tensor)
     return is_added

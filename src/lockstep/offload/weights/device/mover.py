@@ -12,12 +12,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep.errors import OffloadError, UsageError
 from lockstep.offload.copies import Copies, Event, copies_of, view_of
-from lockstep.offload.weights.device.gradients import GradientsHome
+from lockstep.offload.weights.device.gradients import HostGradients
 from lockstep.offload.weights.device.passes import AtEnd, Forwards, own_mode
 from lockstep.offload.weights.device.saved import SavedCast, SavedView, hooks_of
 from lockstep.offload.weights.device.slots import Slot, Slots
 from lockstep.offload.weights.device.staging import Staging
-from lockstep.offload.weights.device.working import Working, WorkingWeights, lay_out, write_home
+from lockstep.offload.weights.device.working import Working, WorkingWeights, lay_out, write_back
 from lockstep.offload.weights.groups import WeightGroup
 from lockstep.torch_internals import autograd as torch_autograd
 
@@ -25,17 +25,17 @@ from lockstep.torch_internals import autograd as torch_autograd
 class DeviceMover:
     """Copies the weights of units into slots on a device, and their gradients back (a ``Mover``).
 
-    At rest a module has its own parameters and buffers (the homes), and so have optimizers and ``state_dict``.
+    At rest a module has its own parameters and buffers (the host tensors), and so have optimizers and ``state_dict``.
     While a unit is in use its modules have working ones, whose memory is in a slot. What a forward writes to
-    buffers or parameters gets home when it ends. Optimizer steps and in-place changes of homes are seen at the next
-    use; ones through ``.data`` are not: call ``edited``.
+    buffers or parameters gets to the host when it ends. Optimizer steps and in-place changes of host tensors are seen
+    at the next use; ones through ``.data`` are not: call ``edited``.
 
     It is a listener of the units' use, to be told before the streamer that calls ``load``, ``bind`` and
     ``release``. Without a streamer it loads by itself what backward asks for.
 
     Args:
         budget: Bytes of the device for slots; None: as many as are asked for.
-        ready: Called before a unit is loaded once more because its home was changed.
+        ready: Called before a unit is loaded once more because its host tensors were changed.
 
     Raises:
         UsageError: a weight is no plain tensor in host memory.
@@ -62,13 +62,13 @@ class DeviceMover:
             for working in copy.working
             if working.is_parameter
         }
-        self._by_home = {id(w.home): w for copy in self._copies.values() for w in copy.working}
+        self._by_host_tensor = {id(w.host_tensor): w for copy in self._copies.values() for w in copy.working}
         self._forward = Forwards()
         self._later: list[_Copy] = []  # to settle after backward
         self._backward = -1  # the number of the graph task at whose end to settle
         self._closed = False
         largest = max((copy.nbytes for copy in self._copies.values()), default=0)
-        self._gradients = GradientsHome(self._back, 2 * largest, self._settle_after_backward)
+        self._gradients = HostGradients(self._back, 2 * largest, self._settle_after_backward)
         self._watched: set[Working] = set()
         self._steps = register_optimizer_step_post_hook(_Stepped(self))
         weakref.finalize(self, self._steps.remove)
@@ -163,15 +163,15 @@ class DeviceMover:
 
     # -- of its own --------------------------------------------------------------------------------------
 
-    def edited(self, homes: Iterable[torch.Tensor]) -> None:
-        """``homes`` have been written to: load them again before they are used."""
-        for home in homes:
-            working = self._by_home.get(id(home))
-            if working is not None and working.home is home:
+    def edited(self, host_tensors: Iterable[torch.Tensor]) -> None:
+        """``host_tensors`` have been written to: load them again before they are used."""
+        for host_tensor in host_tensors:
+            working = self._by_host_tensor.get(id(host_tensor))
+            if working is not None and working.host_tensor is host_tensor:
                 working.edits += 1
 
     def settle(self) -> None:
-        """Have everything at home: gradients, what was written, and modules with their own parameters."""
+        """Have everything on the host: gradients, what was written, and modules with their own parameters."""
         self._backward = -1
         later, self._later = self._later, []
         with own_mode():
@@ -237,7 +237,7 @@ class DeviceMover:
         copy.take_note()  # before it is read: what is written meanwhile makes it stale
         try:
             for working in copy.working:
-                self._staging.copy(working.part_of(slot.buffer), working.home.detach())
+                self._staging.copy(working.part_of(slot.buffer), working.host_tensor.detach())
         except BaseException:
             if copy.slot is None:
                 self.slots.give_back(slot, self._to.copied())
@@ -260,7 +260,7 @@ class DeviceMover:
             return
         copy.is_in_place = False
         replaced = list(copy.places.replaced())
-        copy.places.put_home()
+        copy.places.put_host_tensors()
         trained = copy.places.trained()
         written = [
             (working, working.tensor)
@@ -277,14 +277,14 @@ class DeviceMover:
                 )
             written.append((working, tensor))
             working.edits += 1
-        write_home(self._back, written)
+        write_back(self._back, written)
 
     def _follow_requires_grad(self, copy: _Copy) -> None:
         for working in copy.working:
             if not working.is_parameter:
                 continue
-            if working.tensor.requires_grad != working.home.requires_grad:
-                working.tensor.requires_grad_(working.home.requires_grad)
+            if working.tensor.requires_grad != working.host_tensor.requires_grad:
+                working.tensor.requires_grad_(working.host_tensor.requires_grad)
             if working.tensor.requires_grad and working not in self._watched:
                 self._watched.add(working)
                 self._gradients.watch(working)
@@ -311,7 +311,7 @@ class _Copy:
     def __init__(self, unit: WeightGroup, device: torch.device) -> None:
         self.lock = threading.RLock()
         self.working, self.nbytes = lay_out(unit, device)
-        self.places = WorkingWeights(unit, {id(working.home): working for working in self.working})
+        self.places = WorkingWeights(unit, {id(working.host_tensor): working for working in self.working})
         self.slot: Slot | None = None
         self.copied: Event = None  # the copy that filled the slot
         self.is_used = False  # the working tensors lie in the slot

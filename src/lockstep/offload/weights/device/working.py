@@ -17,52 +17,52 @@ from lockstep.torch_internals import tensors as torch_tensors
 
 
 class Working:
-    """The tensor that the model computes with in the place of ``home``, a parameter or buffer.
+    """The tensor that the model computes with in the place of ``host_tensor``, a parameter or buffer.
 
     It is one object for good: autograd, autocast and the user may keep it. Its memory is a part of a slot while
     the unit is loaded; otherwise all its numbers are one NaN (zero where its dtype has none).
     """
 
-    def __init__(self, name: str, home: torch.Tensor, offset: int, device: torch.device) -> None:
-        if type(home) not in (nn.Parameter, torch.Tensor) or home.layout is not torch.strided:
+    def __init__(self, name: str, host_tensor: torch.Tensor, offset: int, device: torch.device) -> None:
+        if type(host_tensor) not in (nn.Parameter, torch.Tensor) or host_tensor.layout is not torch.strided:
             raise UsageError(
-                f"'{name}' is a {type(home).__name__} of layout {home.layout}, and weights are moved to a device as "
-                "plain tensors only. Leave its module out of what is offloaded."
+                f"'{name}' is a {type(host_tensor).__name__} of layout {host_tensor.layout}, and weights are moved "
+                "to a device as plain tensors only. Leave its module out of what is offloaded."
             )
-        if home.device.type != "cpu":
+        if host_tensor.device.type != "cpu":
             raise UsageError(
-                f"'{name}' is on {home.device}, and weights are moved to a device from host memory. "
+                f"'{name}' is on {host_tensor.device}, and weights are moved to a device from host memory. "
                 "Move it to the CPU before."
             )
         self.name = name
-        self.home = home
+        self.host_tensor = host_tensor
         self.offset = offset  # in its slot, in bytes
-        self.stride = dense_strides(home)
-        self._nothing = _nothing(home, device)
-        self.is_parameter = isinstance(home, nn.Parameter)
+        self.stride = dense_strides(host_tensor)
+        self._nothing = _nothing(host_tensor, device)
+        self.is_parameter = isinstance(host_tensor, nn.Parameter)
         if self.is_parameter:
-            self.tensor: torch.Tensor = nn.Parameter(self._nothing, requires_grad=home.requires_grad)
-            self.tensor.__dict__.update(home.__dict__)  # what libraries mark parameters with
+            self.tensor: torch.Tensor = nn.Parameter(self._nothing, requires_grad=host_tensor.requires_grad)
+            self.tensor.__dict__.update(host_tensor.__dict__)  # what libraries mark parameters with
         else:
             self.tensor = self._nothing.detach()
-        self.edits = 0  # of the home, that its version does not tell of
+        self.edits = 0  # of the host tensor, that its version does not tell of
         self._written = torch_tensors.version(self.tensor)
 
     @property
     def nbytes(self) -> int:
-        return self.home.numel() * self.home.element_size()
+        return self.host_tensor.numel() * self.host_tensor.element_size()
 
     def state_of_home(self) -> tuple[int, ...]:
-        """Changes whenever the home is written to or gets other memory."""
-        return self.home.data_ptr(), torch_tensors.version(self.home), self.edits
+        """Changes whenever the host tensor is written to or gets other memory."""
+        return self.host_tensor.data_ptr(), torch_tensors.version(self.host_tensor), self.edits
 
     @property
     def version(self) -> tuple[int, int]:
-        """Changes whenever it is written to, here or at home, other than through ``.data``."""
-        return torch_tensors.version(self.home), torch_tensors.version(self.tensor)
+        """Changes whenever it is written to, here or on the host, other than through ``.data``."""
+        return torch_tensors.version(self.host_tensor), torch_tensors.version(self.tensor)
 
     def part_of(self, buffer: torch.Tensor) -> torch.Tensor:
-        return view_of(buffer, self.home.dtype, self.home.shape, self.stride, self.offset)
+        return view_of(buffer, self.host_tensor.dtype, self.host_tensor.shape, self.stride, self.offset)
 
     def use(self, buffer: torch.Tensor) -> None:
         self.tensor.data = self.part_of(buffer)
@@ -71,7 +71,7 @@ class Working:
         self.tensor.data = self._nothing
 
     def take_note(self) -> None:
-        """What is written to it from now on is to get home."""
+        """What is written to it from now on is to get to the host."""
         self._written = torch_tensors.version(self.tensor)
 
     @property
@@ -113,16 +113,16 @@ class WorkingWeights:
             registered(module)[key] = working.tensor
         self._renew_flat_weights()
 
-    def put_home(self) -> None:
+    def put_host_tensors(self) -> None:
         for module, registered, key, working in self._places:
-            registered(module)[key] = working.home
+            registered(module)[key] = working.host_tensor
         self._renew_flat_weights()
 
     def replaced(self) -> Iterator[tuple[Working, torch.Tensor | None]]:
         """What a forward has put in the place of the working tensor, and of which."""
         for module, registered, key, working in self._places:
             tensor = registered(module).get(key)
-            if tensor is not working.tensor and tensor is not working.home:
+            if tensor is not working.tensor and tensor is not working.host_tensor:
                 yield working, tensor
 
     def trained(self) -> set[Working]:
@@ -138,28 +138,28 @@ def lay_out(unit: WeightGroup, device: torch.device) -> tuple[list[Working], int
     """The working tensors of a unit, one behind the other in a slot, and the slot's bytes."""
     found = []
     end = 0
-    for name, home in unit.tensors.items():
-        found.append(Working(name, home, end, device))
+    for name, host_tensor in unit.tensors.items():
+        found.append(Working(name, host_tensor, end, device))
         end += -(-found[-1].nbytes // ALIGNMENT) * ALIGNMENT
     return found, end
 
 
-def write_home(copies: Copies, written: list[tuple[Working, torch.Tensor]]) -> None:
-    """Copy what a forward wrote, and wait: the home may be looked at from now on."""
+def write_back(copies: Copies, written: list[tuple[Working, torch.Tensor]]) -> None:
+    """Copy what a forward wrote, and wait: the host tensor may be looked at from now on."""
     if not written:
         return
     copies.after(copies.computed())
     for working, tensor in written:
-        if tensor.shape != working.home.shape or tensor.dtype != working.home.dtype:
+        if tensor.shape != working.host_tensor.shape or tensor.dtype != working.host_tensor.dtype:
             raise UsageError(
-                f"A forward has replaced '{working.name}', {tuple(working.home.shape)} {working.home.dtype}, by "
-                f"{tuple(tensor.shape)} {tensor.dtype}. Change it outside of forward, or leave it out of what is "
-                "offloaded."
+                f"A forward has replaced '{working.name}', {tuple(working.host_tensor.shape)} "
+                f"{working.host_tensor.dtype}, by {tuple(tensor.shape)} {tensor.dtype}. Change it "
+                "outside of forward, or leave it out of what is offloaded."
             )
-        copies.copy(working.home.data, tensor.detach())  # .data: for graphs the weight has not changed
+        copies.copy(working.host_tensor.data, tensor.detach())  # .data: for graphs the weight has not changed
     copies.wait(copies.copied())
 
 
-def _nothing(home: torch.Tensor, device: torch.device) -> torch.Tensor:
-    number = float("nan") if home.is_floating_point() or home.is_complex() else 0
-    return torch.tensor(number, device=device).to(home.dtype).expand(home.shape)
+def _nothing(host_tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    number = float("nan") if host_tensor.is_floating_point() or host_tensor.is_complex() else 0
+    return torch.tensor(number, device=device).to(host_tensor.dtype).expand(host_tensor.shape)
