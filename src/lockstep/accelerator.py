@@ -26,10 +26,10 @@ from lockstep.config.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from lockstep.config.merge import ExternalSettings
 from lockstep.config.options import fit_to_world, parallel_fields, resolve_options
 from lockstep.config.options_view import OptionsView
 from lockstep.config.parallel import Parallel
-from lockstep.config.said import ExternalSettings
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.skip import skip_first_batches
 from lockstep.observe.hang.process import watch_process

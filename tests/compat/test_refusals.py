@@ -23,9 +23,9 @@ from lockstep.compat.deepspeed.config import from_deepspeed
 from lockstep.compat.fsdp import plugin as fsdp_plugin
 from lockstep.compat.fsdp import section as fsdp
 from lockstep.compat.rules import NoEffect, Refused
+from lockstep.config.merge import parallel_of
 from lockstep.config.options import NOT_OPTIONS, parallel_fields
 from lockstep.config.parallel import Parallel
-from lockstep.config.said import spread_of
 from lockstep.config.settings import OF_WORKERS, TOPICS
 from lockstep.config.yaml_file import YamlFile
 from lockstep.errors import ConfigError
@@ -174,7 +174,7 @@ def test_every_name_that_a_message_points_to_exists() -> None:
 )
 def test_what_deepspeed_splits_is_split_alike(config: dict[str, Any], line: str) -> None:
     found = from_deepspeed(config, "ds.json")
-    assert (str(spread_of(found.says)), found.warnings) == (line, ())
+    assert (str(parallel_of(found.settings)), found.warnings) == (line, ())
 
 
 def test_options_of_tensor_parallelism_that_change_nothing_are_said() -> None:

@@ -157,4 +157,4 @@ def test_a_launch_counts_rows_as_its_workers_do(tmp_path: Path, rows: int, fits:
     with (
         nullcontext() if fits else pytest.raises(ConfigError, match="2 processes with rows of their own = 8")
     ):
-        make_plan(Program("true", no_python=True), settings, 0, 8, described=from_deepspeed(path).says)
+        make_plan(Program("true", no_python=True), settings, 0, 8, described=from_deepspeed(path).settings)

@@ -13,8 +13,14 @@ from lockstep.cli.launch_options import LATER_SWITCHES, LaunchCommand, dashes, o
 from lockstep.compat.accelerate.flags import spread_settings
 from lockstep.compat.deepspeed.config import from_deepspeed
 from lockstep.compat.rules import Translation
-from lockstep.compat.settings import asked_by_environment
-from lockstep.config.said import combine, joined_sources, said_by_settings, sources_of, spread_of
+from lockstep.compat.settings import environment_settings
+from lockstep.config.merge import (
+    joined_sources,
+    merge_settings,
+    parallel_of,
+    parallel_sources,
+    values_of_settings,
+)
 from lockstep.config.sources import (
     CONFIG_VARIABLE,
     inherited_environment,
@@ -54,9 +60,9 @@ def command_function(ctx: click.Context, script: str, arguments: tuple[str, ...]
     settings = merge(_flags(ctx, options), _file(options["config_file"]), environ)
     for sentence in unknown_variables(environ):
         click.echo(f"lockstep launch: {sentence}", err=True)
-    asked = asked_by_environment(environ, settings["num_machines"].value)
-    if asked.says:
-        settings["parallel"] = _with_words(settings["parallel"], asked.says)
+    asked = environment_settings(environ, settings["num_machines"].value)
+    if asked.settings:
+        settings["parallel"] = _with_words(settings["parallel"], asked.settings)
     described = _described(settings["deepspeed_config_file"])
     plan = make_plan(
         program,
@@ -65,7 +71,7 @@ def command_function(ctx: click.Context, script: str, arguments: tuple[str, ...]
         cores=available_cores(),
         log_dir=options["log_dir"],
         tee=bool(options["tee"]),
-        described=described.says,
+        described=described.settings,
         output=options["output"],
     )
     if plan.secret_file is not None:
@@ -148,13 +154,13 @@ def _of_several_machines(given: dict[str, SettingValue]) -> dict[str, SettingVal
     return found
 
 
-def _with_words(setting: SettingValue, says: Mapping[str, SettingValue]) -> SettingValue:
+def _with_words(setting: SettingValue, asked: Mapping[str, SettingValue]) -> SettingValue:
     """The setting ``parallel`` with what else says words of it."""
-    own = said_by_settings({"parallel": (setting.value, setting.source)})
+    own = values_of_settings({"parallel": (setting.value, setting.source)})
     own = {name: SettingValue(said.value, setting.words.get(name, said.source)) for name, said in own.items()}
-    together = combine(says, own)
-    words = sources_of(together)
-    return SettingValue(str(spread_of(together)), joined_sources(words), words)
+    together = merge_settings(asked, own)
+    words = parallel_sources(together)
+    return SettingValue(str(parallel_of(together)), joined_sources(words), words)
 
 
 def _described(setting: SettingValue) -> Translation:

@@ -16,8 +16,14 @@ from lockstep.compat.fsdp import section as fsdp
 from lockstep.compat.rules import Outcome, Row, Table, is_off, walk
 from lockstep.config.batch import BatchSizes
 from lockstep.config.json_file import read_json
+from lockstep.config.merge import (
+    PARALLEL_FIELDS,
+    merge_settings,
+    parallel_of,
+    precision_of,
+    values_of_settings,
+)
 from lockstep.config.readers import SCALER_FIELDS
-from lockstep.config.said import PARALLEL_FIELDS, combine, precision_of, said_by_settings, spread_of
 from lockstep.config.settings import IN_FILES, REACHING_MACHINES
 from lockstep.config.values import SettingValue
 from lockstep.config.world import fitted
@@ -56,17 +62,19 @@ def convert(path: str | Path, ranks: int | None = None) -> Conversion:
     try:
         if file is None:
             described = from_deepspeed(path)
-            return Conversion(rows, _settings(described.says, {}, ranks), described.warnings)
+            return Conversion(rows, _settings(described.settings, {}, ranks), described.warnings)
         loaded = from_yaml(file)
         given = loaded.config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
         config_file = given.pop(FILE_KEY, None)
         warnings = tuple(loaded.warnings)
-        says: dict[str, SettingValue] = {}
+        asked: dict[str, SettingValue] = {}
         if config_file is not None:
             described = from_deepspeed(config_file)
-            says, warnings = dict(described.says), (*warnings, *described.warnings)
-        says = combine(says, said_by_settings({name: (value, file.name) for name, value in given.items()}))
-        return Conversion(rows, given | _settings(says, given, ranks), warnings)
+            asked, warnings = dict(described.settings), (*warnings, *described.warnings)
+        asked = merge_settings(
+            asked, values_of_settings({name: (value, file.name) for name, value in given.items()})
+        )
+        return Conversion(rows, given | _settings(asked, given, ranks), warnings)
     except ConfigError as error:
         return Conversion(rows, {}, error=str(error))
 
@@ -106,7 +114,7 @@ def _accelerate_rows(file: YamlFile) -> Iterator[Row]:
 
 
 def _settings(
-    says: Mapping[str, SettingValue], given: Mapping[str, Any], ranks: int | None
+    asked: Mapping[str, SettingValue], given: Mapping[str, Any], ranks: int | None
 ) -> dict[str, Any]:
     """The settings of a file of ours that say the same.
 
@@ -117,31 +125,31 @@ def _settings(
     processes = given.get("num_processes")
     if ranks is not None and processes is not None and ranks != processes:
         raise ConfigError(f"--ranks is {ranks}, but num_processes is {processes}. Leave out --ranks.")
-    batch = BatchSizes.of(says)
+    batch = BatchSizes.of(asked)
     processes = ranks or processes or _implied(batch)
     if batch.train is not None and processes is None:
         raise ConfigError(
             f"train_batch_size={batch.train} is over all processes, and their number is not known. Give --ranks N."
         )
     if processes is not None:
-        batch = fitted(spread_of(says), batch, processes)
+        batch = fitted(parallel_of(asked), batch, processes)
         settings["num_processes"] = processes
-    precision = precision_of(says)
+    precision = precision_of(asked)
     if precision != "no":
         settings["mixed_precision"] = precision
-    if any(name in says for name in PARALLEL_FIELDS):
-        settings["parallel"] = str(spread_of(says))
+    if any(name in asked for name in PARALLEL_FIELDS):
+        settings["parallel"] = str(parallel_of(asked))
     if batch.accumulation is not None:
         settings["gradient_accumulation_steps"] = batch.accumulation
     if batch.micro is not None:
         settings["micro_batch_size"] = batch.micro
-    if "gradient_clipping" in says:
-        settings["gradient_clipping"] = says["gradient_clipping"].value
-    settings |= {name: says[name].value for name in REACHING_MACHINES if name in says}
+    if "gradient_clipping" in asked:
+        settings["gradient_clipping"] = asked["gradient_clipping"].value
+    settings |= {name: asked[name].value for name in REACHING_MACHINES if name in asked}
     for name in ("optimizer", "scheduler"):
-        if name in says and not isinstance(says[name].value, dict):
-            settings[name] = asdict(says[name].value)
-    scaler = {name: says[name].value for name in SCALER_FIELDS if name in says}
+        if name in asked and not isinstance(asked[name].value, dict):
+            settings[name] = asdict(asked[name].value)
+    scaler = {name: asked[name].value for name in SCALER_FIELDS if name in asked}
     if scaler and precision != "bf16":  # with which gradients are not scaled
         settings["grad_scaler"] = scaler
     return settings

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lockstep.config.enums import StringEnum
 from lockstep.config.json_file import check_depth
-from lockstep.config.said import combine
+from lockstep.config.merge import merge_settings
 from lockstep.config.values import FALSE_WORDS, SettingValue, shown, suggestion
 from lockstep.errors import ConfigError
 
@@ -77,14 +77,14 @@ class Row(NamedTuple):
     value: Any
     outcome: Outcome
     text: str
-    says: Mapping[str, Any] = {}
+    settings: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
 class Translation:
     """A foreign configuration in our settings; ``says`` has only those that were said."""
 
-    says: Mapping[str, SettingValue]
+    settings: Mapping[str, SettingValue]
     warnings: tuple[str, ...] = ()
     rows: tuple[Row, ...] = ()
 
@@ -141,9 +141,9 @@ def _apply(rule: Rule, path: str, value: Any) -> Row:
         return Row(path, value, Outcome.OFF, f"a detail of {rule.of}")
     if isinstance(rule, Used):
         result = rule.read(value, path)
-        says = result if not rule.to else {} if result is None else {rule.to: result}
-        text = ", ".join(f"{name}={_short(item)}" for name, item in says.items())
-        return Row(path, value, Outcome.USED if says else Outcome.OFF, text or NOTHING, says)
+        settings = result if not rule.to else {} if result is None else {rule.to: result}
+        text = ", ".join(f"{name}={_short(item)}" for name, item in settings.items())
+        return Row(path, value, Outcome.USED if settings else Outcome.OFF, text or NOTHING, settings)
     if isinstance(rule, NoEffect) and rule.read is not None:
         rule.read(value, path)
     asks = _asks(value, rule.default)
@@ -198,7 +198,12 @@ def joined(row: Row) -> str:
 
 def said_by(rows: Iterable[Row], where: str) -> dict[str, SettingValue]:
     """The settings that rows say, each with its source."""
-    return combine(
-        *({name: SettingValue(value, f"{row.path}={shown(row.value)} ({where})") for name, value in row.says.items()}
-          for row in rows)
-    )  # fmt: skip
+    return merge_settings(
+        *(
+            {
+                key: SettingValue(value, f"{row.path}={shown(row.value)} ({where})")
+                for key, value in row.settings.items()
+            }
+            for row in rows
+        )
+    )

@@ -15,8 +15,8 @@ from lockstep.compat.fsdp.plugin import check_fsdp_plugin, from_fsdp_plugin
 from lockstep.compat.fsdp.section import KEYS as FSDP_KEYS
 from lockstep.compat.fsdp.section import from_fsdp
 from lockstep.compat.rules import Translation, translate
+from lockstep.config.merge import ExternalSettings, merge_settings
 from lockstep.config.place import Environ
-from lockstep.config.said import ExternalSettings, combine
 from lockstep.config.sources import (
     CONFIG_VARIABLE,
     inherited_environment,
@@ -50,9 +50,9 @@ def external_settings(
         )
     if config_file is not None:
         found.append(from_deepspeed(config_file))
-    found.append(asked_by_environment())
+    found.append(environment_settings())
     warnings = dict.fromkeys([text for part in found for text in part.warnings] + _unread_file())
-    return ExternalSettings(combine(*(part.says for part in found)), tuple(warnings), plugin)
+    return ExternalSettings(merge_settings(*(part.settings for part in found)), tuple(warnings), plugin)
 
 
 def _unread_file() -> list[str]:
@@ -83,7 +83,7 @@ def check_named_file(environ: Environ | None = None) -> str | None:
 
 
 def _stage(part: Translation) -> str:
-    stage = part.says.get("zero")
+    stage = part.settings.get("zero")
     return stage.source if stage is not None else "no stage"
 
 
@@ -92,7 +92,7 @@ def _machines() -> int:
     return max(1, here.world_size // here.local_world_size)
 
 
-def asked_by_environment(
+def environment_settings(
     environ: Mapping[str, str] | None = None, machines: int | None = None
 ) -> Translation:
     """What the variables of ``accelerate launch`` for FSDP and DeepSpeed ask for; messages have their names.
@@ -109,7 +109,8 @@ def asked_by_environment(
     if "deepspeed_config" in sections:
         found.append(_deepspeed(sections["deepspeed_config"]))
     return Translation(
-        combine(*(part.says for part in found)), tuple(text for part in found for text in part.warnings)
+        merge_settings(*(part.settings for part in found)),
+        tuple(text for part in found for text in part.warnings),
     )
 
 
@@ -175,7 +176,7 @@ def _fsdp(section: Mapping[str, tuple[str, str]], machines: int) -> Translation:
         for name in section
         if name not in known
     )
-    return Translation(found.says, (*found.warnings, *vain), found.rows)
+    return Translation(found.settings, (*found.warnings, *vain), found.rows)
 
 
 def _deepspeed(section: Mapping[str, tuple[str, str]]) -> Translation:
@@ -185,9 +186,9 @@ def _deepspeed(section: Mapping[str, tuple[str, str]]) -> Translation:
         {name: value for name, (_, value) in own.items()},
         WHERE,
     )
-    says = finish(found)
+    asked = finish(found)
     # Else it is read as a setting.
     if all(value == "none" for key, value in section.values() if key == FILE_KEY):
         stage = f"DeepSpeed's default, stage {DEFAULT_STAGE} (environment variable ACCELERATE_USE_DEEPSPEED)"
-        says.setdefault("zero", SettingValue(DEFAULT_STAGE, stage))
-    return Translation(says, found.warnings, found.rows)
+        asked.setdefault("zero", SettingValue(DEFAULT_STAGE, stage))
+    return Translation(asked, found.warnings, found.rows)

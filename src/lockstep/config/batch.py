@@ -24,10 +24,10 @@ class BatchSizes:
     sources: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, says: Mapping[str, SettingValue]) -> BatchSizes:
+    def of(cls, settings: Mapping[str, SettingValue]) -> BatchSizes:
         """From the settings that were said."""
-        said = [says[name] for name in NAMES if name in says]
-        train, micro, accumulation = (says[name].value if name in says else None for name in NAMES)
+        said = [settings[name] for name in NAMES if name in settings]
+        train, micro, accumulation = (settings[name].value if name in settings else None for name in NAMES)
         return cls(train, micro, accumulation, tuple(item.source for item in said))
 
     def solved(self, world_size: int, ranks: str = "processes") -> BatchSizes:

@@ -21,16 +21,16 @@ from lockstep.config.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from lockstep.config.parallel import Parallel
-from lockstep.config.said import (
+from lockstep.config.merge import (
     PARALLEL_FIELDS,
     ExternalSettings,
-    combine,
+    merge_settings,
+    parallel_of,
     precision_of,
-    said_by_settings,
-    said_in,
-    spread_of,
+    values_of_parallel,
+    values_of_settings,
 )
+from lockstep.config.parallel import Parallel
 from lockstep.config.sources import (
     is_launched,
     named_config_file,
@@ -168,23 +168,23 @@ def resolve_options(
         project.set_directories(project_dir)
     handlers = handlers_by_type(kwargs_handlers or ())
     code = _said_by_code(settings, parallel_fields or {}, gradient_accumulation_plugin, handlers)
-    asked = (settings["deepspeed_config_file"].value, fsdp_plugin, deepspeed_plugin, deepspeed_plugins)
+    foreign = (settings["deepspeed_config_file"].value, fsdp_plugin, deepspeed_plugin, deepspeed_plugins)
     launched = is_launched()
     has_unread_file = not launched and named_config_file() is not None
     others = (
-        external(*asked)
-        if has_unread_file or speaks_accelerate() or any(one is not None for one in asked)
+        external(*foreign)
+        if has_unread_file or speaks_accelerate() or any(one is not None for one in foreign)
         else ExternalSettings({})
     )
-    says = combine(others.says, code)
-    value = {name: said.value for name, said in says.items()}
+    asked = merge_settings(others.settings, code)
+    value = {name: said.value for name, said in asked.items()}
     accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin(
         num_steps=value.get("gradient_accumulation_steps", 1)
     )
     return Options(
-        mixed_precision=precision_of(says),
+        mixed_precision=precision_of(asked),
         cpu=settings["cpu"].value,
-        parallel=spread_of(says),
+        parallel=parallel_of(asked),
         compile_options=None
         if settings["dynamo_backend"].value == "no"
         else {
@@ -205,7 +205,7 @@ def resolve_options(
         gradient_clipping=value.get("gradient_clipping") or None,
         optimizer=value.get("optimizer"),
         scheduler=value.get("scheduler"),
-        batch=BatchSizes.of(says),
+        batch=BatchSizes.of(asked),
         config_warnings=(*others.warnings, *(() if launched else unknown_variables())),
         deepspeed_plugin=others.plugin,
         watch=settings["watch"].value,
@@ -254,17 +254,17 @@ def _said_by_code(
         name: SettingValue(value, f"GradScalerKwargs({name}={value})")
         for name, value in handlers[GradScalerKwargs].to_kwargs().items()
     }
-    return said_by_settings(given) | _said_in_parallel(settings, parallel_fields) | scaler
+    return values_of_settings(given) | _parallel_values(settings, parallel_fields) | scaler
 
 
-def _said_in_parallel(
+def _parallel_values(
     settings: Mapping[str, SettingValue], given: Mapping[str, Any]
 ) -> dict[str, SettingValue]:
     """``parallel`` and its fields; those win over a ``parallel`` of the environment."""
     line, origin = settings["parallel"].value or Parallel(), settings["parallel"].source
     given = {name: value for name, value in given.items() if value is not None}
     merged = line.merged(**given) if origin == "code" else replace(line, **given)
-    said = said_in(merged, f"parallel='{line}' ({origin})")
+    said = values_of_parallel(merged, f"parallel='{line}' ({origin})")
     return said | {
         name: SettingValue(getattr(merged, name), f"{name}={value} (code)") for name, value in given.items()
     }

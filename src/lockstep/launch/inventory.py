@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 
 from lockstep import __version__
-from lockstep.compat.settings import asked_by_environment, check_named_file
+from lockstep.compat.settings import check_named_file, environment_settings
 from lockstep.config.place import Environ
 from lockstep.config.settings import OF_WORKERS
 from lockstep.config.sources import (
@@ -98,7 +98,7 @@ def problems_of_environment(environ: Environ | None = None) -> list[str]:
         lambda: check_named_file(environ),
         lambda: process_environment(environ),
         lambda: control_link(environ),
-        lambda: asked_by_environment(environ, machines=1),
+        lambda: environment_settings(environ, machines=1),
     ]
     found = []
     for check in checks:

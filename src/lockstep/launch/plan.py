@@ -13,13 +13,13 @@ from typing import Any
 from lockstep.config import kinds, readers
 from lockstep.config.batch import BatchSizes
 from lockstep.config.checks import LOCAL, check_topology
-from lockstep.config.said import (
-    combine,
+from lockstep.config.merge import (
     joined_sources,
+    merge_settings,
+    parallel_of,
+    parallel_sources,
     precision_of,
-    said_by_settings,
-    sources_of,
-    spread_of,
+    values_of_settings,
 )
 from lockstep.config.settings import OF_WORKERS, SETTINGS, Setting
 from lockstep.config.sources import said_by_environment
@@ -202,9 +202,9 @@ def make_plan(
         total = 1 if value["use_cpu"] else max(1, devices)
         shown["num_processes"] = SettingValue(total, "default: one for each GPU, else 1")
     nproc = total // machines
-    says = check_spread(settings, described or {}, [nproc * count for count in range(least, machines + 1)])
+    asked = check_spread(settings, described or {}, [nproc * count for count in range(least, machines + 1)])
     if described:
-        shown |= described_settings(says, nproc * machines)
+        shown |= described_settings(asked, nproc * machines)
     if tee and log_dir is None:
         raise ConfigError("--tee shows what goes to log files, but there is no --log-dir. Give one.")
     if log_dir is not None and reach.backend == LOCAL:
@@ -292,27 +292,27 @@ def check_spread(
         if value is not None and setting.kind.is_section:
             own[name] = (setting.kind.for_worker(value, name), origin)
     words = settings["parallel"].words
-    said = said_by_settings(own)
+    said = values_of_settings(own)
     said |= {name: SettingValue(said[name].value, source) for name, source in words.items() if name in said}
-    says = combine(described, said)
-    spread, batch = spread_of(says), BatchSizes.of(says)
+    asked = merge_settings(described, said)
+    spread, batch = parallel_of(asked), BatchSizes.of(asked)
     for processes in sizes:
         fitted(spread, batch, processes)
-    return says
+    return asked
 
 
-def described_settings(says: Mapping[str, SettingValue], processes: int) -> dict[str, SettingValue]:
+def described_settings(asked: Mapping[str, SettingValue], processes: int) -> dict[str, SettingValue]:
     """What a DeepSpeed configuration and the other settings add up to, each with where it is said."""
     found: dict[str, SettingValue] = {}
-    words = sources_of(says)
+    words = parallel_sources(asked)
     if words:
-        found["parallel"] = SettingValue(str(spread_of(says)), joined_sources(words), words)
-    precision = precision_of(says)
-    said = says.get(precision) or says.get("fp16") or says.get("bf16")
+        found["parallel"] = SettingValue(str(parallel_of(asked)), joined_sources(words), words)
+    precision = precision_of(asked)
+    said = asked.get(precision) or asked.get("fp16") or asked.get("bf16")
     if said is not None:
         found["mixed_precision"] = SettingValue(precision, said.source)
-    batch = BatchSizes.of(says)
-    solved = fitted(spread_of(says), batch, processes)
+    batch = BatchSizes.of(asked)
+    solved = fitted(parallel_of(asked), batch, processes)
     follows = f"follows from {', '.join(batch.sources)} for {processes} processes"
     for name, value in (
         ("train_batch_size", solved.train),
@@ -320,13 +320,13 @@ def described_settings(says: Mapping[str, SettingValue], processes: int) -> dict
         ("gradient_accumulation_steps", solved.accumulation),
     ):
         if value is not None:
-            found[name] = SettingValue(value, says[name].source if name in says else follows)
+            found[name] = SettingValue(value, asked[name].source if name in asked else follows)
     for name in ("gradient_clipping", "optimizer", "scheduler"):
-        if name in says:
-            said = says[name]
+        if name in asked:
+            said = asked[name]
             described = hasattr(said.value, "params")
             found[name] = SettingValue(asdict(said.value) if described else said.value, said.source)
-    scaler = {name: says[name] for name in readers.SCALER_FIELDS if name in says}
+    scaler = {name: asked[name] for name in readers.SCALER_FIELDS if name in asked}
     if scaler and precision != "bf16":  # with which gradients are not scaled
         values = {name: item.value for name, item in scaler.items()}
         sources = {name: item.source for name, item in scaler.items()}

@@ -16,7 +16,7 @@ from lockstep.compat.deepspeed.keys import KEYS
 from lockstep.compat.rules import Outcome, walk
 from lockstep.config.batch import BatchSizes
 from lockstep.config.json_file import MAX_BYTES, read_json
-from lockstep.config.said import precision_of, spread_of
+from lockstep.config.merge import parallel_of, precision_of
 from lockstep.config.values import SettingValue
 from lockstep.errors import ConfigError
 from tests.compat.deepspeed_examples import STAGE2, STAGE3
@@ -29,13 +29,13 @@ def refusal(config: Any) -> str:
 
 
 def values(config: Any) -> dict[str, Any]:
-    return {name: said.value for name, said in from_deepspeed(config, "ds.json").says.items()}
+    return {name: said.value for name, said in from_deepspeed(config, "ds.json").settings.items()}
 
 
 def test_a_stage_2_file_full_of_auto_says_the_rest() -> None:
     found = from_deepspeed(STAGE2, "ds.json")
-    assert str(spread_of(found.says)) == "zero=2"
-    assert precision_of(found.says) == "no"
+    assert str(parallel_of(found.settings)) == "zero=2"
+    assert precision_of(found.settings) == "no"
     said = values(STAGE2)
     assert (said["init_scale"], said["growth_interval"]) == (4096.0, 1000)
     assert (said["optimizer"].type, said["optimizer"].params["weight_decay"]) == ("AdamW", 0.1)
@@ -50,12 +50,12 @@ def test_a_stage_2_file_full_of_auto_says_the_rest() -> None:
 
 def test_a_stage_3_file_with_everything_becomes_one_line() -> None:
     found = from_deepspeed(STAGE3, "ds.json")
-    assert str(spread_of(found.says)) == (
+    assert str(parallel_of(found.settings)) == (
         "zero=3 hpz=2 reduce=fp32 quantized_weights=int8 quantized_gradients=int8 offload activation=offload"
     )
-    assert precision_of(found.says) == "bf16"
+    assert precision_of(found.settings) == "bf16"
     assert found.warnings == ()
-    assert BatchSizes.of(found.says).solved(4).accumulation == 2
+    assert BatchSizes.of(found.settings).solved(4).accumulation == 2
 
 
 def test_the_defaults_of_deepspeed_written_out_ask_for_nothing() -> None:
@@ -168,7 +168,7 @@ def test_each_part_is_offloaded_to_where_the_file_says(optimizer: Any, param: An
         assert "'nvme' (ds.json) in /a" in message and "name two places" in message
         return
     found = from_deepspeed(config, "ds.json")
-    assert (str(spread_of(found.says)), found.warnings) == (f"zero=3 {line}", ())
+    assert (str(parallel_of(found.settings)), found.warnings) == (f"zero=3 {line}", ())
 
 
 def test_older_switches_offload_the_same_parts() -> None:
@@ -178,9 +178,9 @@ def test_older_switches_offload_the_same_parts() -> None:
         (["cpu_offload", "cpu_offload_param"], "offload"),
     ):
         config = {"zero_optimization": {"stage": 3} | dict.fromkeys(keys, True)}
-        assert str(spread_of(from_deepspeed(config, "ds.json").says)) == f"zero=3 {line}"
+        assert str(parallel_of(from_deepspeed(config, "ds.json").settings)) == f"zero=3 {line}"
         off = {"zero_optimization": {"stage": 3} | dict.fromkeys(keys, False)}
-        assert str(spread_of(from_deepspeed(off, "ds.json").says)) == "zero=3"
+        assert str(parallel_of(from_deepspeed(off, "ds.json").settings)) == "zero=3"
 
 
 def test_a_fixed_loss_scale_never_changes_in_torchs_scaler() -> None:
@@ -200,7 +200,7 @@ def test_a_fixed_loss_scale_never_changes_in_torchs_scaler() -> None:
 
 def test_torch_autocast_is_mixed_precision_and_may_stand_beside_a_disabled_bf16() -> None:
     config = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "bf16": {"enabled": False}}
-    assert precision_of(from_deepspeed(config).says) == "bf16"
+    assert precision_of(from_deepspeed(config).settings) == "bf16"
 
 
 @given(
@@ -283,10 +283,10 @@ CONFIGS = st.recursive(
 def test_any_mapping_gives_settings_or_one_message(config: dict[Any, Any]) -> None:
     try:
         found = from_deepspeed(config)
-        spread_of(found.says)
+        parallel_of(found.settings)
     except ConfigError:
         return
-    assert all(isinstance(said, SettingValue) for said in found.says.values())
+    assert all(isinstance(said, SettingValue) for said in found.settings.values())
     assert Outcome.REFUSED not in {row.outcome for row in found.rows}
 
 

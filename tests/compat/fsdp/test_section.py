@@ -23,13 +23,13 @@ from lockstep.compat.accelerate.config_file import from_yaml
 from lockstep.compat.fsdp.plugin import FullyShardedDataParallelPlugin, from_fsdp_plugin
 from lockstep.compat.fsdp.section import KEYS, STRATEGIES, from_fsdp
 from lockstep.compat.rules import Translation
-from lockstep.config.said import precision_of, spread_of
+from lockstep.config.merge import parallel_of, precision_of
 from lockstep.config.yaml_file import parse_yaml
 from lockstep.errors import ConfigError
 
 
 def line(config: Any, machines: int = 1) -> str:
-    return str(spread_of(from_fsdp(config, "run.yaml", machines).says))
+    return str(parallel_of(from_fsdp(config, "run.yaml", machines).settings))
 
 
 def plugin(**fields: Any) -> Translation:
@@ -126,10 +126,10 @@ def test_what_has_no_effect_is_said_by_name(key: str) -> None:
 
 
 def test_plugin_objects_of_torch_become_words() -> None:
-    assert str(spread_of(plugin(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP).says)) == "zero=2"
-    assert str(spread_of(plugin(cpu_offload=CPUOffload(offload_params=True)).says)) == "zero=3 offload"
-    assert str(spread_of(plugin(cpu_offload=CPUOffloadPolicy()).says)) == "zero=3 offload"
-    assert str(spread_of(plugin(cpu_offload=CPUOffload(offload_params=False)).says)) == "zero=3"
+    assert str(parallel_of(plugin(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP).settings)) == "zero=2"
+    assert str(parallel_of(plugin(cpu_offload=CPUOffload(offload_params=True)).settings)) == "zero=3 offload"
+    assert str(parallel_of(plugin(cpu_offload=CPUOffloadPolicy()).settings)) == "zero=3 offload"
+    assert str(parallel_of(plugin(cpu_offload=CPUOffload(offload_params=False)).settings)) == "zero=3"
     assert plugin().warnings == ()
 
 
@@ -143,7 +143,7 @@ def test_plugin_objects_of_torch_become_words() -> None:
 )
 def test_a_mixed_precision_policy_is_a_precision_and_a_type_of_reduction(policy: Any) -> None:
     found = plugin(mixed_precision_policy=policy)
-    assert (precision_of(found.says), str(spread_of(found.says))) == ("bf16", "zero=3 reduce=fp32")
+    assert (precision_of(found.settings), str(parallel_of(found.settings))) == ("bf16", "zero=3 reduce=fp32")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_mixed_precision_policy_is_a_precision_and_a_type_of_reduction(policy:
     ],
 )
 def test_a_wrap_policy_of_torch_becomes_a_rule_for_blocks(policy: Any) -> None:
-    rule = spread_of(plugin(auto_wrap_policy=policy).says).blocks
+    rule = parallel_of(plugin(auto_wrap_policy=policy).settings).blocks
     assert callable(rule)
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     assert [name for name, module in model.named_modules() if rule(name, module)] == ["0", "2"]
@@ -167,7 +167,7 @@ def test_accelerates_own_plugin_is_understood() -> None:
         transformer_cls_names_to_wrap=["Block"],
         activation_checkpointing=True,
     )
-    assert str(spread_of(from_fsdp_plugin(theirs).says)) == "zero=2 activation=full blocks=Block"
+    assert str(parallel_of(from_fsdp_plugin(theirs).settings)) == "zero=2 activation=full blocks=Block"
 
 
 VALUES = st.one_of(
@@ -180,7 +180,7 @@ VALUES = st.one_of(
 @given(st.dictionaries(st.one_of(st.sampled_from([*KEYS]), st.text(max_size=4)), VALUES, max_size=6))
 def test_any_section_gives_settings_or_one_message(config: dict[str, Any]) -> None:
     try:
-        spread_of(from_fsdp(config, "run.yaml").says)
+        parallel_of(from_fsdp(config, "run.yaml").settings)
     except ConfigError as error:
         assert "\n" not in str(error)  # noqa: PT017
 

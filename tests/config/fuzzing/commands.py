@@ -44,7 +44,7 @@ def flags(
             arguments.append(flag)
             continue
         raw = pools[name].draw(source, name == faulty)
-        given.says(name, raw)
+        given.settings(name, raw)
         text = value_of(raw)
         arguments += [flag, text] if source.random() < 0.7 else [f"{flag}={text}"]
     if source.random() < 0.08:

@@ -50,7 +50,7 @@ def draw(
             texts[name] = source.choice(NOTHING)
             continue
         raw = pools[name].draw(source, name in faulty)
-        texts[name] = given.says(name, raw)
+        texts[name] = given.settings(name, raw)
         if raw.meaning == "warned":
             given.means[name] = "warned"
     return texts
@@ -67,7 +67,7 @@ def agree_on_machines(source: random.Random, given: Input, texts: dict[str, str]
         ("main_process_port", Raw("29500", 29500)),
         ("machine_rank", Raw(str(machines - 1), machines - 1)),
     ):
-        texts[name] = given.says(name, raw)
+        texts[name] = given.settings(name, raw)
 
 
 def finish_yaml(source: random.Random, given: Input, texts: dict[str, str]) -> Input:
@@ -99,7 +99,7 @@ def accelerate_yaml(source: random.Random, seed: int) -> Input:
     )
     given.wrong |= kind in ("TPU", "many", "3")
     texts["distributed_type"] = kind
-    for section, pools, says in (("fsdp", FSDP, FSDP_SAYS), ("deepspeed", DEEPSPEED, DEEPSPEED_SAYS)):
+    for section, pools, settings in (("fsdp", FSDP, FSDP_SAYS), ("deepspeed", DEEPSPEED, DEEPSPEED_SAYS)):
         if kind.lower() != section and source.random() < 0.97:
             if source.random() < 0.05:  # asks for nothing, in a key that does not exist
                 texts[f"{section}_config"] = f"{{{misspelt(source, source.choice(list(pools)))}: false}}"
@@ -111,7 +111,9 @@ def accelerate_yaml(source: random.Random, seed: int) -> Input:
             drawn[misspelt(source, source.choice(list(pools)))] = "1"
             inner.wrong = True
         given.wrong |= inner.wrong
-        given.means |= {f"{says.get(name, name)} in {section}": value for name, value in inner.means.items()}
+        given.means |= {
+            f"{settings.get(name, name)} in {section}": value for name, value in inner.means.items()
+        }
         texts[f"{section}_config"] = "".join(f"\n  {name}: {text}" for name, text in drawn.items())
     return finish_yaml(source, given, texts)
 
@@ -317,7 +319,7 @@ def deepspeed_json(source: random.Random, seed: int) -> Input:
             else Raw(*source.choice(list(good.items())))
         )
         section = path[0] if len(path) > 1 else ""
-        sections.setdefault(section, []).append(f'"{path[-1]}": {given.says(name, raw)}')
+        sections.setdefault(section, []).append(f'"{path[-1]}": {given.settings(name, raw)}')
     if source.random() < 0.12:
         section = source.choice(list(sections))
         sections[section].append(

@@ -76,7 +76,7 @@ def parallel_line(source: random.Random, seed: int) -> Input:
     given = Input("parallel", seed)
     names = source.sample(list(WORDS), source.randint(1, 4))
     faulty = source.choice(names) if source.random() < 0.4 else None
-    parts = [f"{name}={given.says(name, WORDS[name].draw(source, name == faulty))}" for name in names]
+    parts = [f"{name}={given.settings(name, WORDS[name].draw(source, name == faulty))}" for name in names]
     chance = source.random()
     if chance < 0.06:
         parts.append(f"{misspelt(source, names[0])}={1}")

@@ -43,7 +43,7 @@ class Input:
     means: dict[str, Any] = field(default_factory=dict)
     wrong: bool = False
 
-    def says(self, name: str, raw: Raw) -> str:
+    def settings(self, name: str, raw: Raw) -> str:
         """Note what a raw text means; the text."""
         if raw.meaning == WRONG:
             self.wrong = True

@@ -102,11 +102,11 @@ KNOWN = {
 
 
 def _deepspeed(given: Input) -> Verdict:
-    says = {name: said.value for name, said in from_deepspeed("in.json").says.items()}
+    asked = {name: said.value for name, said in from_deepspeed("in.json").settings.items()}
     for name, meaning in given.means.items():
-        if name and name not in says:
+        if name and name not in asked:
             return True, f"{name}={meaning!r} was lost"
-    return True, differs(given, says)
+    return True, differs(given, asked)
 
 
 def _hostfile(given: Input) -> Verdict:

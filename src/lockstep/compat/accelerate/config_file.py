@@ -18,15 +18,15 @@ from lockstep.compat.deepspeed.section import from_deepspeed_section
 from lockstep.compat.fsdp.section import from_fsdp
 from lockstep.compat.rules import Translation, is_off
 from lockstep.config.enums import ComputeEnvironment, DistributedType
-from lockstep.config.run import RunConfig
-from lockstep.config.said import (
+from lockstep.config.merge import (
     PARALLEL_FIELDS,
-    combine,
     joined_sources,
-    said_by_settings,
-    sources_of,
-    spread_of,
+    merge_settings,
+    parallel_of,
+    parallel_sources,
+    values_of_settings,
 )
+from lockstep.config.run import RunConfig
 from lockstep.config.settings import IN_FILES
 from lockstep.config.values import SettingValue, shown, suggestion
 from lockstep.config.yaml_file import YamlFile, read_yaml
@@ -152,9 +152,9 @@ def from_yaml(file: YamlFile) -> LoadedConfig:
     config = _validate(file, values)
     try:
         spread = _spread(file, config)
-        if not spread.says:
+        if not spread.settings:
             return LoadedConfig(config, origins, [*warnings, *spread.warnings])
-        added, words = _settings(file, config, spread.says)
+        added, words = _settings(file, config, spread.settings)
     except ConfigError as error:
         begins = str(error).startswith(file.name)
         raise ConfigError(str(error) if begins else f"{file.name}: {error}") from None
@@ -162,7 +162,7 @@ def from_yaml(file: YamlFile) -> LoadedConfig:
         origins["parallel"] = joined_sources(words)
     names = {"num_processes": "processes"}
     for key in added:
-        said = spread.says.get(names.get(key, key))
+        said = spread.settings.get(names.get(key, key))
         if said is not None:
             origins.setdefault(key, said.source)
     return LoadedConfig(_validate(file, values | added), origins, [*warnings, *spread.warnings], words)
@@ -213,35 +213,35 @@ def _spread(file: YamlFile, config: RunConfig) -> Translation:
     # Such a section asks for nothing, but a misspelt key may mean more.
     for key in written.keys() - given.keys():
         READERS[key](written[key], file.at(key))
-    says = combine(*(part.says for part in parts))
+    asked = merge_settings(*(part.settings for part in parts))
     rows = tuple(row for part in parts for row in part.rows)
-    return Translation(says, tuple(text for part in parts for text in part.warnings), rows)
+    return Translation(asked, tuple(text for part in parts for text in part.warnings), rows)
 
 
 def _settings(
-    file: YamlFile, config: RunConfig, says: Mapping[str, SettingValue]
+    file: YamlFile, config: RunConfig, asked: Mapping[str, SettingValue]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The settings of ``RunConfig`` that follow, and the source of each word of ``parallel``.
 
     The file's own keys must agree with them.
     """
     given = {name: (value, file.at(name)) for name, value in config.given().items()}
-    own = said_by_settings(given)
+    own = values_of_settings(given)
     if config.num_processes is not None:
         own["processes"] = SettingValue(
             config.num_processes, f"num_processes={config.num_processes} ({file.name})"
         )
-    together = combine(says, own)
+    together = merge_settings(asked, own)
     try:
-        parallel = spread_of(together)
+        parallel = parallel_of(together)
     except ConfigError as error:
-        raise ConfigError(f"{next(iter(says.values())).source}: {error}") from None
+        raise ConfigError(f"{next(iter(asked.values())).source}: {error}") from None
     settings = {name: said.value for name, said in together.items() if name in IN_FILES}
     if any(name in together for name in PARALLEL_FIELDS):
         settings["parallel"] = str(parallel)
     if "processes" in together:
         settings["num_processes"] = together["processes"].value
-    return settings, sources_of(together)
+    return settings, parallel_sources(together)
 
 
 def _check_kind(file: YamlFile, key: str, value: Any) -> None:

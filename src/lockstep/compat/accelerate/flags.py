@@ -8,7 +8,13 @@ from lockstep.compat.accelerate import sections
 from lockstep.compat.deepspeed import section as deepspeed
 from lockstep.compat.fsdp import section as fsdp
 from lockstep.compat.rules import Translation
-from lockstep.config.said import combine, joined_sources, said_by_settings, sources_of, spread_of
+from lockstep.config.merge import (
+    joined_sources,
+    merge_settings,
+    parallel_of,
+    parallel_sources,
+    values_of_settings,
+)
 from lockstep.config.settings import SETTINGS
 from lockstep.config.values import SettingValue
 
@@ -45,26 +51,26 @@ def spread_settings(
         parts.append(sections.from_mpirun(section, "flags --mpirun-*"))
     if not parts:
         return {}, ()
-    says = combine(*(part.says for part in parts), _said_by_flags(given, machines))
-    names = {"num_processes": "processes"} | {name: name for name in says if name in SETTINGS}
+    asked = merge_settings(*(part.settings for part in parts), _said_by_flags(given, machines))
+    names = {"num_processes": "processes"} | {name: name for name in asked if name in SETTINGS}
     settings = {
-        name: SettingValue(says[said].value, says[said].source)
+        name: SettingValue(asked[said].value, asked[said].source)
         for name, said in names.items()
-        if said in says and name not in given and not (name == "num_processes" and "nproc" in given)
+        if said in asked and name not in given and not (name == "num_processes" and "nproc" in given)
     }
-    words = sources_of(says)
+    words = parallel_sources(asked)
     if words:
-        settings["parallel"] = SettingValue(str(spread_of(says)), joined_sources(words), words)
+        settings["parallel"] = SettingValue(str(parallel_of(asked)), joined_sources(words), words)
     return settings, tuple(text for part in parts for text in part.warnings)
 
 
 def _said_by_flags(given: dict[str, SettingValue], machines: int) -> dict[str, SettingValue]:
-    says = said_by_settings({name: (setting.value, setting.source) for name, setting in given.items()})
+    asked = values_of_settings({name: (setting.value, setting.source) for name, setting in given.items()})
     for name, factor in (("num_processes", 1), ("nproc", machines)):
         if name in given:
             total = given[name].value * factor
-            says["processes"] = SettingValue(total, f"{total} processes ({given[name].source})")
-    return says
+            asked["processes"] = SettingValue(total, f"{total} processes ({given[name].source})")
+    return asked
 
 
 def _given(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

@@ -26,9 +26,9 @@ def from_mpirun(section: Mapping[str, Any], where: str) -> Translation:
         ConfigError: a key is unknown, or has a value that is not allowed.
     """
     found = translate(MPI_KEYS, section, where)
-    if "hostfile" not in found.says:
+    if "hostfile" not in found.settings:
         return found
-    return Translation({**found.says, "mpi": SettingValue(True, where)}, found.warnings, found.rows)
+    return Translation({**found.settings, "mpi": SettingValue(True, where)}, found.warnings, found.rows)
 
 
 LAYOUT_PREFIX = "parallelism_config_"
@@ -62,22 +62,24 @@ def from_layout(section: Mapping[str, Any], where: str, alone: bool = True) -> T
     """
     table = {**LAYOUT_KEYS, **{LAYOUT_PREFIX + key: rule for key, rule in LAYOUT_KEYS.items()}}
     found = translate(table, section, where)
-    copies, shards = found.says.get("copies"), found.says.get("shards")
-    says: dict[str, SettingValue] = {name: found.says[name] for name in ("tp", "cp") if name in found.says}
-    ulysses = found.says.get("ulysses")
+    copies, shards = found.settings.get("copies"), found.settings.get("shards")
+    settings: dict[str, SettingValue] = {
+        name: found.settings[name] for name in ("tp", "cp") if name in found.settings
+    }
+    ulysses = found.settings.get("ulysses")
     if ulysses is not None:
-        if "cp" in says:
+        if "cp" in settings:
             raise ConfigError(
-                f"{says['cp'].source} and {ulysses.source} both split the sequence. Set one of them to 1."
+                f"{settings['cp'].source} and {ulysses.source} both split the sequence. Set one of them to 1."
             )
-        says |= {"cp": ulysses, "cp_method": SettingValue("ulysses", ulysses.source)}
+        settings |= {"cp": ulysses, "cp_method": SettingValue("ulysses", ulysses.source)}
     if shards is not None and shards.value > 1:
         if alone:
-            says["zero"] = SettingValue(3, shards.source)
+            settings["zero"] = SettingValue(3, shards.source)
         if copies is not None and copies.value > 1:
-            says["replicate"] = copies
-    sizes = [said for said in (copies, shards, says.get("cp"), says.get("tp")) if said is not None]
+            settings["replicate"] = copies
+    sizes = [said for said in (copies, shards, settings.get("cp"), settings.get("tp")) if said is not None]
     size = math.prod(said.value for said in sizes)
     if size > 1:
-        says["processes"] = SettingValue(size, " x ".join(said.source for said in sizes))
-    return Translation(says, found.warnings, found.rows)
+        settings["processes"] = SettingValue(size, " x ".join(said.source for said in sizes))
+    return Translation(settings, found.warnings, found.rows)

@@ -41,35 +41,35 @@ def finish(found: Translation) -> dict[str, SettingValue]:
     Raises:
         ConfigError: they contradict each other.
     """
-    says = dict(found.says)
-    _offload(says)
-    _precision(says)
-    _loss_scale(says)
-    if "activation_offload" in says:
-        says["activation"] = says.pop("activation_offload")._replace(value="offload")
-    if "reduce" in says and not ("zero" in says and says["zero"].value):
-        if says["reduce"].value != "fp32":
+    settings = dict(found.settings)
+    _offload(settings)
+    _precision(settings)
+    _loss_scale(settings)
+    if "activation_offload" in settings:
+        settings["activation"] = settings.pop("activation_offload")._replace(value="offload")
+    if "reduce" in settings and not ("zero" in settings and settings["zero"].value):
+        if settings["reduce"].value != "fp32":
             raise ConfigError(
-                f"{says['reduce'].source} needs ZeRO, which is off. Set zero_optimization.stage, or pass "
+                f"{settings['reduce'].source} needs ZeRO, which is off. Set zero_optimization.stage, or pass "
                 "DistributedDataParallelKwargs(comm_hook=...)."
             )
-        del says["reduce"]  # DistributedDataParallel averages in the type of the parameters
-    return says
+        del settings["reduce"]  # DistributedDataParallel averages in the type of the parameters
+    return settings
 
 
-def _offload(says: dict[str, SettingValue]) -> None:
+def _offload(settings: dict[str, SettingValue]) -> None:
     """Devices and folders of the two parts to ``offload`` and ``offload_to``."""
-    optimizer, param = (_offloaded(says, part) for part in ("optimizer", "param"))
+    optimizer, param = (_offloaded(settings, part) for part in ("optimizer", "param"))
     if param is None or optimizer is None:
         if param is not None or optimizer is not None:
             word, (at, source) = (
                 ("params", param) if param is not None else ("optimizer", optimizer or ("", ""))
             )
-            _say_offload(says, word, at, source)
+            _say_offload(settings, word, at, source)
     elif param[0] == optimizer[0]:
-        _say_offload(says, "all", param[0], f"{param[1]} and {optimizer[1]}")
+        _say_offload(settings, "all", param[0], f"{param[1]} and {optimizer[1]}")
     elif optimizer[0] == HOST:
-        _say_offload(says, "params", *param)  # with parameters in a folder, the rest is in host memory
+        _say_offload(settings, "params", *param)  # with parameters in a folder, the rest is in host memory
     else:
         raise ConfigError(
             f"{optimizer[1]} and {param[1]} name two places, but what is offloaded to a disk has one folder. Offload "
@@ -77,9 +77,9 @@ def _offload(says: dict[str, SettingValue]) -> None:
         )
 
 
-def _offloaded(says: dict[str, SettingValue], part: str) -> tuple[str, str] | None:
+def _offloaded(settings: dict[str, SettingValue], part: str) -> tuple[str, str] | None:
     """Where a part is offloaded to, and what says so."""
-    device, folder = says.pop(f"{part}_device", None), says.pop(f"{part}_folder", None)
+    device, folder = settings.pop(f"{part}_device", None), settings.pop(f"{part}_folder", None)
     if device is None:
         return None
     if device.value == HOST:
@@ -89,34 +89,34 @@ def _offloaded(says: dict[str, SettingValue], part: str) -> tuple[str, str] | No
     return folder.value, f"{device.source} in {folder.value}"
 
 
-def _say_offload(says: dict[str, SettingValue], word: str, at: str, source: str) -> None:
-    says["offload"] = SettingValue(word, source)
+def _say_offload(settings: dict[str, SettingValue], word: str, at: str, source: str) -> None:
+    settings["offload"] = SettingValue(word, source)
     if at != HOST:
-        says["offload_to"] = SettingValue(at, source)
+        settings["offload_to"] = SettingValue(at, source)
 
 
-def _precision(says: dict[str, SettingValue]) -> None:
+def _precision(settings: dict[str, SettingValue]) -> None:
     """``torch_autocast`` to ``fp16`` or ``bf16``; both at once are refused."""
-    dtype, autocast = says.pop("autocast_dtype", None), says.pop("autocast", None)
+    dtype, autocast = settings.pop("autocast_dtype", None), settings.pop("autocast", None)
     if autocast is not None:
         name = dtype.value if dtype is not None else "bf16"
         if name == "fp32":
             raise ConfigError(
                 f"{autocast.source} with dtype fp32 casts nothing. Set bf16 or fp16, or remove it."
             )
-        if name in says and not says[name].value:
-            del says[name]  # DeepSpeed wants its own engine off beside autocast
-        says.setdefault(name, SettingValue(True, autocast.source))
-    fp16, bf16 = says.get("fp16"), says.get("bf16")
+        if name in settings and not settings[name].value:
+            del settings[name]  # DeepSpeed wants its own engine off beside autocast
+        settings.setdefault(name, SettingValue(True, autocast.source))
+    fp16, bf16 = settings.get("fp16"), settings.get("bf16")
     if fp16 and bf16 and fp16.value and bf16.value:
         raise ConfigError(f"{fp16.source} contradicts {bf16.source}. Switch one of them off.")
 
 
-def _loss_scale(says: dict[str, SettingValue]) -> None:
+def _loss_scale(settings: dict[str, SettingValue]) -> None:
     """A fixed loss scale is a dynamic one that never changes."""
-    fixed = says.pop("loss_scale", None)
+    fixed = settings.pop("loss_scale", None)
     if fixed is not None:
-        says["init_scale"] = fixed
-        says["growth_interval"] = SettingValue(NEVER, fixed.source)
+        settings["init_scale"] = fixed
+        settings["growth_interval"] = SettingValue(NEVER, fixed.source)
         # Torch wants less than 1.
-        says["backoff_factor"] = SettingValue(math.nextafter(1.0, 0.0), fixed.source)
+        settings["backoff_factor"] = SettingValue(math.nextafter(1.0, 0.0), fixed.source)

@@ -11,7 +11,7 @@ from lockstep.compat.deepspeed.config import finish, from_deepspeed
 from lockstep.compat.deepspeed.section import DEEPSPEED_KEYS
 from lockstep.compat.rules import Translation, translate
 from lockstep.config.json_file import read_json
-from lockstep.config.said import combine
+from lockstep.config.merge import merge_settings
 from lockstep.errors import ConfigError
 
 
@@ -85,10 +85,10 @@ def from_deepspeed_plugin(plugin: Any) -> Translation:
     described = from_deepspeed(plugin.deepspeed_config, where)
     fields = {name: getattr(plugin, name, None) for name in OWN_FIELDS}
     own = translate(DEEPSPEED_KEYS, fields, "deepspeed_plugin")
-    says = finish(own)
+    settings = finish(own)
     warnings = [*described.warnings, *own.warnings]
     rows = (*described.rows, *own.rows)
-    return Translation(combine(described.says, says), tuple(dict.fromkeys(warnings)), rows)
+    return Translation(merge_settings(described.settings, settings), tuple(dict.fromkeys(warnings)), rows)
 
 
 def the_plugin(plugin: Any, plugins: Any) -> Any:

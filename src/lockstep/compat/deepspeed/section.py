@@ -9,7 +9,7 @@ from lockstep.compat.deepspeed.config import finish, from_deepspeed
 from lockstep.compat.rules import NoEffect, Refused, Table, Translation, Used, translate
 from lockstep.config import readers as read
 from lockstep.config.hosts import parse_filter
-from lockstep.config.said import combine
+from lockstep.config.merge import merge_settings
 from lockstep.config.values import SettingValue, shown
 from lockstep.errors import ConfigError
 
@@ -89,39 +89,39 @@ def from_deepspeed_section(section: Mapping[str, Any], where: str) -> Translatio
         ConfigError: a key is unknown or refused, or the file contradicts another key.
     """
     own = translate(DEEPSPEED_KEYS, {key: value for key, value in section.items() if key != FILE_KEY}, where)
-    _check_launcher(own.says, section, where)
-    says = finish(own)
+    _check_launcher(own.settings, section, where)
+    settings = finish(own)
     path = section.get(FILE_KEY)
     if path in (None, "none", ""):
-        says.setdefault(
+        settings.setdefault(
             "zero", SettingValue(DEFAULT_STAGE, f"DeepSpeed's default, stage {DEFAULT_STAGE} ({where})")
         )
-        return Translation(says, own.warnings, own.rows)
+        return Translation(settings, own.warnings, own.rows)
     if not isinstance(path, str):
         raise ConfigError(f"{where}: {FILE_KEY} is not a path. Give the name of a JSON file.")
     # Only to see whether they agree: workers read the file themselves.
-    combine(says, from_deepspeed(path).says)
-    says[FILE_KEY] = SettingValue(path, f"{FILE_KEY}={path} ({where})")
-    return Translation(says, own.warnings, own.rows)
+    merge_settings(settings, from_deepspeed(path).settings)
+    settings[FILE_KEY] = SettingValue(path, f"{FILE_KEY}={path} ({where})")
+    return Translation(settings, own.warnings, own.rows)
 
 
-def _check_launcher(says: Mapping[str, SettingValue], section: Mapping[str, Any], where: str) -> None:
+def _check_launcher(settings: Mapping[str, SettingValue], section: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError when the launcher and the list of hosts do not belong together."""
     launcher = section.get(LAUNCHER_KEY)
     listed = next(
-        (name for name in ("hostfile", "include_hosts", "exclude_hosts", "mpi") if name in says), None
+        (name for name in ("hostfile", "include_hosts", "exclude_hosts", "mpi") if name in settings), None
     )
     if launcher in ONE_MACHINE and listed is not None:
         raise ConfigError(
-            f"{where}: {LAUNCHER_KEY}={launcher} starts one machine, which contradicts {says[listed].source}. "
+            f"{where}: {LAUNCHER_KEY}={launcher} starts one machine, which contradicts {settings[listed].source}. "
             f"Remove one of them."
         )
-    if "hostfile" not in says and (launcher == "pdsh" or listed is not None):
+    if "hostfile" not in settings and (launcher == "pdsh" or listed is not None):
         raise ConfigError(
             f"{where}: {LAUNCHER_KEY}={launcher or 'pdsh'} needs {HOSTFILE_KEY}, a file with lines such as "
             f"host1 slots=8. Name one, or set {LAUNCHER_KEY}: standard and run one command on each machine."
         )
-    if launcher == "slurm" and "hostfile" in says:
+    if launcher == "slurm" and "hostfile" in settings:
         raise ConfigError(
-            f"{where}: {says['hostfile'].source} contradicts {LAUNCHER_KEY}=slurm. Remove one of them."
+            f"{where}: {settings['hostfile'].source} contradicts {LAUNCHER_KEY}=slurm. Remove one of them."
         )

@@ -82,8 +82,8 @@ def from_fsdp_plugin(plugin: Any, machines: int = 1) -> Translation:
     if rule is not None:
         extra["blocks"] = SettingValue(rule, f"auto_wrap_policy ({where})")
     mixed = translate(POLICY_KEYS, policy, f"{where}.mixed_precision_policy")
-    extra |= {name: said for name, said in mixed.says.items() if said.value}
-    return Translation({**found.says, **extra}, (*found.warnings, *mixed.warnings), found.rows)
+    extra |= {name: said for name, said in mixed.settings.items() if said.value}
+    return Translation({**found.settings, **extra}, (*found.warnings, *mixed.warnings), found.rows)
 
 
 POLICY_KEYS: Table = {

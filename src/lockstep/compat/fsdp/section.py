@@ -24,7 +24,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 STRATEGY_WORDS = {
     **STRATEGIES,
     "_hybrid_shard_zero2": STRATEGIES["hybrid_shard_zero2"],
-    **{str(number): says for number, says in enumerate(STRATEGIES.values(), 1)},
+    **{str(number): asked for number, asked in enumerate(STRATEGIES.values(), 1)},
 }
 
 PREFETCH_WORDS = dict.fromkeys(("backward_pre", "backward_post", "no_prefetch", "1", "2", "3"))
@@ -100,21 +100,21 @@ def from_fsdp(
     """
     known = table or {**KEYS, **{prefix + key: rule for key, rule in KEYS.items()}}
     found = translate(known, config, where)
-    return Translation(finish(found.says, where, machines), found.warnings, found.rows)
+    return Translation(finish(found.settings, where, machines), found.warnings, found.rows)
 
 
 def finish(found: Mapping[str, SettingValue], where: str, machines: int) -> dict[str, SettingValue]:
     """Settings that follow from several keys together; without a strategy it is FULL_SHARD."""
-    says = dict(found)
-    says.setdefault("zero", SettingValue(3, f"FULL_SHARD ({where})"))
-    hybrid = says.pop("hybrid", None)
+    asked = dict(found)
+    asked.setdefault("zero", SettingValue(3, f"FULL_SHARD ({where})"))
+    hybrid = asked.pop("hybrid", None)
     if hybrid is not None and machines > 1:
-        says["replicate"] = SettingValue(machines, f"{hybrid.source} on {machines} machines")
-    checkpointing, offload = says.pop("checkpointing", None), says.pop("checkpointing_offload", None)
+        asked["replicate"] = SettingValue(machines, f"{hybrid.source} on {machines} machines")
+    checkpointing, offload = asked.pop("checkpointing", None), asked.pop("checkpointing_offload", None)
     if offload is not None:
         if checkpointing is None or not checkpointing.value:
             raise ConfigError(f"{offload.source} needs activation_checkpointing, which is off. Switch it on.")
-        says["activation"] = SettingValue("offload", offload.source)
+        asked["activation"] = SettingValue("offload", offload.source)
     elif checkpointing is not None and checkpointing.value:
-        says["activation"] = SettingValue("full", checkpointing.source)
-    return says
+        asked["activation"] = SettingValue("full", checkpointing.source)
+    return asked

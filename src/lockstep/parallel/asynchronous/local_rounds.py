@@ -71,7 +71,7 @@ class LocalRounds(TrainingBlock):
         if error is not None:
             self._report_failure(error)
         else:  # also right after a meeting: another rank may not have ended
-            self._meet("at the end of its block", combine=self._in_round > 0 or self.num_steps == 0)
+            self._meet("at the end of its block", merge=self._in_round > 0 or self.num_steps == 0)
 
     def step(self) -> None:
         """Call it after each ``optimizer.step()``; inside an accumulation window it does nothing.
@@ -91,7 +91,7 @@ class LocalRounds(TrainingBlock):
             return
         self._in_round += 1
         if self._in_round >= self.steps:
-            self._meet("at the end of a round", combine=True)
+            self._meet("at the end of a round", merge=True)
 
     def _begin_round(self) -> None:
         """Called when a block is entered while all ranks have the same parameters."""
@@ -100,10 +100,10 @@ class LocalRounds(TrainingBlock):
         """Give all ranks the same parameters. Collective."""
         raise NotImplementedError
 
-    def _meet(self, where: str, combine: bool) -> None:
+    def _meet(self, where: str, merge: bool) -> None:
         self._others_know = True  # whatever is raised from here on is raised on all ranks
         meet(self._communicator, f"{self._name} {where}", self.num_steps)
-        if combine:
+        if merge:
             self._combine()
             average(self._communicator, floating_buffers(self.model))
             agree_on_loss_scale(self._communicator, self._trainer.scaler)

@@ -18,14 +18,14 @@ PARALLEL_FIELDS = tuple(item.name for item in fields(Parallel))
 class ExternalSettings:
     """What was asked for in the words of other libraries; ``plugin`` is the one DeepSpeed plugin, if there is one."""
 
-    says: Mapping[str, SettingValue]
+    settings: Mapping[str, SettingValue]
     warnings: tuple[str, ...] = ()
     plugin: Any = None
 
 
-def said_by_settings(settings: Mapping[str, tuple[Any, str]]) -> dict[str, SettingValue]:
+def values_of_settings(settings: Mapping[str, tuple[Any, str]]) -> dict[str, SettingValue]:
     """What settings (name -> value, origin) say; None says nothing."""
-    says: dict[str, SettingValue] = {}
+    asked: dict[str, SettingValue] = {}
     for name, (value, origin) in settings.items():
         if value is None:
             continue
@@ -33,20 +33,20 @@ def said_by_settings(settings: Mapping[str, tuple[Any, str]]) -> dict[str, Setti
             f"{name}={str(value)!r} ({origin})" if isinstance(value, str) else f"{name}={value} ({origin})"
         )
         if name == "parallel":
-            says |= said_in(Parallel.parse(value), source)
+            asked |= values_of_parallel(Parallel.parse(value), source)
         elif name == "mixed_precision":
-            says |= {word: SettingValue(value == word, source) for word in ("fp16", "bf16")}
+            asked |= {word: SettingValue(value == word, source) for word in ("fp16", "bf16")}
         elif name == "grad_scaler":
-            says |= {
+            asked |= {
                 field: SettingValue(item, f"{name}.{field}={item} ({origin})")
                 for field, item in value.items()
             }
         elif name in IN_OTHER_FILES:
-            says[name] = SettingValue(value, source)
-    return says
+            asked[name] = SettingValue(value, source)
+    return asked
 
 
-def said_in(parallel: Parallel, source: str) -> dict[str, SettingValue]:
+def values_of_parallel(parallel: Parallel, source: str) -> dict[str, SettingValue]:
     """The fields of a ``Parallel`` that differ from their defaults."""
     return {
         name: SettingValue(getattr(parallel, name), source)
@@ -55,9 +55,9 @@ def said_in(parallel: Parallel, source: str) -> dict[str, SettingValue]:
     }
 
 
-def sources_of(says: Mapping[str, SettingValue]) -> dict[str, str]:
+def parallel_sources(asked: Mapping[str, SettingValue]) -> dict[str, str]:
     """Where each field of ``Parallel`` was said."""
-    return {name: says[name].source for name in PARALLEL_FIELDS if name in says}
+    return {name: asked[name].source for name in PARALLEL_FIELDS if name in asked}
 
 
 def joined_sources(sources: Mapping[str, str]) -> str:
@@ -65,21 +65,21 @@ def joined_sources(sources: Mapping[str, str]) -> str:
     return "; ".join(dict.fromkeys(sources.values()))
 
 
-def spread_of(says: Mapping[str, SettingValue]) -> Parallel:
+def parallel_of(asked: Mapping[str, SettingValue]) -> Parallel:
     """The ``Parallel`` of the fields that were said.
 
     Raises:
         ConfigError: two of them contradict each other.
     """
-    return Parallel(**{name: says[name].value for name in PARALLEL_FIELDS if name in says})
+    return Parallel(**{name: asked[name].value for name in PARALLEL_FIELDS if name in asked})
 
 
-def precision_of(says: Mapping[str, SettingValue]) -> str:
+def precision_of(asked: Mapping[str, SettingValue]) -> str:
     """``fp16``, ``bf16`` or ``no``."""
-    return next((word for word in ("fp16", "bf16") if word in says and says[word].value), "no")
+    return next((word for word in ("fp16", "bf16") if word in asked and asked[word].value), "no")
 
 
-def combine(*parts: Mapping[str, SettingValue]) -> dict[str, SettingValue]:
+def merge_settings(*parts: Mapping[str, SettingValue]) -> dict[str, SettingValue]:
     """What several sources say together.
 
     Raises:
