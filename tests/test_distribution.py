@@ -109,7 +109,7 @@ def test_nothing_asks_for_the_metadata_of_the_distribution() -> None:
         "    if 'lockstep' in name: raise metadata.PackageNotFoundError(name)\n"
         "    return real(name)\n"
         "metadata.version = version\n"
-        "from lockstep.checkpoint.format.versions import versions\n"
+        "from lockstep.checkpoint.format.documents import versions\n"
         "from lockstep.launch.inventory import inventory\n"
         "print(versions()['lockstep'], inventory(with_torch=False))\n"
     )

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from lockstep.checkpoint.format.digest import digest_of
-from lockstep.checkpoint.format.json_text import canonical
+from lockstep.checkpoint.format.documents import canonical
 
 MODEL, STATE = "model-00000.safetensors", "state-00000.safetensors"
 

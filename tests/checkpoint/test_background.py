@@ -21,9 +21,9 @@ from torch import nn
 
 from checkpoint import saved_files
 from lockstep import Accelerator, ProjectConfiguration
-from lockstep.checkpoint.background import HostCopies
 from lockstep.checkpoint.format.tensorfile import TensorFile
 from lockstep.checkpoint.store.local import LocalStore
+from lockstep.checkpoint.writer import HostStager
 from lockstep.errors import LockstepError
 from tests.warm_interpreter import WarmInterpreter
 
@@ -143,7 +143,7 @@ def test_what_is_saved_are_the_values_at_the_call(
 def shares(parallel: str | None, directory: str) -> dict[str, Any]:
     run = Run(parallel)
     run.train(1)
-    copies = run.accelerator._checkpointer._background.copies
+    copies = run.accelerator._checkpointer.background.stager
     run.accelerator.save_state(f"{directory}/blocking")
     sizes = [copies.nbytes]
     places = []
@@ -193,7 +193,7 @@ def fails(kind: str, directory: str) -> dict[str, Any]:
     with writes(full):
         accelerator.save_state(f"{directory}/second", blocking=False)
         run.train(1)
-        accelerator._checkpointer._background._thread.join()  # type: ignore[union-attr]
+        accelerator._checkpointer.background._thread.join()  # type: ignore[union-attr]
     calls = {
         "wait": accelerator.wait_for_checkpoint,
         "save": lambda: accelerator.save_state(f"{directory}/third"),
@@ -259,15 +259,15 @@ def test_there_are_never_two_at_once(run_distributed: Any, tmp_path: Path, world
 
 def no_memory(directory: str) -> tuple[str, bool]:
     run = Run()
-    original = HostCopies.take
+    original = HostStager.stage
 
-    def take(self: HostCopies, files: dict[str, TensorFile]) -> dict[str, TensorFile]:
+    def stage(self: HostStager, files: dict[str, TensorFile]) -> dict[str, TensorFile]:
         if run.accelerator.process_index == 1:
             raise MemoryError("no memory")
         return original(self, files)
 
     error = ""
-    with mock.patch.object(HostCopies, "take", take):
+    with mock.patch.object(HostStager, "stage", stage):
         try:
             run.accelerator.save_state(directory, blocking=False)
         except (LockstepError, MemoryError) as failure:
@@ -346,7 +346,7 @@ def test_a_process_does_not_end_before_its_save(
 def test_copies_are_complete_and_apart_from_what_they_are_of() -> None:
     wide = torch.arange(12.0).view(3, 4)
     tensors = {"t": wide.t(), "e": wide[:1].expand(5, 4), "s": torch.tensor(3), "0": torch.zeros(0, 2)}
-    copies = HostCopies()
+    copies = HostStager()
     taken = copies.take({"file": TensorFile(dict(tensors))})["file"].tensors
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
     wide.zero_()

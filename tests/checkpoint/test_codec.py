@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.checkpoint.format.codec import decode, encode, tensor_names
-from lockstep.checkpoint.format.json_text import canonical, parse_json
+from lockstep.checkpoint.format.documents import canonical, parse_json
 from lockstep.errors import CheckpointError, UsageError
 
 

@@ -10,10 +10,17 @@ import pytest
 from blake3 import blake3
 
 from lockstep.checkpoint.format.digest import FileRecord
-from lockstep.checkpoint.format.documents import FileEntry, Manifest, Saved, entry_of, rank_file
+from lockstep.checkpoint.format.documents import (
+    FileEntry,
+    Manifest,
+    Saved,
+    canonical,
+    check_name,
+    entry_of,
+    parse_json,
+    rank_file,
+)
 from lockstep.checkpoint.format.index import ChunkMetadata, TensorEntry, index_from_bytes, index_to_bytes
-from lockstep.checkpoint.format.json_text import canonical, parse_json
-from lockstep.checkpoint.format.names import check_name
 from lockstep.errors import CheckpointError, UsageError
 
 NAME = "model-00000.safetensors"

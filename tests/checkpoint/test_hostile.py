@@ -15,9 +15,8 @@ import torch
 
 from checkpoint import hostile_run
 from lockstep.checkpoint.format.digest import digest_of
-from lockstep.checkpoint.format.documents import Manifest
+from lockstep.checkpoint.format.documents import Manifest, canonical
 from lockstep.checkpoint.format.index import ChunkMetadata, TensorEntry, index_from_bytes, index_to_bytes
-from lockstep.checkpoint.format.json_text import canonical
 from lockstep.errors import CheckpointError, UsageError
 
 LEAST_CASES = 600

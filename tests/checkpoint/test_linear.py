@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lockstep import Accelerator
-from lockstep.checkpoint import read
+from lockstep.checkpoint import reader
 from lockstep.checkpoint.format.tensorfile import TensorReader
 
 
@@ -47,8 +47,8 @@ def counted(folder: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> Counte
     with monkeypatch.context() as patch:
         for name in ("describe", "read"):
             patch.setattr(TensorReader, name, noted(name, getattr(TensorReader, name)))
-        patch.setattr(read, "TensorReader", noted("open", TensorReader))
-        patch.setattr(read.Checkpoint, "fill", noted("fill", read.Checkpoint.fill))
+        patch.setattr(reader, "TensorReader", noted("open", TensorReader))
+        patch.setattr(reader.Checkpoint, "fill", noted("fill", reader.Checkpoint.fill))
         accelerator.load_state(folder)
     assert all(torch.equal(value, Average(count).values[name]) for name, value in average.values.items())
     return calls

@@ -12,9 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lockstep import Accelerator
-from lockstep.checkpoint import plan as plans
-from lockstep.checkpoint.pieces import empty_like, reads
-from lockstep.checkpoint.plan import SavePlanner, group_of
+from lockstep.checkpoint import planner as plans
+from lockstep.checkpoint.planner import SavePlanner, group_of
+from lockstep.checkpoint.reader import create_read_items, empty_like
+from lockstep.checkpoint.writer import CheckpointGroup
+from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import local
 from lockstep.comm.ledger import CommunicationLedger
 from lockstep.errors import CheckpointError, UsageError
@@ -48,17 +50,28 @@ def sharded(accelerator: Accelerator) -> dict[str, torch.Tensor]:
     return found
 
 
+def exchanged(
+    planner: SavePlanner, tensors: dict[str, torch.Tensor], communicator: Communicator
+) -> plans.SavePlan:
+    """The plan that ranks make of what they tell each other."""
+    signatures = communicator.gather_object([planner.signature(tensors)])
+    if planner.is_outdated(signatures):
+        local_plans = communicator.gather_object([planner.create_local_plan(tensors)])
+        planner.create_global_plan(local_plans, signatures)
+    return planner.plan
+
+
 def planned(kind: str) -> dict[str, Any]:
     accelerator = Accelerator(cpu=True)
     rank, world = accelerator.process_index, accelerator.num_processes
     tensors = replicated() | (sharded(accelerator) if kind == "sharded" else {})
     if kind == "own":
         tensors[f"rank.{rank}.x"] = numbered(10 + rank)
-    planner = SavePlanner()
+    planner = SavePlanner(CheckpointGroup(rank, list(range(world))))
     with CommunicationLedger() as first:
-        plan = planner.plan(tensors, rank, list(range(world)), accelerator._communicator)
+        plan = exchanged(planner, tensors, accelerator._communicator)
     with CommunicationLedger() as second:
-        again = planner.plan(dict(tensors), rank, list(range(world)), accelerator._communicator)
+        again = exchanged(planner, dict(tensors), accelerator._communicator)
     index = {name: (e.dtype, e.shape, [p.model_dump() for p in e.pieces]) for name, e in plan.index.items()}
     # What this rank says it writes, piece by piece, from the elements that it holds.
     mine = {
@@ -132,9 +145,9 @@ def changes() -> list[str]:
     """The kinds of a change after which a plan is made anew. On rank 1 alone in the end."""
     accelerator = Accelerator(cpu=True)
     rank, ranks = accelerator.process_index, list(range(accelerator.num_processes))
-    planner = SavePlanner()
+    planner = SavePlanner(CheckpointGroup(rank, ranks))
     tensors: dict[str, torch.Tensor] = {"a": numbered(4), "b": numbered(2, 2)}
-    plan = planner.plan(tensors, rank, ranks, accelerator._communicator)
+    plan = exchanged(planner, tensors, accelerator._communicator)
     anew = []
     alike = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     for kind, changed in {
@@ -145,7 +158,7 @@ def changes() -> list[str]:
         "more": {**tensors, "c": numbered(1)},
         "one rank": {**tensors, **({"rank.1.x": numbered(3)} if rank == 1 else {})},
     }.items():
-        last, plan = plan, planner.plan(changed, rank, ranks, accelerator._communicator)
+        last, plan = plan, exchanged(planner, changed, accelerator._communicator)
         if plan is not last:
             anew.append(kind)
             assert set(plan.index) == set(changed) | ({"rank.1.x"} if kind == "one rank" else set())
@@ -156,15 +169,9 @@ def test_a_plan_for_what_looks_otherwise_on_any_rank_is_made_anew(run_distribute
     assert run_distributed(changes, 2) == [["shape", "dtype", "name", "more", "one rank"]] * 2
 
 
-class Alone:
-    """The communicator of a world of one."""
-
-    def gather_object(self, value: Any) -> list[Any]:
-        return list(value) if isinstance(value, list) else [value]
-
-
 def alone(tensors: dict[str, torch.Tensor]) -> plans.SavePlan:
-    return SavePlanner().plan(tensors, 0, [0], Alone())  # type: ignore[arg-type]
+    planner = SavePlanner(CheckpointGroup(0, [0]))
+    return planner.create_global_plan([planner.create_local_plan(tensors)])
 
 
 def test_large_files_are_parted_between_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,9 +209,9 @@ def test_models_have_files_of_their_own(name: str, group: str) -> None:
 def test_what_is_not_there_or_has_another_shape_cannot_be_read() -> None:
     index = alone({"a": numbered(2, 3)}).index
     with pytest.raises(CheckpointError, match="has no tensor b"):
-        reads({"b": numbered(1)}, index)
+        create_read_items({"b": numbered(1)}, index)
     with pytest.raises(CheckpointError, match=r"a is \(2, 3\) in the checkpoint, but \(3, 2\) here"):
-        reads({"a": numbered(3, 2)}, index)
+        create_read_items({"a": numbered(3, 2)}, index)
 
 
 def reads_of_other_layouts() -> list[str]:
@@ -223,11 +230,8 @@ def reads_of_other_layouts() -> list[str]:
     }
     wrong = []
     for saved, layout in layouts.items():
-        index = (
-            SavePlanner()
-            .plan({"t": distribute_tensor(whole, *layout)}, rank, ranks, accelerator._communicator)
-            .index
-        )
+        planner = SavePlanner(CheckpointGroup(rank, ranks))
+        index = exchanged(planner, {"t": distribute_tensor(whole, *layout)}, accelerator._communicator).index
         stored = {
             (p.file, p.key): whole[tuple(slice(o, o + n) for o, n in zip(p.offsets, p.shape, strict=True))]
             for p in index["t"].pieces
@@ -236,7 +240,7 @@ def reads_of_other_layouts() -> list[str]:
             like = whole if other is None else distribute_tensor(whole, *other)
             place = empty_like(like, index["t"])
             local(place).fill_(-1)
-            for one in reads({"t": place}, index):
+            for one in create_read_items({"t": place}, index):
                 part = stored[one.file, one.key]
                 for dim, (start, length) in enumerate(zip(one.offsets, one.lengths, strict=True)):
                     part = part.narrow(dim, start, length)
@@ -258,7 +262,8 @@ def disagreeing() -> str:
     part: Any = DTensor.from_local(numbered(2), mesh, [Shard(0)], run_check=False)
     tensors = {"a": numbered(4) if accelerator.process_index == 0 else part}
     try:
-        SavePlanner().plan(tensors, accelerator.process_index, [0, 1], accelerator._communicator)
+        planner = SavePlanner(CheckpointGroup(accelerator.process_index, [0, 1]))
+        exchanged(planner, tensors, accelerator._communicator)
     except CheckpointError as error:
         return str(error)
     return ""

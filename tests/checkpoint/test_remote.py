@@ -592,7 +592,8 @@ LOCAL_ONLY = """
 import sys
 sys.modules["fsspec"] = None
 from lockstep.checkpoint.store.place import store_for
-import lockstep.checkpoint.checkpointer
+import lockstep.checkpoint.load
+import lockstep.checkpoint.save
 store_for(sys.argv[1])
 """
 

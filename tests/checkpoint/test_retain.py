@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from lockstep import Accelerator, ProjectConfiguration
-from lockstep.checkpoint import retain
+from lockstep.checkpoint import folders as retain
 from lockstep.checkpoint.store.local import LocalStore
 from lockstep.errors import CheckpointError, ConfigError, NoCheckpointError, UsageError
 

@@ -11,7 +11,7 @@ from lockstep.check.observe import Observed
 from lockstep.check.passes import Result
 from lockstep.check.reference import Live
 from lockstep.check.snapshot import Snapshot, numbers
-from lockstep.checkpoint.training import FullModelSpec, ties_of
+from lockstep.checkpoint.contents import FullModelSpec, ties_of
 from lockstep.checkpoint.weights.stages import collect_stages
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import is_dtensor, local

@@ -5,14 +5,16 @@ An object's own ``load_state_dict`` mostly takes what it gets: torch's scheduler
 
 from __future__ import annotations
 
+import copy
 import math
 import random
+import warnings
 from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.errors import CheckpointError
 from lockstep.torch_internals.optim import GROWTH_TRACKER
@@ -140,3 +142,142 @@ def check_rng(state: Any, what: str) -> None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+SMALL = (2, 3)
+"""The shape of the parameters that are stepped instead."""
+
+Group = tuple[Mapping[str, Any], list[tuple[str, Mapping[str, Any], tuple[int, ...]]]]
+"""Options of a group, and of each of its parameters the name, the saved state and the shape."""
+
+
+def keeps_shapes(optimizer: Any) -> bool:
+    """Whether each tensor of its state is a number or has the shape of its parameter."""
+    kind = type(_inner(optimizer))
+    return kind.__module__.startswith("torch.optim.") and kind.__name__ not in ("Adafactor", "LBFGS")
+
+
+def try_optimizer(optimizer: Any, groups: list[Group], what: str) -> None:
+    """Step an optimizer of torch's with these states, on small parameters.
+
+    Tensors without values (on the meta device) stand for those with the shape of their parameter; others are taken
+    with their values. States that are alike are tried once.
+
+    Raises:
+        CheckpointError: it does not step, or gives what is no number.
+    """
+    optimizer = _inner(optimizer)
+    if not keeps_shapes(optimizer) or type(optimizer).__name__ == "SparseAdam":
+        return
+    dtype = next((p.dtype for g in optimizer.param_groups for p in g["params"]), torch.float32)
+    if not dtype.is_floating_point or dtype.itemsize < 4:
+        dtype = torch.float32
+    tried: list[list[tuple[str, Mapping[str, Any]]]] = []
+    for _, members in groups:
+        alike: dict[str, tuple[str, Mapping[str, Any]]] = {}
+        for name, held, shape in members:
+            small = {key: _small(value, shape) for key, value in held.items()}
+            alike.setdefault(repr(sorted((str(k), _described(v)) for k, v in small.items())), (name, small))
+        tried.append(list(alike.values()))
+    names: list[str] = []
+    state: dict[int, dict[str, Any]] = {}
+    saved_groups: list[dict[str, Any]] = []
+    given: list[dict[str, Any]] = []
+    for (options, _), distinct in zip(groups, tried, strict=True):
+        numbers = range(len(names), len(names) + len(distinct))
+        names += [name for name, _ in distinct]
+        state.update({n: dict(values) for n, (_, values) in zip(numbers, distinct, strict=True) if values})
+        parameters = [torch.nn.Parameter(torch.ones(SMALL, dtype=dtype)) for _ in distinct]
+        given.append({"params": parameters})
+        plain = {key: False for key in ("foreach", "fused", "capturable", "differentiable") if key in options}
+        saved_groups.append({**options, **plain, "params": list(numbers)})
+    try:
+        with warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            probe = type(optimizer)([group for group in given if group["params"]])
+            probe.load_state_dict(
+                copy.deepcopy(
+                    {"state": state, "param_groups": [group for group in saved_groups if group["params"]]}
+                )
+            )
+            flat = [p for group in given for p in group["params"]]
+            for parameter in flat:
+                parameter.grad = torch.full_like(parameter, 0.5)
+            for _ in range(3):  # what is no number yet may be one step later
+                probe.step()
+    except Exception as error:
+        raise CheckpointError(
+            f"{what} cannot be stepped with: {type(optimizer).__name__} fails with {type(error).__name__} "
+            f"({str(error).splitlines()[0][:160] if str(error) else ''}). Load another checkpoint, or prepare the "
+            "optimizer of the run that saved it."
+        ) from error
+    for name, parameter in zip(names, flat, strict=True):
+        if not bool(torch.isfinite(parameter).all()):
+            raise CheckpointError(
+                f"{what}: steps with the saved state of {name} and its group's options give no number. Load another "
+                "checkpoint."
+            )
+
+
+def _small(value: Any, shape: tuple[int, ...]) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.is_meta:
+        return torch.ones(SMALL if tuple(value.shape) == shape else value.shape, dtype=value.dtype)
+    return value.detach().cpu()
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.item() if value.numel() == 1 else ''}"
+    return repr(value)[:200]
+
+
+def try_scheduler(scheduler: Any, saved: Any, what: str) -> None:
+    """Step a copy of one of torch's schedulers once with this state.
+
+    Raises:
+        CheckpointError: it does not step, or gives a learning rate that is no number.
+    """
+    scheduler = getattr(scheduler, "scheduler", scheduler)
+    if not isinstance(scheduler, LRScheduler) or not type(scheduler).__module__.startswith("torch."):
+        return
+    groups = [
+        {**{key: value for key, value in group.items() if key != "params"}, "params": []}
+        for group in scheduler.optimizer.param_groups
+    ]
+    for group in groups:
+        group["params"] = [torch.nn.Parameter(torch.zeros(1))]
+    stand_in = torch.optim.SGD([{"params": group["params"]} for group in groups], lr=0.0)
+    for mine, group in zip(stand_in.param_groups, groups, strict=True):
+        mine.update(group)
+    try:
+        probe = copy.deepcopy(scheduler, {id(scheduler.optimizer): stand_in})
+    except Exception:  # it holds what cannot be copied
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            probe.load_state_dict(copy.deepcopy(saved))
+            probe.step(1.0) if isinstance(probe, ReduceLROnPlateau) else probe.step()
+    except ValueError:
+        return  # some end: OneCycleLR has no step behind its last
+    except Exception as error:
+        raise CheckpointError(
+            f"{what} cannot be stepped with: {type(scheduler).__name__} fails with {type(error).__name__} "
+            f"({str(error)[:160]}). Load another checkpoint, or prepare the scheduler of the run that saved it."
+        ) from error
+    rates = [group["lr"] for group in stand_in.param_groups]
+    if not all(_is_finite(rate) for rate in rates):
+        raise CheckpointError(f"{what} gives the learning rates {str(rates)[:80]}. Load another checkpoint.")
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def _inner(optimizer: Any) -> Any:
+    return getattr(optimizer, "optimizer", optimizer)

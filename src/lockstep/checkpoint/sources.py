@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from lockstep.checkpoint.read import Checkpoint
-from lockstep.checkpoint.training import DataCoordinates
+from lockstep.checkpoint.contents import DataCoordinates
+from lockstep.checkpoint.reader import Checkpoint
 from lockstep.errors import CheckpointError
 
 

@@ -1,28 +1,25 @@
-"""What of a training run is in a checkpoint: from the prepared objects to tensors and documents, and back.
+"""What of a training run is in a checkpoint: from the prepared objects of one rank to tensors and documents.
 
 model.<i>.<name>                         weights and buffers
 optimizer.<i>.state.<parameter>.<key>    state of optimizers, by the names of parameters
 object.<i>.<path>                        tensors of registered objects, where ranks hold the same
 rank.<r>.<path>                          tensors that one rank alone has
 
-Where ranks have different blocks of a model, each collects its own, and ``union`` joins the documents.
+Where ranks have different blocks of a model, each collects its own, and ``global_state`` joins the documents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep.checkpoint.format.codec import encode, tensor_names
-from lockstep.checkpoint.format.digest import Digest
+from lockstep.checkpoint.contents import CheckpointContents
+from lockstep.checkpoint.format.codec import encode
 from lockstep.checkpoint.format.tensorfile import dtype_name
-from lockstep.checkpoint.parameters import ParameterNames, encode_optimizer
-from lockstep.checkpoint.training import CheckpointContents
-from lockstep.comm.collectives import as_bytes
 from lockstep.comm.dtensor import boxes_of, is_dtensor, local
 from lockstep.errors import UsageError
 from lockstep.runtime.seed import rng_state
@@ -38,14 +35,14 @@ class RankState:
 
     ``tensors`` are common to all ranks that have them, ``of_first`` those that only the first of these may write,
     ``of_rank`` this rank's own. ``shared`` are in objects of each rank, which may hold the same, until
-    ``split_divergent_state`` divides them. ``state`` and ``own`` are the documents of all ranks and of this one.
+    ``split_divergent_state`` divides them. ``common`` and ``own`` are the documents of all ranks and of this one.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     of_first: dict[str, torch.Tensor] = field(default_factory=dict)
     of_rank: dict[str, torch.Tensor] = field(default_factory=dict)
     shared: dict[str, torch.Tensor] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
+    common: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
     ties: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     """Of models whose ranks have different blocks."""
@@ -57,37 +54,37 @@ class RankState:
             for name in [name for name in tensors if name.startswith(prefixes)]:
                 del tensors[name]
         if weights is None:
-            del self.state["models"][str(number)]
+            del self.common["models"][str(number)]
         else:
-            self.state["models"][str(number)] = collect_weights(weights, set(), number, self)
+            self.common["models"][str(number)] = collect_weights(weights, set(), number, self)
 
 
-def collect(training: CheckpointContents, rank: int) -> RankState:
+def collect(contents: CheckpointContents, rank: int) -> RankState:
     """The state of the run on this rank; tensors are not copied.
 
     Raises:
         UsageError: a state holds what no checkpoint can.
     """
-    found = RankState(ties={number: whole.ties for number, whole in training.whole.items()})
-    found.state = {"contents": training.contents(), "models": {}}
-    for i, model in enumerate(training.models):
-        found.state["models"][str(i)] = _collect_model(model, i, found)
-    names = ParameterNames(training.models, found.ties)
-    for name, optimizer in training.stateful("optimizer"):
-        found.state[name] = encode_optimizer(optimizer, names.of(optimizer), found.tensors, name)
-        if training.whole and not found.state[name]["by_name"]:
+    found = RankState(ties={number: whole.ties for number, whole in contents.whole.items()})
+    found.common = {"contents": contents.counts(), "models": {}}
+    for i, model in enumerate(contents.models):
+        found.common["models"][str(i)] = _collect_model(model, i, found)
+    names = ParameterNames(contents.models, found.ties)
+    for name, optimizer in contents.stateful("optimizer"):
+        found.common[name] = encode_optimizer(optimizer, names.of(optimizer), found.tensors, name)
+        if contents.whole and not found.common[name]["by_name"]:
             raise UsageError(
                 f"{name} is a {type(optimizer).__name__}, whose state does not tell the parameters apart, so that the "
                 "states of a pipeline's ranks cannot be joined. Use an optimizer with torch's form of state_dict()."
             )
-    for name, item in training.stateful(*COMMON):
-        found.state[name] = encode(item.state_dict(), found.tensors, name)
+    for name, item in contents.stateful(*COMMON):
+        found.common[name] = encode(item.state_dict(), found.tensors, name)
     found.own = {"rng": encode(rng_state(), found.of_rank, f"rank.{rank}.rng")}
-    if training.place is not None:
-        found.own["place"] = asdict(training.place)
-    if training.whole:  # as are the gradients of some blocks
+    if contents.place is not None:
+        found.own["place"] = asdict(contents.place)
+    if contents.whole:  # as are the gradients of some blocks
         found.own["parts"] = True
-    for name, item in training.stateful(*OF_RANK):
+    for name, item in contents.stateful(*OF_RANK):
         found.own[name] = _collect_of_rank(item, name, rank, found)
     for name, tensor in (*found.tensors.items(), *found.of_first.items(), *found.shared.items()):
         dtype_name(local(tensor), name)
@@ -160,41 +157,6 @@ def place_of(tensor: torch.Tensor) -> Any:
     return torch_tensors.storage_key(part), part.storage_offset(), tensor.shape, part.stride(), part.dtype
 
 
-def digests_of(found: RankState) -> dict[str, str]:
-    """Digests of what ranks may hold the same or not: buffers, and tensors of registered objects."""
-    return {name: _digest_of(tensor) for name, tensor in (found.of_first | found.shared).items()}
-
-
-def split_divergent_state(
-    found: RankState, digests: list[dict[str, str]], rank: int, ranks: list[int]
-) -> None:
-    """Give this rank tensors of its own where they differ from those of the first of ``ranks``.
-
-    Buffers that it does not have, as its blocks are others, are compared with those of the first rank that has them.
-    """
-    differ = set()
-    for name, digest in digests[rank].items():
-        holders = [other for other in ranks if name in digests[other]] if name in found.of_first else ranks
-        if digests[holders[0]].get(name) != digest:
-            differ.add(name)
-    buffers = {name: tensor for name, tensor in found.of_first.items() if name in differ}
-    if buffers:
-        found.own["buffers"] = encode(buffers, found.of_rank, f"rank.{rank}.buffers")
-    names = {name: f"rank.{rank}.{name}" if name in differ else name for name in found.shared}
-    for name, tensor in found.shared.items():
-        (found.of_rank if name in differ else found.tensors)[names[name]] = tensor
-    for name in [name for name in found.own if name.startswith("object.")]:
-        everything = {other: names.get(other, other) for other in tensor_names(found.own[name])}
-        found.own[name] = rename_tensors(found.own[name], everything)
-
-
-def _digest_of(tensor: torch.Tensor) -> str:
-    digest = Digest()
-    digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    digest.update(memoryview(as_bytes(tensor.detach().cpu()).numpy()))  # type: ignore[arg-type]
-    return digest.record().blake3
-
-
 def rename_tensors(document: Any, names: dict[str, str]) -> Any:
     """What ``codec.encode`` returned, with its tensors under other names."""
     if isinstance(document, list):
@@ -204,3 +166,57 @@ def rename_tensors(document: Any, names: dict[str, str]) -> Any:
     if document.get("$") in ("tensor", "array"):
         return {**document, "name": names[document["name"]]}
     return {key: rename_tensors(item, names) for key, item in document.items()}
+
+
+class ParameterNames:
+    """Names of the parameters of several models: number of the model, dot, name in it.
+
+    ``ties`` gives, by the model's number, the first names of weights that are tied to one of another rank's blocks.
+    """
+
+    def __init__(
+        self, models: Iterable[nn.Module], ties: Mapping[int, Mapping[str, str]] | None = None
+    ) -> None:
+        self._names: dict[int, str] = {}
+        self._held: list[nn.Parameter] = []  # so that no other object gets the identity of one
+        for i, model in enumerate(models):
+            first = (ties or {}).get(i, {})
+            for name, parameter in model.named_parameters():
+                self._names.setdefault(id(parameter), f"{i}.{first.get(name, name)}")
+                self._held.append(parameter)
+
+    def of(self, optimizer: Any) -> list[list[str]]:
+        """The names of an optimizer's parameters, group by group; ``#n`` for the n-th if no model has it."""
+        names: list[list[str]] = []
+        number = 0
+        for group in optimizer.param_groups:
+            names.append([])
+            for parameter in group["params"]:
+                names[-1].append(self._names.get(id(parameter), f"#{number}"))
+                number += 1
+        return names
+
+
+def encode_optimizer(
+    optimizer: Any, names: list[list[str]], tensors: dict[str, torch.Tensor], path: str
+) -> Any:
+    """The optimizer's ``state_dict`` with parameters by name; of another shape than torch's as it is."""
+    state = optimizer.state_dict()
+    if not is_standard(state):
+        return {"by_name": False, "value": encode(state, tensors, path)}
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    by_number = dict(zip(numbers, (name for group in names for name in group), strict=True))
+    named = {
+        **state,
+        "state": {by_number[number]: values for number, values in state["state"].items()},
+        "param_groups": [
+            {**group, "params": group_names}
+            for group, group_names in zip(state["param_groups"], names, strict=True)
+        ],
+    }
+    return {"by_name": True, "value": encode(named, tensors, path)}
+
+
+def is_standard(state: Any) -> bool:
+    """Whether an optimizer's ``state_dict`` has torch's form."""
+    return isinstance(state, Mapping) and {"state", "param_groups"} <= state.keys()

@@ -7,12 +7,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.checkpoint.added import is_rest
+from lockstep.checkpoint.folders import is_rest, numbers
 from lockstep.checkpoint.format.digest import digest_of
-from lockstep.checkpoint.format.documents import STATE, TENSORS, Manifest
+from lockstep.checkpoint.format.documents import LARGEST_JSON_BYTES, STATE, TENSORS, Manifest, parse_json
 from lockstep.checkpoint.format.index import Index, index_from_bytes
-from lockstep.checkpoint.format.json_text import LARGEST_JSON_BYTES, parse_json
-from lockstep.checkpoint.retain import numbers
 from lockstep.checkpoint.store.base import Store
 from lockstep.checkpoint.store.verify import is_published, read_manifest, root_of
 from lockstep.errors import CheckpointError, NoCheckpointError

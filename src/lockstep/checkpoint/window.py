@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint.format.codec import decode, tensor_names
-from lockstep.checkpoint.pieces import empty_like
-from lockstep.checkpoint.read import Checkpoint
+from lockstep.checkpoint.reader import Checkpoint, empty_like
 from lockstep.checkpoint.sources import Sources
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import CheckpointError

@@ -122,7 +122,7 @@ def verify_command(ctx: click.Context, directory: str, every: bool) -> None:
 
 def _verify(store: Store, directory: str) -> None:
     """Verify one checkpoint and print what was verified."""
-    from lockstep.checkpoint.added import added_files
+    from lockstep.checkpoint.folders import added_files
     from lockstep.checkpoint.store.verify import read_manifest, verify
     from lockstep.config.values import listed
 

@@ -10,6 +10,8 @@ import pickle
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -311,6 +313,20 @@ class Communicator:
         if tensor.dtype.is_floating_point or (tensor.dtype is torch.int16 and total.dtype is dtype):
             total = total.to(tensor.dtype)
         return total.to(tensor.device)
+
+
+@contextmanager
+def raise_on_all_ranks(communicator: Communicator) -> Iterator[None]:
+    """A block that every rank runs; an exception on one of them is raised on all at its end.
+
+    The block itself must hold no collective, or a rank that failed would leave the others waiting in it.
+    """
+    raised: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        raised = error
+    communicator.agree(raised)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lockstep.comm.collectives import Communicator
-from lockstep.comm.together import together
+from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.config.axes import ParallelDims
 from lockstep.config.enums import RNGType
 from lockstep.config.handlers import DataLoaderConfiguration
@@ -75,7 +74,7 @@ def prepare_loader(
     axes = axes or ParallelDims(replicate=runtime.world_size if world_size is None else world_size)
     rank = axes.data_rank(runtime.rank) if rank is None else rank
     world_size = axes.data
-    with together(shared) if shared is not None else nullcontext():
+    with raise_on_all_ranks(shared) if shared is not None else nullcontext():
         plan, dispatch = decide(loader, config, axes)
         kinds = [kind for kind in check_rng_types(rng_types or ()) if kind is not RNGType.GENERATOR]
         if dispatch and shared is None:
@@ -89,7 +88,7 @@ def prepare_loader(
     batches, samples = lengths(loader)
     if shared is not None:
         seed, *lengths_of_main = shared.broadcast_object_list([seed, batches, samples], from_process=0)
-        with together(shared):
+        with raise_on_all_ranks(shared):
             check_lengths((batches, samples), tuple(lengths_of_main), rank, dispatch)
     is_alone = runtime.world_size == 1
     sampler, seedable = order_sampler(loader), None

@@ -11,17 +11,17 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.checkpoint.training import (
+from lockstep.checkpoint.contents import (
     CheckpointContents,
     LoadHook,
     SaveHook,
     checked_stateful,
     refuse_options,
+    refuse_pickle,
 )
-from lockstep.checkpoint.weights.model import refuse_pickle, save
-from lockstep.comm.collectives import Communicator
+from lockstep.checkpoint.weights.model import save
+from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.comm.dtensor import is_dtensor, whole
-from lockstep.comm.together import together
 from lockstep.config.options import Options
 from lockstep.observe.hang.process import ProcessWatch
 from lockstep.parallel.parallel_model import unwrap as unwrap_module
@@ -84,7 +84,7 @@ class FileMethods:
 
         Called on every rank; rank 0 writes. All return when the files are there.
         """
-        with together(self._communicator):
+        with raise_on_all_ranks(self._communicator):
             refuse_pickle("save_model", safe_serialization)
             plain = unwrap_module(model, keep_compile=False)
         # With pydantic, which a run may never need.
@@ -128,10 +128,14 @@ class FileMethods:
             CheckpointError: it, or the save in the background before it, failed; earlier ones are untouched.
             UsageError: there is no directory, or something else than a checkpoint is there.
         """
-        with together(self._communicator):
+        from lockstep.checkpoint.save import save
+
+        def contents() -> CheckpointContents:
             refuse_pickle("save_state", safe_serialization)
             refuse_options("save_state", save_model_func_kwargs)
-        return self._checkpointer.save(output_dir, self._training(), self._said(), blocking)
+            return self._contents()
+
+        return save(self._checkpointer, output_dir, contents, self._settings(), blocking)
 
     def load_state(
         self,
@@ -147,11 +151,14 @@ class FileMethods:
             NoCheckpointError: there is none.
             CheckpointError: none is whole, or it does not fit this run; nothing was changed.
         """
-        with together(self._communicator):
-            refuse_options(
-                "load_state", {**(load_kwargs or {}), **load_model_func_kwargs}, known={"map_location"}
-            )
-        return self._checkpointer.load(input_dir, self._training())
+        from lockstep.checkpoint.load import load
+
+        def contents() -> CheckpointContents:
+            options = {**(load_kwargs or {}), **load_model_func_kwargs}
+            refuse_options("load_state", options, known={"map_location"})
+            return self._contents()
+
+        return load(self._checkpointer, input_dir, contents)
 
     @cached_property
     def _checkpointer(self) -> Checkpointer:
@@ -159,7 +166,7 @@ class FileMethods:
 
         return Checkpointer(self.runtime, self._communicator, self._options.project, self._watch.committed)
 
-    def _said(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         """How the run is set up, as checkpoints tell it."""
         return {
             "parallel": str(self._options.parallel),
@@ -172,8 +179,8 @@ class FileMethods:
         """Wait for ``save_state(blocking=False)``. Raises CheckpointError, on every rank, if it failed."""
         self._checkpointer.wait()
 
-    def _training(self) -> CheckpointContents:
-        return self._preparation.training({"object": self._registered, "window": [self._window]})
+    def _contents(self) -> CheckpointContents:
+        return self._preparation.contents({"object": self._registered, "window": [self._window]})
 
     def register_preemption_hook(self, hook: Callable[[], str]) -> None:
         """Call ``hook()`` instead of ``save_state()`` when a signal has asked the run to stop.

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.comm.collectives import Communicator
-from lockstep.comm.together import together
+from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.config.parallel import Parallel
 from lockstep.errors import OffloadError
 from lockstep.model.blocks import find_blocks
@@ -72,7 +71,7 @@ class Offload:
             else _sharded_units(model, sharding)
         )
         folder = self._parallel.params_folder
-        with together(self._communicator):
+        with raise_on_all_ranks(self._communicator):
             if self._streams(sharding):
                 budget = self._parallel.offload_budget or None
                 stream_weights(model, units, self._device, budget, listeners=[self], ready=self.ready)
@@ -110,7 +109,7 @@ class Offload:
         devices = {p.device for group in optimizer.param_groups for p in group["params"]}
         folder = self._parallel.state_folder
         # A disk may be full on one rank alone; everything else is the same on all.
-        with nullcontext() if folder is None else together(self._communicator):
+        with nullcontext() if folder is None else raise_on_all_ranks(self._communicator):
             self._steps[optimizer] = offload_step(
                 optimizer,
                 self._units,

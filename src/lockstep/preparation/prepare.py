@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lockstep.checkpoint.training import CheckpointContents, DataCoordinates, FullModelSpec, ties_of
+from lockstep.checkpoint.contents import CheckpointContents, DataCoordinates, FullModelSpec, ties_of
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.config.options import Options
@@ -224,7 +224,7 @@ class Preparation:
         number = next((i for i, known in enumerate(self.models) if known.module is model), None)
         return None if number is None else self._wholes.get(number)
 
-    def training(self, further: dict[str, list[Any]]) -> CheckpointContents:
+    def contents(self, further: dict[str, list[Any]]) -> CheckpointContents:
         """What a checkpoint is made of: the prepared objects and ``further`` ones."""
         self.offload.finish()
         meshes = self._meshes

@@ -12,7 +12,7 @@ from unittest.mock import patch
 from checkpoint.crash.crashes import Outcome
 from checkpoint.crash.subject import Scenario
 from checkpoint.crash.trials import EXPLICIT, LIMIT_1, Slice
-from lockstep.checkpoint import retain
+from lockstep.checkpoint import folders
 from lockstep.checkpoint.store import local as store
 
 Broken = Callable[[], Any]
@@ -46,7 +46,7 @@ def prunes_first() -> Iterator[None]:
 
     def hasty(self: Any, directory: str) -> str:
         folder = os.path.dirname(directory)
-        for number in retain.numbers(folder, self):
+        for number in folders.numbers(folder, self):
             self.remove(f"{folder}/checkpoint_{number}")
         return begin(self, directory)
 
@@ -79,7 +79,7 @@ def replaces_file_by_file() -> Iterator[None]:
 
     with (
         patch.object(store.LocalStore, "publish", hasty),
-        patch("lockstep.checkpoint.checkpointer.verify", lambda store, directory, share: None),
-        patch("lockstep.checkpoint.write.verify", lambda store, directory, share: None),
+        patch("lockstep.checkpoint.load.verify", lambda store, directory, share: None),
+        patch("lockstep.checkpoint.writer.verify", lambda store, directory, share: None),
     ):
         yield

@@ -14,8 +14,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from checkpoint.layouts import simulated
 from checkpoint.layouts.simulated import Coordinate, Spread, coordinates
-from lockstep.checkpoint.pieces import reads
-from lockstep.checkpoint.plan import SavePlan, SavePlanner
+from lockstep.checkpoint.planner import SavePlan, SavePlanner
+from lockstep.checkpoint.reader import create_read_items
+from lockstep.checkpoint.writer import CheckpointGroup
 from lockstep.comm.dtensor import boxes_of
 from lockstep.comm.layout import boxes, local_shape
 from lockstep.errors import CheckpointError, UsageError
@@ -81,27 +82,17 @@ def test_boxes_are_what_torch_cuts(drawn: tuple[torch.Tensor, list[Spread], list
         assert torch.equal(part, one.to_local()), one.placements
 
 
-class Ranks:
-    """A communicator seen from one rank, where all say what is known beforehand."""
-
-    def __init__(self, said: list[Any]) -> None:
-        self._said = said
-
-    def gather_object(self, value: Any) -> list[Any]:
-        if isinstance(value, str):
-            return [value] * len(self._said)
-        return self._said
-
-
 def saved(spread: list[Spread]) -> tuple[list[SavePlan], dict[tuple[str, str], torch.Tensor]]:
     """The plans of all ranks, and what their files hold."""
-    from lockstep.checkpoint.plan import _held
-
-    everywhere = [[_held("t", one, False)] for one in spread]  # type: ignore[arg-type]
+    planners = [SavePlanner(CheckpointGroup(rank, list(range(len(spread))))) for rank in range(len(spread))]
+    local_plans = [
+        planner.create_local_plan({"t": one})
+        for planner, one in zip(planners, spread, strict=True)  # type: ignore[dict-item]
+    ]
     plans, files = [], {}
     for rank, one in enumerate(spread):
         tensors: Any = {"t": one}
-        plans.append(SavePlanner().plan(tensors, rank, list(range(len(spread))), Ranks(everywhere)))  # type: ignore[arg-type]
+        plans.append(planners[rank].create_global_plan(local_plans))
         for file in plans[-1].mine:
             for key, tensor in plans[-1].content(file, tensors).items():
                 assert (file, key) not in files
@@ -128,7 +119,7 @@ def test_every_element_is_written_once_and_read_by_all_who_hold_it(
     for one in after:
         expected = one.to_local().clone()
         one.to_local().fill_(-1)
-        for read in reads({"t": one}, plans[0].index):  # type: ignore[dict-item]
+        for read in create_read_items({"t": one}, plans[0].index):  # type: ignore[dict-item]
             part = files[read.file, read.key]
             for dim, (start, length) in enumerate(zip(read.offsets, read.lengths, strict=True)):
                 part = part.narrow(dim, start, length)

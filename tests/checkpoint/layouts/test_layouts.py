@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from safetensors.torch import load_file
 from checkpoint.layouts.spread import LAYOUTS, Layout, Run, State, part, values
 from lockstep import Accelerator
 from lockstep.checkpoint.checkpointer import Checkpointer
-from lockstep.checkpoint.training import CheckpointContents
+from lockstep.checkpoint.contents import CheckpointContents
+from lockstep.checkpoint.load import load
+from lockstep.checkpoint.save import save
 from lockstep.checkpoint.weights.convert import open_weights, write_file
 from lockstep.config.handlers import ProjectConfiguration
 
@@ -47,16 +50,16 @@ def of_this_world(runtime: Any) -> list[Layout]:
 
 def save_all(directory: str) -> None:
     saver = checkpointer()
-    for layout in of_this_world(saver._runtime):
+    for layout in of_this_world(saver.runtime):
         run = Run(layout, State.drawn(seed=1, steps=2))
-        saver.save(f"{directory}/{layout.name}", training(run), {})
+        save(saver, f"{directory}/{layout.name}", partial(training, run), {})
 
 
 def load_all(directory: str) -> list[str]:
     """What differs, by the layouts that were saved and loaded."""
     loader = checkpointer()
     wrong = []
-    for layout in of_this_world(loader._runtime):
+    for layout in of_this_world(loader.runtime):
         expected = Run(layout, State.drawn(seed=1, steps=2))
         parts = expected.parts()
         run = Run(layout, State.drawn(seed=5, steps=7))
@@ -64,7 +67,7 @@ def load_all(directory: str) -> list[str]:
             if layout.name != "plain" and saved.name not in (*SOURCES, MORE.get(layout.name)):
                 continue
             clear(run)
-            loader.load(f"{directory}/{saved.name}", training(run))
+            load(loader, f"{directory}/{saved.name}", partial(training, run))
             wrong += [f"{saved.name} -> {layout.name}: {name}" for name in differing(run.parts(), parts)]
         for one in (run, expected):
             one.step(values(9))

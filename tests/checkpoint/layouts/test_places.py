@@ -9,7 +9,9 @@ from torch import nn
 
 from checkpoint.layouts.spread import LAYOUTS, Run, State, optimizer_of, values
 from checkpoint.layouts.test_layouts import checkpointer, training
-from lockstep.checkpoint.training import CheckpointContents
+from lockstep.checkpoint.contents import CheckpointContents
+from lockstep.checkpoint.load import load
+from lockstep.checkpoint.save import save
 from lockstep.errors import CheckpointError, LockstepError
 
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
@@ -88,23 +90,23 @@ def saves(name: str, directory: str, inside: bool) -> None:
     """Save with states that say the rank; ``inside`` a window, with this rank's part of a gradient."""
     torch.set_num_threads(1)
     saver = checkpointer()
-    rank = saver._runtime.rank
+    rank = saver.runtime.rank
     run = Run(BY_NAME[name].prepare(rank), State.drawn(1, 2))
     gradients = {n: p.detach() * (rank + 1) for n, p in run.model.named_parameters() if "up" in n}
     torch.manual_seed(rank)
-    saver.save(directory, with_own(run, rank, gradients if inside else {})[0], {})
+    save(saver, directory, lambda: with_own(run, rank, gradients if inside else {})[0], {})
 
 
 def loads(name: str, directory: str) -> dict[str, Any]:
     """Whose states this rank got."""
     torch.set_num_threads(1)
     loader = checkpointer()
-    rank = loader._runtime.rank
+    rank = loader.runtime.rank
     run = Run(BY_NAME[name].prepare(rank), State.drawn(1, 2))
     whole, position, item, window = with_own(run, -1, {})
     torch.manual_seed(99)
     try:
-        loader.load(directory, whole)
+        load(loader, directory, lambda: whole)
     except CheckpointError as error:
         return {"refused": str(error)}
     seed = torch.initial_seed()
@@ -165,10 +167,10 @@ def refused(directory: str) -> dict[str, str]:
     """What does not fit a pipeline, each wrong on one rank alone."""
     torch.set_num_threads(1)
     saver = checkpointer()
-    rank = saver._runtime.rank
+    rank = saver.runtime.rank
     layout = BY_NAME["pp=2"].prepare(rank)
     run = Run(layout, State.drawn(1, 2))
-    saver.save(f"{directory}/right", training(run), {})
+    save(saver, f"{directory}/right", lambda: training(run), {})
     found = {}
 
     def note(kind: str, action: Any) -> None:
@@ -185,25 +187,31 @@ def refused(directory: str) -> dict[str, str]:
     last = rank == 1
     note(
         "missing",
-        lambda: saver.load(
+        lambda: load(
+            saver,
             f"{directory}/right",
-            renamed(lambda m: last and m.blocks["3"].register_buffer("more", torch.zeros(2))),
+            lambda: renamed(lambda m: last and m.blocks["3"].register_buffer("more", torch.zeros(2))),
         ),
     )
     note(
         "unknown",
-        lambda: saver.load(f"{directory}/right", renamed(lambda m: last and delattr(m.blocks["3"], "table"))),
+        lambda: load(
+            saver, f"{directory}/right", lambda: renamed(lambda m: last and delattr(m.blocks["3"], "table"))
+        ),
     )
     note(
         "held by none",
-        lambda: saver.save(
-            f"{directory}/wrong", renamed(lambda m: last and delattr(m.blocks["3"], "table")), {}
+        lambda: save(
+            saver,
+            f"{directory}/wrong",
+            lambda: renamed(lambda m: last and delattr(m.blocks["3"], "table")),
+            {},
         ),
     )
     more = training(run)
     if last:
         run.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    note("groups", lambda: saver.save(f"{directory}/wrong", more, {}))
+    note("groups", lambda: save(saver, f"{directory}/wrong", lambda: more, {}))
     return found
 
 

@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from lockstep.checkpoint.format.documents import Manifest
-from lockstep.checkpoint.format.json_text import Extent, Strict, canonical, checked, parse_json
-from lockstep.checkpoint.format.names import check_name
+from lockstep.checkpoint.format.documents import (
+    Extent,
+    Manifest,
+    Strict,
+    canonical,
+    check_name,
+    checked,
+    parse_json,
+)
 from lockstep.errors import CheckpointError
 
 DTYPES: dict[str, torch.dtype] = {

@@ -8,11 +8,9 @@ A checkpoint is written to a staging area, and published as a whole:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from lockstep.checkpoint.format.digest import Chunk, FileRecord
-from lockstep.comm.collectives import Communicator
 from lockstep.errors import CheckpointError
 
 STAGING, REPLACED, REMOVED = ".partial", ".old", ".removed"
@@ -21,6 +19,9 @@ BLOCK_BYTES = 4 << 20
 
 class Store(Protocol):
     """A kind of place for checkpoints. Paths are texts, joined with "/"."""
+
+    is_local: ClassVar[bool]
+    """Whether its files can be read as they lie; of others a copy is made."""
 
     def begin(self, directory: str) -> str:
         """An empty staging area for a checkpoint that will be ``directory``; returns where it is."""
@@ -69,11 +70,6 @@ class Store(Protocol):
 
     def lock(self, path: str, what: str) -> Lock:
         """A lock on ``what``, not yet acquired, that others see at ``path``."""
-
-    def local_copy(
-        self, directory: str, share: tuple[int, int], communicator: Communicator
-    ) -> AbstractContextManager[str]:
-        """A local directory with the checkpoint, for the time of the block; collective."""
 
 
 class Lock(Protocol):

@@ -1,57 +1,26 @@
-"""A verified copy of a remote checkpoint on each machine, for as long as it is read."""
+"""A verified copy of a remote checkpoint on this machine, for as long as it is read: what each rank does for it."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from lockstep.checkpoint.format.digest import Digest, FileRecord
-from lockstep.checkpoint.format.documents import Manifest
-from lockstep.checkpoint.format.names import MANIFEST
+from lockstep.checkpoint.format.documents import MANIFEST, Manifest
 from lockstep.checkpoint.store.base import Store
 from lockstep.checkpoint.store.verify import check_content, check_names, in_parallel, read_manifest, root_of
-from lockstep.comm.collectives import Communicator
-from lockstep.comm.together import together
 from lockstep.errors import CheckpointError
 
 
-@contextmanager
-def fetched(store: Store, directory: str, is_first: bool, communicator: Communicator) -> Iterator[str]:
-    """A new folder on this machine with the checkpoint, removed afterwards; collective.
-
-    Each file is read once a machine, its ranks share the work, and its size and digest are compared meanwhile.
-    The folder is where ``tempfile`` makes them (``TMPDIR``), and only this user can open it.
-
-    Raises:
-        NoCheckpointError: nothing was published there.
-        CheckpointError: a file is missing, extra, of another size or content; or there is no room for them here.
-    """
-    runtime = communicator.runtime
-    found: list[Manifest] = []
-    with together(communicator):
-        if is_first:  # what one rank sees is what all load, should another run replace it now
-            found.append(read_manifest(store, directory))
-            check_names(store, root_of(directory, found[0]), found[0])
-    manifest: Manifest = communicator.gather_object(found)[0]
-    mine = ""
-    try:
-        with together(communicator):
-            if runtime.is_local_main:
-                mine = _folder_for(manifest, directory)
-        folder: str = communicator.gather_object([mine])[runtime.rank - runtime.local_rank]
-        with together(communicator):
-            share = slice(runtime.local_rank, None, runtime.local_world_size)
-            _download(store, directory, manifest, sorted(manifest.files)[share], folder)
-        yield folder
-    finally:
-        if mine:
-            shutil.rmtree(mine, ignore_errors=True)
+def read_listed(store: Store, directory: str) -> Manifest:
+    """The manifest of a checkpoint, all files of which are there, each with its size."""
+    manifest = read_manifest(store, directory)
+    check_names(store, root_of(directory, manifest), manifest)
+    return manifest
 
 
-def _folder_for(manifest: Manifest, directory: str) -> str:
+def make_folder(manifest: Manifest, directory: str) -> str:
     """A temporary folder with the manifest of a checkpoint whose files will lie beside it."""
     needed = sum(entry.size for entry in manifest.files.values())
     try:
@@ -75,7 +44,8 @@ def _folder_for(manifest: Manifest, directory: str) -> str:
     return folder
 
 
-def _download(store: Store, directory: str, manifest: Manifest, names: list[str], folder: str) -> None:
+def download(store: Store, directory: str, manifest: Manifest, names: list[str], folder: str) -> None:
+    """Copy these files into ``folder``, and compare what was read with the manifest."""
     root = root_of(directory, manifest)
 
     def download(name: str) -> None:

@@ -12,18 +12,19 @@ import os
 import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
 
 from lockstep.checkpoint.format.digest import Chunk, Digest, FileRecord, record_of
-from lockstep.checkpoint.format.names import MANIFEST
+from lockstep.checkpoint.format.documents import MANIFEST
 from lockstep.checkpoint.store.base import BLOCK_BYTES, REMOVED, REPLACED, STAGING, Lock
 from lockstep.checkpoint.store.lock import DirectoryLock
-from lockstep.comm.collectives import Communicator
 from lockstep.errors import CheckpointError, UsageError
 
 
 class LocalStore:
     """Directories of a POSIX file system, where renaming a directory is atomic."""
+
+    is_local: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._on_disk: set[str] = set()
@@ -157,11 +158,6 @@ class LocalStore:
 
     def lock(self, path: str, what: str) -> Lock:
         return DirectoryLock(path, what)
-
-    def local_copy(
-        self, directory: str, share: tuple[int, int], communicator: Communicator
-    ) -> AbstractContextManager[str]:
-        return nullcontext(directory)
 
     def _recover(self, directory: str) -> None:
         """Undo half of a replacement: its process was killed between moving the old one aside and publishing."""

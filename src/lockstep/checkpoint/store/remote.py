@@ -17,18 +17,15 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import AbstractContextManager
+from typing import ClassVar
 
 from lockstep.checkpoint.format.digest import Chunk, FileRecord, record_of
-from lockstep.checkpoint.format.documents import Manifest
-from lockstep.checkpoint.format.names import MANIFEST, OURS
+from lockstep.checkpoint.format.documents import MANIFEST, OURS, Manifest
 from lockstep.checkpoint.store.base import REMOVED, Lock, UnreachableError
-from lockstep.checkpoint.store.fetch import fetched
 from lockstep.checkpoint.store.objects import Objects
 from lockstep.checkpoint.store.ownership import OWNER, Ownership
 from lockstep.checkpoint.store.url import parse_url
 from lockstep.checkpoint.store.verify import in_parallel, read_manifest
-from lockstep.comm.collectives import Communicator
 from lockstep.errors import CheckpointError, UsageError
 
 FOLDER = re.compile(r"files-(\d{6,})-[0-9a-f]{8}")
@@ -39,6 +36,8 @@ class RemoteStore:
 
     Where a run takes a lock (``lock``), ``publish`` sees first that no other run has taken it over.
     """
+
+    is_local: ClassVar[bool] = False
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
@@ -144,12 +143,6 @@ class RemoteStore:
     def lock(self, path: str, what: str) -> Lock:
         """The record lies in ``what`` and not at ``path``: beside a bucket there is no place."""
         return self._owned.setdefault(what, Ownership(self._objects, what))
-
-    def local_copy(
-        self, directory: str, share: tuple[int, int], communicator: Communicator
-    ) -> AbstractContextManager[str]:
-        """Verifies the checkpoint while it is copied."""
-        return fetched(self, directory, share[0] == 0, communicator)
 
     # The layout -------------------------------------------------------------------------------------
 

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from lockstep.checkpoint.format.digest import Chunk, FileRecord, record_of
-from lockstep.checkpoint.format.documents import TENSORS, Manifest
+from lockstep.checkpoint.format.documents import LARGEST_JSON_BYTES as LIMIT
+from lockstep.checkpoint.format.documents import MANIFEST, TENSORS, Manifest
 from lockstep.checkpoint.format.index import index_from_bytes
-from lockstep.checkpoint.format.json_text import LARGEST_JSON_BYTES as LIMIT
-from lockstep.checkpoint.format.names import MANIFEST
 from lockstep.checkpoint.store.base import Store, UnreachableError
 from lockstep.config.values import listed
 from lockstep.errors import CheckpointError, LockstepError, NoCheckpointError

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lockstep.checkpoint import retain
+from lockstep.checkpoint import folders
 from lockstep.checkpoint.format.digest import Chunk
+from lockstep.checkpoint.format.documents import LARGEST_JSON_BYTES, MANIFEST, check_name, parse_json
 from lockstep.checkpoint.format.index import DTYPES, ChunkMetadata, Index, TensorEntry
-from lockstep.checkpoint.format.json_text import LARGEST_JSON_BYTES, parse_json
-from lockstep.checkpoint.format.names import MANIFEST, check_name
 from lockstep.checkpoint.format.tensorfile import check_key
-from lockstep.checkpoint.read import Checkpoint
+from lockstep.checkpoint.reader import Checkpoint
 from lockstep.checkpoint.store.local import LocalStore, sync
 from lockstep.checkpoint.store.verify import verify
 from lockstep.checkpoint.weights.folder import (
@@ -140,7 +139,7 @@ def _of_folder(folder: str, dtype: torch.dtype | None) -> Weights:
         raise UsageError(
             f"{folder} does not exist. Name a checkpoint, a folder of weights or a safetensors file."
         )
-    numbered = retain.numbers(folder, store)
+    numbered = folders.numbers(folder, store)
     if numbered:
         raise UsageError(
             f"{folder} has {len(numbered)} checkpoints. Name one of them, such as {folder}/checkpoint_{numbered[-1]}."

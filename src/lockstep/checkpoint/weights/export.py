@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.checkpoint.contents import FullModelSpec
 from lockstep.checkpoint.format.tensorfile import check_key, dtype_name
 from lockstep.checkpoint.state import place_of
-from lockstep.checkpoint.training import FullModelSpec
 from lockstep.checkpoint.weights.folder import local_directory, write_folder
 from lockstep.checkpoint.weights.names import parse_size
 from lockstep.checkpoint.weights.stages import collect_stages
 from lockstep.checkpoint.weights.weightfile import described
-from lockstep.comm.collectives import Communicator, as_bytes
+from lockstep.comm.collectives import Communicator, as_bytes, raise_on_all_ranks
 from lockstep.comm.dtensor import whole
-from lockstep.comm.together import together
 from lockstep.errors import CheckpointError, UsageError
 
 
@@ -114,7 +113,7 @@ def save_model(
         CheckpointError: a file could not be written; what was there before still is.
     """
     is_writer = communicator.runtime.is_main
-    with together(communicator):
+    with raise_on_all_ranks(communicator):
         limit, directory = parse_size(max_shard_size), local_directory(save_directory)
         state = checked_tensors(model.state_dict())
         names = named_to_save(model, state)
@@ -140,10 +139,10 @@ def save_stages(
     communicator: Communicator,
 ) -> None:
     """``save_model`` for a model of which each rank has some blocks: rank 0 gets all of them, in host memory, first."""
-    with together(communicator):
+    with raise_on_all_ranks(communicator):
         limit, directory = parse_size(max_shard_size), local_directory(save_directory)
     state = collect_stages(model.state_dict(), communicator, whole_model)
-    with together(communicator):
+    with raise_on_all_ranks(communicator):
         if communicator.runtime.is_main:
             tensors = checked_tensors(state)
             tensors = {name: tensors[name] for name in named_to_save(model, tensors)}

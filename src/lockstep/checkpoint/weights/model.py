@@ -10,17 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from lockstep.checkpoint.weights.names import parse_size
-from lockstep.errors import UsageError
 from lockstep.runtime import process
-
-
-def refuse_pickle(method: str, safe_serialization: bool) -> None:
-    """Raise UsageError for ``safe_serialization=False``."""
-    if not safe_serialization:
-        raise UsageError(
-            f"{method} got safe_serialization=False, but weights are written as safetensors only, which no pickle can "
-            "hide in. Drop the argument, or save accelerator.get_state_dict(model) yourself."
-        )
 
 
 def save_object(value: Any, file: Any, safe_serialization: bool) -> None:

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
+from lockstep.checkpoint.contents import NO_TIES, FullModelSpec
 from lockstep.checkpoint.state import place_of
-from lockstep.checkpoint.training import NO_TIES, FullModelSpec
-from lockstep.comm.collectives import Communicator
+from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.comm.dtensor import whole as gathered
-from lockstep.comm.together import together
 from lockstep.comm.transfer import transfer
 
 
@@ -28,7 +27,7 @@ def collect_stages(
         whole: The order of the names, and the weights that are tied across ranks.
     """
     rank = communicator.runtime.rank
-    with together(communicator):
+    with raise_on_all_ranks(communicator):
         tensors, mine = _described(state, whole)
     told: list[list[tuple[str, str, Any]]] = communicator.gather_object([mine])
     holders: dict[str, tuple[int, Any]] = {}

@@ -7,15 +7,14 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint.format.codec import encode
-from lockstep.checkpoint.format.documents import STATE, TENSORS, Saved, rank_file
-from lockstep.checkpoint.format.json_text import canonical
+from lockstep.checkpoint.format.documents import STATE, TENSORS, Saved, canonical, rank_file, versions
 from lockstep.checkpoint.format.tensorfile import TensorFile
-from lockstep.checkpoint.format.versions import versions
-from lockstep.checkpoint.plan import SavePlanner
+from lockstep.checkpoint.planner import SavePlanner
+from lockstep.checkpoint.save import write_checkpoint
 from lockstep.checkpoint.state import RankState, collect_weights
 from lockstep.checkpoint.store.place import store_for
 from lockstep.checkpoint.weights.model import write_weights
-from lockstep.checkpoint.write import Members, Snapshot, Transaction, now
+from lockstep.checkpoint.writer import CheckpointGroup, StagedState, Writer, now
 from lockstep.comm.collectives import Communicator
 from lockstep.compat.checkpoints.state import ImportedState
 from lockstep.errors import UsageError
@@ -39,10 +38,11 @@ def write_imported(state: ImportedState, directory: str) -> None:
     ranks = sorted(state.rng) or [0]
     own = {rank: _of_rank(state, rank, found) for rank in ranks}
     tensors = {**found.tensors, **found.of_first, **found.of_rank}
-    communicator = Communicator(Runtime(0, 1, 0, 1, torch.device("cpu"), None))
-    plan = SavePlanner().plan(tensors, 0, [0], communicator)
+    group = CheckpointGroup(0, [0])
+    planner = SavePlanner(group)
+    plan = planner.create_global_plan([planner.create_local_plan(tensors)])
     documents = {rank_file(rank): canonical(document) for rank, document in own.items()}
-    documents |= {STATE: canonical(found.state), TENSORS: plan.index_content}
+    documents |= {STATE: canonical(found.common), TENSORS: plan.index_content}
     saved = Saved(
         time=now(),
         world_size=state.world_size or len(ranks),
@@ -55,8 +55,9 @@ def write_imported(state: ImportedState, directory: str) -> None:
         file: TensorFile({key: tensors[name] for key, name in keys.items()})
         for file, keys in plan.mine.items()
     }
-    transaction = Transaction(store, place, store.begin(place), Members(0, [0]), communicator)
-    transaction.run(Snapshot(files, documents, saved), replaces=False)
+    communicator = Communicator(Runtime(0, 1, 0, 1, torch.device("cpu"), None))
+    writer = Writer(store, place, store.begin(place), group)
+    write_checkpoint(communicator, writer, StagedState(files, documents, saved))
 
 
 def _collected(state: ImportedState) -> RankState:
@@ -68,17 +69,17 @@ def _collected(state: ImportedState) -> RankState:
     }
     counts = {kind: len(items) for kind, items in (*parts.items(), ("object", state.objects)) if items}
     contents = {"model": len(state.models), **counts}
-    found.state = {"contents": contents, "models": {}, "imported": state.layout}
+    found.common = {"contents": contents, "models": {}, "imported": state.layout}
     for number, weights in enumerate(state.models):
-        found.state["models"][str(number)] = collect_weights(weights, set(weights), number, found)
+        found.common["models"][str(number)] = collect_weights(weights, set(weights), number, found)
     for kind, items in parts.items():
         for i, item in enumerate(items):
             name = f"{kind}.{i}"
             if kind == "optimizer":
                 named = _renamed(item, state.models)
-                found.state[name] = {"by_name": True, "value": encode(named, found.tensors, name)}
+                found.common[name] = {"by_name": True, "value": encode(named, found.tensors, name)}
             else:
-                found.state[name] = encode(item, found.tensors, name)
+                found.common[name] = encode(item, found.tensors, name)
     return found
 
 

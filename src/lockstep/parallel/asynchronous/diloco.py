@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from lockstep.comm.together import together
+from lockstep.comm.collectives import raise_on_all_ranks
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.parallel.asynchronous.averaging import means
 from lockstep.parallel.asynchronous.local_rounds import LocalRounds
@@ -66,7 +66,7 @@ class DiLoCo(LocalRounds):
         self._offload = offload
         self._start = {name: self._copy(p) for name, p in self._trained.items()}
         build = outer_optimizer or nesterov
-        with together(self._communicator):
+        with raise_on_all_ranks(self._communicator):
             self.outer_optimizer = build(list(self._start.values())) if callable(build) else None
             if not isinstance(self.outer_optimizer, Optimizer):
                 raise UsageError(

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.comm.collectives import Communicator
-from lockstep.comm.together import together
+from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.parallel.asynchronous.averaging import agree_on_loss_scale, average, floating_buffers
 from lockstep.parallel.asynchronous.block import TrainingBlock
@@ -38,7 +37,7 @@ class LocalRounds(TrainingBlock):
         super().__init__()
         self._trainer = accelerator
         self._communicator = Communicator(accelerator.runtime)
-        with together(self._communicator):
+        with raise_on_all_ranks(self._communicator):
             check_count(self._name, "a number of steps", steps, least=1)
             check_replicas(self._name, accelerator, model)
         meet(self._communicator, f"{self._name}(steps={steps}, enabled={enabled})", 0)

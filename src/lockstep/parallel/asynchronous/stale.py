@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from lockstep.comm.collectives import Communicator
-from lockstep.comm.together import together
+from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.errors import ConfigError, LockstepError, UsageError
 from lockstep.parallel.asynchronous.averaging import average, floating_buffers
 from lockstep.parallel.asynchronous.block import TrainingBlock
@@ -81,7 +80,7 @@ class BoundedStaleness(TrainingBlock):
         super().__init__()
         self._trainer = accelerator
         self._communicator = Communicator(accelerator.runtime)
-        with together(self._communicator):
+        with raise_on_all_ranks(self._communicator):
             check_count("BoundedStaleness", "staleness", staleness, least=0)
             if max_norm is not None and not max_norm > 0:
                 raise ConfigError(

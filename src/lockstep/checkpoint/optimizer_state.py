@@ -1,19 +1,18 @@
-"""Optimizer states by the names of their parameters, which hold for every way to spread a model."""
+"""A saved optimizer state, by the names of parameters, as one for the optimizer that goes on with it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
-from lockstep.checkpoint.checks import check_kind
-from lockstep.checkpoint.format.codec import decode, encode, tensor_names
+from lockstep.checkpoint.checks import Group, check_kind, keeps_shapes, try_optimizer
+from lockstep.checkpoint.format.codec import decode, tensor_names
 from lockstep.checkpoint.format.index import Index
-from lockstep.checkpoint.pieces import empty_like
-from lockstep.checkpoint.trial import Group, keeps_shapes, try_optimizer
+from lockstep.checkpoint.reader import empty_like
+from lockstep.checkpoint.state import is_standard
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import CheckpointError
 from lockstep.train.whole.step import whole_step_of
@@ -23,72 +22,19 @@ HOW_TO_STEP = ("foreach", "fused", "capturable", "differentiable", "param_names"
 suits a GPU not a CPU, and names that an optimizer was given are those of its own parameters."""
 
 
-class ParameterNames:
-    """Names of the parameters of several models: number of the model, dot, name in it.
-
-    ``ties`` gives, by the model's number, the first names of weights that are tied to one of another rank's blocks.
-    """
-
-    def __init__(
-        self, models: Iterable[nn.Module], ties: Mapping[int, Mapping[str, str]] | None = None
-    ) -> None:
-        self._names: dict[int, str] = {}
-        self._held: list[nn.Parameter] = []  # so that no other object gets the identity of one
-        for i, model in enumerate(models):
-            first = (ties or {}).get(i, {})
-            for name, parameter in model.named_parameters():
-                self._names.setdefault(id(parameter), f"{i}.{first.get(name, name)}")
-                self._held.append(parameter)
-
-    def of(self, optimizer: Any) -> list[list[str]]:
-        """The names of an optimizer's parameters, group by group; ``#n`` for the n-th if no model has it."""
-        names: list[list[str]] = []
-        number = 0
-        for group in optimizer.param_groups:
-            names.append([])
-            for parameter in group["params"]:
-                names[-1].append(self._names.get(id(parameter), f"#{number}"))
-                number += 1
-        return names
-
-
-def encode_optimizer(
-    optimizer: Any, names: list[list[str]], tensors: dict[str, torch.Tensor], path: str
-) -> Any:
-    """The optimizer's ``state_dict`` with parameters by name; of another shape than torch's as it is."""
-    state = optimizer.state_dict()
-    if not _is_standard(state):
-        return {"by_name": False, "value": encode(state, tensors, path)}
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    by_number = dict(zip(numbers, (name for group in names for name in group), strict=True))
-    named = {
-        **state,
-        "state": {by_number[number]: values for number, values in state["state"].items()},
-        "param_groups": [
-            {**group, "params": group_names}
-            for group, group_names in zip(state["param_groups"], names, strict=True)
-        ],
-    }
-    return {"by_name": True, "value": encode(named, tensors, path)}
-
-
-def _is_standard(state: Any) -> bool:
-    return isinstance(state, Mapping) and {"state", "param_groups"} <= state.keys()
-
-
 def _check_form(document: Any, what: str) -> None:
     """Raise CheckpointError for what ``encode_optimizer`` never returns."""
     fits = isinstance(document, dict) and document.keys() == {"by_name", "value"}
     if fits and document["by_name"] is True:
         value = document["value"]
-        fits = _is_standard(value) and isinstance(value["state"], dict)
+        fits = is_standard(value) and isinstance(value["state"], dict)
         fits = fits and isinstance(value["param_groups"], list) and all(map(_is_group, value["param_groups"]))
         if fits:
             names = [name for group in value["param_groups"] for name in group["params"]]
             fits = len(set(names)) == len(names) and value["state"].keys() <= set(names)
             fits = fits and all(isinstance(values, dict) for values in value["state"].values())
     elif fits:
-        fits = document["by_name"] is False and not _is_standard(document["value"])
+        fits = document["by_name"] is False and not is_standard(document["value"])
     if not fits:
         raise CheckpointError(f"{what} has a form in which no optimizer is saved. Load another checkpoint.")
 

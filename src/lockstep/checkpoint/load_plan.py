@@ -9,16 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.checkpoint.checks import check_buffers, check_rng, check_scaler, check_scheduler
+from lockstep.checkpoint.checks import check_buffers, check_rng, check_scaler, check_scheduler, try_scheduler
+from lockstep.checkpoint.contents import CheckpointContents
 from lockstep.checkpoint.format.codec import encode
-from lockstep.checkpoint.parameters import OptimizerPlaces, ParameterNames
-from lockstep.checkpoint.pieces import ReadItem, reads, reads_as
-from lockstep.checkpoint.read import Checkpoint
+from lockstep.checkpoint.global_state import Everywhere
+from lockstep.checkpoint.optimizer_state import OptimizerPlaces
+from lockstep.checkpoint.reader import Checkpoint, ReadItem, create_read_items, create_read_items_as
 from lockstep.checkpoint.sources import Sources
-from lockstep.checkpoint.state import is_extra, place_of
-from lockstep.checkpoint.training import CheckpointContents
-from lockstep.checkpoint.trial import try_scheduler
-from lockstep.checkpoint.union import Everywhere
+from lockstep.checkpoint.state import ParameterNames, is_extra, place_of
 from lockstep.checkpoint.window import decoded, plan_window
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import CheckpointError, LockstepError
@@ -26,12 +24,12 @@ from lockstep.runtime.seed import set_rng_state
 
 
 @dataclass
-class Restoration:
+class LoadPlan:
     """What will be put where. Nothing of the run has been changed; ``apply`` changes it."""
 
     checkpoint: Checkpoint
     left: list[str] = field(default_factory=list)
-    reads: list[ReadItem] = field(default_factory=list)
+    items: list[ReadItem] = field(default_factory=list)
     models: list[tuple[int, nn.Module, dict[str, Any]]] = field(default_factory=list)
     loaders: list[tuple[Any, Any]] = field(default_factory=list)
     states: list[tuple[Any, Any]] = field(default_factory=list)
@@ -44,7 +42,7 @@ class Restoration:
         """Change the run. The user's objects come last: their ``load_state_dict`` may count on loaded models."""
         for item, state in self.loaders:
             _load(item, state)
-        self.checkpoint.read(self.reads)
+        self.checkpoint.read(self.items)
         for number, model, state in self.models:
             state.update(
                 {
@@ -66,14 +64,14 @@ class Restoration:
             set_rng_state(self.rng)
 
 
-def plan_restoration(
+def create_load_plan(
     checkpoint: Checkpoint,
-    training: CheckpointContents,
+    contents: CheckpointContents,
     models: list[nn.Module],
     rank: int,
     world_size: int,
     everywhere: Everywhere,
-) -> Restoration:
+) -> LoadPlan:
     """Look at everything, and read all but weights and optimizer states, which go straight to their places.
 
     ``models`` are those that no hook has loaded, ``everywhere`` what all ranks together want.
@@ -82,41 +80,41 @@ def plan_restoration(
         CheckpointError: the checkpoint is of another set of objects, or of other names or shapes.
     """
     state = checkpoint.state()
-    plan = Restoration(checkpoint)
+    plan = LoadPlan(checkpoint)
     if "imported" in state:  # other formats hold less
         there = dict(state.get("contents") or {})
-        plan.left = [kind for kind in training.contents() if kind not in there]
-        training = training.only(there)
-    _check_contents(checkpoint, state, training)
-    sources = Sources(checkpoint, rank, world_size, training.place)
+        plan.left = [kind for kind in contents.counts() if kind not in there]
+        contents = contents.only(there)
+    _check_contents(checkpoint, state, contents)
+    sources = Sources(checkpoint, rank, world_size, contents.place)
     own = checkpoint.of_rank(sources.rank)
-    for number, model in enumerate(training.models):
+    for number, model in enumerate(contents.models):
         if any(model is other for other in models):
-            _plan_model(plan, model, number, state["models"], training, everywhere.models[str(number)])
-    names = ParameterNames(training.models, {number: whole.ties for number, whole in training.whole.items()})
-    for name, optimizer in training.stateful("optimizer"):
+            _plan_model(plan, model, number, state["models"], contents, everywhere.models[str(number)])
+    names = ParameterNames(contents.models, {number: whole.ties for number, whole in contents.whole.items()})
+    for name, optimizer in contents.stateful("optimizer"):
         document, groups = _part(checkpoint, state, name), names.of(optimizer)
         wanted = everywhere.optimizers[name]
         places = OptimizerPlaces(document, optimizer, groups, checkpoint.index, name, wanted)
-        plan.reads += reads(places.tensors, checkpoint.index)
+        plan.items += create_read_items(places.tensors, checkpoint.index)
         plan.states.append((optimizer, places.state_dict()))
         places.check_step(checkpoint.whole(places.small(checkpoint.index)))
-    for name, item in training.stateful("scheduler"):
+    for name, item in contents.stateful("scheduler"):
         plan.states.append((item, decoded(checkpoint, _part(checkpoint, state, name))))
         check_scheduler(plan.states[-1][1], item, name)
         try_scheduler(item, plan.states[-1][1], name)
-    for name, item in training.stateful("scaler"):
+    for name, item in contents.stateful("scaler"):
         plan.states.append((item, decoded(checkpoint, _part(checkpoint, state, name))))
         check_scaler(plan.states[-1][1], item, name)
-    for name, item in training.stateful("loader"):
+    for name, item in contents.stateful("loader"):
         plan.loaders.append((item, decoded(checkpoint, _part(checkpoint, own, name))))
         item.check_state_dict(plan.loaders[-1][1])
-    for name, item in training.stateful("object"):
+    for name, item in contents.stateful("object"):
         document = _part(checkpoint, own, name)
         plan.objects.append((item, decoded(checkpoint, document, _sharded_in(item, name, world_size))))
-    for name, item in training.stateful("window"):
+    for name, item in contents.stateful("window"):
         try:
-            plan.window = plan_window(checkpoint, item, name, sources, set(training.whole))
+            plan.window = plan_window(checkpoint, item, name, sources, set(contents.whole))
         except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
             raise CheckpointError(
                 f"{checkpoint.root} has an accumulation window that none can be ({type(error).__name__}: {error}). "
@@ -127,7 +125,7 @@ def plan_restoration(
         check_rng(plan.rng, checkpoint.root)
         plan.buffers = decoded(checkpoint, own.get("buffers", {}))
         check_buffers(plan.buffers, _tensors_of(plan.models), checkpoint.root)
-    checkpoint.check(plan.reads)
+    checkpoint.check(plan.items)
     return plan
 
 
@@ -158,8 +156,8 @@ def _load(item: Any, state: Any) -> None:
         ) from error
 
 
-def _check_contents(checkpoint: Checkpoint, state: dict[str, Any], training: CheckpointContents) -> None:
-    saved, mine = state.get("contents"), training.contents()
+def _check_contents(checkpoint: Checkpoint, state: dict[str, Any], contents: CheckpointContents) -> None:
+    saved, mine = state.get("contents"), contents.counts()
     if saved != mine:
         raise CheckpointError(
             f"{checkpoint.directory} holds {_said(saved)}, but this run has {_said(mine)}. Prepare and register the "
@@ -172,11 +170,11 @@ def _said(contents: Any) -> str:
 
 
 def _plan_model(
-    plan: Restoration,
+    plan: LoadPlan,
     model: nn.Module,
     number: int,
     saved_models: dict[str, Any],
-    training: CheckpointContents,
+    contents: CheckpointContents,
     everywhere: set[str],
 ) -> None:
     what = f"{plan.checkpoint.directory} does not fit {type(model).__name__}"
@@ -196,7 +194,7 @@ def _plan_model(
     tied_here = _ties(places)
     for name in places:
         if not saved & tied_here[name]:  # another rank's block may have its first name
-            others = sorted(saved & training.whole_of(number).names_of(name))
+            others = sorted(saved & contents.whole_of(number).names_of(name))
             sources.update((name, other) for other in others[:1])
     absent = sorted(n for n in places if n not in sources and not saved & tied_here[n])
     unknown = sorted(saved - places.keys() - everywhere)
@@ -206,7 +204,7 @@ def _plan_model(
             "the model that it was saved from."
         )
     try:
-        plan.reads += reads_as(
+        plan.items += create_read_items_as(
             {prefix + name: (prefix + source, places[name]) for name, source in sources.items()},
             plan.checkpoint.index,
         )

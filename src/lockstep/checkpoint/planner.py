@@ -1,4 +1,4 @@
-"""Which rank writes which pieces of which tensors.
+"""Which rank writes which chunks of which tensors: plans of single ranks, and the one made of them all. No collective.
 
 A rank holds a tensor in boxes: one where it is whole or cut along dimensions, several where it is cut with strides. A
 box that several ranks hold is written by one of them, such that all write about equally many bytes.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -18,7 +18,7 @@ import torch
 from lockstep.checkpoint.format.digest import digest_of
 from lockstep.checkpoint.format.index import ChunkMetadata, Index, TensorEntry, index_to_bytes, overlap
 from lockstep.checkpoint.format.tensorfile import dtype_name, free_key
-from lockstep.comm.collectives import Communicator
+from lockstep.checkpoint.writer import CheckpointGroup
 from lockstep.comm.dtensor import boxes_of, is_dtensor, local
 from lockstep.comm.layout import ShardRegion, whole_box
 from lockstep.errors import CheckpointError
@@ -78,44 +78,52 @@ class SavePlan:
 
 
 class SavePlanner:
-    """Makes plans, collectively, and keeps the last one, as states of one run mostly look alike."""
+    """Makes plans and keeps the last one, as states of one run mostly look alike.
 
-    def __init__(self) -> None:
-        self._looks: list[str] = []
+    A plan depends on all ranks: they exchange signatures, and where one ``is_outdated`` local plans. ``group`` are the
+    ranks that write one directory together. Of tensors whose copies may differ (``own``), the copy of the first rank
+    that has one is written.
+    """
+
+    def __init__(self, group: CheckpointGroup) -> None:
+        self._group = group
+        self._signatures: list[str] = []
         self._plan: SavePlan | None = None
 
-    def plan(
-        self,
-        tensors: Tensors,
-        rank: int,
-        ranks: list[int],
-        communicator: Communicator,
-        own: Collection[str] = (),
-    ) -> SavePlan:
-        """The plan of this ``rank`` among ``ranks``, those that write one directory together.
+    def signature(self, tensors: Tensors, own: Collection[str] = ()) -> str:
+        """A digest of what a plan depends on, of this rank's ``tensors``."""
+        described = [
+            (name, name in own, str(t.dtype), tuple(t.shape), tuple(local(t).shape), *_spread(t))
+            for name, t in tensors.items()
+        ]
+        return digest_of(repr((self._group.ranks, described)).encode())
 
-        Every rank of the communicator calls it. Of tensors whose copies may differ (``own``), the copy of the first
-        rank that has one is written.
+    def is_outdated(self, signatures: list[str]) -> bool:
+        """Whether the last plan was made for tensors that look otherwise, on any rank."""
+        return self._plan is None or signatures != self._signatures
+
+    def create_local_plan(self, tensors: Tensors, own: Collection[str] = ()) -> list[LocalShards]:
+        """What this rank has."""
+        return [_local_shards(name, tensor, name in own) for name, tensor in tensors.items()]
+
+    def create_global_plan(
+        self, local_plans: list[list[LocalShards]], signatures: Sequence[str] = ()
+    ) -> SavePlan:
+        """Who writes what, of the plans of all ranks; this rank's part of it.
 
         Raises:
             CheckpointError: ranks hold different tensors under one name, or not all of one.
         """
-        looks = communicator.gather_object(_look(tensors, ranks, own))
-        if self._plan is None or looks != self._looks:
-            held = [_held(name, tensor, name in own) for name, tensor in tensors.items()]
-            everywhere = communicator.gather_object([held])
-            self._plan = _global_plan([everywhere[other] for other in ranks], rank, ranks)
-            self._looks = looks
+        ranks = self._group.ranks
+        self._plan = _global_plan([local_plans[rank] for rank in ranks], self._group.rank, ranks)
+        self._signatures = list(signatures)
         return self._plan
 
-
-def _look(tensors: Tensors, ranks: list[int], own: Collection[str]) -> str:
-    """A digest of what a plan depends on."""
-    described = [
-        (name, name in own, str(t.dtype), tuple(t.shape), tuple(local(t).shape), *_spread(t))
-        for name, t in tensors.items()
-    ]
-    return digest_of(repr((ranks, described)).encode())
+    @property
+    def plan(self) -> SavePlan:
+        """The last plan."""
+        assert self._plan is not None
+        return self._plan
 
 
 def _spread(tensor: torch.Tensor) -> tuple[str, ...]:
@@ -126,7 +134,7 @@ def _spread(tensor: torch.Tensor) -> tuple[str, ...]:
     return str(tensor.placements), str(tuple(mesh.shape)), str(mesh.get_coordinate())  # type: ignore[attr-defined]
 
 
-def _held(name: str, tensor: torch.Tensor, is_own: bool) -> LocalShards:
+def _local_shards(name: str, tensor: torch.Tensor, is_own: bool) -> LocalShards:
     # One empty piece says that there is a tensor without elements.
     found = boxes_of(tensor) if tensor.numel() else [whole_box(tensor.shape)]
     return LocalShards(name, tensor.dtype, tuple(tensor.shape), found, is_own)
@@ -137,7 +145,7 @@ def _global_plan(held: list[list[LocalShards]], rank: int, ranks: list[int]) -> 
     index: Index = {}
     mine: Files = {}
     boxes: dict[tuple[str, str], ShardRegion] = {}
-    for writer, items in zip(ranks, _dealt(held), strict=True):
+    for writer, items in zip(ranks, _deduplicated(held), strict=True):
         for file, of_file in _into_files(items, writer).items():
             taken: set[str] = set()
             for item in of_file:
@@ -151,7 +159,7 @@ def _global_plan(held: list[list[LocalShards]], rank: int, ranks: list[int]) -> 
     return SavePlan(index, mine, boxes)
 
 
-def _dealt(held: list[list[LocalShards]]) -> list[list[WriteItem]]:
+def _deduplicated(held: list[list[LocalShards]]) -> list[list[WriteItem]]:
     """What each rank writes: of the ranks that hold the same box, that with the fewest bytes so far."""
     holders: dict[tuple[object, ...], list[tuple[int, WriteItem]]] = {}
     for number, of_rank in enumerate(held):

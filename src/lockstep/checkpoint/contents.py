@@ -104,7 +104,7 @@ class CheckpointContents:
         """The models, and the parts of these kinds."""
         return replace(self, parts={kind: items for kind, items in self.parts.items() if kind in kinds})
 
-    def contents(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """How many objects of each kind there are."""
         counts = {kind: len(items) for kind, items in self.parts.items() if items and kind != "window"}
         return {"model": len(self.models), **counts}
@@ -122,6 +122,15 @@ def checked_stateful(objects: Iterable[Any]) -> list[Any]:
                 "Give it both, or leave it out."
             )
     return objects
+
+
+def refuse_pickle(method: str, safe_serialization: bool) -> None:
+    """Raise UsageError for ``safe_serialization=False``."""
+    if not safe_serialization:
+        raise UsageError(
+            f"{method} got safe_serialization=False, but weights are written as safetensors only, which no pickle can "
+            "hide in. Drop the argument, or save accelerator.get_state_dict(model) yourself."
+        )
 
 
 def refuse_options(method: str, options: Mapping[str, Any], known: Collection[str] = ()) -> None:
