@@ -347,11 +347,11 @@ def test_copies_are_complete_and_apart_from_what_they_are_of() -> None:
     wide = torch.arange(12.0).view(3, 4)
     tensors = {"t": wide.t(), "e": wide[:1].expand(5, 4), "s": torch.tensor(3), "0": torch.zeros(0, 2)}
     copies = HostStager()
-    taken = copies.take({"file": TensorFile(dict(tensors))})["file"].tensors
+    taken = copies.stage({"file": TensorFile(dict(tensors))})["file"].tensors
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
     wide.zero_()
     assert all(torch.equal(taken[name], expected[name]) for name in tensors)
     assert copies.nbytes == sum(tensor.numel() * tensor.element_size() for tensor in expected.values())
-    again = copies.take({"file": TensorFile({"t": torch.ones(4, 3), "s": torch.ones(2)})})["file"].tensors
+    again = copies.stage({"file": TensorFile({"t": torch.ones(4, 3), "s": torch.ones(2)})})["file"].tensors
     assert again["t"].data_ptr() == taken["t"].data_ptr()
     assert copies.nbytes == 12 * 4 + 2 * 4

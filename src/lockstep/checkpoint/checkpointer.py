@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import replace
-
-import torch.distributed as dist
 
 from lockstep.checkpoint.contents import Hooks
 from lockstep.checkpoint.folders import Folders
@@ -43,7 +40,7 @@ class Checkpointer:
         self.group = _group(runtime, project)
         self.folders = Folders(project, self.group, runtime.world_size)
         self.planner = SavePlanner(self.group)
-        self.background = Background(runtime)
+        self.background = Background()
         self.has_told_of_added = False
 
     def wait(self) -> None:
@@ -59,22 +56,17 @@ class Checkpointer:
 
 
 class Background:
-    """At most one save at a time, in a thread of its own; the process does not end before it does."""
+    """At most one save at a time, in a thread of its own; the process does not end before it does.
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    ``communicator`` is the thread's, of a group of its own, as training uses the main one.
+    """
+
+    def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._communicator: Communicator | None = None
         self._what = ""
+        self.communicator: Communicator | None = None
         self.stager = HostStager()
-
-    def communicator(self) -> Communicator:
-        """Collectives over a group of their own, as training uses the main one; made once, by all ranks together."""
-        if self._communicator is None:
-            group = dist.new_group(backend="gloo") if self._runtime.world_size > 1 else None
-            self._communicator = Communicator(replace(self._runtime, backend="gloo"), group)
-        return self._communicator
 
     def start(self, work: Callable[[], None], what: str) -> None:
         """Run ``work``, which saves ``what``; ``wait`` must have been called since the last start."""

@@ -17,9 +17,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.checkpoint.contents import CheckpointContents, SaveHook
@@ -143,9 +145,15 @@ def save(
 
         # From each rank to all: whether it had memory for a copy. Then, once a run, all make a group for the thread.
         if not blocking:
+            background = checkpointer.background
             with raise_on_all_ranks(communicator):
-                staged.tensors = checkpointer.background.stager.stage(staged.tensors)
-            communicator = checkpointer.background.communicator()
+                staged.tensors = background.stager.stage(staged.tensors)
+            if background.communicator is None:
+                own_group = dist.new_group(backend="gloo") if communicator.world_size > 1 else None
+                background.communicator = Communicator(
+                    replace(checkpointer.runtime, backend="gloo"), own_group
+                )
+            communicator = background.communicator
         undo.pop_all()
 
     checkpointer.project.iteration += (

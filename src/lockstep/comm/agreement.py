@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import traceback
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class CollectiveCall:
     leaves: dict[str, LeafSpec] = field(default_factory=dict)
     line: str = ""
 
+    @cached_property
     def digest(self) -> int:
         """A number of 63 bits that equal calls share and others, but for a chance of 2^-63, do not."""
         text = repr((self.operation, sorted((path, str(spec)) for path, spec in self.leaves.items())))

@@ -63,7 +63,7 @@ class CheckedCall:
 
     def record(self) -> bytes:
         """Digest, number of splits, splits, and as much of the text as fits: 512 bytes."""
-        head = self.agreed.digest().to_bytes(DIGEST_BYTES, "big")
+        head = self.agreed.digest.to_bytes(DIGEST_BYTES, "big")
         head += struct.pack(f">B{len(self.splits)}q", len(self.splits), *self.splits)
         text = self.text.encode()
         room = RECORD_BYTES - len(head)

@@ -43,6 +43,10 @@ SUM_TYPES = {
 # torch 2.13 renamed them and warns of the old names; 2.11 has only the old ones.
 all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# As torch has it: ``call_check`` looks at every call of what stands in ``dist``.
+all_gather_object = dist.all_gather_object
+
+AGREE, BARRIER, GATHER_OBJECT = map(CollectiveCall, ("agree", "barrier", "gather_object"))
 
 # a rank that was heard to end may have begun anew in the same process
 CONFIRMED_AFTER_S = 0.3
@@ -172,9 +176,9 @@ class Communicator:
         if self.world_size == 1:
             return values
         payload, problem = pickled(values, "gather_object")
-        self._meet(CollectiveCall("gather_object"), problem)
+        self._meet(GATHER_OBJECT, problem)
         payloads: list[Any] = [None] * self.world_size
-        dist.all_gather_object(payloads, payload, group=self._group)
+        all_gather_object(payloads, payload, group=self._group)
         return [one for other in payloads for one in pickle.loads(other)]
 
     def broadcast_object_list(self, values: list[Any], from_process: int = 0) -> list[Any]:
@@ -199,7 +203,7 @@ class Communicator:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.world_size > 1:
-            self._meet(CollectiveCall("barrier"))
+            self._meet(BARRIER)
 
     def agree(self, error: Exception | None = None) -> None:
         """Fail together: where any rank passes an exception, every rank raises.
@@ -210,7 +214,7 @@ class Communicator:
                 other's class if that is one of ``CAUGHT``.
         """
         if self.world_size > 1:
-            self._meet(CollectiveCall("agree"), error)
+            self._meet(AGREE, error)
         elif error is not None:
             raise error
 
@@ -226,7 +230,7 @@ class Communicator:
             if error is not None:
                 raise error
             return [call]
-        mine = torch.tensor([call.digest(), int(error is not None)], device=self.runtime.control_device)
+        mine = torch.tensor([call.digest, int(error is not None)], device=self.runtime.control_device)
         all_ranks = mine.new_empty(2 * self.world_size)
         if process.departures():
             self._check_departures(CONFIRMED_AFTER_S)
@@ -269,7 +273,7 @@ class Communicator:
 
     def _exchange(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
+        all_gather_object(values, value, group=self._group)
         return values
 
     def _check_rank(self, rank: int) -> None:

@@ -227,10 +227,11 @@ class Preparation:
     def contents(self, further: dict[str, list[Any]]) -> CheckpointContents:
         """What a checkpoint is made of: the prepared objects and ``further`` ones."""
         self.offload.finish()
-        meshes = self._meshes
-        place = DataCoordinates(
-            meshes.data_rank, meshes.data_size, meshes.gradient_rank, meshes.gradient_size
-        )
+        meshes, place = self._meshes, None
+        if meshes.axes.splits_model:
+            place = DataCoordinates(
+                meshes.data_rank, meshes.data_size, meshes.gradient_rank, meshes.gradient_size
+            )
         return CheckpointContents(
             models=[model.plain for model in self.models],
             parts={
@@ -240,7 +241,7 @@ class Preparation:
                 "scaler": [] if self._scaler is None else [self._scaler],
                 **further,
             },
-            place=place if meshes.axes.splits_model else None,
+            place=place,
             whole=self._wholes,
         )
 
