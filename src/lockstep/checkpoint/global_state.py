@@ -72,7 +72,7 @@ def split_divergent_state(
         found.own[name] = rename_tensors(found.own[name], everything)
 
 
-def joined_state(
+def merge_states(
     everywhere: list[dict[str, Any]], ranks: list[int], contents: CheckpointContents
 ) -> dict[str, Any]:
     """state.json of ``ranks`` in one, of those of all ranks: where several tell of the same, the first one's is taken.
@@ -103,7 +103,9 @@ def joined_state(
     return state
 
 
-def refuse_untold(contents: CheckpointContents, state: Mapping[str, Any], names: Collection[str]) -> None:
+def refuse_missing_tensors(
+    contents: CheckpointContents, state: Mapping[str, Any], names: Collection[str]
+) -> None:
     """Raise CheckpointError if a tensor of a model that is spread by blocks is held by no rank."""
     for number, whole in contents.whole.items():
         told = state["models"].get(str(number))
@@ -119,15 +121,15 @@ def refuse_untold(contents: CheckpointContents, state: Mapping[str, Any], names:
 
 
 @dataclass(frozen=True)
-class Everywhere:
+class GlobalNames:
     """Names on any rank: of tensors, by the model's number, and of parameters, group by group, by the optimizer."""
 
     models: dict[str, set[str]]
     optimizers: dict[str, list[list[str]]]
 
 
-def names_here(contents: CheckpointContents) -> dict[str, Any]:
-    """This rank's part of ``Everywhere``, as JSON."""
+def local_names(contents: CheckpointContents) -> dict[str, Any]:
+    """This rank's part of ``GlobalNames``, as JSON."""
     names = ParameterNames(contents.models, {i: whole.ties for i, whole in contents.whole.items()})
     return {
         "models": {str(i): list(model.state_dict()) for i, model in enumerate(contents.models)},
@@ -135,9 +137,9 @@ def names_here(contents: CheckpointContents) -> dict[str, Any]:
     }
 
 
-def joined_names(documents: list[dict[str, Any]]) -> Everywhere:
-    """What all ranks' ``names_here`` say together."""
-    found = Everywhere({}, {})
+def global_names(documents: list[dict[str, Any]]) -> GlobalNames:
+    """What all ranks' ``local_names`` say together."""
+    found = GlobalNames({}, {})
     for document in _distinct(documents):
         for number, names in document["models"].items():
             found.models.setdefault(number, set()).update(names)

@@ -18,12 +18,11 @@ from lockstep.checkpoint.contents import CheckpointContents
 from lockstep.checkpoint.folders import added_files
 from lockstep.checkpoint.format.digest import digest_of
 from lockstep.checkpoint.format.documents import Manifest, canonical
-from lockstep.checkpoint.global_state import first_ranks, joined_names, names_here
+from lockstep.checkpoint.global_state import first_ranks, global_names, local_names
 from lockstep.checkpoint.load_plan import create_load_plan
 from lockstep.checkpoint.reader import Checkpoint
 from lockstep.checkpoint.store.base import Store, UnreachableError
-from lockstep.checkpoint.store.fetch import download, make_folder, read_listed
-from lockstep.checkpoint.store.verify import verify
+from lockstep.checkpoint.store.verify import download, make_folder, read_listed, verify
 from lockstep.comm.collectives import raise_on_all_ranks
 from lockstep.config.values import listed
 from lockstep.errors import LockstepError, NoCheckpointError
@@ -143,7 +142,7 @@ def _restore(checkpointer: Checkpointer, folder: str, contents: CheckpointConten
     # From each rank to all: a digest of the names of its tensors and parameters. Where they differ, as ranks have other
     # blocks of a model, then each such list of names, from the first rank that has it to all.
     with raise_on_all_ranks(communicator):
-        names = names_here(contents)
+        names = local_names(contents)
         digest = digest_of(canonical(names))
     firsts = first_ranks(communicator.gather_object([digest]))
     documents = [names]
@@ -154,7 +153,7 @@ def _restore(checkpointer: Checkpointer, folder: str, contents: CheckpointConten
     # From each rank to all: whether everything fits this run. Nothing has been changed.
     with raise_on_all_ranks(communicator):
         plan = create_load_plan(
-            checkpoint, contents, models, rank, communicator.world_size, joined_names(documents)
+            checkpoint, contents, models, rank, communicator.world_size, global_names(documents)
         )
 
     # From each rank to all: whether the objects have taken their states.

@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.checkpoint.checks import check_buffers, check_rng, check_scaler, check_scheduler, try_scheduler
 from lockstep.checkpoint.contents import CheckpointContents
 from lockstep.checkpoint.format.codec import encode
-from lockstep.checkpoint.global_state import Everywhere
+from lockstep.checkpoint.global_state import GlobalNames
 from lockstep.checkpoint.optimizer_state import OptimizerPlaces
 from lockstep.checkpoint.reader import Checkpoint, ReadItem, create_read_items, create_read_items_as
 from lockstep.checkpoint.sources import Sources
@@ -70,7 +70,7 @@ def create_load_plan(
     models: list[nn.Module],
     rank: int,
     world_size: int,
-    everywhere: Everywhere,
+    everywhere: GlobalNames,
 ) -> LoadPlan:
     """Look at everything, and read all but weights and optimizer states, which go straight to their places.
 

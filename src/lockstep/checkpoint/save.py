@@ -32,9 +32,9 @@ from lockstep.checkpoint.format.tensorfile import TensorFile
 from lockstep.checkpoint.global_state import (
     digests_of,
     first_ranks,
-    joined_state,
+    merge_states,
+    refuse_missing_tensors,
     refuse_other_contents,
-    refuse_untold,
     split_divergent_state,
 )
 from lockstep.checkpoint.planner import SavePlan
@@ -134,12 +134,12 @@ def save(
 
         # From each rank to all: whether it can write its part of that plan.
         with raise_on_all_ranks(communicator):
-            state.common = joined_state(documents, group.ranks, contents)
+            state.common = merge_states(documents, group.ranks, contents)
             if local_plans is not None:
                 planner.create_global_plan(local_plans, signatures)
             plan = planner.plan
             if not checkpointer.hooks.save:
-                refuse_untold(contents, state.common, plan.index)
+                refuse_missing_tensors(contents, state.common, plan.index)
             writer.check_room(plan.nbytes)
             staged = _stage(plan, tensors, state, settings, checkpointer)
 
