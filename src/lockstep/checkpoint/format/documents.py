@@ -25,18 +25,6 @@ from lockstep import __version__
 from lockstep.checkpoint.format.digest import FileRecord, digest_of
 from lockstep.errors import CheckpointError, UsageError
 
-
-@cache
-def versions() -> dict[str, str]:
-    """Of Lockstep, torch, NumPy and Python."""
-    return {
-        "lockstep": __version__,
-        "torch": str(torch.__version__),
-        "numpy": numpy.__version__,
-        "python": platform.python_version(),
-    }
-
-
 LARGEST_JSON_BYTES = 256 << 20
 MOST_JSON_VALUES = 10_000_000
 """Of each document: so many are read in seconds, and take less than 1 GiB of memory."""
@@ -255,3 +243,14 @@ def entry_of(record: FileRecord) -> FileEntry:
 def rank_file(rank: int) -> str:
     """Name of the JSON file of what one rank alone has."""
     return f"rank-{rank:05d}.json"
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Of Lockstep, torch, NumPy and Python."""
+    return {
+        "lockstep": __version__,
+        "torch": str(torch.__version__),
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+    }
