@@ -68,7 +68,8 @@ def collect(contents: CheckpointContents, rank: int) -> RankState:
     found = RankState(ties={number: whole.ties for number, whole in contents.whole.items()})
     found.common = {"contents": contents.counts(), "models": {}}
     for i, model in enumerate(contents.models):
-        found.common["models"][str(i)] = _collect_model(model, i, found)
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        found.common["models"][str(i)] = collect_weights(model.state_dict(), parameters, i, found)
     names = ParameterNames(contents.models, found.ties)
     for name, optimizer in contents.stateful("optimizer"):
         found.common[name] = encode_optimizer(optimizer, names.of(optimizer), found.tensors, name)
@@ -115,11 +116,6 @@ def _collect_of_rank(item: Any, name: str, rank: int, found: RankState) -> Any:
             if is_dtensor(tensor):
                 found.own.setdefault("parts", []).append(names[path])
     return rename_tensors(document, names)
-
-
-def _collect_model(model: nn.Module, number: int, found: RankState) -> dict[str, Any]:
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return collect_weights(model.state_dict(), parameters, number, found)
 
 
 def collect_weights(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from lockstep.config.parallel import Parallel
 from lockstep.errors import ConfigError
@@ -23,17 +24,17 @@ class ParallelDims:
     tp: int = 1
     ep: int = 1
 
-    @property
+    @cached_property
     def data(self) -> int:
         """Ranks with batches of their own."""
         return self.replicate * self.shard
 
-    @property
+    @cached_property
     def splits_model(self) -> bool:
         """Whether ranks share the work on one batch."""
         return self.pp * self.cp * self.tp > 1
 
-    @property
+    @cached_property
     def divides_weights(self) -> bool:
         """Whether ranks hold different weights between a forward and a backward too."""
         return self.pp * self.tp * self.ep > 1

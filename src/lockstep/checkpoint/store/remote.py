@@ -22,8 +22,7 @@ from typing import ClassVar
 from lockstep.checkpoint.format.digest import Chunk, FileRecord, record_of
 from lockstep.checkpoint.format.documents import MANIFEST, OURS, Manifest
 from lockstep.checkpoint.store.base import REMOVED, Lock, UnreachableError
-from lockstep.checkpoint.store.objects import Objects
-from lockstep.checkpoint.store.ownership import OWNER, Ownership
+from lockstep.checkpoint.store.objects import OWNER, Objects, Ownership
 from lockstep.checkpoint.store.url import parse_url
 from lockstep.checkpoint.store.verify import in_parallel, read_manifest
 from lockstep.errors import CheckpointError, UsageError
