@@ -24,9 +24,8 @@ from lockstep.cli.main import cli
 from lockstep.config.values import SettingValue
 from lockstep.errors import ConfigError
 from lockstep.launch.backends import backend
-from lockstep.launch.kubernetes import MAKE_SECRET, launch, manifests
+from lockstep.launch.kubernetes import MAKE_SECRET, as_yaml, launch, manifests
 from lockstep.launch.kubernetes.options import name_of
-from lockstep.launch.kubernetes.text import as_yaml
 from lockstep.launch.plan import LaunchPlan, Program, make_plan, merge
 
 IMAGE = "ghcr.io/me/train:1"

@@ -107,7 +107,7 @@ def _as_data(
     training: Sequence[TrainingRow],
     optimizer: str,
 ) -> dict[str, Any]:
-    from lockstep.plan.estimate_lines import suggestions
+    from lockstep.plan.estimate import suggestions
 
     name, largest = facts.largest()
     return {

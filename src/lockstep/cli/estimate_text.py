@@ -7,8 +7,15 @@ from collections.abc import Iterable, Sequence
 import click
 
 from lockstep.cli.output import print_table, printable
-from lockstep.plan.estimate import InferenceRow, Limits, TrainingRow, least_memory
-from lockstep.plan.estimate_lines import NOTHING, several, suggestions
+from lockstep.plan.estimate import (
+    NOTHING,
+    InferenceRow,
+    Limits,
+    TrainingRow,
+    least_memory,
+    several,
+    suggestions,
+)
 from lockstep.plan.estimate_model import ModelFacts
 
 UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))

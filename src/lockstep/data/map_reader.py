@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from lockstep.data.arrival import SeededIndex
 from lockstep.data.batch_sharding import GlobalBatch, ShardPlan, rounds
 from lockstep.data.drawn import Drawing, DrawnOrder
 from lockstep.data.order import GlobalOrder
 from lockstep.data.position import Progress, nothing
 from lockstep.data.readers import Begin, GlobalBatches, ReadBatch, measured, seed_workers
 from lockstep.data.rng import States
-from lockstep.data.worker_states import FromWorker, TellingCollate, WorkerStates
+from lockstep.data.worker_states import FromWorker, SeededIndex, TellingCollate, WorkerStates
 from lockstep.runtime.step import BatchCounts
 
 

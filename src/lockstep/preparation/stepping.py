@@ -15,8 +15,8 @@ from lockstep.comm.collectives import Communicator
 from lockstep.errors import UsageError
 from lockstep.runtime.step import StepState
 from lockstep.train.whole.kinds import is_separable
-from lockstep.train.whole.lines import place_of
 from lockstep.train.whole.random import are_equal, state_of_generators
+from lockstep.train.whole.source import place_of
 from lockstep.train.whole.step import whole_step_of
 
 if TYPE_CHECKING:

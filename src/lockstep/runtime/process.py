@@ -16,8 +16,7 @@ from lockstep.config.handlers import InitProcessGroupKwargs
 from lockstep.config.place import ProcessEnvironment
 from lockstep.config.sources import process_environment
 from lockstep.errors import UsageError
-from lockstep.runtime.departures import Departures
-from lockstep.runtime.failure import install_excepthook
+from lockstep.runtime.failure import Departures, install_excepthook
 from lockstep.torch_internals import c10d, dtensor, gloo
 
 

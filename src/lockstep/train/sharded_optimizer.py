@@ -12,7 +12,7 @@ from lockstep.comm.dtensor import is_dtensor, shard_like
 from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
 from lockstep.train.whole.kinds import is_elementwise, is_separable
-from lockstep.train.whole.lines import place_of
+from lockstep.train.whole.source import place_of
 
 ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 

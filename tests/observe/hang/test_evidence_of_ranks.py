@@ -141,7 +141,7 @@ def situations(folder: str) -> list[tuple[str, dict[str, Any], float, str]]:
     observed.run("objects", gather_objects, late(gather_objects))
     observed.run("recv", receive, late(lambda: dist.send(torch.ones(1), 0)))
     observed.run("irecv", receive_later, late(lambda: dist.send(torch.ones(1), 0)))
-    with mock.patch("lockstep.observe.hang.pending.flight_recorder.traces", return_value=()):
+    with mock.patch("lockstep.observe.hang.evidence.flight_recorder.traces", return_value=()):
         observed.run("unrecorded", enter_all_reduce, late(enter_all_reduce))
     pair = dist.new_group([0, 1])
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.offload.files import file_writer
-from lockstep.offload.files.file_writer import FileWriter
+from lockstep.offload.files import direct as direct_io
+from lockstep.offload.files.direct import FileWriter
 
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_parts_of_any_length_are_written_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
 ) -> None:
-    monkeypatch.setattr(file_writer, "BUFFER_BYTES", 8192)
+    monkeypatch.setattr(direct_io, "BUFFER_BYTES", 8192)
     if not direct:
-        monkeypatch.delattr(file_writer.os, "O_DIRECT")
+        monkeypatch.delattr(direct_io.os, "O_DIRECT")
     rng = random.Random(0)
     for number, lengths in enumerate(
         [[], [1], [8192], [8191, 2], [rng.randint(0, 30_000) for _ in range(20)]]

@@ -15,7 +15,7 @@ from lockstep.errors import OffloadError, UsageError
 from lockstep.offload.files import pages
 from lockstep.offload.files.pages import Pages, drop, map_file, populate
 from lockstep.offload.weights.groups import WeightGroup, find_weight_groups
-from lockstep.offload.weights.mapped import MappedMover
+from lockstep.offload.weights.mover import MappedMover
 from tests.offload.models import Blocks, map_weights
 from tests.offload.resident import resident_bytes
 

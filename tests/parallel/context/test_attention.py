@@ -13,9 +13,8 @@ import torch.nn.functional as F
 
 from lockstep.comm.ledger import CommunicationLedger
 from lockstep.config.enums import CPMethod
-from lockstep.parallel.context.kernels import CpuFlash, Plain
 from lockstep.parallel.context.layout import SequenceLayout
-from lockstep.parallel.context.ring import ring_attention
+from lockstep.parallel.context.ring import CpuFlash, Plain, ring_attention
 from lockstep.parallel.context.ulysses import ulysses_attention
 from lockstep.runtime import process
 

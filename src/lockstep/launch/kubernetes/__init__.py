@@ -1,9 +1,13 @@
-"""Kubernetes: the launch as manifests for ``kubectl``; nothing here talks to a cluster."""
+"""Kubernetes: the launch as manifests for ``kubectl``, in YAML; nothing here talks to a cluster."""
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+import yaml
 
 from lockstep.config.sources import inherited_environment
 from lockstep.errors import ConfigError
@@ -12,7 +16,6 @@ from lockstep.launch.forwarded import forwarded, is_secret
 from lockstep.launch.kubernetes.kinds import KINDS
 from lockstep.launch.kubernetes.options import KubernetesOptions, parse_options
 from lockstep.launch.kubernetes.pod import SECRET_KEY, Manifest, program
-from lockstep.launch.kubernetes.text import as_yaml
 from lockstep.launch.plan import LaunchPlan
 
 MAKE_SECRET = "python3 -c 'import secrets; print(secrets.token_hex(32))'"
@@ -104,3 +107,28 @@ def _comments(plan: LaunchPlan, options: KubernetesOptions) -> list[str]:
             f"  {MAKE_SECRET} | {' '.join(create)} --from-file={SECRET_KEY}=/dev/stdin",
         ]
     return lines
+
+
+# Words that are text for any reader of YAML. To Go's, which Kubernetes has, 1e-3 and 0o7 are numbers
+# and y is true, where Python's writes all of them without quotes.
+PLAIN = re.compile(r"(?!(?:[yYnN]|[oO][nN])$)[A-Za-z/$][\w./$(){}:@-]*|--[a-z][\w-]*", re.ASCII)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Block style; text in quotes unless no reader could take it for something else."""
+
+    def ignore_aliases(self, _data: object) -> bool:
+        return True  # an anchor in place of a repeated part would puzzle people
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    style = None if PLAIN.fullmatch(value) else "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def as_yaml(documents: Sequence[Manifest]) -> str:
+    """The documents, one after the other."""
+    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=1000)

@@ -14,10 +14,9 @@ from typing import Any
 from lockstep.errors import LinkError
 from lockstep.observe.hang.diagnosis import Ended, Finding, Silent, diagnose
 from lockstep.observe.hang.process_state import state_of
-from lockstep.observe.hang.ranks import WatchedRank, whole
+from lockstep.observe.hang.ranks import WatchedRank, find_stragglers, whole
 from lockstep.observe.hang.records import Evidence
 from lockstep.observe.hang.stopping import CommonStop
-from lockstep.observe.hang.stragglers import find_stragglers
 
 # A hang is to be named before HANG_AFTER: suspicion comes earlier, because asking and answering take time.
 SUSPICION_SHARE = 0.7

@@ -21,8 +21,8 @@ from lockstep.observe.hang.evidence import gather_evidence
 from lockstep.observe.hang.records import Evidence
 from lockstep.observe.hang.signals import StopSignals
 from lockstep.runtime import failure
-from lockstep.runtime.departures import Departures
 from lockstep.runtime.exit_codes import HANG, PREEMPTED, of_signal
+from lockstep.runtime.failure import Departures
 from lockstep.runtime.step_clock import StepClock
 
 

@@ -1,4 +1,4 @@
-"""How much memory there is on each device, and how much of it a balanced placement uses."""
+"""How much memory there is on each device, and what of it a balanced placement uses and weights may take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import nn
 
 from lockstep.config.sizes import bytes_of
 from lockstep.config.values import shown
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, OffloadError
+from lockstep.offload.device_map.placement import TensorPlacement
 from lockstep.offload.device_map.sizes import class_names, compute_module_sizes
 
 DeviceName = int | str
@@ -121,3 +122,53 @@ def _slack(model: nn.Module, sizes: Mapping[str, int], undivided: list[str]) -> 
     layers = [size for name, size in inner.items() if name and name not in grandparents]
     mean = int(sum(layers) / max(len(layers), 1))
     return int(1.25 * max([mean, *first_of_class.values()]))
+
+
+def budget_of(
+    memory_budget: int | str | None, max_memory: MaxMemory | None, main: torch.device, chosen_here: bool
+) -> int | None:
+    """The budget as asked for, else the main device's share of ``max_memory``; None: what a few blocks take.
+
+    ``chosen_here``: the device map was made for what is free, which on a CPU is then the budget.
+
+    Raises:
+        ConfigError: it is no size.
+    """
+    if memory_budget is not None:
+        budget = bytes_of(memory_budget, "memory_budget")
+        if not budget:
+            raise ConfigError(
+                "memory_budget=0 leaves no memory for weights. Pass at least the size of one block."
+            )
+        return budget
+    if max_memory is not None:
+        return get_max_memory(max_memory).get(_key(main))
+    return psutil.virtual_memory().available if chosen_here and main.type == "cpu" else None
+
+
+def for_streaming(
+    budget: int | None, placements: list[TensorPlacement], streamed: list[TensorPlacement], main: torch.device
+) -> int | None:
+    """What a budget leaves for streamed weights beside those that stay on the main device.
+
+    Raises:
+        OffloadError: it leaves nothing.
+    """
+    if budget is None:
+        return None
+    moving = {id(placement) for placement in streamed}
+    staying = sum(
+        placement.ref.tensor.nbytes
+        for placement in placements
+        if id(placement) not in moving and placement.device == main and not placement.on_disk
+    )
+    if staying > budget or (streamed and staying == budget):
+        raise OffloadError(
+            f"The budget of {budget} bytes on {main} is less than the {staying} bytes of weights that stay there. "
+            "Raise it, or place more on the disk."
+        )
+    return budget - staying
+
+
+def _key(device: torch.device) -> DeviceName:
+    return device.type if device.type in ("cpu", "mps") else device.index or 0

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.comm.tree import leaves, send_to_device
 from lockstep.errors import UsageError
 from lockstep.model.blocks import find_blocks
-from lockstep.offload.device_map.budget import for_streaming
+from lockstep.offload.device_map.memory import for_streaming
 from lockstep.offload.device_map.placement import CPU, TensorPlacement
 from lockstep.offload.files.stored import FileBacked
 from lockstep.offload.weights.attach import stop_streaming, stream_weights, streamer_of

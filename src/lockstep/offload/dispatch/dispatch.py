@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from lockstep.errors import ConfigError, UsageError
-from lockstep.offload.device_map.budget import budget_of
 from lockstep.offload.device_map.infer import infer_auto_device_map
-from lockstep.offload.device_map.memory import MaxMemory, get_balanced_memory
+from lockstep.offload.device_map.memory import MaxMemory, budget_of, get_balanced_memory
 from lockstep.offload.device_map.placement import assign_placements, check_device_map, main_device_of
 from lockstep.offload.device_map.sizes import class_names
 from lockstep.offload.device_map.ties import undone_on_error

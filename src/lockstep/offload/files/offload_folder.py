@@ -24,7 +24,7 @@ import torch
 from lockstep.config.values import shown
 from lockstep.errors import CheckpointError, OffloadError
 from lockstep.offload.device_map.sizes import dtype_of
-from lockstep.offload.files.file_writer import FileWriter
+from lockstep.offload.files.direct import FileWriter
 from lockstep.offload.files.safetensors_file import METADATA, header_bytes, read_header
 from lockstep.offload.files.stored import FileRegion, MappedFiles, as_bytes, read
 from lockstep.runtime.plain_file import check_plain_file, read_plain_file

@@ -12,8 +12,7 @@ from torch import nn
 from lockstep.errors import OffloadError, UsageError
 from lockstep.offload.weights.events import ModelHook, UnitListener, listen
 from lockstep.offload.weights.groups import WeightGroup
-from lockstep.offload.weights.mapped import MappedMover
-from lockstep.offload.weights.mover import Mover, least_budget
+from lockstep.offload.weights.mover import MappedMover, Mover, least_budget
 from lockstep.offload.weights.streamer import Streamer
 from lockstep.torch_internals import autograd as torch_autograd
 from lockstep.torch_internals import modules as torch_modules

@@ -1,12 +1,16 @@
-"""What brings the weights of units, and how much room it needs."""
+"""What brings the weights of units, and how much room it needs. On a CPU: weights that are mapped from files."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from lockstep.errors import OffloadError
+import torch
+
+from lockstep.errors import OffloadError, UsageError
+from lockstep.offload.files.pages import FileMapping, Pages, file_mappings
 from lockstep.offload.weights.groups import WeightGroup, around
+from lockstep.torch_internals import tensors as torch_tensors
 
 
 class Mover(Protocol):
@@ -49,3 +53,80 @@ def check_budget(sizes: dict[WeightGroup, int], budget: int) -> None:
         f"The budget for weights is {budget} bytes, but '{unit.name}' takes {sizes[unit]}{besides}. "
         f"Give {least} bytes or more, or choose smaller blocks."
     )
+
+
+class MappedMover:
+    """Reads the pages of units' tensors that are mapped from files, and lets them go.
+
+    Tensors that are in memory stay there and take nothing of the budget.
+    """
+
+    def __init__(self, units: Sequence[WeightGroup]) -> None:
+        mappings = file_mappings()
+        self._pages = {unit: Pages(unit.tensors.values(), mappings) for unit in units}
+        # Buffers may be written to: BatchNorm's statistics are.
+        self._weights = [
+            _Weight(name, tensor, mappings)
+            for unit in units
+            for name, tensor in unit.tensors.items()
+            if isinstance(tensor, torch.nn.Parameter) and not hasattr(tensor, "__tensor_flatten__")
+        ]
+        self._stopped = False
+
+    def nbytes(self, unit: WeightGroup) -> int:
+        return self._pages[unit].nbytes
+
+    def load(self, unit: WeightGroup) -> None:
+        self._pages[unit].populate(lambda: self._stopped)
+
+    def bind(self, unit: WeightGroup) -> None:
+        self._pages[unit].check()
+
+    def release(self, unit: WeightGroup) -> bool:
+        self._pages[unit].drop()
+        return True
+
+    def stop(self) -> None:
+        """Let a ``load`` that is under way return soon, and later ones at once."""
+        self._stopped = True
+
+    def close(self) -> None:
+        self.stop()
+        for pages in self._pages.values():
+            pages.drop()
+
+    def check(self) -> None:
+        """Raise where weights are elsewhere now, or differ from what is in their file.
+
+        Raises:
+            UsageError: a parameter was moved, or one was written to that is mapped from a file that is only read.
+        """
+        for weight in self._weights:
+            weight.check()
+
+
+class _Weight:
+    """What a parameter was when streaming began."""
+
+    def __init__(self, name: str, parameter: torch.nn.Parameter, mappings: Sequence[FileMapping]) -> None:
+        self._name = name
+        self._parameter = parameter
+        self._address = parameter.data_ptr()
+        self._is_read_only = Pages([parameter], mappings).is_private
+        self._version = self._is_read_only and _version(parameter)
+
+    def check(self) -> None:
+        if self._parameter.data_ptr() != self._address:
+            raise UsageError(
+                f"The parameter '{self._name}' was moved or converted while the model's weights are streamed. "
+                "End streaming first, change the model, and then begin again."
+            )
+        if self._is_read_only and _version(self._parameter) != self._version:
+            raise UsageError(
+                f"The parameter '{self._name}' was written to, but it is mapped from a checkpoint that is only read: "
+                "the change would not last. Load the model into memory, or offload it to a folder, to change it."
+            )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else torch_tensors.version(tensor)

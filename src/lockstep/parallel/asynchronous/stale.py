@@ -14,14 +14,13 @@ from torch.nn.utils import clip_grad_norm_
 from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.errors import ConfigError, LockstepError, UsageError
 from lockstep.parallel.asynchronous.averaging import average, floating_buffers
-from lockstep.parallel.asynchronous.block import TrainingBlock
+from lockstep.parallel.asynchronous.block import TrainingBlock, meet
 from lockstep.parallel.asynchronous.late_step import (
     mark_as_stepped,
     settings_of,
     with_gradients,
     with_settings,
 )
-from lockstep.parallel.asynchronous.meeting import meet
 from lockstep.parallel.asynchronous.message import MessageFormat, MessageWord, Total
 from lockstep.parallel.asynchronous.report import StalenessCounter, StalenessReport
 from lockstep.parallel.asynchronous.rounds import Rounds, message_device

@@ -13,8 +13,7 @@ from lockstep.comm.tree import map_tensors
 from lockstep.errors import UsageError
 from lockstep.torch_internals import dispatch
 from lockstep.torch_internals.dispatch import operation_name
-from lockstep.train.whole.lines import line_of_step
-from lockstep.train.whole.methods import methods_with_parameters
+from lockstep.train.whole.source import line_of_step, methods_with_parameters
 
 _ALLOWED = {
     *(

@@ -28,9 +28,8 @@ from lockstep.comm.dtensor import is_dtensor, local, max_over_shards
 from lockstep.errors import UsageError
 from lockstep.torch_internals import optim as torch_optim
 from lockstep.torch_internals.tensors import storage_key
-from lockstep.train.whole.lines import line_of_step, place_of
-from lockstep.train.whole.methods import methods_with_parameters
 from lockstep.train.whole.random import SharedRandom
+from lockstep.train.whole.source import line_of_step, methods_with_parameters, place_of
 from lockstep.train.whole.tensors import (
     Storages,
     WholeParameter,

@@ -19,10 +19,10 @@ from torch import nn
 from lockstep.config.enums import Activation
 from lockstep.errors import OffloadError, UsageError
 from lockstep.model.blocks import find_blocks
+from lockstep.offload.copies import Staging
 from lockstep.offload.files.direct import OffloadFile
 from lockstep.offload.weights.device import mover as device_module
 from lockstep.offload.weights.device.mover import DeviceMover
-from lockstep.offload.weights.device.staging import Staging
 from lockstep.offload.weights.events import listen
 from lockstep.offload.weights.groups import WeightGroup, find_weight_groups
 from lockstep.offload.weights.streamer import Streamer

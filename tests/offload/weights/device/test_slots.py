@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from lockstep.errors import OffloadError
-from lockstep.offload.copies import AtOnce, dense_strides, view_of
+from lockstep.offload.copies import AtOnce, Staging, dense_strides, view_of
 from lockstep.offload.weights.device.slots import Slots
-from lockstep.offload.weights.device.staging import Staging
 from tests.offload.weights.device.late import LateCopies
 
 CPU = torch.device("cpu")

@@ -11,12 +11,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep.errors import OffloadError, UsageError
-from lockstep.offload.copies import Copies, Event, copies_of, view_of
+from lockstep.offload.copies import Copies, Event, Staging, copies_of, view_of
 from lockstep.offload.weights.device.gradients import HostGradients
-from lockstep.offload.weights.device.passes import AtEnd, Forwards, own_mode
-from lockstep.offload.weights.device.saved import SavedCast, SavedView, hooks_of
+from lockstep.offload.weights.device.saved import AtEnd, Forwards, SavedCast, SavedView, hooks_of, own_mode
 from lockstep.offload.weights.device.slots import Slot, Slots
-from lockstep.offload.weights.device.staging import Staging
 from lockstep.offload.weights.device.working import Working, WorkingWeights, lay_out, write_back
 from lockstep.offload.weights.groups import WeightGroup
 from lockstep.torch_internals import autograd as torch_autograd

@@ -1,13 +1,35 @@
-"""Which methods of an optimizer touch its parameters, such as ``first_step`` of SAM, read from their code."""
+"""What an optimizer's own code tells: which line is at work, and which methods touch parameters."""
 
 from __future__ import annotations
 
 import inspect
+import sys
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
+
+_PACKAGES = tuple(str(path) for path in (Path(__file__).parents[2], Path(torch.__file__).parent))
+
+
+def line_of_step(optimizer: Optimizer) -> str:
+    """ "file, line n": the innermost line that runs now outside of torch and this package; or where ``step`` begins."""
+    for frame in reversed(traceback.extract_stack(sys._getframe(1))):
+        if not frame.filename.startswith(_PACKAGES):
+            return f"{frame.filename}, line {frame.lineno}"
+    return place_of(optimizer)
+
+
+def place_of(optimizer: Optimizer) -> str:
+    """ "file, line n" of an optimizer's ``step``."""
+    step = inspect.unwrap(type(optimizer).step)
+    code = getattr(step, "__code__", None)
+    return "an unknown file" if code is None else f"{code.co_filename}, line {code.co_firstlineno}"
+
 
 _LEFT_ALONE = {"zero_grad", "state_dict", "load_state_dict", "add_param_group"}
 _PARAMETERS = {"params", "state", "step"}
