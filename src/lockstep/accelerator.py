@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lockstep.comm.collectives import Communicator
 from lockstep.comm.methods import CollectiveMethods
 from lockstep.config.enums import DistributedType, PrecisionType
 from lockstep.config.handlers import (
@@ -47,7 +47,6 @@ from lockstep.preparation.window import AccumulationState
 from lockstep.runtime import process
 from lockstep.runtime.control import ProcessControl, RunState
 from lockstep.runtime.memory import release_memory
-from lockstep.runtime.mesh import DeviceMeshes
 from lockstep.runtime.step import StepState
 from lockstep.train import clipping
 from lockstep.train.accumulation import Accumulation, trigger_sync
@@ -161,10 +160,8 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         self._options = options = fit_to_world(options, self.runtime.world_size)
         self._watch = watch_process(self.runtime, options.watch, options.grace_s)
         self._watch.save_with(self._save_before_stop)
-        self.meshes = DeviceMeshes(self.runtime, options.parallel)
         for text in options.config_warnings if self.runtime.is_main else ():
             warnings.warn(text, stacklevel=2)
-        self._communicator = Communicator(self.runtime)
         self._step = StepState(
             accumulation_steps=options.accumulation.num_steps,
             sync_with_dataloader=options.accumulation.sync_with_dataloader,
@@ -172,7 +169,27 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
             adjust_scheduler=options.accumulation.adjust_scheduler,
             clock=self._watch.clock,
         )
-        self._accumulation = Accumulation(
+        self._scaler = (
+            LossScaler(self.runtime.device, options.scaler, lambda: self.meshes.stage_group)
+            if options.mixed_precision == "fp16"
+            else None
+        )
+        self._rng_types = rng_types
+        self._registered: list[Any] = []
+        self._trackers = TrackerSet(log_with, options.project.logging_dir, self.runtime.is_main)
+        Accelerator._made.append(weakref.ref(self, Accelerator._made.remove))
+
+    @classmethod
+    def latest(cls) -> Accelerator | None:
+        """The latest ``Accelerator`` that still exists: what ``lockstep.state`` shows."""
+        return cls._made[-1]() if cls._made else None
+
+    # Parts, each made when it is first used -------------------------------------------------------------
+
+    @cached_property
+    def _accumulation(self) -> Accumulation:
+        options = self._options
+        return Accumulation(
             self._step,
             self.runtime,
             lambda model, inside_window: self._preparation.parallel_of(model).no_sync(inside_window),
@@ -181,38 +198,31 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
             or options.ddp.static_graph
             or options.parallel.zero > 1,
         )
-        self._scaler = (
-            LossScaler(self.runtime.device, options.scaler, lambda: self.meshes.stage_group)
-            if options.mixed_precision == "fp16"
-            else None
-        )
-        self._preparation = Preparation(
-            options,
+
+    @cached_property
+    def _preparation(self) -> Preparation:
+        return Preparation(
+            self._options,
             self.runtime,
             self.meshes,
             self._step,
             self._communicator,
             self._scaler,
-            rng_types,
-            device_placement,
-            step_scheduler_with_optimizer,
+            self._rng_types,
+            self.device_placement,
+            self.step_scheduler_with_optimizer,
             lambda: self._accumulation.ranks_step_together,
         )
-        self._window = AccumulationState(
+
+    @cached_property
+    def _window(self) -> AccumulationState:
+        return AccumulationState(
             self._accumulation,
             self._preparation.models,
             self._preparation.optimizers,
             self.meshes,
             self._preparation.own_gradients.forget,
         )
-        self._registered: list[Any] = []
-        self._trackers = TrackerSet(log_with, options.project.logging_dir, self.is_main_process)
-        Accelerator._made.append(weakref.ref(self, Accelerator._made.remove))
-
-    @classmethod
-    def latest(cls) -> Accelerator | None:
-        """The latest ``Accelerator`` that still exists: what ``lockstep.state`` shows."""
-        return cls._made[-1]() if cls._made else None
 
     # Where the step is -------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import torch
 import lockstep
 from lockstep.errors import UsageError
 from lockstep.runtime import process
-from lockstep.runtime.same_versions import check_same_versions, differences
+from lockstep.runtime.process import check_same_versions, differences
 
 
 def refusals(odd: list[tuple[str, str, str]]) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 from lockstep.comm.collectives import Communicator, Reduction
 from lockstep.comm.ledger import CommunicationLedger
 from lockstep.comm.tree import leaves, map_tensors
+from lockstep.config.options import Options
 from lockstep.runtime.mesh import DeviceMeshes
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
@@ -80,10 +81,18 @@ class CollectiveMethods:
     """Methods that need the ranks of a run and what the step shares."""
 
     runtime: Runtime
-    meshes: DeviceMeshes
-    _communicator: Communicator
+    _options: Options
     _step: StepState
     _trigger: bool = False
+
+    @cached_property
+    def meshes(self) -> DeviceMeshes:
+        """Which ranks share what."""
+        return DeviceMeshes(self.runtime, self._options.parallel)
+
+    @cached_property
+    def _communicator(self) -> Communicator:
+        return Communicator(self.runtime)
 
     def gather(self, tensor: Any) -> Any:
         """Nested tensors of all ranks, concatenated in rank order on dim 0 (0-d ones become 1-d)."""

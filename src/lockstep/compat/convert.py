@@ -14,7 +14,6 @@ from lockstep.compat.deepspeed.config import from_deepspeed
 from lockstep.compat.deepspeed.section import DEEPSPEED_KEYS, FILE_KEY
 from lockstep.compat.fsdp import section as fsdp
 from lockstep.compat.rules import Outcome, Row, Table, is_off, walk
-from lockstep.config.batch import BatchSizes
 from lockstep.config.json_file import read_json
 from lockstep.config.merge import (
     PARALLEL_FIELDS,
@@ -26,7 +25,7 @@ from lockstep.config.merge import (
 from lockstep.config.readers import SCALER_FIELDS
 from lockstep.config.settings import IN_FILES, REACHING_MACHINES
 from lockstep.config.values import SettingValue
-from lockstep.config.world import fitted
+from lockstep.config.world import BatchSizes, fitted
 from lockstep.config.yaml_file import YamlFile, read_yaml
 from lockstep.errors import ConfigError
 

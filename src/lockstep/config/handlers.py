@@ -224,6 +224,8 @@ class ProjectConfiguration:
 
 def parse_hook(name: str, value: str) -> DDPCommunicationHookType:
     """The hook of this name; raises ConfigError if there is none."""
+    if isinstance(value, DDPCommunicationHookType):
+        return value
     known = DDPCommunicationHookType.list()
     if value not in known:
         raise ConfigError(

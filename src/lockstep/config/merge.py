@@ -11,6 +11,7 @@ from lockstep.config.settings import IN_OTHER_FILES
 from lockstep.config.values import SettingValue
 from lockstep.errors import ConfigError
 
+PLAIN = Parallel()
 PARALLEL_FIELDS = tuple(item.name for item in fields(Parallel))
 
 
@@ -71,7 +72,8 @@ def parallel_of(asked: Mapping[str, SettingValue]) -> Parallel:
     Raises:
         ConfigError: two of them contradict each other.
     """
-    return Parallel(**{name: asked[name].value for name in PARALLEL_FIELDS if name in asked})
+    found = {name: asked[name].value for name in PARALLEL_FIELDS if name in asked}
+    return Parallel(**found) if found else PLAIN
 
 
 def precision_of(asked: Mapping[str, SettingValue]) -> str:

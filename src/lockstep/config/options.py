@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from lockstep.config.batch import BatchSizes
 from lockstep.config.handlers import (
     AutocastKwargs,
     DamageChecks,
@@ -40,7 +39,7 @@ from lockstep.config.sources import (
 )
 from lockstep.config.training_objects import OptimizerConfig, SchedulerConfig
 from lockstep.config.values import SettingValue, suggestion
-from lockstep.config.world import fitted
+from lockstep.config.world import BatchSizes, fitted
 from lockstep.errors import ConfigError
 
 HANDLERS = (
@@ -261,8 +260,10 @@ def _parallel_values(
     settings: Mapping[str, SettingValue], given: Mapping[str, Any]
 ) -> dict[str, SettingValue]:
     """``parallel`` and its fields; those win over a ``parallel`` of the environment."""
-    line, origin = settings["parallel"].value or Parallel(), settings["parallel"].source
     given = {name: value for name, value in given.items() if value is not None}
+    if settings["parallel"].value is None and not given:
+        return {}
+    line, origin = settings["parallel"].value or Parallel(), settings["parallel"].source
     merged = line.merged(**given) if origin == "code" else replace(line, **given)
     said = values_of_parallel(merged, f"parallel='{line}' ({origin})")
     return said | {

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from lockstep.config.axes import ParallelDims
 from lockstep.config.handlers import DataLoaderConfiguration
+from lockstep.config.world import ParallelDims
 from lockstep.data.batch_sharding import ShardPlan
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.map_reader import sample_count

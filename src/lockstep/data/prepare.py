@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.comm.collectives import Communicator, raise_on_all_ranks
-from lockstep.config.axes import ParallelDims
 from lockstep.config.enums import RNGType
 from lockstep.config.handlers import DataLoaderConfiguration
+from lockstep.config.world import ParallelDims
 from lockstep.data.batch_sharding import ShardPlan
 from lockstep.data.checks import batches_by_sampler, check_lengths, decide, is_iterable, lengths
 from lockstep.data.dispatch import dispatched

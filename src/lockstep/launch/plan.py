@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import kinds, readers
-from lockstep.config.batch import BatchSizes
 from lockstep.config.checks import LOCAL, check_topology
 from lockstep.config.merge import (
     joined_sources,
@@ -24,7 +23,7 @@ from lockstep.config.merge import (
 from lockstep.config.settings import OF_WORKERS, SETTINGS, Setting
 from lockstep.config.sources import said_by_environment
 from lockstep.config.values import SettingValue
-from lockstep.config.world import fitted
+from lockstep.config.world import BatchSizes, fitted
 from lockstep.errors import ConfigError
 from lockstep.launch.machines import Settings as Settings
 from lockstep.launch.machines import (

@@ -14,10 +14,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from lockstep.config.axes import ParallelDims
 from lockstep.config.enums import Activation, DDPCommunicationHookType, Strategy
 from lockstep.config.handlers import AutocastKwargs, DistributedDataParallelKwargs
 from lockstep.config.parallel import Parallel
+from lockstep.config.world import ParallelDims
 from lockstep.errors import UsageError
 from lockstep.model.blocks import find_blocks
 from lockstep.offload.files.parameters import OffloadedParameters

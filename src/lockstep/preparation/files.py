@@ -38,14 +38,20 @@ class FileMethods:
     """Methods that need the prepared objects, and where the project is."""
 
     runtime: Runtime
-    _communicator: Communicator
     _options: Options
-    _preparation: Preparation
     _step: StepState
     _watch: ProcessWatch
-    _window: AccumulationState
     _registered: list[Any]
     _preemption_hook: Callable[[], str] | None = None
+
+    if TYPE_CHECKING:  # each made when it is first used
+
+        @property
+        def _communicator(self) -> Communicator: ...
+        @property
+        def _preparation(self) -> Preparation: ...
+        @property
+        def _window(self) -> AccumulationState: ...
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole model's ``state_dict``, under the names of the unwrapped model.

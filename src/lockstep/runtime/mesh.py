@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from lockstep.config.axes import ParallelDims, axes_of
 from lockstep.config.parallel import Parallel
+from lockstep.config.world import ParallelDims, axes_of
 from lockstep.runtime.process import Runtime
 from lockstep.torch_internals import dtensor
 

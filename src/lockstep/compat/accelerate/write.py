@@ -9,9 +9,8 @@ from typing import Any
 import yaml
 
 from lockstep.compat.accelerate.config_file import from_yaml
-from lockstep.config.batch import BatchSizes
 from lockstep.config.parallel import Parallel
-from lockstep.config.world import fitted
+from lockstep.config.world import BatchSizes, fitted
 from lockstep.config.yaml_file import YamlFile
 from lockstep.errors import ConfigError
 

@@ -24,8 +24,7 @@ from lockstep.observe.hang.signals import StopSignals
 from lockstep.observe.hang.worker import WorkerWatch, nothing_to_save
 from lockstep.runtime import failure, process
 from lockstep.runtime.exit_codes import PREEMPTED, of_signal
-from lockstep.runtime.process import Runtime
-from lockstep.runtime.same_versions import check_same_versions
+from lockstep.runtime.process import Runtime, check_same_versions
 from lockstep.runtime.step_clock import StepClock
 from lockstep.torch_internals import dataloader, flight_recorder
 
@@ -49,7 +48,7 @@ class ProcessWatch:
         self._server: Server | None = None
         self._coordinator: Coordinator | None = None
         self._speaks = False
-        self._calls = CallCheck()
+        self._calls: CallCheck | None = None
         self._savers: list[weakref.WeakMethod[Saver]] = []
 
     def save_with(self, saver: Saver) -> None:
@@ -73,7 +72,8 @@ class ProcessWatch:
 
     def end(self) -> None:
         """Leave the hub, and give signals and functions of torch back."""
-        self._calls.uninstall()
+        if self._calls is not None:
+            self._calls.uninstall()
         if self._worker is not None:
             self._worker.end()
         if self._server is not None:
@@ -88,13 +88,14 @@ class ProcessWatch:
     # Starting ----------------------------------------------------------------------------------------
 
     def _start(self, runtime: Runtime, grace_s: float) -> None:
-        for probe in (flight_recorder.probe, dataloader.probe):
+        client = self._connect(runtime)
+        # A process alone is not asked where it stands.
+        for probe in (flight_recorder.probe, dataloader.probe) if client is not None else ():
             try:
                 probe()
             except UsageError as error:  # nobody's numbers depend on it: stacks still tell where a rank is
                 if runtime.is_main:
                     sys.stderr.write(f"lockstep: a hang will be explained less well: {error}\n")
-        client = self._connect(runtime)
         self._speaks = runtime.is_main and control_link() is None
         self._worker = WorkerWatch(
             runtime.rank,
@@ -109,6 +110,7 @@ class ProcessWatch:
         process.departures().is_told = client is not None
         self._worker.start()
         if 1 < runtime.world_size <= MOST_CHECKED_RANKS and runtime.control_device.type == "cpu":
+            self._calls = CallCheck()
             self._calls.install()
         process.at_end(self.end)
         atexit.register(self.end)  # where there is no process group whose end would come first
@@ -203,7 +205,8 @@ def watch_process(runtime: Runtime, enabled: bool, grace_s: float) -> ProcessWat
         UsageError: on all ranks at the first call, if they run different versions of torch or lockstep.
     """
     if ProcessWatch._current is None:
-        check_same_versions(runtime)
+        if runtime.world_size > 1:
+            check_same_versions(runtime)
         ProcessWatch._current = ProcessWatch(StepClock())
         if enabled:
             ProcessWatch._current._start(runtime, grace_s)
