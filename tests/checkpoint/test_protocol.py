@@ -21,7 +21,7 @@ from lockstep.comm.ledger import CommunicationLedger
 
 CHECKPOINT = Path(lockstep.__file__).parent / "checkpoint"
 COLLECTIVES = ("raise_on_all_ranks", "gather_object", "whole", "new_group", "open_window", "write_checkpoint")
-RECORDS = {"agree": 1, "gather_object": 3}
+RECORDS = {"error_barrier": 1, "gather_object": 3}
 """Collectives of torch in one call: the ranks' intentions, and for objects their sizes and pickles."""
 
 Call = tuple[str, str, int]
@@ -157,7 +157,7 @@ def test_what_is_called_in_between_holds_no_collective() -> None:
         assert not (names | imported) & {
             "raise_on_all_ranks",
             "gather_object",
-            "agree",
+            "error_barrier",
             "barrier",
             "new_group",
         }

@@ -265,10 +265,10 @@ def test_a_leaf_that_is_no_tensor_is_refused_with_the_way_out(run_distributed):
 def fail_together(kind: str) -> tuple[str, str]:
     comm = communicator()
     rank = comm.runtime.rank
-    comm.agree(None)
+    comm.error_barrier(None)
     with pytest.raises(Exception) as caught:
         if kind == "agree":
-            comm.agree(KeyError("only here") if rank == 1 else None)
+            comm.error_barrier(KeyError("only here") if rank == 1 else None)
         elif kind == "gather_object":
             comm.gather_object([threading.Lock() if rank == 1 else 1])
         else:
@@ -302,6 +302,6 @@ def test_alone_no_process_group_is_needed_and_nothing_changes():
     assert comm.reduce(torch.tensor(2.0), "mean") == 2
     assert comm.gather_object([1, 2]) == [1, 2]
     comm.barrier()
-    comm.agree()
+    comm.error_barrier()
     with pytest.raises(KeyError):
-        comm.agree(KeyError("x"))
+        comm.error_barrier(KeyError("x"))

@@ -19,7 +19,7 @@ from lockstep.checkpoint.store.place import store_for
 from lockstep.checkpoint.store.verify import is_published, read_manifest, root_of, verify
 from lockstep.checkpoint.writer import ELSEWHERE, CheckpointGroup, explained
 from lockstep.config.handlers import ProjectConfiguration
-from lockstep.config.values import listed
+from lockstep.config.values import join_names
 from lockstep.errors import CheckpointError, NoCheckpointError, UsageError
 
 logger = logging.getLogger("lockstep.checkpoint")
@@ -267,7 +267,7 @@ def remove(store: Store, directory: str) -> None:
             "Removed the checkpoint %s, but kept %s, which was added to it. Remove that yourself when you no longer "
             "need it.",
             directory,
-            listed(kept),
+            join_names(kept),
         )
 
 

@@ -24,7 +24,7 @@ from lockstep.checkpoint.reader import Checkpoint
 from lockstep.checkpoint.store.base import Store, UnreachableError
 from lockstep.checkpoint.store.verify import download, make_folder, read_listed, verify
 from lockstep.comm.collectives import raise_on_all_ranks
-from lockstep.config.values import listed
+from lockstep.config.values import join_names
 from lockstep.errors import LockstepError, NoCheckpointError
 
 logger = logging.getLogger("lockstep.checkpoint")
@@ -178,7 +178,7 @@ def _tell(checkpointer: Checkpointer, store: Store, directory: str, is_second_ch
         logger.warning(
             "%s holds %s, which was added after it was saved: passed over. All that was saved is there, unchanged.",
             directory,
-            listed(names),
+            join_names(names),
         )
     if is_second_choice:
         logger.warning("Loading %s instead.", directory)

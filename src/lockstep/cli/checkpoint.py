@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.cli.integers import IntegerRange
-from lockstep.cli.output import print_table, printable, progress
+from lockstep.cli.output import escape, print_table, progress
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.store.base import Store
@@ -124,7 +124,7 @@ def _verify(store: Store, directory: str) -> None:
     """Verify one checkpoint and print what was verified."""
     from lockstep.checkpoint.folders import added_files
     from lockstep.checkpoint.store.verify import read_manifest, verify
-    from lockstep.config.values import listed
+    from lockstep.config.values import join_names
 
     total = sum(entry.size for entry in read_manifest(store, directory).files.values())
     with progress(f"verifying {directory}", total) as seen:
@@ -134,12 +134,12 @@ def _verify(store: Store, directory: str) -> None:
     if len(files) > MOST_ROWS:
         rows.append((f"and {len(files) - MOST_ROWS} more", "", ""))
     print_table(("file", "bytes", "BLAKE3"), rows, NUMBERS)
-    click.echo(f"{printable(directory)}: OK, {len(files)} files of {total:,} bytes are as they were saved.")
+    click.echo(f"{escape(directory)}: OK, {len(files)} files of {total:,} bytes are as they were saved.")
     names = added_files(store, directory)
     if names:
         click.echo(
             f"{len(names)} {'file was' if len(names) == 1 else 'files were'} added to it later, which loading passes "
-            f"over: {printable(listed(names))}."
+            f"over: {escape(join_names(names))}."
         )
 
 
@@ -173,7 +173,7 @@ def show_command(directory: str, with_tensors: bool, as_json: bool) -> None:
         **saved.versions,
         "holds": ", ".join(f"{count} {kind}" for kind, count in summary.contents.items()) or "nothing",
     }
-    click.echo(printable(summary.directory))
+    click.echo(escape(summary.directory))
     print_table(("", ""), [(name, str(value)) for name, value in facts.items()])
     groups = [
         (
@@ -288,7 +288,7 @@ def _opened(source: str, model: int | None, dtype: str | None) -> Weights:
     with progress(f"verifying {source}", None) as seen:
         weights = open_weights(source, model, getattr(torch, DTYPES[dtype]) if dtype else None, seen)
     for note in weights.notes:
-        click.echo(printable(note), err=True)
+        click.echo(escape(note), err=True)
     return weights
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from lockstep.cli.integers import IntegerRange
-from lockstep.cli.output import printable
+from lockstep.cli.output import escape
 from lockstep.compat.rules import Row
 from lockstep.config.checks import MAX_MACHINES, MAX_PORT, MAX_PROCESSES, MAX_THREADS
 from lockstep.config.sources import user_config_file
@@ -136,13 +136,13 @@ def _print_rows(rows: Iterable[Row], to_stderr: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from lockstep.config.values import shown
+    from lockstep.config.values import repr_short
 
     table = Table()
     for name in ("key", "value", "became"):
         table.add_column(name, overflow="fold")
     for row in rows:
         words = row.text if row.outcome.value in ("used", "off") else f"{row.outcome}: {row.text}"
-        value = "***" if row.path.endswith("api_key") else shown(row.value)
-        table.add_row(*(Text(printable(text)) for text in (row.path, value, words.strip("=:. "))))
+        value = "***" if row.path.endswith("api_key") else repr_short(row.value)
+        table.add_row(*(Text(escape(text)) for text in (row.path, value, words.strip("=:. "))))
     Console(stderr=to_stderr, highlight=False).print(table)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import click
 
-from lockstep.cli.output import print_table, printable
+from lockstep.cli.output import escape, print_table
 from lockstep.plan.estimate import (
     NOTHING,
     InferenceRow,
@@ -160,7 +160,7 @@ def _table(
 
 
 def _say(text: str) -> None:
-    click.echo("\n".join(printable(line) for line in text.split("\n")))
+    click.echo("\n".join(escape(line) for line in text.split("\n")))
 
 
 def _name(precision: str) -> str:

@@ -89,9 +89,9 @@ def main(argv: list[str] | None = None) -> None:
 
 def _printable(message: str) -> str:
     """Without control characters, which a name or value that the message quotes could send to the terminal."""
-    from lockstep.cli.output import printable
+    from lockstep.cli.output import escape
 
-    return "\n".join(printable(line) for line in message.split("\n"))
+    return "\n".join(escape(line) for line in message.split("\n"))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(printable(what), total=total)
+        task = bar.add_task(escape(what), total=total)
         yield lambda count: bar.advance(task, count)
 
 
@@ -34,13 +34,13 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]], right: Col
     for title in titles:
         table.add_column(title, justify="right" if title in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(printable(text)) for text in row))
+        table.add_row(*(Text(escape(text)) for text in row))
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 1000
     console.print(table)
 
 
-def printable(text: str) -> str:
+def escape(text: str) -> str:
     """Without control characters, which a hostile file could send to the terminal."""
     return "".join(character if character.isprintable() else "?" for character in text)

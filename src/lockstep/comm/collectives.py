@@ -205,7 +205,7 @@ class Communicator:
         if self.world_size > 1:
             self._meet(BARRIER)
 
-    def agree(self, error: Exception | None = None) -> None:
+    def error_barrier(self, error: Exception | None = None) -> None:
         """Fail together: where any rank passes an exception, every rank raises.
 
         Raises:
@@ -330,7 +330,7 @@ def raise_on_all_ranks(communicator: Communicator) -> Iterator[None]:
         yield
     except Exception as error:
         raised = error
-    communicator.agree(raised)
+    communicator.error_barrier(raised)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from lockstep.config.enums import StringEnum
 from lockstep.config.json_file import check_depth
 from lockstep.config.merge import merge_settings
-from lockstep.config.values import FALSE_WORDS, SettingValue, shown, suggestion
+from lockstep.config.values import FALSE_WORDS, SettingValue, repr_short, suggestion
 from lockstep.errors import ConfigError
 
 AUTO = "auto"
@@ -107,7 +107,10 @@ def walk(table: Table, data: Any, prefix: str = "") -> Iterator[Row]:
     """One row for each key of ``data``."""
     if not isinstance(data, Mapping):
         yield Row(
-            prefix.rstrip("."), data, Outcome.REFUSED, f"{shown(data)} is not a section of keys. Write one."
+            prefix.rstrip("."),
+            data,
+            Outcome.REFUSED,
+            f"{repr_short(data)} is not a section of keys. Write one.",
         )
         return
     for key, value in data.items():
@@ -115,7 +118,7 @@ def walk(table: Table, data: Any, prefix: str = "") -> Iterator[Row]:
         rule = table.get(key) if isinstance(key, str) else None
         if rule is None:
             near = suggestion(str(key), table) or f" Known keys: {', '.join(list(table)[:8])} ..."
-            yield Row(shown(path)[1:-1], value, Outcome.REFUSED, f"this key is not known.{near}")
+            yield Row(repr_short(path)[1:-1], value, Outcome.REFUSED, f"this key is not known.{near}")
         elif isinstance(rule, Mapping):
             if value is not None:
                 yield from walk(rule, value, path + ".")
@@ -151,7 +154,7 @@ def _apply(rule: Rule, path: str, value: Any) -> Row:
         why = rule.why if asks or rule.default else NOTHING
         return Row(path, value, Outcome.NO_EFFECT if asks else Outcome.OFF, why)
     if asks:
-        text = f"={shown(value)} asks for {rule.what}, which is not available. {rule.instead}"
+        text = f"={repr_short(value)} asks for {rule.what}, which is not available. {rule.instead}"
         return Row(path, value, Outcome.REFUSED, text)
     return Row(path, value, Outcome.OFF, NOTHING)
 
@@ -184,7 +187,7 @@ def translate(table: Table, data: Any, where: str, prefix: str = "") -> Translat
         if row.outcome is Outcome.REFUSED:
             raise ConfigError(f"{where}: {joined(row)}")
     warnings = tuple(
-        f"{where}: {row.path}={shown(row.value)} has no effect: {row.text}."
+        f"{where}: {row.path}={repr_short(row.value)} has no effect: {row.text}."
         for row in rows
         if row.outcome is Outcome.NO_EFFECT
     )
@@ -201,7 +204,7 @@ def said_by(rows: Iterable[Row], where: str) -> dict[str, SettingValue]:
     return merge_settings(
         *(
             {
-                key: SettingValue(value, f"{row.path}={shown(row.value)} ({where})")
+                key: SettingValue(value, f"{row.path}={repr_short(row.value)} ({where})")
                 for key, value in row.settings.items()
             }
             for row in rows

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.regular_file import read_regular_file
-from lockstep.config.values import parse_host, parse_integer, shown
+from lockstep.config.values import parse_host, parse_integer, repr_short
 from lockstep.errors import ConfigError
 
 MAX_SLOTS = 4096
@@ -46,17 +46,17 @@ def parse_hosts(value: Any) -> tuple[Host, ...]:
     """
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple)) or not parts or len(parts) > MAX_HOSTS:
-        raise ConfigError(f"{shown(value)} is not a list of hosts such as a,b:8")
+        raise ConfigError(f"{repr_short(value)} is not a list of hosts such as a,b:8")
     return _distinct([parse_one(part) for part in parts])
 
 
 def parse_one(value: Any) -> Host:
     """One host, with its user and its slots; raises ConfigError."""
     if not isinstance(value, str) or len(value) > 400:
-        raise ConfigError(f"{shown(value)} is not a host name or IP address")
+        raise ConfigError(f"{repr_short(value)} is not a host name or IP address")
     user, at, rest = value.strip().rpartition("@")
     if at and not USER.fullmatch(user):
-        raise ConfigError(f"{shown(user)} in {shown(value)} is not a user name")
+        raise ConfigError(f"{repr_short(user)} in {repr_short(value)} is not a user name")
     bracketed = BRACKETED.fullmatch(rest)
     if bracketed is not None:
         name, slots = bracketed.group(1), bracketed.group(2)
@@ -101,7 +101,7 @@ def _line(words: list[str]) -> Host:
     for word in words[1:]:
         key, equals, value = word.partition("=")
         if key != "slots" or not equals:
-            raise ConfigError(f"{shown(word)} is not slots=N")
+            raise ConfigError(f"{repr_short(word)} is not slots=N")
         if host.slots is not None:
             raise ConfigError(f"the slots of {host.name} are given twice")
         host = Host(host.name, _slots(value), host.user)
@@ -112,7 +112,7 @@ def _slots(text: str) -> int:
     try:
         return parse_integer(text, "", 1, MAX_SLOTS)
     except ConfigError:
-        raise ConfigError(f"{shown(text)} is not a number of slots from 1 to {MAX_SLOTS}") from None
+        raise ConfigError(f"{repr_short(text)} is not a number of slots from 1 to {MAX_SLOTS}") from None
 
 
 def _distinct(hosts: Sequence[Host]) -> tuple[Host, ...]:
@@ -127,12 +127,13 @@ def _distinct(hosts: Sequence[Host]) -> tuple[Host, ...]:
 def parse_filter(value: Any) -> tuple[str, ...]:
     """Host names joined by ``@``, as DeepSpeed's filters have them; raises ConfigError for lists of slots."""
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{shown(value)} is not a list of hosts such as host1@host2")
+        raise ConfigError(f"{repr_short(value)} is not a list of hosts such as host1@host2")
     parts = value.split("@")
     for part in parts:
         if ":" in part:
             raise ConfigError(
-                f"{shown(part)} chooses slots of a host, which is not available; name whole hosts, and GPUs by gpu_ids"
+                f"{repr_short(part)} chooses slots of a host, which is not available; name whole hosts, and GPUs by "
+                "gpu_ids"
             )
         parse_host(part.strip())
     return tuple(part.strip() for part in parts)

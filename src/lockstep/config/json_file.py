@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.config.regular_file import read_text
-from lockstep.config.values import shown
+from lockstep.config.values import repr_short
 from lockstep.errors import ConfigError
 
 MAX_BYTES = 256 * 1024
@@ -41,7 +41,9 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
         reason = str(error) if isinstance(error, ConfigError) else "a number has too many digits"
         raise ConfigError(f"{name}: {reason.rstrip('.')}. Correct it.") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{name}: the top level must be an object {{...}}, not {shown(data)}. Correct it.")
+        raise ConfigError(
+            f"{name}: the top level must be an object {{...}}, not {repr_short(data)}. Correct it."
+        )
     check_depth(data, name)
     return data
 
@@ -50,7 +52,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data: dict[str, Any] = {}
     for key, value in pairs:
         if key in data:
-            raise ConfigError(f"the key {shown(key)} is given twice")
+            raise ConfigError(f"the key {repr_short(key)} is given twice")
         data[key] = value
     return data
 

@@ -32,7 +32,7 @@ from lockstep.config.values import (
     parse_seconds,
     plain,
     refused,
-    shown,
+    repr_short,
     suggestion,
 )
 from lockstep.errors import ConfigError
@@ -103,7 +103,7 @@ def one_of(*words: str) -> Kind:
     def read(value: Any, origin: str) -> str:
         if value not in words:
             near = suggestion(value, words) if isinstance(value, str) else ""
-            raise ConfigError(f"{shown(value)} is not one of {', '.join(words)}.{near}")
+            raise ConfigError(f"{repr_short(value)} is not one of {', '.join(words)}.{near}")
         return str(value)
 
     return Kind(read, words=words)
@@ -113,7 +113,7 @@ def _precision(value: Any, origin: str) -> PrecisionType:
     if value is False:  # YAML reads an unquoted `no` as false
         return PrecisionType.NO
     if not isinstance(value, str) or len(value) > 40:
-        raise ConfigError(f"{shown(value)} is not one of {', '.join(PrecisionType.list())}")
+        raise ConfigError(f"{repr_short(value)} is not one of {', '.join(PrecisionType.list())}")
     return parse_precision(value, origin or "mixed_precision")
 
 
@@ -125,13 +125,13 @@ def _truth(value: Any, origin: str) -> bool:
 
 def _path(value: Any) -> str:
     if not isinstance(value, str) or not value or "\0" in value:
-        raise ConfigError(f"{shown(value)} is not the path of a file")
+        raise ConfigError(f"{repr_short(value)} is not the path of a file")
     return value
 
 
 def _flag_path(value: Any) -> str:
     if not str(value).strip():
-        raise ConfigError(f"{shown(value)} is not a path")
+        raise ConfigError(f"{repr_short(value)} is not a path")
     return str(value)
 
 
@@ -146,7 +146,7 @@ def _norm_of_flag(value: Any) -> float:
     try:
         return readers.number(value, "")
     except ConfigError:
-        raise ConfigError(f"{shown(value)} is not a number of at least 0") from None
+        raise ConfigError(f"{repr_short(value)} is not a number of at least 0") from None
 
 
 def _norm_in_worker(value: Any, origin: str) -> float | None:
@@ -162,7 +162,7 @@ def _parallel(value: Any, origin: str) -> Parallel:
 
 def _parallel_of_flag(value: Any) -> str:
     if not str(value).strip():
-        raise ConfigError(f"{shown(value)} has no word such as zero=3 or ddp")
+        raise ConfigError(f"{repr_short(value)} has no word such as zero=3 or ddp")
     return str(Parallel.parse(value))
 
 

@@ -12,7 +12,7 @@ from lockstep.config.enums import Activation, CPMethod, Offload, QuantizedType, 
 from lockstep.config.parallel_words import HOST, PARSERS, SWITCHED_ON, known_word, text_of
 from lockstep.config.parallel_words import BlockRule as BlockRule
 from lockstep.config.pipeline_stages import stages_per_rank
-from lockstep.config.values import shown
+from lockstep.config.values import repr_short
 from lockstep.errors import ConfigError
 
 
@@ -115,7 +115,8 @@ class Parallel:
             return cls(**{_known(name): value for name, value in given.items()})
         if not isinstance(given, str):
             raise ConfigError(
-                f"parallel is {shown(given)}, but must be a text such as 'zero=3', or a Parallel. Pass one of these."
+                f"parallel is {repr_short(given)}, but must be a text such as 'zero=3', or a Parallel. Pass one of "
+                "these."
             )
         values: dict[str, Any] = {}
         for word in given.split():

@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.config.enums import Activation, CPMethod, Offload, QuantizedType, ReduceType, Schedule, Strategy
 from lockstep.config.sizes import bytes_of
-from lockstep.config.values import parse_bool, parse_integer, shown, suggestion
+from lockstep.config.values import parse_bool, parse_integer, repr_short, suggestion
 from lockstep.errors import ConfigError
 
 BlockRule = Callable[[str, Any], bool]
@@ -28,7 +28,7 @@ def known_word(name: str, known: Collection[str]) -> str:
     if name not in known:
         words = [*(field for field in known if field != "strategy"), *Strategy.list()]
         hint = suggestion(name, words) or f" Use one of {', '.join(words)}."
-        raise ConfigError(f"parallel has no word {shown(name)}.{hint}")
+        raise ConfigError(f"parallel has no word {repr_short(name)}.{hint}")
     return name
 
 
@@ -38,7 +38,7 @@ def _word(kind: Any) -> Callable[[Any, str], Any]:
             return value
         if str(value) not in kind.list():
             hint = suggestion(str(value), kind.list()) or f" Use one of {', '.join(kind.list())}."
-            raise ConfigError(f"{origin}={shown(value)} is not known.{hint}")
+            raise ConfigError(f"{origin}={repr_short(value)} is not known.{hint}")
         return kind(str(value))
 
     return parse
@@ -68,7 +68,7 @@ def _blocks(value: Any, origin: str) -> tuple[str, ...] | BlockRule:
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name for name in names):
         raise ConfigError(
-            f"{origin} is {shown(value)}, but must be names of modules or classes. Pass 'Block' or 'layers.*'."
+            f"{origin} is {repr_short(value)}, but must be names of modules or classes. Pass 'Block' or 'layers.*'."
         )
     return tuple(names)
 
@@ -77,7 +77,7 @@ def _names(value: Any, origin: str) -> tuple[str, ...]:
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name for name in names):
         raise ConfigError(
-            f"{origin} is {shown(value)}, but must be names of modules. Pass 'layers.4,layers.8'."
+            f"{origin} is {repr_short(value)}, but must be names of modules. Pass 'layers.4,layers.8'."
         )
     return tuple(names)
 
@@ -92,19 +92,19 @@ def _batch_dims(value: Any, origin: str) -> tuple[str, ...]:
         name, _, dim = entry.rpartition("=") if isinstance(entry, str) else ("", "", "")
         if not name or not (dim == "none" or dim.isdecimal()) or any(c.isspace() for c in entry):
             raise ConfigError(
-                f"{origin}={shown(value)} must say for arguments of the model which dimension is the batch, or none. "
-                "Write batch_dims=ids=0,pos=none."
+                f"{origin}={repr_short(value)} must say for arguments of the model which dimension is the batch, or "
+                "none. Write batch_dims=ids=0,pos=none."
             )
         if found.setdefault(name, dim) != dim:
-            raise ConfigError(f"{origin}={shown(value)} says {name} twice. Say it once.")
+            raise ConfigError(f"{origin}={repr_short(value)} says {name} twice. Say it once.")
     return tuple(f"{name}={dim}" for name, dim in found.items())
 
 
 def _loss(value: Any, origin: str) -> str:
     if str(value) not in LOSSES:
         raise ConfigError(
-            f"{origin}={shown(value)} is not known.{suggestion(str(value), LOSSES)} Say mean or sum: what the loss is "
-            "over the batch; whole: compute it on the whole batch at once; or auto."
+            f"{origin}={repr_short(value)} is not known.{suggestion(str(value), LOSSES)} Say mean or sum: what the "
+            "loss is over the batch; whole: compute it on the whole batch at once; or auto."
         )
     return str(value)
 
@@ -117,7 +117,7 @@ def _offload(value: Any, origin: str) -> Offload:
         return Offload.ALL if parse_bool(value, origin) else Offload.NONE
     except ConfigError:
         raise ConfigError(
-            f"{origin}={shown(value)} is not known.{suggestion(str(value), Offload.list())} "
+            f"{origin}={repr_short(value)} is not known.{suggestion(str(value), Offload.list())} "
             f"Use one of {', '.join(Offload.list())}."
         ) from None
 
@@ -127,11 +127,12 @@ def _offload_to(value: Any, origin: str) -> str:
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str) or not text or text.lower() in NOT_FOLDERS:
         raise ConfigError(
-            f"{origin}={shown(value)} is neither cpu nor a folder. Name a folder on a disk, such as /scratch/offload."
+            f"{origin}={repr_short(value)} is neither cpu nor a folder. Name a folder on a disk, such as "
+            "/scratch/offload."
         )
     if not text.isprintable() or any(character.isspace() for character in text):
         raise ConfigError(
-            f"{origin}={shown(value)} has spaces or control characters, which end a word. Use a folder (or a link "
+            f"{origin}={repr_short(value)} has spaces or control characters, which end a word. Use a folder (or a link "
             "to one) whose path has none."
         )
     return HOST if text.lower() == HOST else text
@@ -146,8 +147,8 @@ def _tp_plan(value: Any, origin: str) -> str | tuple[tuple[str, str], ...] | Non
         for entry in entries
     ):
         raise ConfigError(
-            f"{origin} is {shown(value)}, but must be one of {', '.join(TP_PLANS)}, or in code a mapping of names to "
-            "styles, such as {'layers.*.mlp.up': 'colwise'}. Pass one of these."
+            f"{origin} is {repr_short(value)}, but must be one of {', '.join(TP_PLANS)}, or in code a mapping of names "
+            "to styles, such as {'layers.*.mlp.up': 'colwise'}. Pass one of these."
         )
     return tuple(entries)
 
@@ -162,8 +163,8 @@ def _verify(value: Any, origin: str) -> str:
         return f"every:{parse_integer(number, f'{origin}=every', 1, 2**31)}"
     if text not in VERIFY:
         raise ConfigError(
-            f"{origin}={shown(value)} is not known.{suggestion(text, VERIFY)} Use first_step, off, or every:N with a "
-            "number of training calls."
+            f"{origin}={repr_short(value)} is not known.{suggestion(text, VERIFY)} Use first_step, off, or every:N "
+            "with a number of training calls."
         )
     return text
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lockstep.config.training_objects import OptimizerConfig, SchedulerConfig
-from lockstep.config.values import decimal_number, parse_bool, parse_integer, shown, suggestion
+from lockstep.config.values import decimal_number, parse_bool, parse_integer, repr_short, suggestion
 from lockstep.errors import ConfigError
 
 MAX_SCALE_POWER = 32
@@ -22,7 +22,7 @@ def number(value: Any, key: str) -> float:
     """A finite number of at least 0."""
     result = decimal_number(value)
     if not 0 <= result < math.inf:
-        raise ConfigError(f"{key}={shown(value)} is not a number of at least 0. Set one.")
+        raise ConfigError(f"{key}={repr_short(value)} is not a number of at least 0. Set one.")
     return result
 
 
@@ -33,7 +33,7 @@ def positive(value: Any, key: str) -> float | None:
 
 def truth(value: Any, key: str) -> bool:
     if not isinstance(value, (bool, int, str)):
-        raise ConfigError(f"{key}={shown(value)} is not a truth value. Use true or false.")
+        raise ConfigError(f"{key}={repr_short(value)} is not a truth value. Use true or false.")
     return parse_bool(value, key)
 
 
@@ -71,7 +71,7 @@ def word(known: Mapping[str, Any]) -> Callable[[Any, str], Any]:
         if text not in known:
             near = suggestion(text, known)
             raise ConfigError(
-                f"{key}={shown(value)} is not one of {', '.join(known)}.{near or ' Use one of them.'}"
+                f"{key}={repr_short(value)} is not one of {', '.join(known)}.{near or ' Use one of them.'}"
             )
         return known[text]
 
@@ -89,7 +89,7 @@ def dtype(value: Any, key: str) -> str:
     """``fp32``, ``fp16`` or ``bf16`` from any of their names, or from a torch.dtype."""
     text = str(value).lower()
     if text not in DTYPE_WORDS:
-        raise ConfigError(f"{key}={shown(value)} is not one of fp32, fp16, bf16. Use one of them.")
+        raise ConfigError(f"{key}={repr_short(value)} is not one of fp32, fp16, bf16. Use one of them.")
     return DTYPE_WORDS[text]
 
 
@@ -112,7 +112,7 @@ def folder(value: Any, key: str) -> str | None:
     if value in ("", "none"):
         return None
     if not isinstance(value, (str, os.PathLike)) or "\0" in str(value):
-        raise ConfigError(f"{key}={shown(value)} is not a path. Give the name of a folder.")
+        raise ConfigError(f"{key}={repr_short(value)} is not a path. Give the name of a folder.")
     return str(value)
 
 
@@ -122,7 +122,7 @@ def names(value: Any, key: str) -> tuple[str, ...] | None:
     if not isinstance(parts, (list, tuple, set, frozenset)) or not all(
         isinstance(part, str) for part in parts
     ):
-        raise ConfigError(f"{key}={shown(value)} is not a list of names. Write them as 'Block,Layer'.")
+        raise ConfigError(f"{key}={repr_short(value)} is not a list of names. Write them as 'Block,Layer'.")
     found = tuple(part.strip() for part in parts if part.strip())
     return (tuple(sorted(found)) if isinstance(parts, (set, frozenset)) else found) or None
 
@@ -148,29 +148,35 @@ SCALER_FIELDS: dict[str, Callable[[Any, str], Any]] = {
 def grad_scaler(value: Any, key: str) -> dict[str, float] | None:
     """Fields of ``GradScalerKwargs``."""
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{key}={shown(value)} is not a section. Write keys such as init_scale: 65536.")
+        raise ConfigError(
+            f"{key}={repr_short(value)} is not a section. Write keys such as init_scale: 65536."
+        )
     for name in value:
         if name not in SCALER_FIELDS:
             near = suggestion(str(name), SCALER_FIELDS) or f" Known keys: {', '.join(SCALER_FIELDS)}."
-            raise ConfigError(f"{key} has no key {shown(name)}.{near}")
+            raise ConfigError(f"{key} has no key {repr_short(name)}.{near}")
     return {name: SCALER_FIELDS[name](item, f"{key}.{name}") for name, item in value.items()} or None
 
 
 def _described(value: Any, key: str, off: tuple[str, ...] = ()) -> tuple[str, dict[str, Any]] | None:
     """Type and parameters of an object that a file describes."""
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{key}={shown(value)} is not a section. Write its type and params.")
+        raise ConfigError(f"{key}={repr_short(value)} is not a section. Write its type and params.")
     for name, item in value.items():
         if name not in ("type", "params") and (name not in off or item):
             near = suggestion(str(name), ("type", "params")) or " It may have type and params."
-            raise ConfigError(f"{key} has the key {shown(name)}, which is not known or not available.{near}")
+            raise ConfigError(
+                f"{key} has the key {repr_short(name)}, which is not known or not available.{near}"
+            )
     kind, params = value.get("type"), value.get("params")
     if kind is None and not params:
         return None
     if not isinstance(kind, str) or not kind:
-        raise ConfigError(f"{key}.type={shown(kind)} is not a name. Write one such as AdamW or WarmupLR.")
+        raise ConfigError(
+            f"{key}.type={repr_short(kind)} is not a name. Write one such as AdamW or WarmupLR."
+        )
     if params is None:
         params = {}
     if not isinstance(params, Mapping) or not all(isinstance(name, str) for name in params):
-        raise ConfigError(f"{key}.params={shown(params)} is not a section of named values. Write one.")
+        raise ConfigError(f"{key}.params={repr_short(params)} is not a section of named values. Write one.")
     return kind, dict(params)

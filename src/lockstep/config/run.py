@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from lockstep.config import checks
 from lockstep.config.settings import IN_FILES, Setting
-from lockstep.config.values import parse_machines, shown
+from lockstep.config.values import parse_machines, repr_short
 from lockstep.errors import ConfigError
 
 
@@ -52,7 +52,7 @@ class RunConfig(_Fields):
             raise ConfigError(f"num_machines: {error}") from None
         if data.get("min_machines") not in (None, least, str(least)):
             raise ConfigError(
-                f"num_machines is {said} but min_machines is {shown(data['min_machines'])}. Say it once."
+                f"num_machines is {said} but min_machines is {repr_short(data['min_machines'])}. Say it once."
             )
         return {**data, "num_machines": most, "min_machines": least}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lockstep.config.values import shown
+from lockstep.config.values import repr_short
 from lockstep.errors import ConfigError
 
 _UNITS = {
@@ -36,6 +36,6 @@ def bytes_of(size: int | float | str, origin: str, at_least: int = 0) -> int:
         number = int(match[1]) * factor if match[1].isdecimal() else int(float(match[1]) * factor)
     if number < at_least:
         raise ConfigError(
-            f"{origin}={shown(size)} is not a size. Pass a number of bytes or a text such as '10GB' or '512MiB'."
+            f"{origin}={repr_short(size)} is not a size. Pass a number of bytes or a text such as '10GB' or '512MiB'."
         )
     return number

@@ -25,7 +25,7 @@ OPTION = re.compile(r"[A-Za-z][A-Za-z0-9._/-]{0,127}")
 HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.(?!-)[A-Za-z0-9_-]{1,63})*\.?")
 
 
-def shown(value: Any, limit: int = 40) -> str:
+def repr_short(value: Any, limit: int = 40) -> str:
     """``value`` as text for a message, cut at ``limit`` characters."""
     try:
         text = repr(value)[: limit * 8] if not isinstance(value, str) else repr(value[: limit * 2])
@@ -52,10 +52,10 @@ def refused(value: Any, origin: str, what: str, instead: str) -> ConfigError:
     """The error for a value that is not ``what``: a sentence and ``instead``, or what follows the name of a key."""
     if origin:
         return ConfigError(f"{origin}={plain(value)} is not {what}. {instead}")
-    return ConfigError(f"{shown(value)} is not {what}")
+    return ConfigError(f"{repr_short(value)} is not {what}")
 
 
-def listed(names: Iterable[str], most: int = 3, none: str = "none") -> str:
+def join_names(names: Iterable[str], most: int = 3, none: str = "none") -> str:
     """The first names for a message, and how many more there are; ``none`` if there is no name."""
     every = list(names)
     rest = f" and {len(every) - most} more" if len(every) > most else ""
@@ -75,7 +75,7 @@ def parse_host(value: Any) -> str | None:
         # digits and dots alone are a mistyped address, not a name
         if len(text) <= 253 and HOST_NAME.fullmatch(text) and not re.fullmatch(r"[0-9.]+", text):
             return text
-    raise ConfigError(f"{shown(value)} is not a host name or IP address")
+    raise ConfigError(f"{repr_short(value)} is not a host name or IP address")
 
 
 def parse_gpus(value: Any) -> str | None:
@@ -92,9 +92,9 @@ def parse_gpus(value: Any) -> str | None:
     names = [str(part).strip() for part in parts if not isinstance(part, bool)]
     known = [bool(re.fullmatch(r"[0-9]{1,4}|(GPU|MIG)-[0-9A-Za-z/-]{1,80}", name)) for name in names]
     if not names or len(names) != len(parts) or not all(known):
-        raise ConfigError(f"{shown(value)} is not 'all' or a list of GPU numbers such as 0,1")
+        raise ConfigError(f"{repr_short(value)} is not 'all' or a list of GPU numbers such as 0,1")
     if len(set(names)) != len(names):
-        raise ConfigError(f"{shown(value)} names a GPU twice")
+        raise ConfigError(f"{repr_short(value)} names a GPU twice")
     return ",".join(names)
 
 
@@ -169,7 +169,7 @@ def parse_machines(value: Any) -> tuple[int, int]:
         high = parse_integer(most, "", low, MAX_MACHINES) if ":" in text else low
     except ConfigError:
         raise ConfigError(
-            f"{shown(value)} is not a number of machines from 1 to {MAX_MACHINES}, or MIN:MAX"
+            f"{repr_short(value)} is not a number of machines from 1 to {MAX_MACHINES}, or MIN:MAX"
         ) from None
     return low, high
 
@@ -183,14 +183,14 @@ def parse_endpoint(value: Any) -> tuple[str, int]:
             raise ConfigError("")
         return parse_host(host[1:-1] if bracketed else host) or "", parse_integer(port, "", 1, MAX_PORT)
     except ConfigError:
-        raise ConfigError(f"{shown(value)} is not HOST:PORT, such as 10.0.0.1:29500") from None
+        raise ConfigError(f"{repr_short(value)} is not HOST:PORT, such as 10.0.0.1:29500") from None
 
 
 def parse_interface(value: Any) -> str | None:
     """The name of a network interface, such as ``eth0``; raises ConfigError."""
     if value is None or (isinstance(value, str) and INTERFACE.fullmatch(value)):
         return value
-    raise ConfigError(f"{shown(value)} is not the name of a network interface, such as eth0")
+    raise ConfigError(f"{repr_short(value)} is not the name of a network interface, such as eth0")
 
 
 def parse_names(value: Any) -> tuple[str, ...]:
@@ -200,7 +200,7 @@ def parse_names(value: Any) -> tuple[str, ...]:
         names = [part.strip() for part in parts if isinstance(part, str)]
         if len(names) == len(parts) and all(VARIABLE.fullmatch(name) for name in names):
             return tuple(dict.fromkeys(names))
-    raise ConfigError(f"{shown(value)} is not a list of names of environment variables")
+    raise ConfigError(f"{repr_short(value)} is not a list of names of environment variables")
 
 
 def parse_pairs(value: Any) -> dict[str, str]:
@@ -211,17 +211,17 @@ def parse_pairs(value: Any) -> dict[str, str]:
         split = [part.partition("=") if isinstance(part, str) else ("", "", "") for part in value]
         for (_, equals, _), part in zip(split, value, strict=True):
             if not equals:
-                raise ConfigError(f"{shown(part)} is not KEY=VALUE")
+                raise ConfigError(f"{repr_short(part)} is not KEY=VALUE")
         if len({key for key, _, _ in split}) != len(split):
-            raise ConfigError(f"{shown(value)} gives an option twice")
+            raise ConfigError(f"{repr_short(value)} gives an option twice")
         value = {key: text for key, _, text in split}
     if not isinstance(value, dict):
-        raise ConfigError(f"{shown(value)} is not a section of options")
+        raise ConfigError(f"{repr_short(value)} is not a section of options")
     for key, item in value.items():
         if not isinstance(key, str) or not OPTION.fullmatch(key):
-            raise ConfigError(f"{shown(key)} is not the name of an option")
+            raise ConfigError(f"{repr_short(key)} is not the name of an option")
         if type(item) not in (str, int, float) or not str(item).isprintable():
-            raise ConfigError(f"option {key}={shown(item)} is not a number or a line of text")
+            raise ConfigError(f"option {key}={repr_short(item)} is not a number or a line of text")
     return {key: str(item) for key, item in value.items()}
 
 
@@ -229,5 +229,5 @@ def parse_seconds(value: Any) -> float:
     """A time in seconds, from 0 to 10 million; raises ConfigError."""
     number = decimal_number(value)
     if not 0 <= number <= MAX_SECONDS:
-        raise ConfigError(f"{shown(value)} is not a number of seconds from 0 to {MAX_SECONDS:.0f}")
+        raise ConfigError(f"{repr_short(value)} is not a number of seconds from 0 to {MAX_SECONDS:.0f}")
     return number

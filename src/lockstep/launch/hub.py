@@ -109,18 +109,18 @@ class Hub:
         if verb == "beat":
             self._beat(machine, peer, message)
         elif verb == "finished":
-            self._codes.append(_whole(message, "code"))
-            self._step(m.Finished(machine, _whole(message, "round")))
+            self._codes.append(_non_negative_int(message, "code"))
+            self._step(m.Finished(machine, _non_negative_int(message, "round")))
         elif verb == "failed":
             self._failed(message)
         elif verb == "left" and self._watch is not None:
             current = self._members.round
-            if current is not None and _whole(message, "round") == current.number:
-                self._watch.left(_whole(message, "rank"))
+            if current is not None and _non_negative_int(message, "round") == current.number:
+                self._watch.left(_non_negative_int(message, "rank"))
         elif verb == "stop":
             self._stop_wanted(str(message.get("signal", "")))
         elif verb == "leave":
-            self._leave(machine, str(message.get("signal", "")), _whole(message, "code"))
+            self._leave(machine, str(message.get("signal", "")), _non_negative_int(message, "code"))
 
     def lost(self, peer: NodeConnection) -> None:
         """A launcher's connection is gone."""
@@ -261,9 +261,9 @@ class Hub:
 
     def _failed(self, message: Mapping[str, Any]) -> None:
         current = self._members.round
-        if current is None or _whole(message, "round") != current.number:
+        if current is None or _non_negative_int(message, "round") != current.number:
             return
-        rank, code = _whole(message, "rank"), _whole(message, "code")
+        rank, code = _non_negative_int(message, "rank"), _non_negative_int(message, "code")
         where = f" on {message.get('host')}" if len(current.nodes) > 1 else ""
         failure = RoundFailure(
             f"rank {rank}{where} failed ({message.get('summary')}){self._at_step()}", code, rank
@@ -345,10 +345,10 @@ def offer_of(message: Mapping[str, Any]) -> m.JoinRequest:
         machine=_text(message, "machine"),
         name=_text(message, "name"),
         run=_text(message, "run"),
-        nproc=_whole(message, "nproc"),
+        nproc=_non_negative_int(message, "nproc"),
         address=_text(message, "address"),
-        port=_whole(message, "port"),
-        rank=None if rank is None else _whole(message, "rank"),
+        port=_non_negative_int(message, "port"),
+        rank=None if rank is None else _non_negative_int(message, "rank"),
         epoch=_text(message, "epoch"),
     )
     if not request.machine or request.nproc < 1:
@@ -375,7 +375,7 @@ def _text(message: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def _whole(message: Mapping[str, Any], name: str) -> int:
+def _non_negative_int(message: Mapping[str, Any], name: str) -> int:
     value = message.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise LinkError(

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from lockstep.config.parallel import BlockRule
-from lockstep.config.values import shown, suggestion
+from lockstep.config.values import repr_short, suggestion
 from lockstep.errors import UsageError
 from lockstep.torch_internals import modules as torch_modules
 
@@ -51,7 +51,7 @@ def find_blocks(model: nn.Module, blocks: tuple[str, ...] | BlockRule = ()) -> d
         matched = {name for name, module in every if name and _matches(pattern, name, module)}
         if not matched:
             raise UsageError(
-                f"blocks={shown(pattern)} matches no class and no module in {_class(model)}."
+                f"blocks={repr_short(pattern)} matches no class and no module in {_class(model)}."
                 f"{suggestion(pattern, _candidates(model))} {_what_there_is(model)}"
             )
         matches |= matched
@@ -130,10 +130,10 @@ def _what_there_is(model: nn.Module, limit: int = 6) -> str:
     names = [name for name, _ in classes.most_common(limit)]
     if not names and not lists:
         return "It has no nested modules: leave blocks out."
-    return f"Name a class ({', '.join(names) or 'none here'}) or members of a list ({_some(lists, limit)})."
+    return f"Name a class ({', '.join(names) or 'none here'}) or members of a list ({_first_names(lists, limit)})."
 
 
-def _some(names: list[str], limit: int) -> str:
+def _first_names(names: list[str], limit: int) -> str:
     return ", ".join(names[:limit] + ["..."] * (len(names) > limit)) or "none here"
 
 

@@ -75,7 +75,7 @@ def parallelize(
     parallel, axes = options.parallel, options.meshes.axes
     _probe(parallel, axes)
     divides_weights = parallel.divides_weights
-    shards = _shards(model, options) and not evaluation_mode
+    shards = _should_shard(model, options) and not evaluation_mode
     needs_blocks = shards or axes.pp * axes.cp > 1 or parallel.activation is not Activation.NONE
     blocks = find_blocks(model, parallel.blocks) if needs_blocks else {}
     if (shards or divides_weights) and runtime.world_size > 1 and not evaluation_mode:
@@ -141,7 +141,7 @@ def _refuse_hook(options: ModelOptions) -> None:
         )
 
 
-def _shards(model: nn.Module, options: ModelOptions) -> bool:
+def _should_shard(model: nn.Module, options: ModelOptions) -> bool:
     has_parameters = next(model.parameters(), None) is not None
     return options.parallel.shards and options.meshes.gradient_size > 1 and has_parameters
 

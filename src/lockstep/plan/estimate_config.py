@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.json_file import MAX_BYTES, parse_json
 from lockstep.config.regular_file import read_regular_file
-from lockstep.config.values import shown, suggestion
+from lockstep.config.values import repr_short, suggestion
 from lockstep.errors import ConfigError, MissingExtraError, UsageError
 from lockstep.plan.estimate_import import last_line
 
@@ -60,8 +60,8 @@ def built_from_config(path: Path) -> tuple[nn.Module, tuple[str, ...]]:
         own = " It comes with code of its own, which is not run." if "auto_map" in data else ""
         near = suggestion(str(kind), CONFIG_MAPPING)
         raise UsageError(
-            f"{path}: model_type={shown(kind)} is none that transformers {transformers.__version__} has.{own}{near} "
-            "Name its class as module:Class, or its files of weights."
+            f"{path}: model_type={repr_short(kind)} is none that transformers {transformers.__version__} "
+            f"has.{own}{near} Name its class as module:Class, or its files of weights."
         )
     with contextlib.redirect_stdout(sys.stderr):
         try:
@@ -93,8 +93,8 @@ def _model(config: Any, data: dict[str, Any], path: Path) -> nn.Module:
             built: nn.Module = auto.from_config(config, trust_remote_code=False)
             return built
     raise UsageError(
-        f"{path}: transformers has no model for architectures={shown(names)} of type {config.model_type}. Name its "
-        "class as module:Class."
+        f"{path}: transformers has no model for architectures={repr_short(names)} of type {config.model_type}. Name "
+        "its class as module:Class."
     )
 
 
@@ -123,5 +123,5 @@ def _check_numbers(data: Any, path: Path, name: str = "") -> None:
         most = MOST_MODULES if counts else LARGEST
         if abs(data) > most:
             raise ConfigError(
-                f"{path}: {name}={shown(data)} is more than {most}, which no model has. Correct it."
+                f"{path}: {name}={repr_short(data)} is more than {most}, which no model has. Correct it."
             )

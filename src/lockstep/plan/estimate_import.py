@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lockstep.config.values import shown, suggestion
+from lockstep.config.values import repr_short, suggestion
 from lockstep.errors import UsageError
 
 
@@ -62,7 +62,7 @@ def _attribute(module: ModuleType, name: str, place: str) -> Any:
         if not part or not hasattr(found, part):
             public = [known for known in vars(module) if not known.startswith("_")]
             raise UsageError(
-                f"{place} has no {shown(name)}.{suggestion(name, public)} Name a class or a function in it."
+                f"{place} has no {repr_short(name)}.{suggestion(name, public)} Name a class or a function in it."
             )
         found = getattr(found, part)
     return found
@@ -78,7 +78,7 @@ def _check_arguments(made: Callable[..., Any], text: str, arguments: Mapping[str
     except TypeError as error:
         raise UsageError(
             f"{text} cannot be called with {', '.join(arguments) or 'no arguments'}: {error}. It takes "
-            f"{shown(str(signature), 100)}; give keyword arguments with --args '{{\"name\": value}}', or name a "
+            f"{repr_short(str(signature), 100)}; give keyword arguments with --args '{{\"name\": value}}', or name a "
             "function that needs none."
         ) from None
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.values import shown
+from lockstep.config.values import repr_short
 from lockstep.errors import UsageError
 from lockstep.plan.estimate_model import Elements, ModelFacts, added
 
@@ -91,7 +91,7 @@ def facts_of(
     is_path = os.path.exists(path)
     if arguments and (is_path or ":" not in text):
         raise UsageError(
-            f"--args are for a class or function, which {shown(text)} is not. Drop them, or name module:Class."
+            f"--args are for a class or function, which {repr_short(text)} is not. Drop them, or name module:Class."
         )
     weights = is_path and _has_weights(path)
     if weights and not batch:
@@ -104,8 +104,8 @@ def facts_of(
         return replace(facts, notes=(*facts.notes, *notes))
     if not all(text.rpartition(":")):
         raise UsageError(
-            f"{shown(text, 100)} is no file or folder, and no module:Class. Name one of these; a model of a hub is "
-            "downloaded first."
+            f"{repr_short(text, 100)} is no file or folder, and no module:Class. Name one of these; a model of a hub "
+            "is downloaded first."
         )
     return _facts(_module(text, arguments or {}), text, "module", batch, sequence)
 
@@ -125,8 +125,8 @@ def _module(text: str, arguments: Mapping[str, Any]) -> nn.Module:
         made = call_factory(text, arguments)
     if not isinstance(made, torch.nn.Module):
         raise UsageError(
-            f"{shown(text, 100)} gives a {type(made).__name__}, not a torch.nn.Module. Name a class of modules, or a "
-            "function that returns one."
+            f"{repr_short(text, 100)} gives a {type(made).__name__}, not a torch.nn.Module. Name a class of modules, "
+            "or a function that returns one."
         )
     return made
 
@@ -139,7 +139,8 @@ def _facts(model: nn.Module, name: str, kind: str, batch: int, sequence: int) ->
 
     if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
         raise UsageError(
-            f"{shown(name, 100)} has lazy modules, whose sizes are known after a first forward only. Give them sizes."
+            f"{repr_short(name, 100)} has lazy modules, whose sizes are known after a first forward only. Give them "
+            "sizes."
         )
     blocks = find_blocks(model)
     shared = {block for names in shared_parameters(model, blocks).values() for block in names}

@@ -16,7 +16,7 @@ from fractions import Fraction
 from lockstep.config.checks import MAX_ACCUMULATION_STEPS, MAX_PROCESSES
 from lockstep.config.enums import Offload, Strategy
 from lockstep.config.parallel import Parallel
-from lockstep.config.values import parse_integer, shown, suggestion
+from lockstep.config.values import parse_integer, repr_short, suggestion
 from lockstep.errors import ConfigError
 from lockstep.plan.dtypes import BYTES, dtypes
 from lockstep.plan.homes import StateLocation, StateLocations, homes
@@ -267,7 +267,7 @@ def _optimizer_bytes(name: str) -> int:
     known = OPTIMIZERS.get(name.lower())
     if known is None:
         raise ConfigError(
-            f"optimizer={shown(name)} has no known size of state.{suggestion(name, OPTIMIZERS)} "
+            f"optimizer={repr_short(name)} has no known size of state.{suggestion(name, OPTIMIZERS)} "
             f"Use one of {', '.join(OPTIMIZERS)}."
         )
     return known

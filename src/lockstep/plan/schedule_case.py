@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config.enums import Schedule
-from lockstep.config.values import shown
+from lockstep.config.values import repr_short
 from lockstep.errors import ConfigError
 from lockstep.plan.schedule import Timeline, Times, simulate
 from lockstep.plan.schedule_table import RULES, checked, formula_bubble
@@ -124,8 +124,8 @@ def parse_times(text: str) -> Times:
         numbers = []
     if len(numbers) not in (2, 3) or not all(1e-3 <= number <= 1e3 for number in numbers):  # nor nan
         raise ConfigError(
-            f"--times={shown(text)} is not two or three numbers from 0.001 to 1000. Give forward,backward such as 1,2 "
-            "or forward,input,weights such as 1,1,1."
+            f"--times={repr_short(text)} is not two or three numbers from 0.001 to 1000. Give forward,backward such as "
+            "1,2 or forward,input,weights such as 1,1,1."
         )
     if len(numbers) == 2:
         return Times(numbers[0], numbers[1] / 2, numbers[1] / 2)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 
-from lockstep.config.values import parse_integer, shown
+from lockstep.config.values import parse_integer, repr_short
 from lockstep.errors import ConfigError
 
 MAX_PARAMETERS = 10**15
@@ -48,7 +48,7 @@ def parse_count(text: str, origin: str) -> int:
     number = Decimal(match[1]) * UNITS[match[2].upper()] if match else Decimal(0)
     if not 1 <= number <= MAX_PARAMETERS or number % 1:
         raise ConfigError(
-            f"{origin}={shown(text)} is not a whole number of parameters from 1 to 1000T. Write it like 1.3B, 350M, "
-            "7e9 or 124439808."
+            f"{origin}={repr_short(text)} is not a whole number of parameters from 1 to 1000T. Write it like 1.3B, "
+            "350M, 7e9 or 124439808."
         )
     return int(number)

@@ -15,7 +15,7 @@ from lockstep.checkpoint.format.documents import LARGEST_JSON_BYTES as LIMIT
 from lockstep.checkpoint.format.documents import MANIFEST, TENSORS, Manifest
 from lockstep.checkpoint.format.index import index_from_bytes
 from lockstep.checkpoint.store.base import Store, UnreachableError
-from lockstep.config.values import listed
+from lockstep.config.values import join_names
 from lockstep.errors import CheckpointError, LockstepError, NoCheckpointError
 
 S = TypeVar("S")
@@ -107,7 +107,7 @@ def check_names(store: Store, root: str, manifest: Manifest) -> None:
     missing = sorted(manifest.files.keys() - found.keys())
     if missing:
         raise CheckpointError(
-            f"{root} lacks {listed(missing)}, which the manifest lists."
+            f"{root} lacks {join_names(missing)}, which the manifest lists."
             f"{_inside(store, root, manifest, missing[0])} Load another checkpoint."
         )
     for name, entry in sorted(manifest.files.items()):
@@ -152,7 +152,7 @@ def _inside(store: Store, root: str, manifest: Manifest, name: str) -> str:
     except (LockstepError, OSError):
         return ""
     names = [tensor for tensor, entry in index.items() if any(piece.file == name for piece in entry.pieces)]
-    return f" It holds {listed(names)}." if names else ""
+    return f" It holds {join_names(names)}." if names else ""
 
 
 def in_parallel(work: Callable[[S], T], items: Iterable[S]) -> list[T]:

@@ -34,7 +34,7 @@ from lockstep.checkpoint.weights.folder import (
 from lockstep.checkpoint.weights.names import INDEX, WEIGHTS
 from lockstep.checkpoint.weights.slabs import PiecedTensors
 from lockstep.checkpoint.weights.weightfile import check_room, write_tensor_file
-from lockstep.config.values import listed
+from lockstep.config.values import join_names
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.runtime.plain_file import check_plain_file, check_shard, read_plain_file
 
@@ -188,7 +188,7 @@ def _of_index(folder: str, name: str) -> Index:
 
 
 def _some(names: Iterable[str]) -> str:
-    return listed(sorted(names), none="nothing")
+    return join_names(sorted(names), none="nothing")
 
 
 def _of_files(path: str, file: str | None = None) -> Index:

@@ -128,7 +128,7 @@ def save_model(
     except Exception as error:
         failure = error
     deque(gathered, maxlen=0)  # also where writing failed: the others are in these collectives
-    communicator.agree(failure)
+    communicator.error_barrier(failure)
 
 
 def save_stages(

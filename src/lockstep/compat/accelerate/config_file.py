@@ -28,7 +28,7 @@ from lockstep.config.merge import (
 )
 from lockstep.config.run import RunConfig
 from lockstep.config.settings import IN_FILES
-from lockstep.config.values import SettingValue, shown, suggestion
+from lockstep.config.values import SettingValue, repr_short, suggestion
 from lockstep.config.yaml_file import YamlFile, read_yaml
 from lockstep.errors import ConfigError
 
@@ -178,7 +178,7 @@ def _check_section(file: YamlFile, key: str, value: Any) -> None:
     if is_off(value):
         return
     if not isinstance(value, dict):
-        raise ConfigError(f"{file.at(key)} is {shown(value)}, but must be a section of keys. Write one.")
+        raise ConfigError(f"{file.at(key)} is {repr_short(value)}, but must be a section of keys. Write one.")
     what, own = SECTIONS[key]
     kind = file.data.get("distributed_type")
     if own is not None and kind not in (None, own):
@@ -250,7 +250,7 @@ def _check_kind(file: YamlFile, key: str, value: Any) -> None:
         return
     if not isinstance(value, str) or value not in words:
         near = suggestion(value, words) if isinstance(value, str) else ""
-        raise ConfigError(f"{file.at(key)}: {shown(value)} is not one of {', '.join(words)}.{near}")
+        raise ConfigError(f"{file.at(key)}: {repr_short(value)} is not one of {', '.join(words)}.{near}")
     if value == ComputeEnvironment.AMAZON_SAGEMAKER:
         raise ConfigError(
             f"{file.at(key)}: {value} is not available. Use {ComputeEnvironment.LOCAL_MACHINE}."
@@ -274,7 +274,7 @@ def _apply_type(file: YamlFile, values: dict[str, Any]) -> None:
         )
     if kind in (DistributedType.NO, False) and str(values.get("num_processes", 1)) != "1":
         raise ConfigError(
-            f"{file.at('num_processes')} is {shown(values['num_processes'])} but distributed_type is NO. "
+            f"{file.at('num_processes')} is {repr_short(values['num_processes'])} but distributed_type is NO. "
             f"Set MULTI_CPU or MULTI_GPU, or num_processes: 1."
         )
 

@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from lockstep.compat.deepspeed.lr_schedules import SCHEDULES, LRSchedule, Rate
-from lockstep.config.values import parse_bool, parse_integer, shown, suggestion
+from lockstep.config.values import parse_bool, parse_integer, repr_short, suggestion
 from lockstep.errors import ConfigError
 
 Parser = Callable[[Any, str], Any]  # (value, where it stands) -> the value, or ConfigError
@@ -48,7 +48,7 @@ def refuse_unknown(names: Mapping[str, Any], known: Mapping[str, Any], what: str
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigError(
-            f"The {what} has no parameter {', '.join(shown(name) for name in unknown)}."
+            f"The {what} has no parameter {', '.join(repr_short(name) for name in unknown)}."
             f"{suggestion(str(unknown[0]), known)} Remove it, or use one of {', '.join(known)}."
         )
 
@@ -60,7 +60,7 @@ def _number(low: float = -math.inf, below: float = math.inf, above: float = -mat
             bounds = [f"at least {low}"] * (low > -math.inf)
             bounds += [f"above {above}"] * (above > -math.inf) + [f"below {below}"] * (below < math.inf)
             raise ConfigError(
-                f"{origin} is {shown(value)}, but must be a finite number{' '.join(['', *bounds])}. Change it."
+                f"{origin} is {repr_short(value)}, but must be a finite number{' '.join(['', *bounds])}. Change it."
             )
         return value
 
@@ -83,7 +83,7 @@ def _integer(at_least: int) -> Parser:
 
 def _warmup_type(value: Any, origin: str) -> str:
     if value not in ("log", "linear"):
-        raise ConfigError(f"{origin} is {shown(value)}, which is not known. Use 'log' or 'linear'.")
+        raise ConfigError(f"{origin} is {repr_short(value)}, which is not known. Use 'log' or 'linear'.")
     return str(value)
 
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.compat.deepspeed.lr_schedule_params import refuse_unknown
 from lockstep.config.training_objects import OptimizerConfig, Placeholder
-from lockstep.config.values import parse_bool, shown, suggestion
+from lockstep.config.values import parse_bool, repr_short, suggestion
 from lockstep.errors import ConfigError
 
 AUTO = "auto"
@@ -113,7 +113,7 @@ def build_optimizer(config: OptimizerConfig | None, dummy: DummyOptim) -> Optimi
         return kind(dummy.params, **values)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"torch refuses the optimizer of type {config.type} with {shown(values, 200)}: {error}. Change the "
+            f"torch refuses the optimizer of type {config.type} with {repr_short(values, 200)}: {error}. Change the "
             "parameters in the section 'optimizer', or those of DummyOptim."
         ) from error
 
@@ -154,7 +154,8 @@ def _class_of(config: OptimizerConfig) -> tuple[type[Optimizer], dict[str, Any]]
     if name not in classes:
         names = sorted(value.__name__ for value in classes.values())
         raise ConfigError(
-            f"The optimizer {shown(config.type)} is not known.{suggestion(name, names)} Use one of {', '.join(names)}."
+            f"The optimizer {repr_short(config.type)} is not known.{suggestion(name, names)} Use one of "
+            f"{', '.join(names)}."
         )
     if "max_grad_norm" in config.params:
         raise ConfigError(
@@ -195,14 +196,14 @@ def _checked(value: Any, default: Any, name: str) -> Any:
         right = isinstance(value, (list, tuple)) and len(value) == len(default)
         if not right or not all(item is None or _is_number(item) for item in value):
             raise ConfigError(
-                f"optimizer.params.{name} is {shown(value)}, but must be {len(default)} numbers. Write them as "
+                f"optimizer.params.{name} is {repr_short(value)}, but must be {len(default)} numbers. Write them as "
                 f"{list(default)}."
             )
         return tuple(value)
     if isinstance(default, (int, float)) and not _is_number(value):
         raise ConfigError(
-            f"optimizer.params.{name} is {shown(value)}, which is not a finite number. Write it as a number, without "
-            "quotes."
+            f"optimizer.params.{name} is {repr_short(value)}, which is not a finite number. Write it as a number, "
+            "without quotes."
         )
     return value
 

@@ -21,7 +21,7 @@ from lockstep.compat.deepspeed.lr_schedules import (
 )
 from lockstep.compat.deepspeed.optimizers import DummyScheduler, filled
 from lockstep.config.training_objects import SchedulerConfig
-from lockstep.config.values import parse_integer, shown, suggestion
+from lockstep.config.values import parse_integer, repr_short, suggestion
 from lockstep.errors import ConfigError, UsageError
 
 # They need functions, other schedules or a metric, which a file cannot hold.
@@ -130,8 +130,8 @@ def _torch_scheduler(config: SchedulerConfig, dummy: DummyScheduler, optimizer: 
     if config.type not in classes:
         names = [*SCHEDULES, *sorted(name for name in classes if not name.startswith("_"))]
         raise ConfigError(
-            f"The schedule {shown(config.type)} is not available from a file.{suggestion(config.type, names)} Use one "
-            f"of {', '.join(names)}, or pass lr_scheduler_callable to DummyScheduler."
+            f"The schedule {repr_short(config.type)} is not available from a file.{suggestion(config.type, names)} Use "
+            f"one of {', '.join(names)}, or pass lr_scheduler_callable to DummyScheduler."
         )
     kind = classes[config.type]
     params = filled(config.params, dummy.kwargs, dummy.kwargs, "scheduler", "DummyScheduler")
@@ -142,6 +142,6 @@ def _torch_scheduler(config: SchedulerConfig, dummy: DummyScheduler, optimizer: 
         return kind(optimizer, **params)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"torch refuses the schedule {config.type} with {shown(params, 200)}: {error}. Change scheduler.params in "
-            "the file."
+            f"torch refuses the schedule {config.type} with {repr_short(params, 200)}: {error}. Change "
+            "scheduler.params in the file."
         ) from error

@@ -10,7 +10,7 @@ from lockstep.compat.rules import NoEffect, Refused, Table, Translation, Used, t
 from lockstep.config import readers as read
 from lockstep.config.hosts import parse_filter
 from lockstep.config.merge import merge_settings
-from lockstep.config.values import SettingValue, shown
+from lockstep.config.values import SettingValue, repr_short
 from lockstep.errors import ConfigError
 
 META = "a model is made as the script makes it; one made on the meta device is filled shard by shard"
@@ -32,7 +32,7 @@ def _launcher(value: Any, key: str) -> dict[str, bool]:
         return {}
     if value not in MULTINODE_LAUNCHERS:
         raise ConfigError(
-            f"{key}={shown(value)} is not available. Use one of {', '.join(MULTINODE_LAUNCHERS)}."
+            f"{key}={repr_short(value)} is not available. Use one of {', '.join(MULTINODE_LAUNCHERS)}."
         )
     return MULTINODE_LAUNCHERS[value]
 
@@ -41,7 +41,7 @@ def file_name(value: Any, key: str) -> str | None:
     if value in ("", "none"):
         return None
     if not isinstance(value, str) or "\0" in value:
-        raise ConfigError(f"{key}={shown(value)} is not a path. Give the name of a file.")
+        raise ConfigError(f"{key}={repr_short(value)} is not a path. Give the name of a file.")
     return value
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.compat.rules import Detail, NoEffect, Refused, Table, Translation, Used, translate
 from lockstep.config import readers as read
-from lockstep.config.values import SettingValue, parse_bool, shown
+from lockstep.config.values import SettingValue, parse_bool, repr_short
 from lockstep.errors import ConfigError
 
 PREFIX = "fsdp_"
@@ -45,7 +45,7 @@ def _reshard(value: Any, key: str) -> dict[str, Any]:
     except ConfigError:
         known = ", ".join(STRATEGIES)
         raise ConfigError(
-            f"{key}={shown(value)} is not true, false or one of {known}. Use one of them."
+            f"{key}={repr_short(value)} is not true, false or one of {known}. Use one of them."
         ) from None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lockstep.config.values import shown, suggestion
+from lockstep.config.values import repr_short, suggestion
 from lockstep.errors import ConfigError
 
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")  # RFC 1123
@@ -97,7 +97,7 @@ def check_length(name: str, suffix: str) -> None:
 
 
 def _refuse(key: str, value: str, rule: str) -> ConfigError:
-    return ConfigError(f"--k8s-option {key}={shown(value)} is not {rule}.")
+    return ConfigError(f"--k8s-option {key}={repr_short(value)} is not {rule}.")
 
 
 def _image(key: str, value: str) -> str:

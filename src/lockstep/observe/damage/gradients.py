@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import local
-from lockstep.config.values import listed
+from lockstep.config.values import join_names
 from lockstep.observe.damage.divergence import ranks_are
 from lockstep.observe.damage.pieces import held, leaves
 from lockstep.parallel.parallel_model import ParallelModel
@@ -177,4 +177,4 @@ def explain(step: int, micro_steps: int, evidence: Sequence[GradientEvidence]) -
 
 def _names(names: Sequence[str]) -> str:
     names = list(dict.fromkeys(names))  # a pipeline has several backwards in a micro-step
-    return listed((f"'{name}'" for name in names), none="no tensor that has a name")
+    return join_names((f"'{name}'" for name in names), none="no tensor that has a name")

@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.errors import LinkError
 from lockstep.observe.hang.diagnosis import Ended, Finding, Silent, diagnose
 from lockstep.observe.hang.process_state import state_of
-from lockstep.observe.hang.ranks import WatchedRank, find_stragglers, whole
+from lockstep.observe.hang.ranks import WatchedRank, find_stragglers, integer_of
 from lockstep.observe.hang.records import Evidence
 from lockstep.observe.hang.stopping import CommonStop
 
@@ -115,7 +115,7 @@ class Coordinator:
             return  # of a round that is over
         state.heard = self._now
         if verb == "beat":
-            state.beat(message, self._now)
+            state.take_heartbeat(message, self._now)
         elif verb == "evidence" and self._question is not None:
             if message.get("question") == self._question.number:
                 self._question.answers[rank] = Evidence.from_message(message.get("evidence", {}))
@@ -124,7 +124,7 @@ class Coordinator:
             self.request_stop(str(message.get("cause", "a signal")))
         elif verb == "passed":
             self._note_progress(state, message)
-            state.passed = whole(message, "boundary")
+            state.passed = integer_of(message, "boundary")
             self._stop.settle()
         elif verb == "committed":
             self.commits += 1
@@ -133,7 +133,7 @@ class Coordinator:
         elif verb == "ending":
             state.is_ending = True
         elif verb == "done":
-            state.is_ending, state.done_at = False, max(state.ticks, whole(message, "ticks"))
+            state.is_ending, state.done_at = False, max(state.ticks, integer_of(message, "ticks"))
         elif verb == "bye":
             self._bye(rank, message)
 
@@ -158,8 +158,8 @@ class Coordinator:
         if not isinstance(rank, int):
             return
         peer.data["rank"] = rank
-        self._world_size = self._world_size or whole(message, "world_size")
-        host, pid = str(message.get("host", "")), whole(message, "pid")
+        self._world_size = self._world_size or integer_of(message, "world_size")
+        host, pid = str(message.get("host", "")), integer_of(message, "pid")
         state = self._ranks[rank] = WatchedRank(peer, host, pid, heard=self._now, progressed=self._now)
         if self._ended.pop(rank, None) is not None:  # the same process, which has made another Accelerator
             self._tell_others(rank, "back")
@@ -168,8 +168,10 @@ class Coordinator:
         self._stop.tell(state)
 
     def _note_progress(self, state: WatchedRank, message: Mapping[str, Any]) -> None:
-        state.boundaries = max(state.boundaries, whole(message, "boundaries"), whole(message, "boundary"))
-        state.steps = max(state.steps, whole(message, "steps"))
+        state.boundaries = max(
+            state.boundaries, integer_of(message, "boundaries"), integer_of(message, "boundary")
+        )
+        state.steps = max(state.steps, integer_of(message, "steps"))
 
     def _bye(self, rank: int, message: Mapping[str, Any]) -> None:
         """A rank ends its part of the run; after a failure the launcher finds out by itself."""

@@ -342,13 +342,13 @@ def whereabouts(ranks: Sequence[int], seen: dict[int, Evidence]) -> str:
     """ "rank 1 is at data.py:88 in slow_fetch", ranks that are at one place together."""
     places: dict[str, list[int]] = {}
     for rank in ranks:
-        places.setdefault(place_shown(seen[rank].place), []).append(rank)
+        places.setdefault(describe_line(seen[rank].place), []).append(rank)
     parts = [f"{named(at)} {verb('is', at)} {place}" for place, at in list(places.items())[:MOST_PLACES]]
     rest = " and others elsewhere" if len(places) > MOST_PLACES else ""
     return ", ".join(parts) + rest
 
 
-def place_shown(place: SourceLine | None) -> str:
+def describe_line(place: SourceLine | None) -> str:
     if place is None:
         return "at an unknown line"
     where = "" if place.function == "<module>" else f" in {place.function[-60:]}"

@@ -49,26 +49,26 @@ class WatchedRank:
         """It has called ``end_training``: what it does now concerns nobody."""
         return self.done_at is not None
 
-    def beat(self, message: Mapping[str, Any], now: float) -> None:
+    def take_heartbeat(self, message: Mapping[str, Any], now: float) -> None:
         """Take in a heartbeat."""
-        ticks = whole(message, "ticks")
+        ticks = integer_of(message, "ticks")
         if ticks != self.ticks:
             self.ticks, self.progressed = ticks, now
         if self.done_at is not None and ticks > self.done_at:
             self.done_at = None
-        self.steps = whole(message, "steps")
-        self.boundaries = whole(message, "boundaries")
-        self.slowest_s = seconds(message, "slowest_s")
-        self.local_s, self.step_s = seconds(message, "local_s"), seconds(message, "step_s")
+        self.steps = integer_of(message, "steps")
+        self.boundaries = integer_of(message, "boundaries")
+        self.slowest_s = seconds_of(message, "slowest_s")
+        self.local_s, self.step_s = seconds_of(message, "local_s"), seconds_of(message, "step_s")
 
 
-def whole(message: Mapping[str, Any], name: str) -> int:
+def integer_of(message: Mapping[str, Any], name: str) -> int:
     """An integer of 0 or more in a message; 0 where there is none."""
     value = message.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
 
 
-def seconds(message: Mapping[str, Any], name: str) -> float:
+def seconds_of(message: Mapping[str, Any], name: str) -> float:
     """A duration in a message; 0 where there is none."""
     value = message.get(name)
     return float(value) if isinstance(value, (int, float)) and 0 <= value < 1e9 else 0.0

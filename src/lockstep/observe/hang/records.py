@@ -105,19 +105,19 @@ class Evidence:
 
 def _evidence(message: Mapping[str, Any]) -> Evidence:
     return Evidence(
-        rank=_whole(message["rank"]),
+        rank=_integer(message["rank"]),
         host=_text(message["host"]),
-        pid=_whole(message["pid"]),
-        step=_whole(message["step"]),
+        pid=_integer(message["pid"]),
+        step=_integer(message["step"]),
         idle_s=_seconds(message["idle_s"]),
         place=_place(message["place"]),
         pending=tuple(_collective(one) for one in _list(message["pending"])[:MOST_PENDING]),
-        completed={_text(group): _whole(number, -1) for group, number in _items(message["completed"])},
+        completed={_text(group): _integer(number, -1) for group, number in _items(message["completed"])},
         stack=_text(message["stack"], LONGEST_STACK),
         waits=message["waits"] is True,
         call=_text(message["call"]),
         groups={
-            _text(group): tuple(_whole(rank) for rank in _list(ranks))
+            _text(group): tuple(_integer(rank) for rank in _list(ranks))
             for group, ranks in _items(message["groups"])
         },
         recent=tuple(_collective(one) for one in _list(message["recent"])[-MOST_PENDING:]),
@@ -128,23 +128,23 @@ def _place(value: Any) -> SourceLine | None:
     if value is None:
         return None
     return SourceLine(
-        _text(value["file"]), _whole(value["line"]), _text(value["function"]), _text(value["doing"])
+        _text(value["file"]), _integer(value["line"]), _text(value["function"]), _text(value["doing"])
     )
 
 
 def _collective(value: Any) -> PendingCollective:
     return PendingCollective(
         operation=_text(value["operation"]),
-        number=None if value["number"] is None else _whole(value["number"]),
+        number=None if value["number"] is None else _integer(value["number"]),
         group=_text(value["group"]),
         sizes=_text(value["sizes"]),
         dtype=_text(value["dtype"]),
         place=_place(value["place"]),
-        peer=None if value["peer"] is None else _whole(value["peer"]),
+        peer=None if value["peer"] is None else _integer(value["peer"]),
     )
 
 
-def _whole(value: Any, least: int = 0) -> int:
+def _integer(value: Any, least: int = 0) -> int:
     if type(value) is not int or not least <= value < 2**63:
         raise ValueError(f"{str(value)[:40]!r} is no whole number from {least}")
     return value

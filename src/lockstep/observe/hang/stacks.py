@@ -111,10 +111,10 @@ def is_users(file: str) -> bool:
 
 def place_of(frame: FrameType, doing: str = "") -> SourceLine:
     name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name).rsplit("<locals>.", 1)[-1]
-    return SourceLine(shown(frame.f_code.co_filename), frame.f_lineno or 0, name, doing)
+    return SourceLine(short_path(frame.f_code.co_filename), frame.f_lineno or 0, name, doing)
 
 
-def shown(file: str) -> str:
+def short_path(file: str) -> str:
     """The path relative to the working directory, or to where packages are installed, or the file's name."""
     for folder in INSTALLED:
         if folder in file:
@@ -131,7 +131,7 @@ def text_of(frames: Sequence[FrameType]) -> str:
     lines: list[str] = []
     size = 0
     for frame in frames:
-        line = f"{shown(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        line = f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
         size += len(line) + 1
         if size > LONGEST_STACK:
             break
@@ -192,11 +192,11 @@ def loader_wait(below: Sequence[FrameType]) -> str:
         if frame.f_code.co_filename.endswith(os.path.join("utils", "data", "dataloader.py")):
             workers = dataloader.workers_of(frame.f_locals.get("self"))
             if workers:
-                return "waiting for its data-loader workers (" + workers_shown(workers) + ")"
+                return "waiting for its data-loader workers (" + describe_workers(workers) + ")"
     return ""
 
 
-def workers_shown(workers: Sequence[Any], most: int = 8) -> str:
+def describe_workers(workers: Sequence[Any], most: int = 8) -> str:
     """ "pids 12, 13", and after a pid its state if that is the reason to wait: "pids 12 (stopped), 13 (dead)"."""
     pids = [one.pid for one in workers if one.pid is not None]
     states = {pid: PROCESS_STATES.get(state_letter(pid), "") for pid in pids}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.config.sizes import bytes_of
-from lockstep.config.values import shown
+from lockstep.config.values import repr_short
 from lockstep.errors import ConfigError, OffloadError
 from lockstep.offload.device_map.placement import TensorPlacement
 from lockstep.offload.device_map.sizes import class_names, compute_module_sizes
@@ -38,8 +38,8 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[DeviceName, int]
     for device in max_memory:
         if isinstance(device, bool) or not (isinstance(device, int) or device in ("mps", "cpu", "disk")):
             raise ConfigError(
-                f"max_memory names the device {shown(device)}, which is not known. Use the index of an accelerator "
-                "(an integer), 'mps', 'cpu' or 'disk'."
+                f"max_memory names the device {repr_short(device)}, which is not known. Use the index of an "
+                "accelerator (an integer), 'mps', 'cpu' or 'disk'."
             )
     indices = sorted(device for device in max_memory if isinstance(device, int))
     order = [*indices, *(device for device in ("mps", "cpu", "disk") if device in max_memory)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.config.values import listed, shown, suggestion
+from lockstep.config.values import join_names, repr_short, suggestion
 from lockstep.errors import ConfigError
 from lockstep.offload.device_map.ties import TensorRef, tensor_refs
 
@@ -48,7 +48,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     unknown = [name for name in device_map if name not in modules and name not in tensors]
     if unknown:
         raise ConfigError(
-            f"device_map names {_some(unknown)}, which {type(model).__name__} does not have."
+            f"device_map names {_quoted_names(unknown)}, which {type(model).__name__} does not have."
             f"{suggestion(str(unknown[0]), modules | tensors)} Use names of its modules or tensors."
         )
     devices = {name: as_device(device, name) for name, device in device_map.items()}
@@ -67,7 +67,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     ]
     if missed:
         raise ConfigError(
-            f"device_map gives no device to {_some(missed)}. Add them, or the modules that they are in."
+            f"device_map gives no device to {_quoted_names(missed)}. Add them, or the modules that they are in."
         )
 
 
@@ -90,7 +90,7 @@ def as_device(device: Any, module: str) -> torch.device | str:
             found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"device_map places '{module}' on {shown(device)}, which is no device. Use one of {_devices(count)}."
+            f"device_map places '{module}' on {repr_short(device)}, which is no device. Use one of {_devices(count)}."
         ) from error
     if found.type == "cpu":
         return CPU
@@ -161,5 +161,5 @@ def _devices(count: int) -> str:
     return ", ".join([*map(str, range(count)), "'cpu'", "'disk'"])
 
 
-def _some(names: list[str], limit: int = 5) -> str:
-    return listed((f"'{name}'" for name in names), limit)
+def _quoted_names(names: list[str], limit: int = 5) -> str:
+    return join_names((f"'{name}'" for name in names), limit)

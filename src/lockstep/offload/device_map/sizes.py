@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
-from lockstep.config.values import shown
+from lockstep.config.values import repr_short
 from lockstep.errors import ConfigError
 
 Part = nn.Module | torch.Tensor
@@ -26,7 +26,7 @@ def dtype_of(dtype: torch.dtype | str | None, origin: str = "dtype") -> torch.dt
     found = getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
         raise ConfigError(
-            f"{origin}={shown(dtype)} is not a dtype. Use one such as 'bfloat16' or torch.float16."
+            f"{origin}={repr_short(dtype)} is not a dtype. Use one such as 'bfloat16' or torch.float16."
         )
     return found
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.config.values import listed, shown
+from lockstep.config.values import join_names, repr_short
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.offload.device_map.placement import (
     CPU,
@@ -64,23 +64,26 @@ def match(
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"{origin} and {type(model).__name__} do not have the same weights: missing "
-            f"{_some(ref.name for ref in missing)}; unexpected {_some(unexpected)}. "
+            f"{_quoted_names(ref.name for ref in missing)}; unexpected {_quoted_names(unexpected)}. "
             "Pass strict=False to load what fits."
         )
     empty = [ref.name for ref in refs if ref.name not in found and ref.tensor.is_meta]
     if empty:
         raise CheckpointError(
-            f"{origin} does not have {_some(empty)}, which have no values in the model either. Load another "
+            f"{origin} does not have {_quoted_names(empty)}, which have no values in the model either. Load another "
             "checkpoint, tie weights before (model.tie_weights()), or build the model with values for buffers "
             "(include_buffers=False)."
         )
     _check_shapes(model, refs, found, origin)
     if unexpected:
         logger.warning(
-            "%s has weights that %s does not use: %s.", origin, type(model).__name__, _some(unexpected, 20)
+            "%s has weights that %s does not use: %s.",
+            origin,
+            type(model).__name__,
+            _quoted_names(unexpected, 20),
         )
     if missing:
-        names = _some((ref.name for ref in missing), 20)
+        names = _quoted_names((ref.name for ref in missing), 20)
         logger.warning("%s does not have %s: they keep the values they have.", origin, names)
     return found
 
@@ -122,8 +125,8 @@ def _check_shapes(model: nn.Module, refs: list[TensorRef], found: Mapping[str, S
         )
 
 
-def _some(names: Iterable[str], limit: int = 5) -> str:
-    return listed((shown(name, 80) for name in names), limit)
+def _quoted_names(names: Iterable[str], limit: int = 5) -> str:
+    return join_names((repr_short(name, 80) for name in names), limit)
 
 
 Path = str | os.PathLike[str]

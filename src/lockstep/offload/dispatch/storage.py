@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.config.values import shown
+from lockstep.config.values import repr_short
 from lockstep.errors import ConfigError, OffloadError, UsageError
 from lockstep.offload.device_map.placement import TensorPlacement
 from lockstep.offload.files.offload_folder import Kept, index_of, keep, regions_of
@@ -43,8 +43,8 @@ def place_tensors(
     ]
     if empty:
         raise UsageError(
-            f"{', '.join(map(shown, empty[:5]))}{' and others' * (len(empty) > 5)} of {type(model).__name__} have no "
-            "values (they are on the meta device). Load a checkpoint with load_checkpoint_and_dispatch."
+            f"{', '.join(map(repr_short, empty[:5]))}{' and others' * (len(empty) > 5)} of {type(model).__name__} have "
+            "no values (they are on the meta device). Load a checkpoint with load_checkpoint_and_dispatch."
         )
     data |= _written(placements, data, path, files)
     for placement in placements:
@@ -67,7 +67,7 @@ def _given(
         value = state_dict[name].detach()
         if value.shape != placement.ref.tensor.shape:
             raise ConfigError(
-                f"state_dict has {shown(name)} of shape {tuple(value.shape)}, the model of "
+                f"state_dict has {repr_short(name)} of shape {tuple(value.shape)}, the model of "
                 f"{tuple(placement.ref.tensor.shape)}. Pass weights of this model."
             )
         given[placement.name] = value.to(placement.device)
@@ -106,9 +106,9 @@ def _check_fits(placement: TensorPlacement, region: FileRegion) -> None:
     tensor = placement.ref.tensor
     if (region.shape, region.dtype) != (tensor.shape, tensor.dtype):
         raise OffloadError(
-            f"{region.path} holds {shown(placement.name)} as {region.dtype} of shape {tuple(region.shape)}, but the "
-            f"model needs {tensor.dtype} of shape {tuple(tensor.shape)}. Name another folder, or build the model with "
-            "that dtype."
+            f"{region.path} holds {repr_short(placement.name)} as {region.dtype} of shape {tuple(region.shape)}, but "
+            f"the model needs {tensor.dtype} of shape {tuple(tensor.shape)}. Name another folder, or build the model "
+            "with that dtype."
         )
 
 
@@ -130,7 +130,9 @@ def _written(
     if not new:
         return {}
     if folder is None:
-        names = ", ".join(shown(placement.name) for placement, _ in new[:5]) + " and others" * (len(new) > 5)
+        names = ", ".join(repr_short(placement.name) for placement, _ in new[:5]) + " and others" * (
+            len(new) > 5
+        )
         raise ConfigError(
             f"{names} are placed on the disk, but no file has them. Pass offload_dir (offload_folder), a folder to "
             "write them to."

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lockstep.config.values import shown
+from lockstep.config.values import repr_short
 from lockstep.errors import CheckpointError
 from lockstep.offload.files.safetensors_file import read_header
 from lockstep.offload.files.stored import PickledTensor, Stored
@@ -71,7 +71,8 @@ def _indexed(index_path: str) -> Mapping[str, Stored]:
     for file in sorted(set(places.values())):
         if os.path.basename(file) != file or file in ("", ".", ".."):
             raise CheckpointError(
-                f"The index {index_path} names the file {shown(file)}, which is not in its folder. Move shards there."
+                f"The index {index_path} names the file {repr_short(file)}, which is not in its folder. Move shards "
+                "there."
             )
         path = os.path.join(folder, file)
         try:
@@ -83,14 +84,14 @@ def _indexed(index_path: str) -> Mapping[str, Stored]:
         for name, tensor in _tensors_of(path).items():
             if name in found:
                 raise CheckpointError(
-                    f"{shown(name)} is in several files of {index_path}. Copy or download them again."
+                    f"{repr_short(name)} is in several files of {index_path}. Copy or download them again."
                 )
             found[name] = tensor
     absent = [name for name in places if name not in found]
     if absent:
         raise CheckpointError(
-            f"{os.path.join(folder, places[absent[0]])} does not have {shown(absent[0])}, which {index_path} promises. "
-            "Copy or download it again."
+            f"{os.path.join(folder, places[absent[0]])} does not have {repr_short(absent[0])}, which {index_path} "
+            "promises. Copy or download it again."
         )
     return found
 

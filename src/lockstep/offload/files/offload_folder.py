@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from lockstep.config.values import shown
+from lockstep.config.values import repr_short
 from lockstep.errors import CheckpointError, OffloadError
 from lockstep.offload.device_map.sizes import dtype_of
 from lockstep.offload.files.direct import FileWriter
@@ -91,7 +91,7 @@ def regions_of(index: Mapping[str, Mapping[str, Any]], folder: str | None) -> di
             raise OffloadError(str(error)) from error
         except (KeyError, TypeError, ValueError, OSError) as error:
             raise _unfit(
-                folder or "", f"it does not have {shown(name)} as its index says ({error})"
+                folder or "", f"it does not have {repr_short(name)} as its index says ({error})"
             ) from error
     return found
 
@@ -102,7 +102,7 @@ def _raw_region(path: str, entry: Mapping[str, Any]) -> FileRegion:
     check_plain_file(path)
     shape = entry["shape"]
     if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 2**60 for size in shape):
-        raise ValueError(f"its shape is {shown(shape)}")
+        raise ValueError(f"its shape is {repr_short(shape)}")
     region = FileRegion(path, 0, dtype, torch.Size(shape))
     if os.path.getsize(path) < region.nbytes:
         raise ValueError(f"{path} has {os.path.getsize(path)} bytes instead of {region.nbytes}")
@@ -143,13 +143,13 @@ def _check_fits(folder: str, item: Kept, region: FileRegion, source: str) -> Non
     if (region.dtype, region.shape) != (item.dtype, item.shape):
         raise _unfit(
             folder,
-            f"it holds {shown(item.name)} as {region.dtype} of shape {tuple(region.shape)}, but the model needs "
+            f"it holds {repr_short(item.name)} as {region.dtype} of shape {tuple(region.shape)}, but the model needs "
             f"{item.dtype} of shape {tuple(item.shape)}",
         )
     if source and source == item.source:
         return
     if not _holds(region, item.pieces()):
-        raise _unfit(folder, f"it holds other values of {shown(item.name)} than the model")
+        raise _unfit(folder, f"it holds other values of {repr_short(item.name)} than the model")
 
 
 def _holds(region: FileRegion, pieces: Iterator[torch.Tensor]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lockstep.config.values import shown
+from lockstep.config.values import repr_short
 from lockstep.errors import CheckpointError
 from lockstep.offload.files.stored import FileRegion
 
@@ -71,7 +71,8 @@ def read_header(path: str) -> dict[str, FileRegion]:
     metadata = header.pop(METADATA, None)
     if isinstance(metadata, dict) and metadata.get("format", "pt") != "pt":
         raise CheckpointError(
-            f"{path} was saved for {shown(metadata['format'])}, not for PyTorch. Convert it with transformers first."
+            f"{path} was saved for {repr_short(metadata['format'])}, not for PyTorch. Convert it with transformers "
+            "first."
         )
     begin = 8 + length
     regions = {name: _region(path, name, entry, begin) for name, entry in header.items()}
@@ -96,12 +97,14 @@ def _region(path: str, name: str, entry: Any, begin: int) -> FileRegion:
         dtype, shape, (start, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
         numbers = [*shape, start, end]
     except (KeyError, TypeError, ValueError):
-        raise _damaged(path, f"the entry of {shown(name)} is {shown(entry, 80)}") from None
+        raise _damaged(path, f"the entry of {repr_short(name)} is {repr_short(entry, 80)}") from None
     if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-        raise _damaged(path, f"the entry of {shown(name)} is {shown(entry, 80)}")
+        raise _damaged(path, f"the entry of {repr_short(name)} is {repr_short(entry, 80)}")
     region = FileRegion(path, begin + start, dtype, torch.Size(shape))
     if region.nbytes != end - start:
-        raise _damaged(path, f"{shown(name)} takes {region.nbytes} bytes, but lies between {start} and {end}")
+        raise _damaged(
+            path, f"{repr_short(name)} takes {region.nbytes} bytes, but lies between {start} and {end}"
+        )
     return region
 
 
@@ -110,8 +113,8 @@ def _check_layout(path: str, regions: dict[str, FileRegion], begin: int, size: i
     for name, region in sorted(regions.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if region.offset != position:
             how = "overlap" if region.offset < position else "have a gap between them"
-            raise _damaged(path, f"{before} and {shown(name)} {how}")
-        position, before = region.offset + region.nbytes, shown(name)
+            raise _damaged(path, f"{before} and {repr_short(name)} {how}")
+        position, before = region.offset + region.nbytes, repr_short(name)
     if position != size:
         raise _damaged(path, f"it has {size} bytes, but by its header {position}")
 

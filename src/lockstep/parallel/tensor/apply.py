@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.config.values import shown, suggestion
+from lockstep.config.values import repr_short, suggestion
 from lockstep.errors import UsageError
 from lockstep.model.blocks import find_blocks
 from lockstep.parallel.tensor.checks import check_plan, complete, with_ties
@@ -160,7 +160,7 @@ def _chosen(model: nn.Module, ranks: int, wanted: Any, blocks: dict[str, nn.Modu
         return plan_from_patterns(model, wanted, "tp_plan")
     if wanted not in WORDS:
         raise UsageError(
-            f"tp_plan={shown(wanted)} is not a plan.{suggestion(str(wanted), WORDS)} Give {{pattern: style}}, or "
+            f"tp_plan={repr_short(wanted)} is not a plan.{suggestion(str(wanted), WORDS)} Give {{pattern: style}}, or "
             f"one of {', '.join(WORDS)}."
         )
     patterns = {} if wanted == "infer" else transformers_patterns(model)
