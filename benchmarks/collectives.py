@@ -1,4 +1,4 @@
-"""ZeRO's two collectives on the CPU: gloo's own, and those of ``lockstep.parallel.exchange``.
+"""ZeRO's two collectives on the CPU: gloo's own, and those of ``lockstep.parallel.zero.exchange``.
 
     python benchmarks/collectives.py
     python benchmarks/collectives.py --quick
@@ -31,7 +31,7 @@ def calls(mib: float) -> dict[str, Callable[[], Any]]:
     import torch.distributed as dist
 
     from lockstep.comm.collectives import all_gather_into_tensor, reduce_scatter_tensor
-    from lockstep.parallel.exchange import BroadcastAllGather, ExchangeReduceScatter
+    from lockstep.parallel.zero.exchange import BroadcastAllGather, ExchangeReduceScatter
 
     group: Any = dist.group.WORLD
     ranks, rank = dist.get_world_size(), dist.get_rank()

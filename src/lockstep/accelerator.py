@@ -38,7 +38,7 @@ from lockstep.observe.state_bytes import StateBytes, count_state
 from lockstep.observe.trackers.run import TrackerSet
 from lockstep.parallel.autocast import autocast
 from lockstep.parallel.compilation import check_backend
-from lockstep.parallel.join import join_replicas
+from lockstep.parallel.ddp.join import join_replicas
 from lockstep.parallel.materialize import InitWeights
 from lockstep.parallel.parallel_model import PipelinedModel, call_of, unwrap
 from lockstep.preparation.files import FileMethods

@@ -125,7 +125,7 @@ def zero_table(text: str) -> dict[str, list[float]]:
     return {name: [float(word.rstrip("%")) for word in cells.split()] for name, cells in rows}
 
 
-@pytest.mark.exhaustive  # as parallel/test_zero_parity.py and test_zero_communication.py
+@pytest.mark.exhaustive  # as parallel/zero/test_parity.py and test_communication.py
 def test_the_gpt_has_one_loss_under_every_stage_and_the_bytes_that_the_formulas_promise(run: Run) -> None:
     rows = zero_table(run(2, "gpt/zero.py", "--steps", 2))
     assert list(rows) == ["ddp", "zero=1", "zero=2", "zero=3", "zero=3 activation=full"]

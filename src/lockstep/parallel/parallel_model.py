@@ -11,9 +11,9 @@ from torch import nn
 
 from lockstep.comm.dtensor import local
 from lockstep.parallel.autocast import remove_autocast
+from lockstep.parallel.ddp.replica import DistributedDataParallel
 from lockstep.parallel.gradient_mean import GradientAllReduce
-from lockstep.parallel.replica import DistributedDataParallel
-from lockstep.parallel.sharding import Sharding
+from lockstep.parallel.zero.sharding import Sharding
 from lockstep.torch_internals import compile as torch_compile
 from lockstep.torch_internals import modules as torch_modules
 

@@ -23,6 +23,7 @@ from lockstep.model.blocks import find_blocks
 from lockstep.offload.files.parameters import OffloadedParameters
 from lockstep.parallel.autocast import autocast_forward
 from lockstep.parallel.changed import refuse_hooks
+from lockstep.parallel.ddp.replicate import data_parallel, distributed_data_parallel, has_trained_parameters
 from lockstep.parallel.gradient_mean import GradientAllReduce, ReplicaGroup
 from lockstep.parallel.materialize import InitWeights, check_same_model, is_on_meta, materialize
 from lockstep.parallel.parallel_model import (
@@ -33,7 +34,6 @@ from lockstep.parallel.parallel_model import (
     SplitModel,
 )
 from lockstep.parallel.recompute import recompute
-from lockstep.parallel.replicate import data_parallel, distributed_data_parallel, has_trained_parameters
 from lockstep.parallel.sync_batchnorm import synchronize_batchnorm
 from lockstep.runtime.mesh import DeviceMeshes
 from lockstep.runtime.process import Runtime
@@ -299,7 +299,7 @@ def _pipeline(
 
 def _gathered_dtype(options: ModelOptions) -> torch.dtype | None:
     """That of parameters in forwards of a sharded model; None: their own."""
-    from lockstep.parallel.shard import DTYPES
+    from lockstep.parallel.zero.shard import DTYPES
 
     return DTYPES.get(options.mixed_precision)
 
@@ -314,7 +314,7 @@ def _refuse_shared(names: list[str], parallel: Parallel) -> None:
 
 def _gradient_mean(model: nn.Module, experts: list[nn.Parameter], options: ModelOptions) -> GradientAllReduce:
     """Average gradients after backward: of experts among the ranks that hold the same ones."""
-    from lockstep.parallel.sharding import broadcast_buffers, synchronised_buffers
+    from lockstep.parallel.zero.sharding import broadcast_buffers, synchronised_buffers
 
     meshes, axes = options.meshes, options.meshes.axes
     ids = {id(parameter) for parameter in experts}
@@ -340,7 +340,7 @@ def _shard(
     model: nn.Module, blocks: dict[str, nn.Module], runtime: Runtime, options: ModelOptions, is_filled: bool
 ) -> ShardedModel:
     # Imported here, because torch's sharding takes most of a second to import.
-    from lockstep.parallel.shard import ShardOptions, shard
+    from lockstep.parallel.zero.shard import ShardOptions, shard
 
     shard_options = ShardOptions(
         mesh=options.meshes.shard_mesh,

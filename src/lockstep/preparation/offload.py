@@ -19,7 +19,7 @@ from lockstep.offload.weights.attach import stop_streaming, stream_weights
 from lockstep.offload.weights.events import listen
 from lockstep.offload.weights.groups import WeightGroup, find_weight_groups
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parallel.sharding import Sharding, name_of
+from lockstep.parallel.zero.sharding import Sharding, name_of
 from lockstep.torch_internals import fsdp2
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
 from lockstep.observe.log import get_logger
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parallel.sharding import Sharding
+from lockstep.parallel.zero.sharding import Sharding
 from lockstep.torch_internals.dtensor_operators import behave_like_plain
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.sharded_optimizer import check_optimizer, choose_implementation, replace_parameters

@@ -18,7 +18,7 @@ from lockstep.parallel.accumulated import (
     put_mean,
 )
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parallel.unreduced import check_partial
+from lockstep.parallel.zero.unreduced import check_partial
 from lockstep.runtime.mesh import DeviceMeshes
 from lockstep.train.accumulation import Accumulation
 from lockstep.train.optimizer import PreparedOptimizer

@@ -16,7 +16,7 @@ from torch.optim import LBFGS, SGD, Adafactor, AdamW, Optimizer, Rprop
 from lockstep import Accelerator
 from parallel.optimizers import written as w
 from parallel.plain import difference
-from parallel.test_zero_parity import full
+from parallel.zero.test_parity import full
 
 STEPS = 5
 

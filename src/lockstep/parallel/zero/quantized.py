@@ -29,7 +29,7 @@ from lockstep.comm.collectives import all_gather_into_tensor
 from lockstep.comm.quantization import from_message, to_message
 from lockstep.config.enums import QuantizedType
 from lockstep.errors import ConfigError, UsageError
-from lockstep.parallel.exchange import ShardCollective, factor_of
+from lockstep.parallel.zero.exchange import ShardCollective, factor_of
 from lockstep.torch_internals import fsdp2
 
 BITS = {QuantizedType.INT8: 8, QuantizedType.INT4: 4}

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import UsageError
-from lockstep.parallel.by_hand import ChangesByHand
+from lockstep.parallel.zero.gathered_edits import ChangesByHand
 from lockstep.torch_internals import fsdp2
 from lockstep.torch_internals import fsdp2_backward as engine
 from lockstep.torch_internals.autograd import current_backward as current_pass

@@ -14,7 +14,7 @@ from torch import nn
 from lockstep import Accelerator
 from lockstep.errors import UsageError
 from parallel import zero_problem as problem
-from parallel.test_zero_parity import full
+from parallel.zero.test_parity import full
 
 STEPS_BEFORE, STEPS = 2, 3
 CLASSES = {
@@ -42,7 +42,7 @@ ON_FOUR_RANKS = [case for case in SUPPORTED if case in (("Muon", {}), ("AdamW", 
 
 
 def make_model() -> nn.Sequential:
-    """Without scalars: groups that hold them too are in ``test_zero_parity``."""
+    """Without scalars: groups that hold them too are in ``test_parity``."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         blocks = [nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6)) for _ in range(2)]

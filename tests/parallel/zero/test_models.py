@@ -18,7 +18,7 @@ WORDS = ("zero=1", "zero=2", "zero=3")
 
 needs_a_restart = pytest.mark.skipif(
     not hasattr(FSDPModule, "reset_iter_state"),
-    reason="only torch 2.13 or newer can go on; that older ones are refused is tested in test_zero_refusals.py",
+    reason="only torch 2.13 or newer can go on; that older ones are refused is tested in test_refusals.py",
 )
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from lockstep.config.enums import DDPCommunicationHookType as Hook
 from lockstep.config.handlers import DistributedDataParallelKwargs
 from lockstep.errors import ConfigError, UsageError
-from lockstep.parallel.replica import DistributedDataParallel, refuse_thawed
+from lockstep.parallel.ddp.replica import DistributedDataParallel, refuse_thawed
 from lockstep.runtime.process import Runtime
 from lockstep.torch_internals import c10d, gloo
 from lockstep.torch_internals import tensors as torch_tensors

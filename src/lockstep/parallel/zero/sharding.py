@@ -13,10 +13,10 @@ from torch import nn
 from lockstep.comm.dtensor import local
 from lockstep.errors import UsageError
 from lockstep.offload.files.parameters import OffloadedParameters
-from lockstep.parallel.by_hand import ChangesByHand
 from lockstep.parallel.changed import SameParameters
-from lockstep.parallel.skipped import SkippedBlocks
-from lockstep.parallel.unused import UnusedParameters
+from lockstep.parallel.zero.gathered_edits import ChangesByHand
+from lockstep.parallel.zero.skipped import SkippedBlocks
+from lockstep.parallel.zero.unused import UnusedParameters
 from lockstep.torch_internals import c10d, fsdp2
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals.dtensor_operators import LostChanges

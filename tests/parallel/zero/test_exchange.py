@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from lockstep import Accelerator
 from lockstep.errors import UsageError
-from lockstep.parallel import exchange
-from lockstep.parallel.exchange import BroadcastAllGather, ExchangeReduceScatter
+from lockstep.parallel.zero import exchange
+from lockstep.parallel.zero.exchange import BroadcastAllGather, ExchangeReduceScatter
 
 LENGTH = 5
 

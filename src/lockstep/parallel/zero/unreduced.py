@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import torch
 
 from lockstep.errors import CheckpointError
-from lockstep.parallel.sharding import Sharding, name_of
+from lockstep.parallel.zero.sharding import Sharding, name_of
 from lockstep.torch_internals import fsdp2
 
 

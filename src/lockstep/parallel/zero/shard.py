@@ -30,7 +30,6 @@ from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
 from lockstep.model.blocks import shared_parameters
 from lockstep.offload.files.parameters import OffloadedParameters
-from lockstep.parallel.exchange import exchange_on_cpu
 from lockstep.parallel.gradient_mean import GradientAllReduce, ReplicaGroup
 from lockstep.parallel.materialize import (
     GroupValues,
@@ -39,9 +38,10 @@ from lockstep.parallel.materialize import (
     initialisers,
     modules_inside_out,
 )
-from lockstep.parallel.outputs import without_views
-from lockstep.parallel.quantized import quantize_collectives
-from lockstep.parallel.sharding import Sharding, send_shards_home, synchronised_buffers
+from lockstep.parallel.zero.exchange import exchange_on_cpu
+from lockstep.parallel.zero.outputs import without_views
+from lockstep.parallel.zero.quantized import quantize_collectives
+from lockstep.parallel.zero.sharding import Sharding, send_shards_home, synchronised_buffers
 from lockstep.runtime.process import Runtime
 from lockstep.torch_internals import fsdp2, fsdp2_probe
 from lockstep.torch_internals import modules as torch_modules

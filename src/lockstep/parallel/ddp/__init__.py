@@ -1,0 +1,1 @@
+"""Whole copies of a model on every rank, whose gradients are averaged."""
