@@ -16,10 +16,19 @@ from typing import Any
 
 import torch
 
+_LEAVES = (
+    torch.Tensor,
+    str,
+    int,
+    float,
+    type(None),
+    torch.Size,
+)  # the last is a tuple that takes nothing but numbers
+
 
 def children(tree: Any) -> list[tuple[str, Any]] | None:
     """The parts of a container, each with its step of the path; None for a leaf."""
-    if isinstance(tree, torch.Size):  # a tuple that takes nothing but numbers
+    if isinstance(tree, _LEAVES):
         return None
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return [(f".{name}", value) for name, value in zip(tree._fields, tree, strict=True)]

@@ -26,6 +26,11 @@ def argument_names(operator: Any) -> list[str]:
     return [argument.name for argument in operator._schema.arguments]
 
 
+def changes_arguments(operator: Any) -> bool:
+    """Whether it writes into a tensor that it is given. Relies on: ``_schema.is_mutable``."""
+    return bool(operator._schema.is_mutable)
+
+
 def operators_of(names: Sequence[str]) -> list[Any]:
     """Those of these names that ``torch.ops.aten`` has."""
     return [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
@@ -67,5 +72,11 @@ def probe() -> None:
         torch.mm(left, left)
     expect(seen == ["aten::mm", "self", "mat2"], "the schema of an operator")
     expect(operation_name(torch.ops.aten.add_.Tensor) == "add_", "the name of an operation")
+    add = torch.ops.aten.add
+    expect(
+        [changes_arguments(one) for one in (add.Tensor, torch.ops.aten.add_.Tensor, add.out)]
+        == [False, True, True],
+        "which operators write into their arguments",
+    )
     expect(len(operators_of(("mm", "_scaled_mm"))) == 2, "operators by name")
     expect(len(operators_of((*CONVERSIONS, *("_foreach_norm", "_foreach_max")))) == 3, "operators on lists")

@@ -36,8 +36,11 @@ UNKNOWN_VALUE = (
 def without_values(func: Any, args: Any, kwargs: Any) -> Any:
     """``func(*args, **kwargs)`` where one of the tensors has no values.
 
-    Relies on: the shapes of ``aten._grouped_mm`` (experts) are known for bfloat16 alone, though it computes in others.
+    Relies on: the shapes of ``aten._grouped_mm`` (experts) are known for bfloat16 alone, though it computes in others;
+    shapes once found are remembered for ``view`` and not for ``_unsafe_view``, which is the same here.
     """
+    if func is torch.ops.aten._unsafe_view.default:
+        return torch.ops.aten.view.default(*args)
     grouped = getattr(torch.ops.aten, "_grouped_mm", None)
     if grouped is None or func is not grouped.default or args[0].dtype == torch.bfloat16:
         return func(*args, **kwargs)
@@ -45,6 +48,11 @@ def without_values(func: Any, args: Any, kwargs: Any) -> Any:
         a.to(torch.bfloat16) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args
     ]
     return func(*half, **{**kwargs, "out_dtype": None}).to(args[0].dtype)
+
+
+def emptied(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without its values, as ``mode`` would take it itself. Relies on: its converter."""
+    return mode.fake_tensor_converter.from_real_tensor(mode, tensor)
 
 
 @contextmanager

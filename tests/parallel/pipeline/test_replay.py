@@ -75,6 +75,14 @@ def traced_blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.fixture
+def traced_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    found: list[int] = []
+    real = Tracer._called_for
+    monkeypatch.setattr(Tracer, "_called_for", lambda *given: found.append(0) or real(*given))
+    return found
+
+
 def traced(model: Model, replays: bool = True) -> Traced:
     layout = Layout(model, find_blocks(model), [0, LAYERS // 2], torch.device("cpu"))
     call = Call((torch.zeros(2, 3, dtype=torch.long),), {})
@@ -145,7 +153,7 @@ def test_a_parameter_outside_of_blocks_is_seen_in_each(traced_blocks: list[int])
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
-def test_transformers(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_transformers(traced_calls: list[int], name: str) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 32, "hidden_size": 8, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
     config = getattr(transformers, name).config_class(**sizes)
@@ -154,12 +162,86 @@ def test_transformers(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     layout = Layout(model, find_blocks(model), [0, LAYERS // 2], torch.device("cpu"))
     ids = torch.zeros(2, 3, dtype=torch.long)
     call = Call((ids,), {"labels": ids})
-    count: list[Any] = []
-    real = Tracer._called_for
-    monkeypatch.setattr(Tracer, "_called_for", lambda *given: count.append(0) or real(*given))
     found = plans.trace(model, layout, call, None)
-    assert len(count) == 1
+    assert len(traced_calls) == 1
     every = plans._run(plans._tracer(model, layout), model, layout, call, None)
-    assert len(count) == 1 + LAYERS
+    assert len(traced_calls) == 1 + LAYERS
     assert (found.cuts, found.stages, found.uses) == (every.cuts, every.stages, every.uses)
     assert found.shapes == every.shapes
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_blocks_that_filled_a_cache_alike_are_traced_once_for_other_rows(
+    traced_calls: list[int], name: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 8, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
+    config = getattr(transformers, name).config_class(**sizes)
+    config.intermediate_size = 16
+    model = getattr(transformers, name)(config)
+    layout = Layout(model, find_blocks(model), [0, LAYERS // 2], torch.device("cpu"))
+
+    def call(rows: int) -> Call:
+        ids = torch.zeros(rows, 3, dtype=torch.long)
+        return Call((ids,), {"labels": ids})
+
+    part = plans.trace(model, layout, call(2), None)
+    assert len(traced_calls) == LAYERS
+    whole = plans.trace(model, layout, call(6), None, part)
+    assert len(traced_calls) == LAYERS + 1
+    every = plans._run(plans._tracer(model, layout), model, layout, call(6), None)
+    assert len(traced_calls) == 2 * LAYERS + 1
+    assert (whole.cuts, whole.stages, whole.shapes) == (every.cuts, every.stages, every.shapes)
+    assert str(leaves(whole.output)["['logits']"]) == str(leaves(every.output)["['logits']"])
+
+
+class Caching(nn.Module):
+    def __init__(self, number: int, reads: str) -> None:
+        super().__init__()
+        self.number, self.reads = number, reads
+        self.keys = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, cache: Any) -> Tensor:
+        heads = self.keys(x).unsqueeze(1)
+        keys, _ = cache.update(heads, heads, self.number)
+        if self.reads == "number" and self.number % 2:
+            keys = keys.relu()
+        if self.reads == "neighbour" and self.number:
+            keys = keys + cache.layers[self.number - 1].keys
+        if self.reads == "collected":
+            NOTED.append(keys.mean(-1))
+        return x + keys.squeeze(1)
+
+
+class CachingModel(nn.Module):
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(Caching(number, reads) for number in range(4))
+
+    def forward(self, ids: Tensor) -> Any:
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        x = self.embed(ids)
+        NOTED.clear()
+        for layer in self.layers:
+            x = layer(x, cache)
+            x += 1  # what a block returns is no leaf
+        return x, torch.stack(NOTED[-2:]) if NOTED else None
+
+
+@pytest.mark.parametrize(("reads", "again"), [("", 1), ("number", 2), ("neighbour", 4), ("collected", 4)])
+def test_only_blocks_that_do_the_same_on_their_own_are_taken_to_be_alike(
+    traced_calls: list[int], reads: str, again: int
+) -> None:
+    pytest.importorskip("transformers")
+    model = CachingModel(reads)
+    stages = [0, 2] if reads != "neighbour" else [0]
+    layout = Layout(model, find_blocks(model), stages, torch.device("cpu"))
+    part = plans.trace(model, layout, Call((torch.zeros(2, 3, dtype=torch.long),), {}), None)
+    call = Call((torch.zeros(6, 3, dtype=torch.long),), {})
+    assert len(traced_calls) == 4
+    whole = plans.trace(model, layout, call, None, part)
+    assert len(traced_calls) == 4 + again
+    assert shown(whole) == shown(plans._run(plans._tracer(model, layout), model, layout, call, None))

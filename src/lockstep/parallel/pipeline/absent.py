@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.errors import UsageError
 from lockstep.torch_internals import dtensor
 from lockstep.torch_internals import modules as torch_modules
-from lockstep.torch_internals.fake import FakeTensor, FakeTensorMode
+from lockstep.torch_internals.fake import FakeTensor, FakeTensorMode, emptied
 
 _CARRIED = "_lockstep_carried"
 
@@ -28,6 +28,10 @@ class StandIns:
     def __init__(self, device: torch.device) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """``tensor`` without its values."""
+        return emptied(self._mode, tensor)
 
     def like(self, tensor: Tensor, floating: torch.dtype | None = None) -> Tensor:
         """A new stand-in of the same shape, strides and ``requires_grad``; and dtype, if no ``floating`` one is given

@@ -306,7 +306,7 @@ class PipelineModel(ModuleAround):
                 with autocast.inside(), untouched(self._named_modules()):
                     dims = arguments.dims(size, size // count) if count > 1 else {}
                     traced = trace(self.module, local.layout, cut(call, count, dims)[0], loss_fn)
-                    whole = trace(self.module, local.layout, call, loss_fn) if count > 1 else traced
+                    whole = trace(self.module, local.layout, call, loss_fn, traced) if count > 1 else traced
                 break
             except LockstepError:
                 raise

@@ -93,18 +93,25 @@ def trace(
     layout: Layout,
     call: Call,
     loss_fn: Callable[..., Tensor] | None,
+    like: Traced | None = None,
 ) -> Traced:
     """Runs ``model`` on a micro-batch without values of parameters. Random numbers are as before afterwards.
+
+    ``like``: a run on other rows. Blocks that computed the same in it are taken to return equal shapes in this one.
 
     Raises:
         UsageError: the forward cannot be cut into stages.
     """
     tracer = _tracer(model, layout)
     replays = tracer.replay_equal_blocks()
+    if like is not None:
+        tracer.alike = lambda name, _: like.operations.get(name)
     try:
-        return _run(tracer, model, layout, call, loss_fn)
+        traced = _run(tracer, model, layout, call, loss_fn)
+        traced.operations = replays.operations(traced.output)
+        return traced
     except Exception:  # whatever a user's forward raises; every block is traced to see whether it is right
-        if not replays.count:
+        if not replays.count and not tracer.followed:
             raise
     return _run(_tracer(model, layout), model, layout, call, loss_fn)
 
@@ -116,7 +123,7 @@ def used_arguments(
     tracer = _tracer(model, layout)
     known: dict[int, str] = {}
 
-    def alike(block: nn.Module) -> str:
+    def alike(_: str, block: nn.Module) -> str:
         if id(block) not in known:
             shapes = [tuple(p.shape) for p in leaves(_plain(block)).values() if isinstance(p, Tensor)]
             known[id(block)] = f"{block!r}{shapes}"

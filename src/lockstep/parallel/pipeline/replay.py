@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.tree import children, leaves, map_leaves
-from lockstep.model.equal_modules import describe, described, reading
+from lockstep.model.equal_modules import Unlike, describe, described, reading
 from lockstep.parallel.pipeline.absent import is_stand_in
 from lockstep.torch_internals import tensors as torch_tensors
 
 _PLAIN = (bool, int, float, str, type(None))
+_CONSTANTS = (*_PLAIN, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class Given:
@@ -55,9 +56,14 @@ class Replays:
         self._alive: list[Any] = []
         self.made: list[weakref.ref[Tensor]] | None = None
         self.count = 0
+        self._operations: dict[str, Hashable] = {}
+        self._inside: set[int] = set()  # storages of what blocks made that filled a cache
+        self._log: Operations | None = None
 
-    def call(self, module: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
-        """What ``module`` returns; ``run(module, args, kwargs)`` traces it."""
+    def call(
+        self, name: str, module: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]
+    ) -> Any:
+        """What the block ``name`` returns; ``run(module, args, kwargs)`` traces it."""
         own: set[int] = set()  # storages of what the block holds, views of which are computed in it
 
         def is_known(tensor: Tensor) -> bool:
@@ -69,25 +75,53 @@ class Replays:
         before = describe(module, is_known)
         given = leaves((args, kwargs))
         kinds = self._kinds(args, kwargs)
-        if kinds != self._kinds(
-            args, kwargs
-        ):  # something in it is like nothing else, such as a cache that is filled
+        if kinds != self._kinds(args, kwargs):  # something in it is like nothing else
             return run(module, args, kwargs)
+        caches = [leaf for leaf in given.values() if is_cache(leaf)]
         known = self._traced.setdefault((before.structure, kinds), [])
         for values, result in known:
             if all(before.values.get(key) == value for key, value in values.items()):
                 self.count += 1
                 return self._again(result, given)
         self.made = []
-        with reading({type(inner) for inner in module.modules()}) as reads:
+        self._log = Operations(self._storage) if caches else None
+        kinds_inside = set() if caches else {type(inner) for inner in module.modules()}
+        with reading(kinds_inside) as reads:
             out = run(module, args, kwargs)
         after = describe(module, lambda tensor: self._storage(tensor) not in own and self._is_known(tensor))
         is_whole = before == after and kinds == self._kinds(args, kwargs)
-        result = self._kept_of(out, given, own) if is_whole and not self._has_escaped(out, given) else None
-        if result is not None:
-            known.append((before.read(reads), result))
-        self.made = None
+        if is_whole and self._log is not None:
+            self._operations[name] = before.structure, kinds, tuple(self._log.noted)
+            self._remain_inside(out, given)
+        elif is_whole and not self._has_escaped(out, given):
+            result = self._kept_of(out, given, own)
+            if result is not None:
+                known.append((before.read(reads), result))
+        self.made = self._log = None
         return out
+
+    def operation(self, function: Any, given: dict[str, Any]) -> None:
+        """An operation of torch, and the leaves of what it is called with."""
+        if self._inside:
+            self._check(given)
+        if self._log is not None:
+            self._log.note(function, given)
+
+    def operations(self, output: Any) -> dict[str, Hashable]:
+        """After the forward, by block that filled a cache: what it computed. ``output``: of the model."""
+        self._check(leaves(output))
+        return self._operations
+
+    def _remain_inside(self, out: Any, given: dict[str, Any]) -> None:
+        """What was made and not returned is to be used by nobody else."""
+        passed = {self._storage(leaf) for tree in (out, given) for leaf in _tensors(leaves(tree))}
+        made = [tensor for one in self.made or () if (tensor := one()) is not None]
+        self._inside |= {self._storage(tensor) for tensor in made} - passed
+        self._alive += made
+
+    def _check(self, given: dict[str, Any]) -> None:
+        if any(self._storage(tensor) in self._inside for tensor in _tensors(given)):
+            self._operations.clear()  # blocks are not alone in what they do
 
     def note(self, out: Any) -> None:
         """Something that a function of torch gave within a block."""
@@ -110,6 +144,8 @@ class Replays:
             return numbers.setdefault(key, len(numbers))
 
         def kind(leaf: Any) -> Hashable:
+            if is_cache(leaf):
+                return type(leaf), number(id(leaf))
             if not isinstance(leaf, Tensor):
                 return described(leaf, self._is_known)
             if not is_stand_in(leaf):
@@ -159,6 +195,42 @@ class Replays:
             return made[id(leaf)]
 
         return map_leaves(again, result[0])
+
+
+class Operations:
+    """What a block computes, operation by operation, with the shapes of what goes in: equal where blocks do the same.
+
+    Tensors are known by the order in which they are first used.
+    """
+
+    def __init__(self, storage: Callable[[Tensor], int]) -> None:
+        self.noted: list[Hashable] = []
+        self.alive: list[Tensor] = []  # addresses must not be used again
+        self._storage = storage
+        self._numbers: dict[int, int] = {}
+
+    def note(self, function: Any, given: dict[str, Any]) -> None:
+        self.noted.append((function, tuple((path, self._kind(leaf)) for path, leaf in given.items())))
+
+    def _kind(self, leaf: Any) -> Hashable:
+        if not isinstance(leaf, Tensor):
+            return type(leaf), leaf if isinstance(leaf, _CONSTANTS) else Unlike()
+        self.alive.append(leaf)
+        number = self._numbers.setdefault(self._storage(leaf), len(self._numbers))
+        layout = leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device
+        return number, type(leaf), is_stand_in(leaf), *layout
+
+
+def is_cache(value: Any) -> bool:
+    """Whether it is one of transformers' caches of keys and values, of which each block uses its own."""
+    return any(
+        cls.__module__ == "transformers.cache_utils" and cls.__name__ == "Cache"
+        for cls in type(value).__mro__
+    )
+
+
+def _tensors(found: dict[str, Any]) -> list[Tensor]:
+    return [leaf for leaf in found.values() if isinstance(leaf, Tensor)]
 
 
 def _skeleton(tree: Any, kind: Callable[[Any], Hashable]) -> Hashable:

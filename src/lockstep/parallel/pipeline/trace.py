@@ -6,7 +6,7 @@ first one begins with the forward, the last one ends with it (and with the loss)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,9 +22,10 @@ from lockstep.parallel.pipeline.carried import OUTPUT, Fetch, Source, Values, ca
 from lockstep.parallel.pipeline.failing import note_module
 from lockstep.parallel.pipeline.replay import Replays
 from lockstep.torch_internals import tensors as torch_tensors
-from lockstep.torch_internals.dispatch import TorchDispatchMode
+from lockstep.torch_internals.dispatch import TorchDispatchMode, changes_arguments
 from lockstep.torch_internals.fake import UNKNOWN_VALUE, without_values
 
+_REAL = (Tensor, nn.Parameter)
 RECEIVED = ""
 """Stands among the names of the last stage's blocks for all that it receives."""
 
@@ -83,6 +84,7 @@ class Traced:
     parts: dict[str, list[tuple[int, Any]]] = field(
         default_factory=dict
     )  # module -> segment, result of its calls
+    operations: dict[str, Hashable] = field(default_factory=dict)  # what blocks computed that filled a cache
     early: list[str] = field(
         default_factory=list
     )  # paths of outputs that an earlier segment than the last made
@@ -125,6 +127,7 @@ class Tracer(TorchDispatchMode):
         self._parameters = {storage_of(tensor): name for name, tensor in outer.items()}
         self._born: dict[int, int] = {}  # storage -> segment, of everything that another stage has not
         self._alive: list[Tensor] = []  # storages' addresses must not be used again
+        self._empty: dict[int, tuple[Tensor, Tensor]] = {}  # id -> real tensor, and it without values
         self.parts: dict[int, str] = {}  # id -> name of modules whose results are to be kept
         self.kept: list[
             tuple[str, nn.Module]
@@ -134,7 +137,9 @@ class Tracer(TorchDispatchMode):
         self._stack: list[str] = []
         self.inputs: dict[int, set[str]] = {}  # storage -> paths of arguments
         self.used: set[str] = set()  # paths of those that an operation reads
-        self.alike: Callable[[nn.Module], str] | None = None  # equal where blocks make the same shapes
+        # Equal for blocks (name, module) that make the same shapes; None where that is not known.
+        self.alike: Callable[[str, nn.Module], Hashable] | None = None
+        self.followed = 0  # calls that were taken to be like another
         self._seen: dict[Any, Any] = {}
         self._replays: Replays | None = None
 
@@ -150,15 +155,19 @@ class Tracer(TorchDispatchMode):
         return self._replays
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # most calls ask for the device alone
+            return func(*args)
         with self._values.paused():
-            return self._followed(func, args, kwargs)
+            return self._followed(func, args, kwargs or {})
 
     def _followed(self, func: Any, args: Any, kwargs: Any) -> Any:
         func, args = _with_known_places(func, args)
-        kwargs = kwargs or {}
-        given = [leaf for leaf in leaves((args, kwargs)).values() if isinstance(leaf, Tensor)]
+        called_with = leaves((args, kwargs))
+        if self._replays is not None:
+            self._replays.operation(func, called_with)
+        given = [leaf for leaf in called_with.values() if isinstance(leaf, Tensor)]
         is_empty = any(is_stand_in(tensor) for tensor in given)
-        out = without_values(func, args, kwargs) if is_empty else func(*args, **kwargs)
+        out = self._without_values(func, args, kwargs, given) if is_empty else func(*args, **kwargs)
         made = [leaf for leaf in leaves(out).values() if isinstance(leaf, Tensor)]
         for tensor in given if self.inputs else ():
             self.used |= self.inputs.get(storage_of(tensor), set())
@@ -184,6 +193,21 @@ class Tracer(TorchDispatchMode):
                 self._born.setdefault(storage_of(tensor), self._segment)
                 self._alive.append(tensor)
         return out
+
+    def _without_values(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Any:
+        if any(type(tensor) in _REAL for tensor in given) and not changes_arguments(func):
+            args, kwargs = map_leaves(
+                lambda _, leaf: self._emptied(leaf) if type(leaf) in _REAL else leaf, (args, kwargs)
+            )
+        return without_values(func, args, kwargs)
+
+    def _emptied(self, tensor: Tensor) -> Tensor:
+        """A real tensor without its values, once: torch remembers the shapes that come of it."""
+        known, empty = self._empty.get(id(tensor), (None, tensor))
+        if known is None or empty.shape != tensor.shape or empty.stride() != tensor.stride():
+            empty = self._stand_ins.of(tensor)
+            self._empty[id(tensor)] = tensor, empty
+        return empty
 
     def run(self, forward: Callable[[], Any]) -> Traced:
         """What ``forward()`` shows, with the blocks in it replaced by ``block``.
@@ -250,7 +274,7 @@ class Tracer(TorchDispatchMode):
         if self._starts.get(name, 0) > 0:
             self._cut(name, call, (args, kwargs))
             args, kwargs = map_leaves(lambda _, leaf: carried(leaf), call)
-        out = self._result(module, args, kwargs)
+        out = self._result(name, module, args, kwargs)
         given = {id(leaf): path for path, leaf in leaves((args, kwargs)).items() if isinstance(leaf, Tensor)}
 
         def foreign(_: str, leaf: Any) -> Any:
@@ -268,13 +292,17 @@ class Tracer(TorchDispatchMode):
         self._values.returned(name, out)
         return out
 
-    def _result(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self.alike is None:
-            if self._replays is not None:
-                return self._replays.call(module, args, kwargs, self._called_for)
-            return self._called_for(module, args, kwargs)
+    def _result(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        like = self.alike(name, module) if self.alike is not None else None
+        if like is not None:
+            return self._like_another(like, module, args, kwargs)
+        if self._replays is not None:
+            return self._replays.call(name, module, args, kwargs, self._called_for)
+        return self._called_for(module, args, kwargs)
+
+    def _like_another(self, like: Hashable, module: nn.Module, args: Any, kwargs: Any) -> Any:
         given = leaves((args, kwargs))
-        key = (self.alike(module), tuple((path, _shape(leaf)) for path, leaf in given.items()))
+        key = (like, tuple((path, _shape(leaf)) for path, leaf in given.items()))
         if key not in self._seen:
             out = self._called_for(module, args, kwargs)
             places = {id(leaf): path for path, leaf in given.items() if isinstance(leaf, Tensor)}
@@ -282,19 +310,20 @@ class Tracer(TorchDispatchMode):
                 lambda _, leaf: Argument(places[id(leaf)]) if id(leaf) in places else leaf, out
             )
             return out
+        self.followed += 1
         for leaf in given.values():
             if isinstance(leaf, Tensor) and self.inputs:
                 self.used |= self.inputs.get(storage_of(leaf), set())
-        return map_leaves(
-            lambda _, leaf: (
-                given[leaf.path]
-                if isinstance(leaf, Argument)
-                else self._stand_ins.like(leaf)
-                if isinstance(leaf, Tensor)
-                else leaf
-            ),
-            self._seen[key],
-        )
+
+        def again(_: str, leaf: Any) -> Any:
+            if isinstance(leaf, Argument):
+                return given[leaf.path]
+            if not isinstance(leaf, Tensor):
+                return leaf
+            new = self._new(leaf)
+            return new if leaf.is_leaf else new.clone()  # what is no leaf may be changed in place
+
+        return map_leaves(again, self._seen[key])
 
     def _called_for(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         depth = len(self._stack)
@@ -315,6 +344,8 @@ class Tracer(TorchDispatchMode):
             if first is None:
                 raise
             return self._new(first)
+        finally:
+            self._empty.clear()  # tensors of a block are to go with it
 
     def _cut(self, name: str, call: Any, present: Any) -> None:
         """``present``: what stands for the arguments in the segment before."""
