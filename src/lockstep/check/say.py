@@ -40,7 +40,8 @@ EXPLAINED: Mapping[str, str] = {
 """Piece of what torch says -> what it means here."""
 IN_A_BLOCK = (
     "A pipeline shows a module some rows of the batch at a time, so that it must treat each row apart from the others, "
-    "forward and backward; do what looks at several rows in the loss, or in the training loop"
+    "forward and backward. Say with batch_dims=NAME=1 which dimension of an argument has the rows if it is not the one "
+    "that is cut; do what looks at several rows in the loss, or in the training loop"
 )
 STATE_REMEDY = (
     "A split forward may run several times a step, and on parts: change this once a step, in the loop"
