@@ -98,7 +98,7 @@ def verify(
 def check_names(store: Store, root: str, manifest: Manifest) -> None:
     """Raise CheckpointError unless the files of the manifest are there, each with its size.
 
-    Others, which were added later, are no part of the checkpoint; see ``added``.
+    Others, which were added later, are no part of the checkpoint; see ``folders``.
     """
     try:
         found = store.files(root)
