@@ -56,8 +56,9 @@ class LoadPlan:
             _load(item, state)
 
     def open_window(self) -> None:
-        """Go on in the accumulation window, once ``apply`` is done on all ranks; generators last. Collective for sharded
-        models.
+        """Go on in the accumulation window, and with the generators, once ``apply`` is done on all ranks.
+
+        Collective for sharded models.
         """
         if self.window is not None:
             item, states, rank = self.window
