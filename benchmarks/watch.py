@@ -3,8 +3,8 @@
     python benchmarks/watch.py
     python benchmarks/watch.py --quick
 
-Without a launcher of ours rank 0 is the hub too, so that this is the dearest case. The counters in the loop, which are
-there in both, are timed by themselves.
+Without a launcher of ours rank 0 is the coordinator too, so that this is the dearest case. The counters in the loop,
+which are there in both, are timed by themselves.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def main() -> None:
     if chosen.worker is not None:
         worker(chosen)
         return
-    report = common.Report("watch", "The watch for hangs, 2 processes, rank 0 being the hub")
+    report = common.Report("watch", "The watch for hangs, 2 processes, rank 0 being the coordinator")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "found.json")
         common.run_workers(__file__, [*sys.argv[1:], "--worker", str(path)], 2)

@@ -14,7 +14,7 @@ from lockstep.compat.settings import DEEPSPEED_VARIABLES, external_settings
 from lockstep.config.options import Options, resolve_options
 from lockstep.config.settings import OF_WORKERS
 from lockstep.config.sources import (
-    control_link,
+    control_endpoint,
     process_environment,
     unknown_variables,
 )
@@ -95,7 +95,7 @@ def worker() -> Options:
     nothing: dict[str, Any] = dict.fromkeys(keys)
     found = resolve_options(**nothing, external=external_settings)
     process_environment()
-    control_link()
+    control_endpoint()
     return found
 
 

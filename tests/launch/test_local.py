@@ -49,10 +49,10 @@ def test_children_of_the_script_get_no_secret_in_their_environment(tmp_path: Pat
     script = tmp_path / "show.py"
     script.write_text(
         "import os, pathlib, subprocess\n"
-        "from lockstep.config.sources import control_link\n"
+        "from lockstep.config.sources import control_endpoint\n"
         "seen = subprocess.run(['env'], capture_output=True, text=True).stdout\n"
         "own = pathlib.Path('/proc/self/environ').read_text()\n"
-        "secret = control_link().secret_hex\n"
+        "secret = control_endpoint().secret_hex\n"
         "print(len(secret), secret in seen, secret in own, 'SECRET' in seen, flush=True)\n"
         "print(oct(os.stat(os.environ['LOCKSTEP_CONTROL_FILE']).st_mode))\n"
     )

@@ -13,11 +13,11 @@ from lockstep.launch.membership import (
     JOIN_LIMIT_S,
     LAST_CALL_S,
     Action,
-    Beat,
     Closed,
     Completed,
     Event,
     Finished,
+    Heartbeat,
     JoinRefused,
     JoinRequest,
     JoinTimeout,
@@ -121,8 +121,8 @@ def test_too_few_survivors_wait_for_another_machine_and_give_up_in_the_end() -> 
     now = 2.0
     while now < JOIN_LIMIT_S:
         now += 1.0
-        assert members.step(Beat("a"), now) == members.step(Tick(), now) == []
-    members.step(Beat("a"), now + 2)
+        assert members.step(Heartbeat("a"), now) == members.step(Tick(), now) == []
+    members.step(Heartbeat("a"), now + 2)
     overdue = only(members.step(Tick(), now + 2))
     assert isinstance(overdue, JoinTimeout)
     assert (
@@ -191,7 +191,7 @@ def test_a_silent_machine_is_dead_by_the_clock_of_the_receiver_alone() -> None:
     now = 0.0
     while now < DEAD_AFTER_S:
         now += 0.5
-        assert members.step(Beat("a"), now) == members.step(Tick(), now) == []
+        assert members.step(Heartbeat("a"), now) == members.step(Tick(), now) == []
     missing = members.step(Tick(), now + 0.1)[0]
     assert isinstance(missing, Missing)
     assert (missing.request.machine, missing.from_round) == ("b", 0)
@@ -207,7 +207,12 @@ def test_a_judge_that_stood_still_or_whose_clock_jumps_buries_nobody() -> None:
     now = 3600.0
     for _ in range(100):
         now += 1.0
-        assert members.step(Beat("a"), now) == members.step(Beat("b"), now) == members.step(Tick(), now) == []
+        assert (
+            members.step(Heartbeat("a"), now)
+            == members.step(Heartbeat("b"), now)
+            == members.step(Tick(), now)
+            == []
+        )
 
 
 class Machine:
@@ -217,7 +222,7 @@ class Machine:
         self.name = name
         self.connected = False
         self.running: int | None = None
-        self.cut_off = False  # the network between it and the hub is down
+        self.cut_off = False  # the network between it and the coordinator is down
 
 
 def invariants(members: Membership, least: int, most: int) -> None:
@@ -291,7 +296,7 @@ def play(seed: int) -> int:
         now += choose.choice([0.0, 0.2, 1.0, 1.0, 1.9, 30.0, -5.0])
         for one in machines.values():
             if one.connected and not one.cut_off:
-                apply(Beat(one.name))
+                apply(Heartbeat(one.name))
                 if one.running is not None and one.running not in open_rounds and choose.random() < 0.8:
                     join(one)  # it was told that its round is over
         apply(Tick())

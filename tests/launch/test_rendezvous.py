@@ -1,4 +1,4 @@
-"""The hub with made-up peers, watch and clock; and a launcher's end of it over real sockets."""
+"""The coordinator with made-up peers, watch and clock; and a launcher's end of it over real sockets."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 from lockstep.control import Server, new_secret
 from lockstep.errors import ConfigError, LinkError
 from lockstep.launch import rendezvous
-from lockstep.launch.hub import CAUSE_WAIT_S, Hub, offer_of
-from lockstep.launch.hub_server import HubServer
+from lockstep.launch.coordinator import CAUSE_WAIT_S, LaunchCoordinator, offer_of
+from lockstep.launch.coordinator_server import CoordinatorServer
 from lockstep.launch.membership import Membership
 from lockstep.launch.network import LOOPBACK, find_meeting, holder_of, listening_socket
 from lockstep.launch.plan import LaunchPlan
-from lockstep.launch.rendezvous import HubLost, LauncherIdentity, Over, Rendezvous, Round
+from lockstep.launch.rendezvous import CoordinatorLost, LauncherIdentity, Over, Rendezvous, Round
 from lockstep.launch.restarts import Restarts
 
 GRACE_S = 30.0
@@ -69,14 +69,14 @@ class FakeWatch:
 
 
 class Launch:
-    """A hub for ``least`` to ``most`` machines a, b, ... and what it said."""
+    """A coordinator for ``least`` to ``most`` machines a, b, ... and what it said."""
 
     def __init__(self, least: int, most: int, restarts: int = 9) -> None:
         self.now = 0.0
         self.said: list[str] = []
         self.watch = FakeWatch()
         members = Membership(least, most, epoch="this", run="train.py", first="a", now=0.0)
-        self.hub = Hub(
+        self.coordinator = LaunchCoordinator(
             members,
             Restarts(restarts),
             self.watch,
@@ -89,7 +89,7 @@ class Launch:
 
     def tell(self, who: str, verb: str, **facts: Any) -> None:
         peer = self.peers.setdefault(who, FakePeer(who))
-        self.hub.received(peer, {"kind": f"rendezvous.{verb}", **facts})
+        self.coordinator.received(peer, {"kind": f"rendezvous.{verb}", **facts})
 
     def join(self, name: str, epoch: str = "") -> None:
         offer = {"machine": name, "name": f"host-{name}", "run": "train.py", "nproc": 2}
@@ -105,7 +105,7 @@ class Launch:
             self.now += 0.2
             for name in self.peers:
                 self.tell(name, "beat", states={})
-            self.hub.tick(self.now)
+            self.coordinator.tick(self.now)
 
     def over(self, name: str = "a") -> Mapping[str, Any]:
         return next(message for message in self.peers[name].got if message["kind"] == "rendezvous.over")
@@ -276,16 +276,16 @@ def nothing() -> None:
 
 
 @pytest.fixture
-def hub() -> Iterator[tuple[HubServer, Any]]:
+def coordinator() -> Iterator[tuple[CoordinatorServer, Any]]:
     plan = LaunchPlan(command=("true",), nproc=2, num_machines=2, min_machines=2, address=LOOPBACK)
     secret = new_secret()
-    server = HubServer(plan, secret, LOOPBACK, 0, "first", "train.py", Told())
+    server = CoordinatorServer(plan, secret, LOOPBACK, 0, "first", "train.py", Told())
     yield server, secret
     server.close()
 
 
-def test_two_launchers_meet_and_hear_of_one_another(hub: tuple[HubServer, Any]) -> None:
-    server, secret = hub
+def test_two_launchers_meet_and_hear_of_one_another(coordinator: tuple[CoordinatorServer, Any]) -> None:
+    server, secret = coordinator
     told = Told()
     identity = [LauncherIdentity("train.py", 2, rank, LOOPBACK) for rank in (0, 1)]
     first = Rendezvous(server.address, secret, identity[0], told, machine="first")
@@ -321,8 +321,8 @@ def test_two_launchers_meet_and_hear_of_one_another(hub: tuple[HubServer, Any]) 
     other.close()
 
 
-def test_a_launcher_of_an_earlier_launch_is_refused(hub: tuple[HubServer, Any]) -> None:
-    server, secret = hub
+def test_a_launcher_of_an_earlier_launch_is_refused(coordinator: tuple[CoordinatorServer, Any]) -> None:
+    server, secret = coordinator
     stale = Rendezvous(server.address, secret, LauncherIdentity("train.py", 1, None, LOOPBACK), Told())
     stale._epoch = "of yesterday"
     with pytest.raises(
@@ -332,8 +332,10 @@ def test_a_launcher_of_an_earlier_launch_is_refused(hub: tuple[HubServer, Any]) 
     stale.close()
 
 
-def test_a_wrong_secret_is_final_and_so_is_another_program(hub: tuple[HubServer, Any]) -> None:
-    server, _ = hub
+def test_a_wrong_secret_is_final_and_so_is_another_program(
+    coordinator: tuple[CoordinatorServer, Any],
+) -> None:
+    server, _ = coordinator
     identity = LauncherIdentity("train.py", 1, None, LOOPBACK)
     with pytest.raises(ConfigError, match="same secret"):
         Rendezvous(server.address, new_secret(), identity, Told())
@@ -362,7 +364,9 @@ def test_nobody_who_answers_is_waited_for_as_long_as_was_said() -> None:
     with pytest.raises(
         ConfigError, match=r"nothing answers at 127\.0\.0\.1:\d+ after 1 s: Connection refused"
     ):
-        Rendezvous(address, new_secret(), LauncherIdentity("r", 1, 1, LOOPBACK), told, hub_limit_s=1.2)
+        Rendezvous(
+            address, new_secret(), LauncherIdentity("r", 1, 1, LOOPBACK), told, coordinator_limit_s=1.2
+        )
     assert time.monotonic() - started < 5.0
     assert len(told.lines) == 1
     assert "machine 1" in told.lines[0]
@@ -370,7 +374,7 @@ def test_nobody_who_answers_is_waited_for_as_long_as_was_said() -> None:
 
 
 class Mute:
-    """A hub whose machine is up, but which says nothing any more."""
+    """A coordinator whose machine is up, but which says nothing any more."""
 
     def received(self, peer: Any, message: Mapping[str, Any]) -> None:
         """Nothing."""
@@ -390,7 +394,7 @@ def test_a_hub_that_is_gone_or_silent_is_lost(silent: bool, monkeypatch: pytest.
         one = Rendezvous(server.address, secret, LauncherIdentity("r", 1, 1, LOOPBACK), Told())
         if not silent:
             server.close()
-        with pytest.raises(HubLost, match="was silent" if silent else "is gone"):
+        with pytest.raises(CoordinatorLost, match="was silent" if silent else "is gone"):
             one.join(nothing)
         one.close()
 
@@ -400,6 +404,6 @@ def test_addresses_are_resolved_once_and_belong_to_an_interface() -> None:
     assert meeting == (LOOPBACK, LOOPBACK, "lo", True)
     assert find_meeting(LOOPBACK, 29500, "lo") == meeting
     elsewhere = find_meeting("192.0.2.7", 29500, "lo")
-    assert (elsewhere.hub, elsewhere.own, elsewhere.here) == ("192.0.2.7", LOOPBACK, False)
+    assert (elsewhere.master, elsewhere.own, elsewhere.here) == ("192.0.2.7", LOOPBACK, False)
     with listening_socket(LOOPBACK) as taken:
         assert holder_of(taken.getsockname()[1]).startswith("pid ")

@@ -31,8 +31,8 @@ def process_environment(environ: Environ | None = None, need_rendezvous: bool = 
 
 
 @dataclass(frozen=True)
-class ControlLink:
-    """Where a worker finds the hub of its launch; ``round`` counts the restarts."""
+class ControlEndpoint:
+    """Where a worker finds the coordinator of its launch; ``round`` counts the restarts."""
 
     host: str
     port: int
@@ -40,7 +40,7 @@ class ControlLink:
     round: int = 0
 
 
-def control_link(environ: Environ | None = None) -> ControlLink | None:
+def control_endpoint(environ: Environ | None = None) -> ControlEndpoint | None:
     """What the launcher said, if it is one of ours.
 
     Raises:
@@ -64,7 +64,7 @@ def control_link(environ: Environ | None = None) -> ControlLink | None:
         host, port = parse_endpoint(address)
     except ConfigError as error:
         raise ConfigError(f"LOCKSTEP_CONTROL={error}. It is set by `lockstep launch`: unset it.") from None
-    return ControlLink(
+    return ControlEndpoint(
         host,
         port,
         secret,

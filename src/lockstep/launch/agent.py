@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from lockstep.launch.plan import LaunchPlan
-from lockstep.launch.rendezvous import HubLost, Over, Rendezvous, Round, over_of, verb_of
+from lockstep.launch.rendezvous import CoordinatorLost, Over, Rendezvous, Round, over_of, verb_of
 from lockstep.launch.report import Failure, count_alike, describe, exit_code, first_failure
 from lockstep.launch.signals import Interrupted, Signals
 from lockstep.launch.workers import Starter, Workers
@@ -23,10 +23,10 @@ CAUSE_WAIT_S = 3.0
 
 
 class Agent:
-    """Runs a plan's workers on this machine, in the rounds that the hub forms.
+    """Runs a plan's workers on this machine, in the rounds that the coordinator forms.
 
     Args:
-        hosting: the hub is part of this launcher.
+        hosting: the coordinator is part of this launcher.
         starter: makes the workers of a round, and sweeps up after it.
         upkeep: called a few times a second.
         signals: the launcher's, taken over already.
@@ -61,7 +61,7 @@ class Agent:
         """To the end of the launch; returns its exit code.
 
         Raises:
-            ConfigError: the hub does not let this machine in.
+            ConfigError: the coordinator does not let this machine in.
         """
         try:
             self._signals.install()
@@ -76,7 +76,7 @@ class Agent:
             self._end_workers(error.signal)
             self._say(f"lockstep launch: ended by {error.signal.name}; all processes were ended.")
             return error.code
-        except HubLost as error:
+        except CoordinatorLost as error:
             self._end_workers(signal.SIGTERM)
             self._say(f"lockstep launch: {error} All processes here were ended.")
             return 1
@@ -94,7 +94,7 @@ class Agent:
         self._workers = self._starter.start(place)
         try:
             return self._watch(place, self._workers)
-        except HubLost as error:
+        except CoordinatorLost as error:
             if not self._plan.elastic or self._hosting:
                 raise
             self._end_workers(signal.SIGTERM)
@@ -199,7 +199,7 @@ def follows_another(workers: Workers) -> bool:
 
 
 def states_of(pids: list[int]) -> dict[int, str]:
-    """What the system says that processes of this machine do, for a hub elsewhere."""
+    """What the system says that processes of this machine do, for a coordinator elsewhere."""
     from lockstep.observe.hang.process_state import state_of
 
     return {pid: state_of(pid) for pid in pids}

@@ -13,7 +13,7 @@ from lockstep.compat.settings import check_named_file, environment_settings
 from lockstep.config.place import Environ
 from lockstep.config.settings import OF_WORKERS
 from lockstep.config.sources import (
-    control_link,
+    control_endpoint,
     inherited_environment,
     process_environment,
     said_by_environment,
@@ -97,7 +97,7 @@ def problems_of_environment(environ: Environ | None = None) -> list[str]:
         *(lambda one=one: said_by_environment(one, environ) for one in OF_WORKERS.values()),
         lambda: check_named_file(environ),
         lambda: process_environment(environ),
-        lambda: control_link(environ),
+        lambda: control_endpoint(environ),
         lambda: environment_settings(environ, machines=1),
     ]
     found = []

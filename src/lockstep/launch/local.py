@@ -24,8 +24,8 @@ from lockstep.control import Secret, derived, new_secret, read_secret, user_secr
 from lockstep.errors import ConfigError
 from lockstep.launch import guard
 from lockstep.launch.command import Command
+from lockstep.launch.coordinator_server import CoordinatorServer
 from lockstep.launch.guard_process import GuardProcess
-from lockstep.launch.hub_server import HubServer
 from lockstep.launch.network import LOOPBACK, Meeting, find_meeting, loopback_interface
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.rendezvous import LauncherIdentity, Rendezvous
@@ -92,7 +92,7 @@ def _run(
         server = _host(plan, meeting, secret, machine, run)
         if server is not None:
             stack.callback(server.close)
-        address = server.address if server is not None else (meeting.hub, plan.port or 0)
+        address = server.address if server is not None else (meeting.master, plan.port or 0)
         identity = LauncherIdentity(
             run=run,
             nproc=plan.nproc,
@@ -124,8 +124,10 @@ def _run(
         return agent.run()
 
 
-def _host(plan: LaunchPlan, meeting: Meeting, secret: Secret, machine: str, run: str) -> HubServer | None:
-    """The hub, if it is for this machine to host; among machines without numbers, the first one does."""
+def _host(
+    plan: LaunchPlan, meeting: Meeting, secret: Secret, machine: str, run: str
+) -> CoordinatorServer | None:
+    """The coordinator, if it is for this machine to host; among machines without numbers, the first one does."""
     if not meeting.here or plan.machine_rank:
         if plan.machine_rank == 0 and plan.num_machines > 1:
             raise ConfigError(
@@ -135,7 +137,7 @@ def _host(plan: LaunchPlan, meeting: Meeting, secret: Secret, machine: str, run:
         return None
     port = (plan.port or 0) if plan.num_machines > 1 else 0  # alone, the port is that of the store
     try:
-        return HubServer(plan, secret, meeting.hub, port, machine, run, _say)
+        return CoordinatorServer(plan, secret, meeting.master, port, machine, run, _say)
     except ConfigError:
         if plan.num_machines > 1 and plan.machine_rank is None:
             return None  # another launcher here was first, or what listens there will be refused
@@ -165,7 +167,7 @@ def _secret(plan: LaunchPlan) -> Secret:
 
 
 def _control(plan: LaunchPlan, address: tuple[str, int], secret: Secret, work_dir: str) -> dict[str, str]:
-    """Where workers find the hub, and its secret in a file: variables are shown, logged and handed on."""
+    """Where workers find the coordinator, and its secret in a file: variables are shown, logged and handed on."""
     if not plan.survival.watch:
         return {}
     path = os.path.join(work_dir, "control")

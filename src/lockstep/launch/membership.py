@@ -46,7 +46,7 @@ class NodeJoined:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """A machine is alive."""
 
     machine: str
@@ -85,7 +85,7 @@ class Tick:
     """Time went by."""
 
 
-Event = NodeJoined | Beat | Lost | Finished | NodeFailed | Closed | Tick
+Event = NodeJoined | Heartbeat | Lost | Finished | NodeFailed | Closed | Tick
 
 
 # -- actions -------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class Member:
 
 
 class Membership:
-    """The state of a launch on ``least`` to ``most`` machines; ``first`` hosts the hub and always has rank 0.
+    """The state of a launch on ``least`` to ``most`` machines; ``first`` hosts the coordinator and always has rank 0.
 
     Args:
         epoch: a word made for this launch alone.
@@ -229,7 +229,7 @@ class Membership:
         match event:
             case NodeJoined(request):
                 actions += self._join(request)
-            case Beat(machine):
+            case Heartbeat(machine):
                 if machine in self.members:
                     self.members[machine].seen = self._now
             case Lost(machine, why):

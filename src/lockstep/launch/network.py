@@ -12,10 +12,10 @@ LOOPBACK = "127.0.0.1"
 
 
 class Meeting(NamedTuple):
-    """Where machines meet. ``hub`` is the address of the machine that hosts; ``own`` and ``interface`` are this
-    machine's way to it; ``here``: ``hub`` is an address of this machine."""
+    """Where machines meet. ``master`` is the address of the machine that hosts; ``own`` and ``interface`` are this
+    machine's way to it; ``here``: ``master`` is an address of this machine."""
 
-    hub: str
+    master: str
     own: str
     interface: str | None
     here: bool
@@ -27,18 +27,20 @@ def find_meeting(host: str, port: int, interface: str | None) -> Meeting:
     Raises:
         ConfigError: the host is unknown or cannot be reached from here, or there is no such interface.
     """
-    family, hub = _resolved(host, port)
+    family, master = _resolved(host, port)
     addresses = own_addresses(family)
-    here = hub in addresses.values() or (family == socket.AF_INET and ipaddress.ip_address(hub).is_loopback)
-    if here and ipaddress.ip_address(hub).is_loopback and not _says_loopback(host):
+    here = master in addresses.values() or (
+        family == socket.AF_INET and ipaddress.ip_address(master).is_loopback
+    )
+    if here and ipaddress.ip_address(master).is_loopback and not _says_loopback(host):
         raise ConfigError(
-            f"main_process_ip {host} is {hub} here, which other machines cannot reach. Give the address that they know "
-            f"this machine by."
+            f"main_process_ip {host} is {master} here, which other machines cannot reach. Give the address that they "
+            f"know this machine by."
         )
     if interface is None:
-        own = hub if here else _source_address(family, hub, port, host)
+        own = master if here else _source_address(family, master, port, host)
         names = [name for name, address in addresses.items() if address == own]
-        return Meeting(hub, own, names[0][0] if names else None, here)
+        return Meeting(master, own, names[0][0] if names else None, here)
     known = sorted({name for name, _ in own_addresses(socket.AF_INET)})
     mine = [address for (name, _), address in addresses.items() if name == interface]
     if not mine:
@@ -46,12 +48,12 @@ def find_meeting(host: str, port: int, interface: str | None) -> Meeting:
             f"interface {interface} has no address of main_process_ip's kind here. There are: {', '.join(known)}. "
             f"Name one of them."
         )
-    if here and hub not in mine and not ipaddress.ip_address(hub).is_loopback:
+    if here and master not in mine and not ipaddress.ip_address(master).is_loopback:
         raise ConfigError(
             f"main_process_ip {host} is an address of this machine, but not one of interface {interface} "
             f"({', '.join(mine)}). Correct one of the two."
         )
-    return Meeting(hub, hub if hub in mine else mine[0], interface, here)
+    return Meeting(master, master if master in mine else mine[0], interface, here)
 
 
 def own_addresses(family: socket.AddressFamily) -> dict[tuple[str, int], str]:
@@ -131,11 +133,11 @@ def _says_loopback(host: str) -> bool:
         return False
 
 
-def _source_address(family: socket.AddressFamily, hub: str, port: int, host: str) -> str:
-    """The address from which packets to the hub leave; nothing is sent."""
+def _source_address(family: socket.AddressFamily, master: str, port: int, host: str) -> str:
+    """The address from which packets to the coordinator leave; nothing is sent."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((hub, port))
+            probe.connect((master, port))
         except OSError as error:
             raise ConfigError(
                 f"main_process_ip {host} cannot be reached from here: {error.strerror}. Correct it, or the network."

@@ -1,4 +1,4 @@
-"""A launcher's end of the rendezvous: it joins at the hub, hears which round it is in, and tells what happens."""
+"""A launcher's end of the rendezvous: it joins, hears which round it is in, and tells what happens."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lockstep.errors import ConfigError, LinkError
 from lockstep.launch.network import listening_socket
 
 BEAT_S = 1.0
-# less than the hub waits before it forms a round without this machine, so that two never train at once
+# less than the coordinator waits before it forms a round without this machine, so that two never train at once
 LOST_HUB_S = 4.0
 CONNECT_S = 5.0
 RETRY_S = 0.25
 SAY_WAITING_AFTER_S = 1.0
-HUB_LIMIT_S = 900.0
+COORDINATOR_LIMIT_S = 900.0
 REFUSED_LIMIT_S = 15.0
 REJOIN_LIMIT_S = 60.0
 
@@ -51,7 +51,7 @@ class Over:
     rank: int | None = None
 
 
-class HubLost(LinkError):
+class CoordinatorLost(LinkError):
     """The machine that hosts the launch is gone."""
 
 
@@ -67,10 +67,10 @@ class LauncherIdentity:
 
 
 class Rendezvous:
-    """A connection to the hub.
+    """A connection to the coordinator.
 
     Args:
-        address: the hub's.
+        address: the coordinator's.
         secret: the run's.
         identity: this machine.
         say: prints one sentence for people.
@@ -84,7 +84,7 @@ class Rendezvous:
         identity: LauncherIdentity,
         say: Callable[[str], None],
         machine: str = "",
-        hub_limit_s: float = HUB_LIMIT_S,
+        coordinator_limit_s: float = COORDINATOR_LIMIT_S,
     ) -> None:
         self._address, self._secret, self._identity = address, secret, identity
         self._say = say
@@ -93,11 +93,11 @@ class Rendezvous:
         self._said_whom = False
         self._offered: socket.socket | None = None
         self._states: Mapping[int, str] = {}
-        self._client = self._connected(hub_limit_s)
+        self._client = self._connected(coordinator_limit_s)
         self._heard = time.monotonic()
         self._ended = threading.Event()
         # beats come from a thread of their own: ending workers may keep the main one busy for seconds
-        threading.Thread(target=self._beat, name="lockstep-beat", daemon=True).start()
+        threading.Thread(target=self._heartbeat, name="lockstep-beat", daemon=True).start()
 
     # -- rounds --------------------------------------------------------------------------------------
 
@@ -105,8 +105,8 @@ class Rendezvous:
         """Wait for the next round; ``check`` is called a few times a second and may raise.
 
         Raises:
-            ConfigError: the hub does not let this machine in.
-            HubLost: the hub is gone.
+            ConfigError: the coordinator does not let this machine in.
+            CoordinatorLost: the coordinator is gone.
         """
         patience = time.monotonic() + REFUSED_LIMIT_S
         self._offer()
@@ -133,7 +133,7 @@ class Rendezvous:
                 return over_of(message)
 
     def rejoin(self, check: Callable[[], None]) -> None:
-        """Connect anew to a hub that was out of reach. Raises HubLost when it stays away."""
+        """Connect anew to a coordinator that was out of reach. Raises CoordinatorLost when it stays away."""
         deadline = time.monotonic() + REJOIN_LIMIT_S
         while True:
             check()
@@ -141,7 +141,7 @@ class Rendezvous:
                 self._client = Client(self._address, self._secret, CONNECT_S)
             except LinkError:
                 if time.monotonic() > deadline:
-                    raise HubLost(
+                    raise CoordinatorLost(
                         f"the machine that hosts this launch, {where(self._address)}, did not come back within "
                         f"{REJOIN_LIMIT_S:.0f} s."
                     ) from None
@@ -151,13 +151,13 @@ class Rendezvous:
             return
 
     def receive(self, timeout_s: float) -> dict[str, Any] | None:
-        """The next message that is not a beat; None if there is none in time. Raises HubLost."""
+        """The next message that is not a beat; None if there is none in time. Raises CoordinatorLost."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
                 message = self._client.receive(max(deadline - time.monotonic(), 0))
             except LinkError:
-                raise HubLost(
+                raise CoordinatorLost(
                     f"the machine that hosts this launch, {where(self._address)}, is gone."
                 ) from None
             now = time.monotonic()
@@ -167,14 +167,14 @@ class Rendezvous:
                     return message
             elif now - self._heard > LOST_HUB_S:
                 self._client.close()
-                raise HubLost(
+                raise CoordinatorLost(
                     f"the machine that hosts this launch, {where(self._address)}, was silent for {LOST_HUB_S:.0f} s."
                 )
             if now >= deadline:
                 return None
 
     def tell(self, verb: str, **facts: Any) -> None:
-        """Tell the hub something. If it is gone, the next ``receive`` says so."""
+        """Tell the coordinator something. If it is gone, the next ``receive`` says so."""
         with suppress(LinkError):
             self._client.send({"kind": f"rendezvous.{verb}", **facts})
 
@@ -191,7 +191,7 @@ class Rendezvous:
     # -- connecting ----------------------------------------------------------------------------------
 
     def _connected(self, limit_s: float) -> Client:
-        """Connect, and wait for a hub that does not listen yet; who answers without the secret is not waited for."""
+        """Connect, and wait for a coordinator that does not listen yet, but not for one without the secret."""
         started = time.monotonic()
         while True:
             reason = _unreachable(self._address)
@@ -250,7 +250,7 @@ class Rendezvous:
         check()
         time.sleep(2 * RETRY_S)
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         while not self._ended.wait(BEAT_S):
             self.tell("beat", states={str(pid): word for pid, word in self._states.items()})
 

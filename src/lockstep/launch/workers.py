@@ -154,7 +154,7 @@ class Starter:
     Args:
         work_dir: for error reports.
         launch_id: what marks the processes of this launcher; its run id for torch, too.
-        control: how workers find the hub.
+        control: how workers find the coordinator.
     """
 
     def __init__(self, plan: LaunchPlan, work_dir: str, launch_id: str, control: Mapping[str, str]) -> None:

@@ -19,7 +19,7 @@ from lockstep.compat.deepspeed.config import from_deepspeed
 from lockstep.compat.settings import external_settings
 from lockstep.config.hosts import read_hostfile
 from lockstep.config.parallel import Parallel
-from lockstep.config.sources import control_link, process_environment, user_config_file, worker_settings
+from lockstep.config.sources import control_endpoint, process_environment, user_config_file, worker_settings
 from lockstep.control import Secret
 from tests.config.fuzzing.judge import (
     complaint_about_output,
@@ -127,7 +127,7 @@ def _environment(given: Input) -> Verdict:
     kept = dict(os.environ)
     try:
         os.environ.update(given.environ)
-        link, place = control_link(), process_environment()
+        link, place = control_endpoint(), process_environment()
         if link is not None and not (
             link.host and 0 < link.port < 65536 and Secret.from_hex(link.secret_hex)
         ):

@@ -1,7 +1,7 @@
 """Decides, from what the workers of a run tell, whether they hang, who is to blame, and where all of them stop.
 
-The handler "watch" of the hub. It knows neither sockets nor clocks: messages and the time are passed in, always by
-one thread.
+The handler "watch" of the launch's server. It knows neither sockets nor clocks: messages and the time are passed in,
+always by one thread.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.call_check import CallCheck
-from lockstep.config.sources import control_link, process_environment
+from lockstep.config.sources import control_endpoint, process_environment
 from lockstep.control.client import Client
 from lockstep.control.secret import Secret, new_secret
 from lockstep.control.server import Server
@@ -38,7 +38,7 @@ Saver = Callable[[], str | None]
 
 
 class ProcessWatch:
-    """Clock, worker's watch, and on rank 0 the hub where no launcher of ours has one."""
+    """Clock, worker's watch, and on rank 0 the coordinator where no launcher of ours has one."""
 
     _current: ProcessWatch | None = None
 
@@ -71,7 +71,7 @@ class ProcessWatch:
             self._worker.done()
 
     def end(self) -> None:
-        """Leave the hub, and give signals and functions of torch back."""
+        """Leave the coordinator, and give signals and functions of torch back."""
         if self._calls is not None:
             self._calls.uninstall()
         if self._worker is not None:
@@ -96,7 +96,7 @@ class ProcessWatch:
             except UsageError as error:  # nobody's numbers depend on it: stacks still tell where a rank is
                 if runtime.is_main:
                     sys.stderr.write(f"lockstep: a hang will be explained less well: {error}\n")
-        self._speaks = runtime.is_main and control_link() is None
+        self._speaks = runtime.is_main and control_endpoint() is None
         self._worker = WorkerWatch(
             runtime.rank,
             runtime.world_size,
@@ -116,10 +116,12 @@ class ProcessWatch:
         atexit.register(self.end)  # where there is no process group whose end would come first
 
     def _connect(self, runtime: Runtime) -> Client | None:
-        link = control_link()
+        endpoint = control_endpoint()
         try:
-            if link is not None:
-                return Client((link.host, link.port), Secret.from_hex(link.secret_hex), CONNECT_LIMIT_S)
+            if endpoint is not None:
+                return Client(
+                    (endpoint.host, endpoint.port), Secret.from_hex(endpoint.secret_hex), CONNECT_LIMIT_S
+                )
             if runtime.world_size > 1 and runtime.backend is not None:
                 return self._join_hub_of_rank_0(runtime)
         except LinkError as error:
@@ -149,7 +151,7 @@ class ProcessWatch:
         return Client((words[0], int(words[1])), Secret.from_hex(words[2]), CONNECT_LIMIT_S)
 
     def _leave_as_host(self) -> None:
-        """The other ranks hear of this one's end before the hub ends with it."""
+        """The other ranks hear of this one's end before the coordinator ends with it."""
         if self._coordinator is not None and not failure.has_failed():
             self._coordinator.left(0)
 

@@ -1,5 +1,5 @@
-"""The watch inside one process of a run: tells the hub what the main thread gets done, answers its questions, and holds
-the main thread at a step boundary until all ranks know at which one they stop."""
+"""The watch inside one process of a run: tells the coordinator what the main thread gets done, answers its questions,
+and holds the main thread at a step boundary until all ranks know at which one they stop."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ BEAT_S = 0.5
 
 
 class WorkerWatch:
-    """Two side threads: one beats and looks for signals, the other listens to the hub.
+    """Two side threads: one beats and looks for signals, the other listens to the coordinator.
 
     Args:
         rank: Of this process.
         world_size: Number of processes.
         clock: What the main thread gets done.
         stop: See ``StopGate``.
-        client: To the hub; None for a process alone, which only looks for signals.
+        client: To the coordinator; None for a process alone, which only looks for signals.
         departures: Learns which of the other ranks have ended.
         signals: Stop signals; None where they are somebody else's.
         grace_s: From a stop signal until the process ends itself, where nobody else would.
@@ -113,7 +113,7 @@ class WorkerWatch:
         self._wake, self._waker = socket.socketpair()
         self._ended = False
         self._owner = os.getpid()
-        self._threads = [threading.Thread(target=self._beat, name="lockstep-watch", daemon=True)]
+        self._threads = [threading.Thread(target=self._send_heartbeats, name="lockstep-watch", daemon=True)]
         if client is not None:
             self._threads.append(threading.Thread(target=self._listen, name="lockstep-listen", daemon=True))
 
@@ -164,11 +164,11 @@ class WorkerWatch:
         try:
             self._client.send({"kind": f"watch.{verb}", **values})
         except LinkError:
-            self._client = None  # the hub ended; the launcher's end is somebody else's matter
+            self._client = None  # the coordinator ended; the launcher's end is somebody else's matter
 
     # Beating -----------------------------------------------------------------------------------------
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         news = select.poll()  # select() takes no descriptors above 1023
         news.register(self._wake, select.POLLIN)
         news.register(self._signals.fileno(), select.POLLIN)

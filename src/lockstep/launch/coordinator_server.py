@@ -1,4 +1,4 @@
-"""Hosting a launch: the server with the hub's two handlers, in a thread of the launcher."""
+"""Hosting a launch: the server with the coordinator's two handlers, in a thread of the launcher."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from lockstep.control import Handler, Secret, Server
 from lockstep.errors import ConfigError, LinkError
-from lockstep.launch.hub import Hub
+from lockstep.launch.coordinator import LaunchCoordinator
 from lockstep.launch.membership import Membership
 from lockstep.launch.network import holder_of
 from lockstep.launch.plan import LaunchPlan
@@ -20,8 +20,8 @@ from lockstep.observe.hang.coordinator import Coordinator, WatchSettings
 LEAVE_LIMIT_S = 3.0
 
 
-class HubServer:
-    """The hub of a plan's launch, listening at ``address:port``.
+class CoordinatorServer:
+    """The coordinator of a plan's launch, listening at ``address:port``.
 
     Args:
         machine: identity of the launcher that hosts.
@@ -53,7 +53,7 @@ class HubServer:
         watched = plan.survival.watch
         limits = WatchSettings(hang_timeout_s=plan.survival.hang_timeout_s)
         coordinator = Coordinator(limits, lambda sentence: say(f"lockstep launch: {sentence}"))
-        self._hub = Hub(
+        self._coordinator = LaunchCoordinator(
             members,
             Restarts(plan.survival.max_restarts),
             coordinator if watched else None,
@@ -61,7 +61,7 @@ class HubServer:
             elastic=plan.elastic,
             say=say,
         )
-        handlers: dict[str, Handler] = {"rendezvous": self._hub}
+        handlers: dict[str, Handler] = {"rendezvous": self._coordinator}
         if watched:
             handlers["watch"] = coordinator
         try:
@@ -79,12 +79,12 @@ class HubServer:
     def interrupt(self, name: str, code: int) -> None:
         """End the launch on all machines with this code, because this one got a signal."""
         with suppress(LinkError):
-            self._server.call(lambda: self._hub.interrupt(name, code))
+            self._server.call(lambda: self._coordinator.interrupt(name, code))
 
     def close(self) -> None:
         """Stop, once the others have heard how the launch ended."""
         deadline = time.monotonic() + LEAVE_LIMIT_S
         with suppress(LinkError):
-            while not self._server.call(self._hub.alone) and time.monotonic() < deadline:
+            while not self._server.call(self._coordinator.alone) and time.monotonic() < deadline:
                 time.sleep(0.01)
         self._server.close()

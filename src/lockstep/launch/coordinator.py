@@ -1,4 +1,4 @@
-"""The hub of a launch: one server, to which launchers tell what happens, and which tells them what to do.
+"""The coordinator of a launch: one server, to which launchers tell what happens, and which tells them what to do.
 
 Its handler "rendezvous" feeds :class:`~lockstep.launch.membership.Membership`; the handler "watch" hears the
 workers. All of it runs in the server's thread.
@@ -31,7 +31,7 @@ class NodeConnection(Protocol):
 
 
 class Watch(Protocol):
-    """What the hub asks of the coordinator."""
+    """What the coordinator asks of the watch of the workers."""
 
     commits: int
     stopped: str | None
@@ -58,7 +58,7 @@ class RoundFailure:
     rank: int | None = None
 
 
-class Hub:
+class LaunchCoordinator:
     """The handler "rendezvous".
 
     Args:
@@ -107,7 +107,7 @@ class Hub:
         if machine is None or self._peers.get(machine) is not peer:
             return
         if verb == "beat":
-            self._beat(machine, peer, message)
+            self._heartbeat(machine, peer, message)
         elif verb == "finished":
             self._codes.append(_non_negative_int(message, "code"))
             self._step(m.Finished(machine, _non_negative_int(message, "round")))
@@ -173,8 +173,8 @@ class Hub:
         if whom and self._members.round is None and request.machine in self._members.members:
             peer.send({"kind": "rendezvous.waiting", "whom": whom})
 
-    def _beat(self, machine: str, peer: NodeConnection, message: Mapping[str, Any]) -> None:
-        self._step(m.Beat(machine))
+    def _heartbeat(self, machine: str, peer: NodeConnection, message: Mapping[str, Any]) -> None:
+        self._step(m.Heartbeat(machine))
         peer.send({"kind": "rendezvous.beat"})
         states = message.get("states")
         if isinstance(states, Mapping) and self._watch is not None:
