@@ -156,9 +156,8 @@ def save(
             communicator = background.communicator
         undo.pop_all()
 
-    checkpointer.project.iteration += (
-        output_dir is None
-    )  # if it fails after it has published, the number is taken
+    # Now: if writing fails after it has published, the number is taken.
+    checkpointer.project.iteration += output_dir is None
 
     def write() -> None:
         try:
