@@ -245,6 +245,37 @@ def misuse_of_tensors() -> dict[str, bytes]:
     }
 
 
+def _long(value: int) -> bytes:
+    return b"\x8a\x0a" + value.to_bytes(10, "little")
+
+
+LET_THROUGH = {
+    "numbers that are in no file": b"\x80\x02ctorch\nTensor\n(" + number(2**10) + b"tR.",
+    "a storage that is in no file": b"\x80\x02ctorch.storage\nUntypedStorage\n(" + number(2**10) + b"tR.",
+    "bytes made of a number": b"\x80\x02c__builtin__\nbytearray\n(" + number(2**10) + b"tR.",
+    "a tensor of nothing": b"\x80\x02ctorch._utils\n_rebuild_meta_tensor_no_storage\n(ctorch\nfloat32\n("
+    + _long(2**44)
+    + b"t("
+    + number(1)
+    + b"t\x89tR.",
+    "an attribute in place of a method": b"\x80\x02ccollections\nOrderedDict\n)R}"
+    + text("items")
+    + b"K\x01sb.",
+    "bytes behind the end": b"\x80\x02N.N.",
+    "a bomb of shared lists": laughs(),
+}
+"""What torch's own restricted unpickler reads, though torch never writes it."""
+
+
+def keys_that_cost() -> dict[str, bytes]:
+    """Keys that are never to be hashed: torch's own restricted unpickler crashes, or takes a minute."""
+    of_one_hash = b"".join(_long(factor * (2**61 - 1)) + b"N" for factor in range(1, 50_000))
+    return {
+        "nested tuples": b"\x80\x02})" + b"\x85" * 200_000 + b"K\x01s.",
+        "integers of one hash": b"\x80\x02}(" + of_one_hash + b"u.",
+    }
+
+
 def _compressed(data: bytes, name: str) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as file:

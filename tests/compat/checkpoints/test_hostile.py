@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.compat.checkpoints import isolated
 from lockstep.compat.checkpoints.convert import read_foreign
@@ -105,6 +108,27 @@ def test_an_allowed_name_or_a_size_is_not_misused(name: str, trap: Trap) -> None
     path = trap.folder / "model.bin"
     path.write_bytes(hostile.misuse()[name])
     trap.refused(path)
+
+
+@pytest.mark.parametrize("name", [*hostile.LET_THROUGH, *hostile.keys_that_cost()])
+def test_what_torchs_own_unpickler_lets_through_is_refused(name: str, trap: Trap) -> None:
+    path = trap.folder / "model.pt"
+    path.write_bytes(hostile.archive((hostile.LET_THROUGH | hostile.keys_that_cost())[name]))
+    trap.refused(path)
+
+
+@pytest.mark.parametrize("name", hostile.LET_THROUGH)
+def test_torchs_own_unpickler_still_lets_it_through(name: str) -> None:
+    """Else the reasons in docs/importing-checkpoints.md for not using it are to be looked at again."""
+    archive = hostile.archive(hostile.LET_THROUGH[name], version=b"3\n", byteorder=b"little")
+    torch.load(io.BytesIO(archive), weights_only=True)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_torchs_own_unpickler_still_does_not_read_the_metadata_of_dcp() -> None:
+    metadata = (Path(hostile.__file__).parent / "fixtures" / "dcp" / "checkpoint" / ".metadata").read_bytes()
+    with pytest.raises(pickle.UnpicklingError, match="Unsupported operand 149"):  # a frame, of protocol 4
+        torch.load(io.BytesIO(metadata), weights_only=True)
 
 
 @pytest.mark.parametrize("name", hostile.misuse_of_tensors())
