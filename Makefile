@@ -57,7 +57,7 @@ TORCH_VENV := .venv-torch-$(TORCH)
 TORCH_TESTS := torch_internals parallel/test_parity.py parallel/zero/test_window.py parallel/zero/test_parity.py \
   parallel/zero/test_models.py parallel/zero/test_optimizers.py parallel/optimizers parallel/test_loops.py \
   parallel/test_split_parity.py parallel/pipeline parallel/tensor checkpoint/test_sharded_state.py \
-  checkpoint/test_parameters.py checkpoint/test_rank_state.py data/test_plain_order.py train examples
+  checkpoint/test_parameters.py checkpoint/test_rank_state.py data/test_plain_order.py train compat/deepspeed examples
 
 $(TORCH_VENV)/.test: pyproject.toml
 	$(PYTHON) -m venv $(TORCH_VENV)
