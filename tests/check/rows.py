@@ -16,7 +16,7 @@ from lockstep.errors import LockstepError
 from lockstep.parallel.context.region import regions_of
 from lockstep.parallel.pipeline.derivation import Derivation
 from lockstep.parallel.tensor import infer
-from lockstep.parallel.tensor.rehearse import Passed, Rehearsal, rehearse
+from lockstep.parallel.tensor.rehearse import Passed, TensorRehearsal, rehearse
 
 WORDS, WIDTH, ROWS = 32, 16, 8  # the sequence is as long as the batch
 
@@ -104,7 +104,7 @@ TABLE = {
 }
 
 
-def passes(rehearsal: Rehearsal, *given: Any) -> Any:
+def passes(rehearsal: TensorRehearsal, *given: Any) -> Any:
     """What the rehearsal of each ``Feedforward`` finds: its parts are right as they are."""
     if isinstance(rehearsal.module, Feedforward):
         return Passed((), False, {})

@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.check.compare import compare, tolerance_of
 from lockstep.check.observe import Observations, Observed, observed
-from lockstep.check.passes import Batch, Result, run
+from lockstep.check.passes import ComparedBatch, PassResult, run
 from lockstep.check.reference import Reference
 from lockstep.check.snapshot import Snapshot, numbers
 from lockstep.errors import UsageError
@@ -144,8 +144,8 @@ def test_what_cannot_be_copied_is_said() -> None:
     ],
 )
 def test_rounding_is_allowed_and_no_more(dtype: torch.dtype, off: float, is_seen: bool) -> None:
-    whole = Result("", {"": torch.tensor(2.0)}, {"w": torch.ones(8, dtype=dtype), "b": torch.zeros(3)})
-    split = Result(
+    whole = PassResult("", {"": torch.tensor(2.0)}, {"w": torch.ones(8, dtype=dtype), "b": torch.zeros(3)})
+    split = PassResult(
         "", {"": torch.tensor(2.0)}, {"w": torch.ones(8, dtype=dtype) * (1 + off), "b": torch.zeros(3)}
     )
     tolerance = tolerance_of({dtype}, False)
@@ -153,18 +153,22 @@ def test_rounding_is_allowed_and_no_more(dtype: torch.dtype, off: float, is_seen
 
 
 def test_gradients_that_are_made_of_rounding_are_not_compared_by_their_size() -> None:
-    whole = Result("", {"": torch.tensor(2.0)}, {"w": torch.ones(8), "key.bias": torch.tensor([1e-9, -1e-9])})
-    split = Result("", {"": torch.tensor(2.0)}, {"w": torch.ones(8), "key.bias": torch.tensor([-3e-9, 1e-9])})
+    whole = PassResult(
+        "", {"": torch.tensor(2.0)}, {"w": torch.ones(8), "key.bias": torch.tensor([1e-9, -1e-9])}
+    )
+    split = PassResult(
+        "", {"": torch.tensor(2.0)}, {"w": torch.ones(8), "key.bias": torch.tensor([-3e-9, 1e-9])}
+    )
     assert compare(split, whole, [], [], 1e-3).differences == ()
     split.gradients["key.bias"] = torch.tensor([1e-3, 0.0])
     assert [d.name for d in compare(split, whole, [], [], 1e-3).differences] == ["key.bias"]
 
 
 def test_missing_gradients_and_copies_that_differ_are_seen() -> None:
-    whole = Result("", {"": torch.tensor(2.0)}, {"w": torch.ones(8)})
-    assert [d.kind for d in compare(Result("", dict(whole.outputs)), whole, [], [], 1e-3).differences] == [
-        "gradient"
-    ]
+    whole = PassResult("", {"": torch.tensor(2.0)}, {"w": torch.ones(8)})
+    assert [
+        d.kind for d in compare(PassResult("", dict(whole.outputs)), whole, [], [], 1e-3).differences
+    ] == ["gradient"]
     digests = [{"w": (8.0, 2.8)}, {"w": (8.0, 2.9)}]
     assert [d.kind for d in compare(whole, whole, digests, [], 1e-3).differences] == ["replica"]
 
@@ -216,5 +220,5 @@ def _observations(split: nn.Module, whole: nn.Module) -> Observations:
 
 def _observed(model: nn.Module, x: torch.Tensor) -> Observed:
     with observed(model) as seen:
-        run(lambda batch: model(*batch.args), Batch((x,), {}), lambda objective: objective.backward())
+        run(lambda batch: model(*batch.args), ComparedBatch((x,), {}), lambda objective: objective.backward())
     return seen

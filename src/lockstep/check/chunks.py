@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.check.passes import Batch
+from lockstep.check.passes import ComparedBatch
 from lockstep.comm.tree import map_leaves
 from lockstep.parallel.context.region import ContextRegion, regions_of
 
@@ -35,7 +35,7 @@ class Chunks:
         """None where the model splits the sequence itself."""
         return next((cls(region) for region in regions_of(model) if region.split is not None), None)
 
-    def whole(self, batch: Batch) -> Batch:
+    def whole(self, batch: ComparedBatch) -> ComparedBatch:
         """With the whole of each tensor that is in ``buffers``."""
         known, dims = self._region.split or {}, self._region.split_dims
 
@@ -54,7 +54,7 @@ class Chunks:
         return "no argument of the model is one of the buffers of maybe_context_parallel, so its whole is not known."
 
     @contextmanager
-    def split(self, batch: Batch) -> Iterator[Batch]:
+    def split(self, batch: ComparedBatch) -> Iterator[ComparedBatch]:
         """This rank's part of a whole batch, as if it were in ``buffers``."""
         region = self._region
         before = region.split, region.split_dims, region.split_length
@@ -94,12 +94,12 @@ class Chunks:
         return map_leaves(join, output)
 
 
-def _mapped(function: Any, batch: Batch) -> Batch:
+def _mapped(function: Any, batch: ComparedBatch) -> ComparedBatch:
     args, kwargs, targets = map_leaves(function, (tuple(batch.args), batch.kwargs, tuple(batch.targets)))
     return replace(batch, args=args, kwargs=kwargs, targets=targets)
 
 
-def _scaled(batch: Batch, factor: float) -> Batch:
+def _scaled(batch: ComparedBatch, factor: float) -> ComparedBatch:
     count = batch.kwargs.get(SHARE)
     return batch if count is None else replace(batch, kwargs={**batch.kwargs, SHARE: count * factor})
 

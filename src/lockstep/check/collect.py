@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lockstep.check.compare import Digest, digest
 from lockstep.check.observe import Observed
-from lockstep.check.passes import Result
+from lockstep.check.passes import PassResult
 from lockstep.check.reference import Live
 from lockstep.check.snapshot import Snapshot, numbers
 from lockstep.checkpoint.contents import FullModelSpec, ties_of
@@ -61,7 +61,7 @@ class Collector:
         return collect_stages(state, self._communicator, self._whole), trained
 
     def gather(
-        self, model: nn.Module, result: Result, before: dict[str, Any]
+        self, model: nn.Module, result: PassResult, before: dict[str, Any]
     ) -> tuple[list[Digest], list[Observed]]:
         """Complete what the pass of the split model found, on rank 0. Collective.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.check.observe import Observations, Observed
-from lockstep.check.passes import Result
+from lockstep.check.passes import PassResult
 
 RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-3}
 """Of a gradient's norm; other types are rounded at each operation."""
@@ -57,7 +57,7 @@ class Comparison:
 class Rounded:
     """What rounding explains: the pass of the whole model whose weights and products are rounded to ``dtype``."""
 
-    result: Result
+    result: PassResult
     dtype: torch.dtype
 
     def of_gradients(self, whole: Mapping[str, Tensor]) -> dict[str, float]:
@@ -77,8 +77,8 @@ class Rounded:
 
 
 def compare(
-    split: Result,
-    whole: Result,
+    split: PassResult,
+    whole: PassResult,
     digests: Sequence[Digest],
     ranks: Sequence[Observed],
     tolerance: float,
@@ -121,7 +121,7 @@ def digest(gradients: Mapping[str, Tensor]) -> Digest:
 
 
 def _of_outputs(
-    split: Result, whole: Result, tolerance: float, rounded: Rounded | None
+    split: PassResult, whole: PassResult, tolerance: float, rounded: Rounded | None
 ) -> Iterator[Difference]:
     for path, expected in whole.outputs.items():
         found = split.outputs.get(path)

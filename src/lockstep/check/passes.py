@@ -19,7 +19,7 @@ from lockstep.parallel.pipeline.micro_batch import find_loss
 
 
 @dataclass(frozen=True)
-class Batch:
+class ComparedBatch:
     """What the model is called with; where the loss is computed with ``loss_function(output, *targets)``, that too."""
 
     args: Sequence[Any]
@@ -27,7 +27,7 @@ class Batch:
     loss_function: Callable[..., Tensor] | None = None
     targets: Sequence[Any] = ()
 
-    def detached(self, device: torch.device | None = None) -> Batch:
+    def detached(self, device: torch.device | None = None) -> ComparedBatch:
         """The same values apart from every graph, maybe on another device."""
 
         def copy(tensor: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class Batch:
 
 
 @dataclass
-class Result:
+class PassResult:
     """Of one pass; tensors in host memory, by path in the output or by name in the model."""
 
     loss: str | None = None
@@ -49,7 +49,9 @@ class Result:
     observed: Observed = field(default_factory=Observed)
 
 
-def run(call: Callable[[Batch], Any], batch: Batch, backward: Callable[[Tensor], None]) -> Result:
+def run(
+    call: Callable[[ComparedBatch], Any], batch: ComparedBatch, backward: Callable[[Tensor], None]
+) -> PassResult:
     """Forward and backward: of the loss that the model returns, or else of a fixed combination of its outputs.
 
     Tensors that ranks hold parts of are gathered; collective then.
@@ -59,7 +61,7 @@ def run(call: Callable[[Batch], Any], batch: Batch, backward: Callable[[Tensor],
         found = {path: _whole(leaf) for path, leaf in leaves(output).items() if isinstance(leaf, Tensor)}
         path = find_loss(output)
         objective = found[path] if path is not None else _combination(found.values())
-    result = Result(path, {path: leaf.detach().cpu() for path, leaf in found.items()})
+    result = PassResult(path, {path: leaf.detach().cpu() for path, leaf in found.items()})
     if objective is not None and objective.requires_grad:
         backward(objective)
     return result

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.check.observe import observed
-from lockstep.check.passes import Batch, Result, run
+from lockstep.check.passes import ComparedBatch, PassResult, run
 from lockstep.check.snapshot import Snapshot, numbers, set_numbers
 from lockstep.errors import UsageError
 from lockstep.model.contents import is_container, rebound
@@ -117,13 +117,13 @@ class Reference:
 
     def run(
         self,
-        batch: Batch,
+        batch: ComparedBatch,
         live: Live,
         device: torch.device,
         without_chance: Callable[[nn.Module], AbstractContextManager[None]],
         look: bool,
         rounding: torch.dtype | None = None,
-    ) -> Result:
+    ) -> PassResult:
         """One pass with what the split model is made of; ``look``: what modules do is observed.
 
         ``rounding``: weights and products are rounded to that type.
@@ -180,15 +180,15 @@ def _rebind_functions(model: nn.Module, copies: dict[int, Any]) -> None:
                     held[key] = rebound(value, copies)
 
 
-def _call_of(model: nn.Module) -> Callable[[Batch], Any]:
-    def call(given: Batch) -> Any:
+def _call_of(model: nn.Module) -> Callable[[ComparedBatch], Any]:
+    def call(given: ComparedBatch) -> Any:
         output = model(*given.args, **given.kwargs)
         return output if given.loss_function is None else given.loss_function(output, *given.targets)
 
     return call
 
 
-def _complete(result: Result, model: nn.Module, before: Snapshot) -> None:
+def _complete(result: PassResult, model: nn.Module, before: Snapshot) -> None:
     """With gradients, and with what the forward has changed."""
     result.gradients = {
         name: p.grad.detach().cpu() for name, p in model.named_parameters() if p.grad is not None
@@ -202,7 +202,7 @@ def _complete(result: Result, model: nn.Module, before: Snapshot) -> None:
     result.attributes = before.changed_numbers()
 
 
-def _forget_notes(result: Result, model: nn.Module, batch: Batch) -> None:
+def _forget_notes(result: PassResult, model: nn.Module, batch: ComparedBatch) -> None:
     """Leave out what a second forward does not change again: sizes that are noted, not counts."""
     if not result.attributes and not result.buffers:
         return

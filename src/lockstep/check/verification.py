@@ -19,7 +19,7 @@ from lockstep.check.chunks import Chunks, shapes_of
 from lockstep.check.collect import Collector
 from lockstep.check.compare import Comparison, Rounded, compare, tolerance_of
 from lockstep.check.observe import observed
-from lockstep.check.passes import Batch, Result, in_full_precision, run
+from lockstep.check.passes import ComparedBatch, PassResult, in_full_precision, run
 from lockstep.check.reference import Live, Reference
 from lockstep.check.snapshot import Snapshot, numbers
 from lockstep.comm.collectives import Communicator
@@ -92,7 +92,7 @@ class Verification:
         if self._follows_settings(prepared):
             prepared.on_derived(self._after_derivation)
 
-    def before_call(self, batch: Batch) -> None:
+    def before_call(self, batch: ComparedBatch) -> None:
         """Verify with this batch, if it is time. Collective.
 
         Raises:
@@ -123,7 +123,7 @@ class Verification:
         self._is_due = True
         self._is_running = True
         try:
-            self._verify(Batch(args, kwargs, loss_function, targets))
+            self._verify(ComparedBatch(args, kwargs, loss_function, targets))
         finally:
             self._is_running = False
 
@@ -134,7 +134,7 @@ class Verification:
         self._calls += 1
         return self._is_due
 
-    def _verify(self, batch: Batch) -> None:
+    def _verify(self, batch: ComparedBatch) -> None:
         assert self._prepared is not None
         model = self._prepared.plain
         if not self._collector.is_ready(self._prepared):
@@ -160,7 +160,7 @@ class Verification:
             self._end()
 
     def _compared_twice(
-        self, model: nn.Module, batch: Batch, chunks: Chunks | None
+        self, model: nn.Module, batch: ComparedBatch, chunks: Chunks | None
     ) -> tuple[Comparison | None, str]:
         """The second time only to see where a difference begins; everything is put back."""
         snapshot = Snapshot(model)
@@ -184,7 +184,7 @@ class Verification:
     def _compared(
         self,
         model: nn.Module,
-        batch: Batch,
+        batch: ComparedBatch,
         chunks: Chunks | None,
         live: Live,
         before: dict[str, Any],
@@ -211,12 +211,16 @@ class Verification:
     # The two passes -----------------------------------------------------------------------------------
 
     def _split(
-        self, model: nn.Module, batch: Batch, look: bool, joined: Callable[[Any], Any] = lambda output: output
-    ) -> Result:
+        self,
+        model: nn.Module,
+        batch: ComparedBatch,
+        look: bool,
+        joined: Callable[[Any], Any] = lambda output: output,
+    ) -> PassResult:
         assert self._prepared is not None
         prepared, module = self._prepared, self._prepared.module
 
-        def call(given: Batch) -> Any:
+        def call(given: ComparedBatch) -> Any:
             if given.loss_function is not None and isinstance(prepared, PipelinedModel):
                 pipeline: Any = module
                 return pipeline.train_step(given.loss_function, given.targets, given.args, given.kwargs)
@@ -244,7 +248,7 @@ class Verification:
         result.observed = seen
         return result
 
-    def _whole(self, batch: Batch, live: Live, look: bool) -> tuple[Result | None, str]:
+    def _whole(self, batch: ComparedBatch, live: Live, look: bool) -> tuple[PassResult | None, str]:
         """The result on rank 0, or why there is none."""
         if self._reference is None:
             return None, ""
@@ -255,7 +259,7 @@ class Verification:
             return None, f"the whole model raises {type(error).__name__} on rank 0: {_line(error)}."
         return (result, "") if result.gradients else (None, "no gradient comes of its outputs.")
 
-    def _rounded(self, batch: Batch, live: Live) -> Rounded | None:
+    def _rounded(self, batch: ComparedBatch, live: Live) -> Rounded | None:
         """On rank 0, where 16-bit weights are gathered: what rounding explains, if the whole model runs so."""
         dtype = self._setup.half
         if dtype is None or self._reference is None:
@@ -306,7 +310,7 @@ class Verification:
             return str(error)
         return ""
 
-    def _same_batch(self, batch: Batch) -> tuple[Batch, str]:
+    def _same_batch(self, batch: ComparedBatch) -> tuple[ComparedBatch, str]:
         """Rank 0's, so that ranks with batches of their own have the same."""
         host = batch.detached(torch.device("cpu"))
         try:
@@ -314,7 +318,7 @@ class Verification:
         except Exception as error:  # of pickle, or of what it pickles
             return batch, f"its batch cannot be sent to other ranks ({type(error).__name__}: {_line(error)})."
         args, kwargs, targets = values[0]
-        return Batch(args, kwargs, batch.loss_function, targets).detached(self._setup.device), ""
+        return ComparedBatch(args, kwargs, batch.loss_function, targets).detached(self._setup.device), ""
 
     def _tell(self, comparison: Comparison | None, reason: str, axes: list[str]) -> None:
         if reason:
@@ -351,7 +355,7 @@ class _BeforeForward:
     @torch_compile.disable
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
         if kwargs is not None:  # else a pipeline's train_step, which is verified with its loss
-            self._verification.before_call(Batch(args, kwargs))
+            self._verification.before_call(ComparedBatch(args, kwargs))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _copy_of_hook, ()

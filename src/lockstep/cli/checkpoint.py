@@ -66,7 +66,7 @@ Examples:
 """
 
 
-class CheckpointGroup(click.Group):
+class CheckpointCommands(click.Group):
     """Commands on files: what the system says of one is an error in one sentence."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -76,7 +76,7 @@ class CheckpointGroup(click.Group):
             raise click.ClickException(f"{error}. Mend the path or its permissions.") from error
 
 
-@click.group("checkpoint", epilog=EPILOG, cls=CheckpointGroup)
+@click.group("checkpoint", epilog=EPILOG, cls=CheckpointCommands)
 def command() -> None:
     """Verify, show, merge and convert checkpoints."""
 

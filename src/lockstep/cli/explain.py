@@ -58,7 +58,7 @@ OFFLOADED = (
 
 
 @dataclass(frozen=True)
-class Case:
+class ExplainedRow:
     """One strategy on one number of ranks: its row, or why there is none."""
 
     parallel: Parallel
@@ -123,14 +123,14 @@ def _ranks(text: str) -> list[int]:
     return numbers
 
 
-def _case(plan: Parallel, ranks: int, state: Callable[[Parallel, int], MemoryRow]) -> Case:
+def _case(plan: Parallel, ranks: int, state: Callable[[Parallel, int], MemoryRow]) -> ExplainedRow:
     try:
-        return Case(plan, ranks, state(plan, ranks))
+        return ExplainedRow(plan, ranks, state(plan, ranks))
     except ConfigError as error:
-        return Case(plan, ranks, None, str(error))
+        return ExplainedRow(plan, ranks, None, str(error))
 
 
-def _facts(case: Case) -> dict[str, Any]:
+def _facts(case: ExplainedRow) -> dict[str, Any]:
     facts: dict[str, Any] = {"parallel": str(case.parallel), "ranks": case.ranks}
     if case.row is None:
         return facts | {"reason": case.reason}
@@ -140,7 +140,9 @@ def _facts(case: Case) -> dict[str, Any]:
     )
 
 
-def _print_memory(console: Console, cases: Sequence[Case], said: dict[str, Any], compared: bool) -> None:
+def _print_memory(
+    console: Console, cases: Sequence[ExplainedRow], said: dict[str, Any], compared: bool
+) -> None:
     rows = [case.row for case in cases if case.row is not None]
     columns = {
         title: value for title, value in COLUMNS.items() if title in ALWAYS or any(value(row) for row in rows)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from lockstep.plan.schedule import Timeline, Times
-    from lockstep.plan.schedule_case import Case
+    from lockstep.plan.schedule_case import ScheduleCase
 
 STYLES = {
     "F": "black on bright_blue",
@@ -94,7 +94,7 @@ def command(
     _print(cases, with_timeline=not compare and picture is None)
 
 
-def _cases(name: str | None, ranks: int, micro_batches: int, stages: int, times: Times) -> list[Case]:
+def _cases(name: str | None, ranks: int, micro_batches: int, stages: int, times: Times) -> list[ScheduleCase]:
     from lockstep.plan.schedule_case import compared, counted
 
     if name is None:
@@ -111,7 +111,7 @@ def _picture_path(output: str | None) -> Path | None:
     return path
 
 
-def _write_picture(path: Path, case: Case) -> None:
+def _write_picture(path: Path, case: ScheduleCase) -> None:
     from lockstep.plan.schedule_svg import svg
 
     assert case.timeline is not None
@@ -124,7 +124,7 @@ def _write_picture(path: Path, case: Case) -> None:
         ) from error
 
 
-def _print(cases: list[Case], with_timeline: bool) -> None:
+def _print(cases: list[ScheduleCase], with_timeline: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 

@@ -51,13 +51,13 @@ class HostActivations(saved_tensors_hooks):
         if call.offloaded():
             self._last = weakref.ref(call)
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Offloaded:
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _OffloadedInput:
         if not tensor.requires_grad or tensor.layout is not torch.strided:
             return tensor
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return tensor
         found = self._of(tensor.device)
-        return tensor if found is None else _Offloaded(self._calls[-1], *found, tensor.detach())
+        return tensor if found is None else _OffloadedInput(self._calls[-1], *found, tensor.detach())
 
     def _of(self, device: torch.device) -> tuple[Copies, HostPool] | None:
         if device not in self._devices:
@@ -66,8 +66,8 @@ class HostActivations(saved_tensors_hooks):
         return self._devices[device]
 
 
-def _unpack(packed: torch.Tensor | _Offloaded) -> torch.Tensor:
-    return packed.use() if isinstance(packed, _Offloaded) else packed
+def _unpack(packed: torch.Tensor | _OffloadedInput) -> torch.Tensor:
+    return packed.use() if isinstance(packed, _OffloadedInput) else packed
 
 
 def _none() -> None:
@@ -79,16 +79,16 @@ class _Call:
 
     def __init__(self, previous: Callable[[], _Call | None]) -> None:
         self.previous = previous
-        self._offloaded: list[weakref.ref[_Offloaded]] = []
+        self._offloaded: list[weakref.ref[_OffloadedInput]] = []
 
-    def add(self, offloaded: _Offloaded) -> None:
+    def add(self, offloaded: _OffloadedInput) -> None:
         self._offloaded.append(weakref.ref(offloaded))
 
-    def offloaded(self) -> list[_Offloaded]:
+    def offloaded(self) -> list[_OffloadedInput]:
         return [one for reference in self._offloaded if (one := reference()) is not None]
 
 
-class _Offloaded:
+class _OffloadedInput:
     """A tensor in host memory: being copied there, there, or being brought back."""
 
     def __init__(self, call: _Call, copies: Copies, pool: HostPool, tensor: torch.Tensor) -> None:

@@ -33,7 +33,7 @@ class Action(NamedTuple):
     paired: bool = False
 
 
-class Result(NamedTuple):
+class ScheduleResult(NamedTuple):
     """What ``F``, ``I`` or ``W`` of a stage gives for a micro-batch."""
 
     kind: str
@@ -145,8 +145,8 @@ def simulate(orders: Sequence[Sequence[Action]], times: Times = Times()) -> Time
     _check_unique(orders)
     owner = {action.stage: action.rank for order in orders for action in order}
     stages = 1 + max(owner, default=-1)
-    here: dict[Result, float] = {}  # when its own rank has it
-    sent: dict[Result, float] = {}  # when the others have it
+    here: dict[ScheduleResult, float] = {}  # when its own rank has it
+    sent: dict[ScheduleResult, float] = {}  # when the others have it
     ranks: list[list[Span]] = [[] for _ in orders]
     progress = True
     while progress:
@@ -169,24 +169,24 @@ def simulate(orders: Sequence[Sequence[Action]], times: Times = Times()) -> Time
     return Timeline(tuple(map(tuple, ranks)))
 
 
-def needs(action: Action, stages: int) -> list[Result]:
+def needs(action: Action, stages: int) -> list[ScheduleResult]:
     """What an action needs, of ``stages`` stages in all."""
     stage, batch = action.stage, action.micro_batch
     if action.kind == "F":
-        return [Result("F", stage - 1, batch)] if stage else []
+        return [ScheduleResult("F", stage - 1, batch)] if stage else []
     if action.kind == "W":
-        return [Result("I", stage, batch)]
-    own = Result("F", stage, batch)
-    return [own, Result("I", stage + 1, batch)] if stage < stages - 1 else [own]
+        return [ScheduleResult("I", stage, batch)]
+    own = ScheduleResult("F", stage, batch)
+    return [own, ScheduleResult("I", stage + 1, batch)] if stage < stages - 1 else [own]
 
 
-def results(action: Action) -> list[Result]:
+def results(action: Action) -> list[ScheduleResult]:
     """What an action gives; ``B`` what ``I`` and ``W`` give."""
     kinds = "IW" if action.kind == "B" else action.kind
-    return [Result(kind, action.stage, action.micro_batch) for kind in kinds]
+    return [ScheduleResult(kind, action.stage, action.micro_batch) for kind in kinds]
 
 
-def _send(spans: Sequence[Span], sent: dict[Result, float]) -> None:
+def _send(spans: Sequence[Span], sent: dict[ScheduleResult, float]) -> None:
     """Give away what the last action gives, and what waited for it."""
     first = len(spans) - 1
     while first and spans[first - 1].action.paired:
@@ -196,7 +196,7 @@ def _send(spans: Sequence[Span], sent: dict[Result, float]) -> None:
 
 
 def _check_unique(orders: Sequence[Sequence[Action]]) -> None:
-    done: set[Result] = set()
+    done: set[ScheduleResult] = set()
     owner: dict[int, int] = {}
     for rank, order in enumerate(orders):
         for action in order:
@@ -214,7 +214,7 @@ def _check_finished(
     orders: Sequence[Sequence[Action]],
     ranks: Sequence[Sequence[Span]],
     stages: int,
-    here: dict[Result, float],
+    here: dict[ScheduleResult, float],
 ) -> None:
     for order, spans in zip(orders, ranks, strict=True):
         if len(spans) < len(order):

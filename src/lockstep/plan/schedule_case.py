@@ -13,7 +13,7 @@ from lockstep.plan.schedule_table import RULES, checked, formula_bubble
 
 
 @dataclass(frozen=True)
-class Case:
+class ScheduleCase:
     """A schedule on so many ranks: its timeline, or the reason why there is none."""
 
     schedule: Schedule
@@ -82,7 +82,7 @@ class Case:
         return [timeline.in_flight(rank) for rank in range(self.ranks)]
 
 
-def counted(name: str, ranks: int, micro_batches: int, stages_per_rank: int, times: Times) -> Case:
+def counted(name: str, ranks: int, micro_batches: int, stages_per_rank: int, times: Times) -> ScheduleCase:
     """The schedule ``name``, as torch runs it.
 
     Raises:
@@ -92,10 +92,10 @@ def counted(name: str, ranks: int, micro_batches: int, stages_per_rank: int, tim
 
     schedule, stages = checked(name, ranks, micro_batches, stages_per_rank)
     timeline = simulate(action_lists(name, ranks, micro_batches, stages), times)
-    return Case(schedule, ranks, micro_batches, stages, times, timeline)
+    return ScheduleCase(schedule, ranks, micro_batches, stages, times, timeline)
 
 
-def compared(ranks: int, micro_batches: int, times: Times) -> list[Case]:
+def compared(ranks: int, micro_batches: int, times: Times) -> list[ScheduleCase]:
     """All schedules; one that does not work with these numbers has the reason.
 
     Raises:
@@ -106,7 +106,7 @@ def compared(ranks: int, micro_batches: int, times: Times) -> list[Case]:
         try:
             cases.append(counted(schedule.value, ranks, micro_batches, 0, times))
         except ConfigError as error:
-            cases.append(Case(schedule, ranks, micro_batches, 0, times, None, str(error)))
+            cases.append(ScheduleCase(schedule, ranks, micro_batches, 0, times, None, str(error)))
     if not any(case.timeline for case in cases):
         raise ConfigError(cases[0].reason)
     return cases

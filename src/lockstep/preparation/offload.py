@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lockstep.offload.optimizer.offloaded import OffloadedStep
 
 
-class Offload:
+class OffloadManager:
     """Owner of what ``offload=`` of one ``Accelerator`` needs. Without it every method does nothing.
 
     It is a ``UnitListener`` of all prepared models: a unit waits here for the step that is still to change it.

@@ -16,7 +16,7 @@ from lockstep.runtime.step import StepState
 from lockstep.torch_internals.tensors import is_view, version
 
 
-class _Left(NamedTuple):
+class _LeftGradient(NamedTuple):
     """A gradient as a backward left it; ``sums`` where its numbers are compared, too."""
 
     name: str
@@ -38,7 +38,7 @@ class OwnGradients:
     def __init__(self, step: StepState, gradients: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
         self._step = step
         self._gradients = gradients
-        self._left: dict[str, _Left] = {}
+        self._left: dict[str, _LeftGradient] = {}
         self._windows = 0
         self._is_in_window = False
 
@@ -60,7 +60,7 @@ class OwnGradients:
         sums_are_compared = last < 0 or last & (last - 1) == 0
         for name, gradient in self._gradients():
             sums = _sums(gradient) if sums_are_compared else None
-            self._left[name] = _Left(name, gradient, version(gradient), sums)
+            self._left[name] = _LeftGradient(name, gradient, version(gradient), sums)
 
     @torch.no_grad()
     def before_backward(self) -> None:
@@ -80,12 +80,12 @@ class OwnGradients:
             )
 
 
-def _is_another(left: _Left, gradient: torch.Tensor) -> bool:
+def _is_another(left: _LeftGradient, gradient: torch.Tensor) -> bool:
     """Set by the script: DDP too sets those that are views of its buckets."""
     return gradient is not left.gradient and not is_view(gradient)
 
 
-def _has_changed(left: _Left) -> bool:
+def _has_changed(left: _LeftGradient) -> bool:
     return version(left.gradient) != left.version or (
         left.sums is not None and not torch.equal(_sums(left.gradient), left.sums)
     )

@@ -36,7 +36,7 @@ from lockstep.preparation.checks import (
     refuse_replicas,
 )
 from lockstep.preparation.first_forward import FirstForward
-from lockstep.preparation.offload import Offload
+from lockstep.preparation.offload import OffloadManager
 from lockstep.preparation.own_gradients import OwnGradients
 from lockstep.preparation.shards import ParameterRegistry
 from lockstep.preparation.stepping import DrawsAlike, StepChecks
@@ -87,7 +87,7 @@ class Preparation:
             parallel=options.parallel,
         )
         self._forward_seen = False
-        self.offload = Offload(options.parallel, runtime.device, communicator)
+        self.offload = OffloadManager(options.parallel, runtime.device, communicator)
         self._wholes: dict[int, FullModelSpec] = {}
         self.models: list[ParallelModel] = []
         self.optimizers: list[PreparedOptimizer] = []

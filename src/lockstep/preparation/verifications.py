@@ -93,9 +93,9 @@ class Verifications:
         """Verify a call of a model whose loss is computed outside of it, if it is time."""
         verification = self._of_models.get(id(model))
         if verification is not None:
-            from lockstep.check.passes import Batch
+            from lockstep.check.passes import ComparedBatch
 
-            verification.before_call(Batch(args, kwargs, loss_function, targets))
+            verification.before_call(ComparedBatch(args, kwargs, loss_function, targets))
 
     def clear(self) -> None:
         """Forget all models."""

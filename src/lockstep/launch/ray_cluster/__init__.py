@@ -29,7 +29,7 @@ from lockstep.launch.ray_cluster.cluster import (
 )
 from lockstep.launch.ray_cluster.console import Console
 from lockstep.launch.ray_cluster.record import RayEnded, RunRecord
-from lockstep.launch.ray_cluster.signals import StopSignals
+from lockstep.launch.ray_cluster.signals import RayStopSignals
 from lockstep.launch.ray_cluster.worker import Job, train_loop
 from lockstep.launch.report import Failure, describe, exit_code, first_failure
 from lockstep.runtime.exit_codes import PREEMPTED, of_signal
@@ -147,7 +147,7 @@ def _run(ray: Any, plan: LaunchPlan, console: Console) -> int:
     if lack is not None:
         console.say(f"{lack}; waiting for more.")
     record = ray.remote(num_cpus=0)(RunRecord).remote()
-    with tempfile.TemporaryDirectory(prefix="lockstep-ray-") as storage, StopSignals() as signals:
+    with tempfile.TemporaryDirectory(prefix="lockstep-ray-") as storage, RayStopSignals() as signals:
         trainer = ray.train.torch.TorchTrainer(
             train_loop, **trainer_arguments(ray, plan, record, use_gpu, storage)
         )
@@ -178,7 +178,9 @@ class _Fit(threading.Thread):
             self.error = error
 
 
-def _follow(ray: Any, record: Any, fit: _Fit, signals: StopSignals, console: Console, grace_s: float) -> None:
+def _follow(
+    ray: Any, record: Any, fit: _Fit, signals: RayStopSignals, console: Console, grace_s: float
+) -> None:
     """Show the output and pass on stop signals until the run is over, or was ended."""
     asked = False
     while fit.is_alive():

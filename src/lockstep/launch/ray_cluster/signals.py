@@ -11,7 +11,7 @@ POLITE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 AT_ONCE = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-class StopSignals:
+class RayStopSignals:
     """While it is entered: ``stop`` is the signal that asked for a stop, ``end`` the one that ends the run."""
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class StopSignals:
         self._asked_at = 0.0
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> StopSignals:
+    def __enter__(self) -> RayStopSignals:
         self._before = {number: signal.signal(number, self._received) for number in (*POLITE, *AT_ONCE)}
         return self
 

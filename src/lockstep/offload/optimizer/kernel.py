@@ -34,7 +34,7 @@ class KernelEntry:
 
 
 @dataclass(frozen=True)
-class Settings:
+class OptimizerSettings:
     """All that one step of an optimizer depends on besides parameters, gradients and state, copied."""
 
     optimizer_class: type[Optimizer]
@@ -43,7 +43,7 @@ class Settings:
     threads: int
 
 
-def settings_of(optimizer: Optimizer, optimizer_class: type[Optimizer]) -> Settings:
+def settings_of(optimizer: Optimizer, optimizer_class: type[Optimizer]) -> OptimizerSettings:
     """The settings of now: a scheduler or loss scaler may change them, also in place, before the step is made.
 
     They are those of a step on the host.
@@ -57,7 +57,7 @@ def settings_of(optimizer: Optimizer, optimizer_class: type[Optimizer]) -> Setti
         # To be captured in a graph of the device, which the host's part of the work cannot be.
         groups = [{**group, "capturable": False} if "capturable" in group else group for group in groups]
     # How kernels are cut into vectors, and so the last bit, may depend on the number of threads.
-    return Settings(optimizer_class, attributes, groups, torch.get_num_threads())
+    return OptimizerSettings(optimizer_class, attributes, groups, torch.get_num_threads())
 
 
 def _copied(value: Any) -> Any:
@@ -69,7 +69,7 @@ def _copied(value: Any) -> Any:
 
 
 def step_some(
-    settings: Settings,
+    settings: OptimizerSettings,
     entries: list[KernelEntry],
     values: list[torch.Tensor],
     gradients: list[torch.Tensor],
@@ -99,7 +99,7 @@ def step_some(
 
 
 def _part_of(
-    settings: Settings,
+    settings: OptimizerSettings,
     entries: list[KernelEntry],
     parameters: list[nn.Parameter],
     states: list[dict[str, Any]],

@@ -14,7 +14,7 @@ from lockstep.errors import OffloadError
 from lockstep.offload.copies import Event
 from lockstep.offload.files.direct import aligned_buffer
 from lockstep.offload.optimizer.device import Fetched
-from lockstep.offload.optimizer.kernel import KernelEntry, Settings
+from lockstep.offload.optimizer.kernel import KernelEntry, OptimizerSettings
 from lockstep.offload.optimizer.regions import StepRegion, arrange, read_all, write_all
 
 _BUFFERS = 3
@@ -46,7 +46,7 @@ class StepItem:
 class StepRun:
     """The items of one step, in order. ``error``: the first one; the items after it are left as they were."""
 
-    def __init__(self, items: list[StepItem], settings: Settings) -> None:
+    def __init__(self, items: list[StepItem], settings: OptimizerSettings) -> None:
         self.items = items
         self.settings = settings
         self.error: BaseException | None = None

@@ -66,7 +66,7 @@ class MappedMover:
         self._pages = {unit: Pages(unit.tensors.values(), mappings) for unit in units}
         # Buffers may be written to: BatchNorm's statistics are.
         self._weights = [
-            _Weight(name, tensor, mappings)
+            _MappedWeight(name, tensor, mappings)
             for unit in units
             for name, tensor in unit.tensors.items()
             if isinstance(tensor, torch.nn.Parameter) and not hasattr(tensor, "__tensor_flatten__")
@@ -105,7 +105,7 @@ class MappedMover:
             weight.check()
 
 
-class _Weight:
+class _MappedWeight:
     """What a parameter was when streaming began."""
 
     def __init__(self, name: str, parameter: torch.nn.Parameter, mappings: Sequence[FileMapping]) -> None:

@@ -12,7 +12,7 @@ from lockstep.comm.tree import leaves
 from lockstep.errors import LockstepError
 from lockstep.model.blocks import settings
 from lockstep.parallel.context.checks import InBlock
-from lockstep.parallel.context.rehearse import UNKNOWN, Call, Verdict, rehearse
+from lockstep.parallel.context.rehearse import UNKNOWN, BlockCall, Verdict, rehearse
 from lockstep.runtime import failure
 
 
@@ -23,7 +23,7 @@ class Judge:
     rehearses: bool = True
     verdicts: dict[str, Verdict] = field(default_factory=dict)
 
-    def __call__(self, block: nn.Module, call: Call, mode: InBlock) -> None:
+    def __call__(self, block: nn.Module, call: BlockCall, mode: InBlock) -> None:
         """Judge the first call of each kind of block that learns, or in which something is suspected.
 
         Raises:
@@ -46,7 +46,7 @@ class Judge:
         for function in verdict.suspected if verdict.is_known else [None]:
             mode.refuse_suspected(function)
 
-    def failed(self, block: Any, call: Call, mode: InBlock, error: Exception) -> None:
+    def failed(self, block: Any, call: BlockCall, mode: InBlock, error: Exception) -> None:
         """The first call of a kind of block raises.
 
         Raises:

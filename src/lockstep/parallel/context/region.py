@@ -24,7 +24,7 @@ from lockstep.parallel.context.interception import SplitSequence
 from lockstep.parallel.context.judge import Judge
 from lockstep.parallel.context.layout import SequenceLayout
 from lockstep.parallel.context.masks import Masks
-from lockstep.parallel.context.rehearse import Call
+from lockstep.parallel.context.rehearse import BlockCall
 from lockstep.torch_internals import autograd as torch_autograd
 from lockstep.torch_internals import compile as torch_compile
 
@@ -172,7 +172,7 @@ class ContextParallelBlock(Subclassed):
         hidden = hidden_states(name, args, kwargs)
         in_order = _with_names(self._argument_names, args)
         mode = SplitSequence(name, region.layout, region.method, hidden.shape, region.no_other, region.masks)
-        call = Call(name, forward, in_order, kwargs, hidden)
+        call = BlockCall(name, forward, in_order, kwargs, hidden)
         with mode:
             try:
                 output = forward(*args, **kwargs)

@@ -30,7 +30,7 @@ TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 
 
 @dataclass(frozen=True)
-class Call:
+class BlockCall:
     """A call of a block: its arguments by name or place, and the shape of its hidden states."""
 
     block: str
@@ -55,7 +55,7 @@ SCORES = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum", "softmax
 """Functions that attention by hand is made of. Its weights may be so far apart that mixing is taken for rounding."""
 
 
-def rehearse(module: nn.Module, call: Call, suspecting: Callable[[int], InBlock]) -> Verdict:
+def rehearse(module: nn.Module, call: BlockCall, suspecting: Callable[[int], InBlock]) -> Verdict:
     """Whether the block mixes positions outside of attention; ``suspecting``: a mode for so many positions."""
 
     def run(start: int, count: int) -> _Run:
@@ -94,7 +94,7 @@ class _Run:
     suspected: frozenset[str] = frozenset()
 
 
-def _run(call: Call, hidden: Tensor, start: int, count: int, suspecting: InBlock) -> _Run:
+def _run(call: BlockCall, hidden: Tensor, start: int, count: int, suspecting: InBlock) -> _Run:
     batch, length = call.hidden.shape[:2]
 
     def cut(name: str, leaf: Any) -> Any:

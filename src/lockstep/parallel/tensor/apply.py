@@ -1,7 +1,7 @@
 """Tensor parallelism for a model that exists: its layers are split in place.
 
 Parameters become DTensors on the mesh of the tensor-parallel ranks, split or whole, under their old names. What a
-forward computes, and what it sends, is in ``parts``; which layers are split is a ``TensorPlan``.
+forward computes, and what it sends, is in ``hooks``; which layers are split is a ``TensorPlan``.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from lockstep.errors import UsageError
 from lockstep.model.blocks import find_blocks
 from lockstep.parallel.tensor.checks import check_plan, complete, with_ties
 from lockstep.parallel.tensor.given import BROUGHT, called, with_meetings
+from lockstep.parallel.tensor.hooks import (
+    ColumnRowRegion,
+    ColwiseEmbedding,
+    ColwiseParallel,
+    HeadArguments,
+    Root,
+    RowwiseParallel,
+    VocabularyParallel,
+)
 from lockstep.parallel.tensor.infer import INFERRED, infer_plan
 from lockstep.parallel.tensor.layers import ParallelLayer
 from lockstep.parallel.tensor.loss import handle_split_logits
 from lockstep.parallel.tensor.modules import Group, ParallelModuleSpec, TensorParallelForward, attach_spec
 from lockstep.parallel.tensor.parameters import replace_parameters
-from lockstep.parallel.tensor.parts import (
-    Column,
-    ColumnRowRegion,
-    EmbeddingColumns,
-    HeadArguments,
-    Root,
-    Row,
-    VocabularyRows,
-)
 from lockstep.parallel.tensor.plan import (
     COLUMN_STYLES,
     PACKED,
@@ -218,9 +218,9 @@ def _split(
             if style == "colwise_gather_output" and not _inside(name, blocks):
                 specs[name].layer.is_head = True
         elif style == "embedding_rowwise":
-            specs[name].layer = VocabularyRows(name, group, modules[name].weight.shape[0])
+            specs[name].layer = VocabularyParallel(name, group, modules[name].weight.shape[0])
         elif style == "embedding_colwise":
-            specs[name].layer = EmbeddingColumns(name, group, modules[name].weight.shape[1])
+            specs[name].layer = ColwiseEmbedding(name, group, modules[name].weight.shape[1])
         if specs[name].layer is not None:
             specs[name].parts.append(specs[name].layer)
     _prepare_attention(plan, modules, specs, regions, options.sequence_parallel)
@@ -250,11 +250,11 @@ def _reductions(
 
 def _linear_part(
     name: str, module: nn.Module, style: str, group: Group, region: ColumnRowRegion
-) -> Column | Row:
+) -> ColwiseParallel | RowwiseParallel:
     if style in ROW_STYLES:
         wide = features(module)[0]
-        return Row(name, group, ("weight",), region, wide, style == "rowwise_split_input")
-    column = Column(name, group, ("weight", "bias"), region)
+        return RowwiseParallel(name, group, ("weight",), region, wide, style == "rowwise_split_input")
+    column = ColwiseParallel(name, group, ("weight", "bias"), region)
     width, size = features(module)
     column.pieces = PACKED.get(style, 1)
     region.widths.add(width)

@@ -9,7 +9,7 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor.plan import AttentionRegion, features
-from lockstep.parallel.tensor.rehearse import Passed, Rehearsal, first_that_passes
+from lockstep.parallel.tensor.rehearse import Passed, TensorRehearsal, first_that_passes
 
 HEADS = ("heads", "n_head", "n_heads", "num_heads", "nheads", "num_attention_heads", "n_local_heads", "nhead")
 KV_HEADS = (
@@ -62,7 +62,7 @@ def check_heads(name: str, heads: tuple[int, int], ranks: int) -> None:
 
 
 def region_of(
-    rehearsal: Rehearsal, name: str, holder: nn.Module, heads: tuple[int, int]
+    rehearsal: TensorRehearsal, name: str, holder: nn.Module, heads: tuple[int, int]
 ) -> tuple[AttentionRegion, Passed] | str:
     """How the module ``holder`` of this ``name`` counts with a share of its heads, or why that is not known."""
     found = first_that_passes(rehearsal, list(_candidates(holder, heads, rehearsal.ranks)))

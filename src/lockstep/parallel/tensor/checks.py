@@ -18,13 +18,13 @@ from lockstep.parallel.tensor.plan import (
     PACKED,
     ROW_STYLES,
     AttentionRegion,
-    Entry,
+    PlanEntry,
     TensorPlan,
     check_fits,
     check_styles,
     features,
 )
-from lockstep.parallel.tensor.rehearse import Different, Rehearsal
+from lockstep.parallel.tensor.rehearse import Different, TensorRehearsal
 from lockstep.torch_internals import modules as torch_modules
 
 
@@ -63,7 +63,7 @@ def complete(model: nn.Module, plan: TensorPlan, ranks: int) -> TensorPlan:
             styles = {
                 _join(prefix, column): entry.style for column, entry in zip(columns, split, strict=True)
             }
-            rehearsal = Rehearsal(modules[place], styles, (row,), ranks, prefix, heads[0])
+            rehearsal = TensorRehearsal(modules[place], styles, (row,), ranks, prefix, heads[0])
             found = rehearsed_region(known, rehearsal, name, module, heads)
             if isinstance(found, Different):
                 plan = without(plan, name, [*names, _join(place, row)], found)
@@ -108,7 +108,7 @@ def with_ties(model: nn.Module, plan: TensorPlan) -> TensorPlan:
                 style = _same_split(name, module, wanted.pop() if len(wanted) == 1 else 0, first)
                 wanted = {_dim(style)}  # type: ignore[arg-type]
                 entries.pop(name, None)
-                entries[name] = Entry(name, style, f"shares its weight with {first}")
+                entries[name] = PlanEntry(name, style, f"shares its weight with {first}")
     return replace(plan, entries=tuple(entries.values()))
 
 

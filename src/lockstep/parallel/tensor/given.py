@@ -9,8 +9,8 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.model.equal_modules import Found
-from lockstep.parallel.tensor.plan import Entry, TensorPlan
-from lockstep.parallel.tensor.rehearse import Different, Passed, Rehearsal, rehearse
+from lockstep.parallel.tensor.plan import PlanEntry, TensorPlan
+from lockstep.parallel.tensor.rehearse import Different, Passed, TensorRehearsal, rehearse
 
 COLUMNS = ("colwise", "packed_colwise", "qkv_colwise")
 BROUGHT = "the model's own plan"
@@ -39,7 +39,7 @@ def with_meetings(model: nn.Module, plan: TensorPlan, ranks: int) -> TensorPlan:
             if plan.source == BROUGHT:  # else the layer itself says what it was given
                 plan = without(plan, parent, list(rows), "no layer before it is split by columns")
             continue
-        rehearsal = Rehearsal(modules[parent], columns, rows, ranks)
+        rehearsal = TensorRehearsal(modules[parent], columns, rows, ranks)
         result = known.of(rehearsal.module, (tuple(columns.items()), rows), partial(rehearse, rehearsal))
         if isinstance(result, Different):
             plan = without(plan, parent, [entry.name for entry in group], result)
@@ -49,9 +49,9 @@ def with_meetings(model: nn.Module, plan: TensorPlan, ranks: int) -> TensorPlan:
     return plan
 
 
-def _groups(modules: dict[str, nn.Module], plan: TensorPlan) -> dict[str, list[Entry]]:
+def _groups(modules: dict[str, nn.Module], plan: TensorPlan) -> dict[str, list[PlanEntry]]:
     """Module -> column and row layers in it that belong together; neither are alone, but at the root."""
-    groups: dict[str, list[Entry]] = {}
+    groups: dict[str, list[PlanEntry]] = {}
     for entry in plan.entries:
         if entry.style in (*COLUMNS, "rowwise"):
             groups.setdefault(called(modules, entry.name), []).append(entry)
@@ -98,7 +98,9 @@ def with_passed(plan: TensorPlan, parent: str, columns: list[str], passed: Passe
         entries[entry.name] = entry
     for inner in passed.partial:
         name = _join(parent, inner)
-        entries.setdefault(name, Entry(name, "replicated_with_grad_allreduce", "works on parts of features"))
+        entries.setdefault(
+            name, PlanEntry(name, "replicated_with_grad_allreduce", "works on parts of features")
+        )
     return replace(plan, entries=tuple(entries.values()))
 
 
@@ -110,7 +112,7 @@ def called(modules: dict[str, nn.Module], name: str) -> str:
     return parent
 
 
-def _is_of_parts(entry: Entry) -> bool:
+def _is_of_parts(entry: PlanEntry) -> bool:
     return entry.style == "replicated_with_grad_allreduce"
 
 

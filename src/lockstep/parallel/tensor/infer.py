@@ -17,8 +17,8 @@ from torch import nn
 from lockstep.model.equal_modules import Found
 from lockstep.parallel.tensor.attention import COUNTS, check_heads, heads_of, region_of
 from lockstep.parallel.tensor.linear import computes_linear
-from lockstep.parallel.tensor.plan import AttentionRegion, Entry, TensorPlan, features, is_linear
-from lockstep.parallel.tensor.rehearse import Passed, Rehearsal, rehearse
+from lockstep.parallel.tensor.plan import AttentionRegion, PlanEntry, TensorPlan, features, is_linear
+from lockstep.parallel.tensor.rehearse import Passed, TensorRehearsal, rehearse
 from lockstep.torch_internals import modules as torch_modules
 
 INFERRED = "inferred"
@@ -75,7 +75,7 @@ HEAD = (
 @dataclass
 class _Findings:
     ranks: int
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[PlanEntry] = field(default_factory=list)
     attention: list[AttentionRegion] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     rehearsed: Found = field(default_factory=lambda: Found(attributes=COUNTS))
@@ -84,12 +84,12 @@ class _Findings:
         self, prefix: str, columns: dict[str, str], rows: tuple[str, ...], why: str, passed: Passed
     ) -> None:
         self.entries += [
-            Entry(_join(prefix, name), style, why, passed.meets) for name, style in columns.items()
+            PlanEntry(_join(prefix, name), style, why, passed.meets) for name, style in columns.items()
         ]
-        self.entries += [Entry(_join(prefix, row), "rowwise", why) for row in rows]
+        self.entries += [PlanEntry(_join(prefix, row), "rowwise", why) for row in rows]
         for name in passed.partial:
             self.entries.append(
-                Entry(_join(prefix, name), "replicated_with_grad_allreduce", "works on parts of features")
+                PlanEntry(_join(prefix, name), "replicated_with_grad_allreduce", "works on parts of features")
             )
 
     def names(self) -> set[str]:
@@ -138,7 +138,7 @@ def find_attention(name: str, module: nn.Module, modules: dict[str, nn.Module], 
             )
             return
         inside = {_join(prefix, column): style for column, style in columns.items()}
-        rehearsal = Rehearsal(modules[place], inside, (row,), findings.ranks, prefix, heads[0])
+        rehearsal = TensorRehearsal(modules[place], inside, (row,), findings.ranks, prefix, heads[0])
         check_heads(name, heads, findings.ranks)
         result = rehearsed_region(findings.rehearsed, rehearsal, name, module, heads)
         if isinstance(result, str):
@@ -164,14 +164,16 @@ def output_layer(
 
 
 def rehearsed_region(
-    known: Found, rehearsal: Rehearsal, name: str, holder: nn.Module, heads: tuple[int, int]
+    known: Found, rehearsal: TensorRehearsal, name: str, holder: nn.Module, heads: tuple[int, int]
 ) -> Any:
     """As ``region_with_styles``; modules that are alike are rehearsed once."""
     among = (rehearsal.holder, heads, tuple(rehearsal.columns.items()), rehearsal.rows, rehearsal.ranks)
     return known.of(rehearsal.module, among, lambda: region_with_styles(rehearsal, name, holder, heads))
 
 
-def region_with_styles(rehearsal: Rehearsal, name: str, holder: nn.Module, heads: tuple[int, int]) -> Any:
+def region_with_styles(
+    rehearsal: TensorRehearsal, name: str, holder: nn.Module, heads: tuple[int, int]
+) -> Any:
     """(region, passed, columns), or why not; rows of one layer may be [q; k; v], or q, k, v of head after head."""
     fused = ("qkv_colwise",) if len(rehearsal.columns) == 1 else ()
     styles = list(dict.fromkeys((*rehearsal.columns.values(), "colwise", *fused)))
@@ -266,7 +268,7 @@ def _rehearsed_pair(
         return f"'{own}' has a forward of its own, which is not that of nn.Linear"
     if hidden % findings.ranks:
         return f"{hidden} features do not divide by {findings.ranks} ranks"
-    rehearsal = Rehearsal(module, columns, rows, findings.ranks)
+    rehearsal = TensorRehearsal(module, columns, rows, findings.ranks)
     among = (tuple(columns.items()), rows)
     found: Passed | str = findings.rehearsed.of(module, among, lambda: rehearse(rehearsal))
     return found
@@ -329,11 +331,11 @@ def _find_vocabulary(
         if not (last in TOKENS or heads) or table.max_norm is not None or table.sparse:
             findings.left[name] = "not known as an embedding of tokens"
             continue
-        findings.entries.append(Entry(name, "embedding_rowwise", f"vocabulary of {rows}"))
+        findings.entries.append(PlanEntry(name, "embedding_rowwise", f"vocabulary of {rows}"))
         for head in heads[:1]:
             of_head = torch_modules.parameters_of(modules[head])["weight"]
             tie = ", tied" if of_head is torch_modules.parameters_of(table)["weight"] else ""
-            findings.entries.append(Entry(head, "colwise_gather_output", f"vocabulary of {rows}{tie}"))
+            findings.entries.append(PlanEntry(head, "colwise_gather_output", f"vocabulary of {rows}{tie}"))
             taken.add(head)
 
 

@@ -1,7 +1,7 @@
 """What a module does in a tensor-parallel model, mixed into its class.
 
 Parameters are DTensors, but a forward computes with this rank's part of them, as plain tensors: any code
-works on these, and what the ranks send each other is only what the parts say (see ``parts``).
+works on these, and what the ranks send each other is only what the parts say (see ``hooks``).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ WHOLE_STYLES = ("replicate", "sequence_parallel", "replicated_with_grad_allreduc
 
 
 @dataclass(frozen=True)
-class Entry:
+class PlanEntry:
     """``name`` of a module, its ``style`` and ``why``. ``meets``: whole tensors meet its output (see ``operands``)."""
 
     name: str
@@ -72,7 +72,7 @@ class TensorPlan:
     """
 
     source: str = ""
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[PlanEntry, ...] = ()
     attention: tuple[AttentionRegion, ...] = ()
     left: Mapping[str, str] = field(default_factory=dict)
 
@@ -128,7 +128,7 @@ def plan_from_patterns(
         check_styles(patterns, source)
     names = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    found: dict[str, Entry] = {}
+    found: dict[str, PlanEntry] = {}
     for pattern, given in patterns.items():
         style = OTHER_NAMES.get(given, given)
         matches = [name for name in names if matches_parts(pattern, name)]
@@ -149,7 +149,7 @@ def plan_from_patterns(
         for name in matches:
             check_fits(name, names[name], style, source)
             found.pop(name, None)
-            found[name] = Entry(name, style, f"{source}: {pattern}")
+            found[name] = PlanEntry(name, style, f"{source}: {pattern}")
     return TensorPlan(source, tuple(found.values()), left=left)
 
 

@@ -25,7 +25,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class TensorRehearsal:
     """``module`` with its column layers (name in it -> style) and its row layers, for ``ranks`` ranks.
 
     ``holder``: name in ``module`` of the one whose ``attributes`` are set and whose input reports a width. ``heads``
@@ -58,7 +58,7 @@ class Different(str):
 
 
 def rehearse(
-    rehearsal: Rehearsal, attributes: Mapping[str, int] | None = None, reports_width: bool = False
+    rehearsal: TensorRehearsal, attributes: Mapping[str, int] | None = None, reports_width: bool = False
 ) -> Passed | str:
     """Passed, or why not."""
     reason = ""
@@ -73,7 +73,7 @@ def rehearse(
 
 
 def first_that_passes(
-    rehearsal: Rehearsal, candidates: Sequence[tuple[Mapping[str, int], bool]]
+    rehearsal: TensorRehearsal, candidates: Sequence[tuple[Mapping[str, int], bool]]
 ) -> tuple[Mapping[str, int], bool, Passed] | str:
     """The first (attributes, reports_width) that passes, or why none does."""
     reason = "nothing was tried"
@@ -114,7 +114,9 @@ class _DifferentError(Exception):
 # -- whole and parts ---------------------------------------------------------------------------------------
 
 
-def _compare(rehearsal: Rehearsal, attributes: Mapping[str, int], reports_width: bool, call: _Call) -> Passed:
+def _compare(
+    rehearsal: TensorRehearsal, attributes: Mapping[str, int], reports_width: bool, call: _Call
+) -> Passed:
     example = example_of(rehearsal, call)
     whole = run(rehearsal, {}, example)
     if not whole.given:
@@ -135,7 +137,7 @@ def _compare(rehearsal: Rehearsal, attributes: Mapping[str, int], reports_width:
     return Passed(partial, meets, arguments)
 
 
-def _in_training(rehearsal: Rehearsal, example: Example) -> Run | None:
+def _in_training(rehearsal: TensorRehearsal, example: Example) -> Run | None:
     """The whole run in training mode, where that is the same each time."""
     example = replace(example, trains=True)
     try:
@@ -147,7 +149,7 @@ def _in_training(rehearsal: Rehearsal, example: Example) -> Run | None:
 
 
 def _ranks(
-    rehearsal: Rehearsal, attributes: Mapping[str, int], reports_width: bool, call: _Call, whole: Run
+    rehearsal: TensorRehearsal, attributes: Mapping[str, int], reports_width: bool, call: _Call, whole: Run
 ) -> list[Run]:
     """Each rank's run, with the values of its part of the whole one."""
     ranks = rehearsal.ranks
@@ -195,7 +197,7 @@ def _optional(module: nn.Module) -> list[str]:
 
 
 def _of_heads(
-    rehearsal: Rehearsal,
+    rehearsal: TensorRehearsal,
     attributes: Mapping[str, int],
     reports_width: bool,
     call: _Call,

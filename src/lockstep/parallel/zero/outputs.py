@@ -21,17 +21,17 @@ def without_views(module: nn.Module, args: Any, output: Any) -> Any:
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
     if isinstance(output, torch.Tensor):
-        return _Same.apply(output) if _is_view(output) else None
+        return _NewTensor.apply(output) if _is_view(output) else None
     if not any(_is_view(leaf) for leaf in leaves(output).values()):
         return None
-    return map_leaves(lambda _, leaf: _Same.apply(leaf) if _is_view(leaf) else leaf, output)
+    return map_leaves(lambda _, leaf: _NewTensor.apply(leaf) if _is_view(leaf) else leaf, output)
 
 
 def _is_view(leaf: Any) -> bool:
     return type(leaf) is torch.Tensor and leaf.requires_grad and is_view(leaf)
 
 
-class _Same(torch.autograd.Function):
+class _NewTensor(torch.autograd.Function):
     """The same numbers in the same memory, as a tensor that is no view."""
 
     @staticmethod

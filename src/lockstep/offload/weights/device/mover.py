@@ -52,7 +52,7 @@ class DeviceMover:
         self.request: Callable[[WeightGroup], None] = self._load_and_bind
         self._ready = ready
         self._staging = Staging(self._to)
-        self._copies = {unit: _Copy(unit, device) for unit in units}
+        self._copies = {unit: _UnitCopy(unit, device) for unit in units}
         self._by_storage: dict[int, WeightGroup] = {}
         self._by_parameter = {
             id(working.tensor): (unit, working)
@@ -62,7 +62,7 @@ class DeviceMover:
         }
         self._by_host_tensor = {id(w.host_tensor): w for copy in self._copies.values() for w in copy.working}
         self._forward = Forwards()
-        self._later: list[_Copy] = []  # to settle after backward
+        self._later: list[_UnitCopy] = []  # to settle after backward
         self._backward = -1  # the number of the graph task at whose end to settle
         self._closed = False
         largest = max((copy.nbytes for copy in self._copies.values()), default=0)
@@ -225,7 +225,7 @@ class DeviceMover:
 
     # -- steps -------------------------------------------------------------------------------------------
 
-    def _fill(self, copy: _Copy) -> None:
+    def _fill(self, copy: _UnitCopy) -> None:
         slot = copy.slot
         if slot is None:
             slot = self.slots.take(copy.nbytes)
@@ -242,7 +242,7 @@ class DeviceMover:
             raise
         copy.slot, copy.copied = slot, self._to.copied()
 
-    def _empty(self, copy: _Copy) -> None:
+    def _empty(self, copy: _UnitCopy) -> None:
         assert copy.slot is not None
         if copy.is_used:
             del self._by_storage[copy.slot.storage]
@@ -252,7 +252,7 @@ class DeviceMover:
         self.slots.give_back(copy.slot, last_use)
         copy.slot, copy.is_used = None, False
 
-    def _go_home(self, copy: _Copy) -> None:
+    def _go_home(self, copy: _UnitCopy) -> None:
         """Give the modules their own tensors, with what was written to the working ones."""
         if not copy.is_in_place:
             return
@@ -277,7 +277,7 @@ class DeviceMover:
             working.edits += 1
         write_back(self._back, written)
 
-    def _follow_requires_grad(self, copy: _Copy) -> None:
+    def _follow_requires_grad(self, copy: _UnitCopy) -> None:
         for working in copy.working:
             if not working.is_parameter:
                 continue
@@ -303,7 +303,7 @@ class DeviceMover:
         self.bind(unit)
 
 
-class _Copy:
+class _UnitCopy:
     """A unit on the device."""
 
     def __init__(self, unit: WeightGroup, device: torch.device) -> None:

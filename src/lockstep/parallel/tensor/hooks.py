@@ -129,7 +129,7 @@ class HeadArguments(ParallelHook):
         return args, kwargs
 
 
-class Layer(ParallelHook):
+class SplitLayer(ParallelHook):
     """A layer with split parameters: ``names`` of them."""
 
     def __init__(self, name: str, group: Group, names: tuple[str, ...]) -> None:
@@ -162,7 +162,7 @@ class Layer(ParallelHook):
         self._is_inside = False
 
 
-class Column(Layer):
+class ColwiseParallel(SplitLayer):
     """``y_r = x W_r^T + b_r``; with ``size``, ``y`` of that many features is gathered, or left as split logits."""
 
     def __init__(self, name: str, group: Group, names: tuple[str, ...], region: ColumnRowRegion) -> None:
@@ -190,7 +190,7 @@ class Column(Layer):
         return self.region.marked(output)
 
 
-class Row(Layer):
+class RowwiseParallel(SplitLayer):
     """``y = sum_r x_r W_r^T + b``; a whole ``x`` is split."""
 
     def __init__(
@@ -239,7 +239,7 @@ class Row(Layer):
         return output + module._tensor_spec.whole_value(bias).to(output.dtype)
 
 
-class VocabularyRows(Layer):
+class VocabularyParallel(SplitLayer):
     """An embedding whose rows are split: each rank looks up its own tokens, and the rest is zero."""
 
     def __init__(self, name: str, group: Group, rows: int) -> None:
@@ -267,7 +267,7 @@ class VocabularyRows(Layer):
         self._elsewhere = None
 
 
-class EmbeddingColumns(Layer):
+class ColwiseEmbedding(SplitLayer):
     """An embedding whose columns are split: each rank looks up a part of each row."""
 
     def __init__(self, name: str, group: Group, width: int) -> None:
