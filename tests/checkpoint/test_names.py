@@ -15,7 +15,7 @@ from lockstep.checkpoint.store.local import LocalStore
 from lockstep.checkpoint.store.verify import verify
 from lockstep.checkpoint.weights.convert import open_weights
 from lockstep.errors import UsageError
-from lockstep.offload.files.offload_folder import Kept, keep
+from lockstep.offload.files.offload_folder import TensorToWrite, write_to_folder
 from lockstep.offload.files.stored import MappedFiles, read
 from lockstep.utils import save
 
@@ -107,10 +107,10 @@ def test_an_offload_folder_holds_any_name(tmp_path: Path) -> None:
         name: torch.full((2,), float(i)) for i, name in enumerate(["__metadata__", "__metadata__'", "a"])
     }
     kept = [
-        Kept(name, value.dtype, value.shape, lambda value=value: iter([value]))
+        TensorToWrite(name, value.dtype, value.shape, lambda value=value: iter([value]))
         for name, value in values.items()
     ]
-    regions = keep(str(tmp_path), kept)
+    regions = write_to_folder(str(tmp_path), kept)
     file = load_file(next(tmp_path.glob("offload*.safetensors")))
     assert len(file) == 3
     files = MappedFiles()

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from lockstep.errors import ConfigError
-from lockstep.launch.command import SECRET
+from lockstep.launch.backends import SECRET
 
 PREFIXES = ("LOCKSTEP_", "NCCL_", "GLOO_", "TORCH_")
 NAMES = frozenset(

@@ -13,7 +13,7 @@ from lockstep.config.hosts import Host
 from lockstep.config.sources import inherited_environment
 from lockstep.errors import ConfigError
 from lockstep.launch import node
-from lockstep.launch.command import SECRET, Command
+from lockstep.launch.backends import SECRET, Command
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.programs import Prefix, Programs, RunningProgram
 

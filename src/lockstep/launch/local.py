@@ -23,7 +23,7 @@ from lockstep.config.sources import (
 from lockstep.control import Secret, derived, new_secret, read_secret, user_secret
 from lockstep.errors import ConfigError
 from lockstep.launch import guard
-from lockstep.launch.command import Command
+from lockstep.launch.backends import Command
 from lockstep.launch.coordinator_server import CoordinatorServer
 from lockstep.launch.guard_process import GuardProcess
 from lockstep.launch.network import LOOPBACK, Meeting, find_meeting, loopback_interface

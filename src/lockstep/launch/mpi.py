@@ -11,7 +11,7 @@ from itertools import pairwise
 from lockstep.config.sources import inherited_environment
 from lockstep.errors import ConfigError
 from lockstep.launch import guard
-from lockstep.launch.command import Command
+from lockstep.launch.backends import Command
 from lockstep.launch.forwarded import forwarded, without_secrets
 from lockstep.launch.hosts import meeting_point
 from lockstep.launch.network import LOOPBACK, listening_socket

@@ -20,7 +20,7 @@ from pathlib import Path
 from lockstep.config.sources import inherited_environment
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch import node
-from lockstep.launch.command import SECRET, Command
+from lockstep.launch.backends import SECRET, Command
 from lockstep.launch.document import as_line, from_line, plan_as_data, plan_from_data
 from lockstep.launch.forwarded import forwarded, is_secret
 from lockstep.launch.plan import LaunchPlan

@@ -90,23 +90,23 @@ class ParameterRegistry:
             return
         gathered = self._gathered()
         for group in optimizer.param_groups:
-            group["params"] = self.of(group["params"])
+            group["params"] = self.current(group["params"])
         self._hand_over(optimizer, gathered)
         if whole_step_of(optimizer) is None:
             optimizer.register_step_pre_hook(lambda *_: self.reshard())
 
-    def of(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    def current(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """The same, but the shard of each that a sharded model has gathered, as between forward and backward."""
         gathered = self._gathered()
         return [gathered.get(id(parameter), parameter) for parameter in parameters]
 
     def now(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        """As ``of``, with each parameter from before a model was spread replaced by what took its place.
+        """As ``current``, with each parameter from before a model was spread replaced by what took its place.
 
         Those that other ranks have now are left out.
         """
         found = (self._replaced.get(parameter, parameter) for parameter in parameters)
-        return self.of([parameter for parameter in found if parameter is not None])
+        return self.current([parameter for parameter in found if parameter is not None])
 
     def _gathered(self) -> dict[int, nn.Parameter]:
         return {id(whole): shard for sharding in self._of_models for whole, shard in sharding.gathered()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lockstep.offload.weights.groups import WeightGroup, around, find_weight_groups
+from lockstep.offload.weights.groups import WeightGroup, enclosing_units, find_weight_groups
 from tests.offload.models import Blocks
 
 
@@ -89,4 +89,4 @@ def test_units_around_others_are_those_whose_modules_hold_theirs() -> None:
     model = Blocks(blocks=1)
     model.token = nn.Parameter(torch.zeros(3))
     root, embedding, block, head = units = find_weight_groups(model, model.named_blocks())
-    assert around(units) == {root: [], embedding: [root], block: [root], head: [root]}
+    assert enclosing_units(units) == {root: [], embedding: [root], block: [root], head: [root]}

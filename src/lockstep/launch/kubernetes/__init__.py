@@ -11,7 +11,7 @@ import yaml
 
 from lockstep.config.sources import inherited_environment
 from lockstep.errors import ConfigError
-from lockstep.launch.command import Command
+from lockstep.launch.backends import Command
 from lockstep.launch.forwarded import forwarded, is_secret
 from lockstep.launch.kubernetes.kinds import KINDS
 from lockstep.launch.kubernetes.options import KubernetesOptions, parse_options

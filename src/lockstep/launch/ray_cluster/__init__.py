@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.config.sources import export_environment, inherited_environment
 from lockstep.errors import ConfigError
 from lockstep.launch import guard
-from lockstep.launch.command import SECRET, Command
+from lockstep.launch.backends import SECRET, Command
 from lockstep.launch.forwarded import forwarded, without_secrets
 from lockstep.launch.guard_process import GuardProcess
 from lockstep.launch.plan import FaultPolicy, LaunchPlan

@@ -19,7 +19,7 @@ from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import local
 from lockstep.config.values import join_names
 from lockstep.observe.damage.divergence import ranks_are
-from lockstep.observe.damage.pieces import held, leaves
+from lockstep.observe.damage.pieces import autograd_leaves, local_parameters
 from lockstep.parallel.parallel_model import ParallelModel
 
 
@@ -70,7 +70,7 @@ class GradientTrace:
         self._micro += 1
         self._losses.append((self._micro, "the loss", size(loss.detach())))
         for number, model in enumerate(models):
-            for name, leaf in leaves(model):
+            for name, leaf in autograd_leaves(model):
                 if leaf not in self._hooked:
                     said = name if number == 0 else f"{name} (model {number})"
                     self._hooked[leaf] = leaf.register_hook(partial(self._note, said))
@@ -89,7 +89,7 @@ class GradientTrace:
         averaged = [
             name
             for model in models
-            for name, p in held(model)
+            for name, p in local_parameters(model)
             if p.grad is not None and not _dense(local(p.grad)).isfinite().all()
         ]
         return GradientEvidence(rank, _not_finite(self._losses), _not_finite(self._noted), tuple(averaged))

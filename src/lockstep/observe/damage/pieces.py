@@ -28,14 +28,14 @@ def pieces(models: Sequence[ParallelModel]) -> dict[ParameterShard, torch.Tensor
     """The parameters that this rank holds from step to step, without empty ones."""
     found = {}
     for number, model in enumerate(models):
-        for name, parameter in held(model):
+        for name, parameter in local_parameters(model):
             if local(parameter).numel():
                 boxes = tuple((box.offsets, box.shape) for box in boxes_of(parameter))
                 found[ParameterShard(number, name, str(parameter.dtype), boxes)] = parameter
     return found
 
 
-def held(model: ParallelModel) -> Iterator[tuple[str, torch.Tensor]]:
+def local_parameters(model: ParallelModel) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, parameter or shard) of each, also where a gathered parameter stands in the model now."""
     named = list(model.named_parameters())
     names = {id(parameter): name for name, parameter in named}
@@ -44,7 +44,7 @@ def held(model: ParallelModel) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((name, parameter) for name, parameter in named if name not in shards)
 
 
-def leaves(model: ParallelModel) -> Iterator[tuple[str, torch.Tensor]]:
+def autograd_leaves(model: ParallelModel) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of what autograd computes gradients of: parameters, gathered ones where they are sharded."""
     named = list(model.named_parameters())
     names = {id(parameter): name for name, parameter in named}

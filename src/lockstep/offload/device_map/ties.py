@@ -36,7 +36,7 @@ class TensorRef:
     def name(self) -> str:
         return self.names[0]
 
-    def put(self, data: torch.Tensor) -> None:
+    def replace(self, data: torch.Tensor) -> None:
         """Let every holder have ``data`` instead; a parameter stays of its class, and keeps its attributes."""
         tensor = like(self.tensor, data) if self.is_parameter else data
         for module, key in self.holders:

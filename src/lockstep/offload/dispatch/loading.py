@@ -24,7 +24,7 @@ from lockstep.offload.device_map.placement import (
 from lockstep.offload.device_map.sizes import dtype_of, is_converted
 from lockstep.offload.device_map.ties import TensorRef, tensor_refs
 from lockstep.offload.files.checkpoint_files import stored_tensors
-from lockstep.offload.files.offload_folder import Kept, keep
+from lockstep.offload.files.offload_folder import TensorToWrite, write_to_folder
 from lockstep.offload.files.stored import MappedFiles, Stored, converted, read
 from lockstep.torch_internals import modules as torch_modules
 
@@ -194,7 +194,7 @@ def load_checkpoint_in_model(
         if placement.name in stored
     ]
     for load, data in _prepared(loads, offload_folder, in_place=device_map is None):
-        load.placement.ref.put(data)
+        load.placement.ref.replace(data)
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def _rewritten(loads: list[_Load], folder: Path | None, files: MappedFiles) -> d
             "Pass offload_folder, or the checkpoint's own dtype."
         )
     kept = [
-        Kept(
+        TensorToWrite(
             load.placement.name,
             load.dtype,
             load.placement.ref.tensor.shape,
@@ -262,7 +262,7 @@ def _rewritten(loads: list[_Load], folder: Path | None, files: MappedFiles) -> d
         )
         for load in loads
     ]
-    regions = keep(os.fspath(folder), kept)
+    regions = write_to_folder(os.fspath(folder), kept)
     mapped = {}
     for load in loads:
         region = regions[load.placement.name]

@@ -13,7 +13,7 @@ from torch import nn
 from lockstep.offload.device_map.ties import like
 from lockstep.offload.dispatch.attach import OFFLOADED
 from lockstep.offload.dispatch.loading import Path
-from lockstep.offload.files.offload_folder import Kept, keep
+from lockstep.offload.files.offload_folder import TensorToWrite, write_to_folder
 from lockstep.offload.files.stored import pieces_on_cpu
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals import tensors as torch_tensors
@@ -25,10 +25,10 @@ def offload_state_dict(save_dir: Path, state_dict: Mapping[str, torch.Tensor]) -
     Raises:
         OffloadError: the folder is full, cannot be written, or holds other values under one of the names.
     """
-    keep(
+    write_to_folder(
         os.fspath(save_dir),
         [
-            Kept(name, tensor.dtype, tensor.shape, partial(pieces_on_cpu, tensor))
+            TensorToWrite(name, tensor.dtype, tensor.shape, partial(pieces_on_cpu, tensor))
             for name, tensor in state_dict.items()
         ],
     )

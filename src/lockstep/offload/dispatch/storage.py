@@ -13,7 +13,7 @@ from torch import nn
 from lockstep.config.values import repr_short
 from lockstep.errors import ConfigError, OffloadError, UsageError
 from lockstep.offload.device_map.placement import TensorPlacement
-from lockstep.offload.files.offload_folder import Kept, index_of, keep, regions_of
+from lockstep.offload.files.offload_folder import TensorToWrite, index_of, regions_of, write_to_folder
 from lockstep.offload.files.stored import FileBacked, FileRegion, MappedFiles, pieces_on_cpu, read
 
 Path = str | os.PathLike[str]
@@ -53,7 +53,7 @@ def place_tensors(
         if tensor.device != placement.device:
             tensor = new = tensor.detach().to(placement.device)
         if new is not None:
-            placement.ref.put(new)
+            placement.ref.replace(new)
 
 
 def _given(
@@ -138,10 +138,10 @@ def _written(
             "write them to."
         )
     kept = [
-        Kept(placement.name, tensor.dtype, tensor.shape, partial(pieces_on_cpu, tensor))
+        TensorToWrite(placement.name, tensor.dtype, tensor.shape, partial(pieces_on_cpu, tensor))
         for placement, tensor in new
     ]
-    mapped = {name: (region.mapped(files), region) for name, region in keep(folder, kept).items()}
+    mapped = {name: (region.mapped(files), region) for name, region in write_to_folder(folder, kept).items()}
     return {
         name: read(region, files, region.dtype) if tensor is None else tensor
         for name, (tensor, region) in mapped.items()

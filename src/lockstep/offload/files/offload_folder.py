@@ -34,7 +34,7 @@ LARGEST_INDEX_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
-class Kept:
+class TensorToWrite:
     """A tensor that is to be in the folder. ``source``: what ``pieces`` reads, or nothing for tensors in memory."""
 
     name: str
@@ -109,7 +109,7 @@ def _raw_region(path: str, entry: Mapping[str, Any]) -> FileRegion:
     return region
 
 
-def keep(folder: str, tensors: list[Kept]) -> dict[str, FileRegion]:
+def write_to_folder(folder: str, tensors: list[TensorToWrite]) -> dict[str, FileRegion]:
     """Have these tensors in the folder, which is made if missing. Those that are there already are not written again.
 
     Raises:
@@ -139,7 +139,7 @@ def keep(folder: str, tensors: list[Kept]) -> dict[str, FileRegion]:
     return there
 
 
-def _check_fits(folder: str, item: Kept, region: FileRegion, source: str) -> None:
+def _check_fits(folder: str, item: TensorToWrite, region: FileRegion, source: str) -> None:
     if (region.dtype, region.shape) != (item.dtype, item.shape):
         raise _unfit(
             folder,
@@ -177,7 +177,7 @@ def _keys(names: list[str]) -> dict[str, str]:
     return keys
 
 
-def _write_part(folder: str, tensors: list[Kept], keys: Mapping[str, str]) -> str:
+def _write_part(folder: str, tensors: list[TensorToWrite], keys: Mapping[str, str]) -> str:
     """Write a new file of these tensors, one at a time, with these keys for their names, and return its name."""
     needed = sum(item.nbytes for item in tensors)
     partial = ""

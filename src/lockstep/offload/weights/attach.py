@@ -151,12 +151,12 @@ def _to_device(
         if found is not None:
             found.use(unit, in_backward=True)
 
-    def settle() -> None:
+    def flush() -> None:
         if not torch_autograd.is_in_backward():  # otherwise backward computes a forward once more
-            mover.settle()
+            mover.flush()
 
     mover.request = request
-    return streamer, [*listeners, mover, streamer], settle
+    return streamer, [*listeners, mover, streamer], flush
 
 
 class _PassBegins(ModelHook):

@@ -73,7 +73,7 @@ def find_weight_groups(
     return sorted(found, key=lambda unit: min(order[id(module)] for module in unit.modules))
 
 
-def around(units: Sequence[WeightGroup]) -> dict[WeightGroup, list[WeightGroup]]:
+def enclosing_units(units: Sequence[WeightGroup]) -> dict[WeightGroup, list[WeightGroup]]:
     """For each unit, the others in whose modules its modules are: these are in use at the same time."""
     owners: dict[int, list[WeightGroup]] = {}
     for unit in units:

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.errors import OffloadError, UsageError
 from lockstep.offload.files.pages import FileMapping, Pages, file_mappings
-from lockstep.offload.weights.groups import WeightGroup, around
+from lockstep.offload.weights.groups import WeightGroup, enclosing_units
 from lockstep.torch_internals import tensors as torch_tensors
 
 
@@ -37,7 +37,7 @@ class Mover(Protocol):
 
 def least_budget(units: Sequence[WeightGroup], nbytes: Callable[[WeightGroup], int]) -> int:
     """Bytes of the units that must be loaded at once: of one with those in whose forward it is used."""
-    outer = around(units)
+    outer = enclosing_units(units)
     return max((nbytes(unit) + sum(map(nbytes, outer[unit])) for unit in units), default=0)
 
 
@@ -46,7 +46,7 @@ def check_budget(sizes: dict[WeightGroup, int], budget: int) -> None:
     least = least_budget(list(sizes), sizes.__getitem__)
     if least <= budget:
         return
-    outer = around(list(sizes))
+    outer = enclosing_units(list(sizes))
     unit = max(sizes, key=lambda unit: sizes[unit] + sum(sizes[one] for one in outer[unit]))
     besides = "".join(f" and '{one.name}' around it {sizes[one]}" for one in outer[unit] if sizes[one])
     raise OffloadError(

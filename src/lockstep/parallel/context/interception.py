@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lockstep.config.enums import CPMethod
 from lockstep.errors import UsageError
+from lockstep.parallel.context.arguments import Masks, Visible
 from lockstep.parallel.context.checks import InBlock
 from lockstep.parallel.context.layout import SequenceLayout
-from lockstep.parallel.context.masks import Masks, Visible
 from lockstep.parallel.context.ring import ring_attention
 from lockstep.parallel.context.ulysses import ulysses_attention
 

@@ -18,12 +18,17 @@ from lockstep.comm.tree import leaves, map_leaves, map_tensors
 from lockstep.config.enums import CPMethod
 from lockstep.errors import LockstepError, UsageError
 from lockstep.model.subclass import Subclassed
-from lockstep.parallel.context.arguments import arguments_on_chunks, hidden_states, holds_cache, sequence_dim
+from lockstep.parallel.context.arguments import (
+    Masks,
+    arguments_on_chunks,
+    hidden_states,
+    holds_cache,
+    sequence_dim,
+)
 from lockstep.parallel.context.checks import OnChunks
 from lockstep.parallel.context.interception import SplitSequence
 from lockstep.parallel.context.judge import Judge
 from lockstep.parallel.context.layout import SequenceLayout
-from lockstep.parallel.context.masks import Masks
 from lockstep.parallel.context.rehearse import BlockCall
 from lockstep.torch_internals import autograd as torch_autograd
 from lockstep.torch_internals import compile as torch_compile

@@ -233,7 +233,7 @@ def test_a_slot_is_filled_after_what_computed_with_it_and_used_after_it_is_fille
         *(("copy", 1), ("copy", 2), ("compute after", 2)),
     ]  # fmt: skip
     to.log.clear()
-    mover.settle()
+    mover.flush()
     assert mover.release(first)
     mover.load(second)
     assert to.log == [("computed", "2"), ("after", "2"), ("copy", 3), ("copy", 4)]

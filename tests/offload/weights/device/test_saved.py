@@ -63,7 +63,7 @@ def test_weights_that_are_saved_as_any_view_come_back_in_other_memory() -> None:
         result = model(x)
     result.square().sum().backward()
     plain(y).square().sum().backward()
-    mover.settle()
+    mover.flush()
     assert torch.equal(x.grad, y.grad)
     for name, parameter in plain.named_parameters():
         assert torch.equal(model.get_parameter(name).grad, parameter.grad), name
@@ -141,7 +141,7 @@ def test_casts_of_weights_are_made_again_only_where_they_are_casts_and_nothing_e
             with forward_of(model) as (mover, _):
                 result = model(x)
             result.sum().backward()
-            mover.settle()
+            mover.flush()
         else:
             model(x).sum().backward()
         results.append((x.grad, model.weight.grad))

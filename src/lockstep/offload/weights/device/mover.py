@@ -121,7 +121,7 @@ class DeviceMover:
 
     def close(self) -> None:
         self._closed = True
-        self.settle()
+        self.flush()
         self._steps.remove()
         for copy in self._copies.values():
             with copy.lock, own_mode():
@@ -168,7 +168,7 @@ class DeviceMover:
             if working is not None and working.host_tensor is host_tensor:
                 working.edits += 1
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Have everything on the host: gradients, what was written, and modules with their own parameters."""
         self._backward = -1
         later, self._later = self._later, []
@@ -290,13 +290,13 @@ class DeviceMover:
     def _settle_what_failed(self) -> None:
         """What is left of a backward that ended in an exception, or of a use outside of both passes."""
         if (self._later or self._backward != -1) and not torch_autograd.is_in_backward():
-            self.settle()
+            self.flush()
 
     def _settle_after_backward(self) -> None:
         task = torch_autograd.current_backward()
         if task not in (-1, self._backward):
             self._backward = task
-            torch_autograd.at_end_of_backward(AtEnd(self.settle))
+            torch_autograd.at_end_of_backward(AtEnd(self.flush))
 
     def _load_and_bind(self, unit: WeightGroup) -> None:
         self.load(unit)
