@@ -194,7 +194,7 @@ def in_order(parts: list[str], text: str) -> bool:
     return True
 
 
-def test_the_tree_in_the_architecture_page_names_every_module() -> None:
+def test_the_tree_in_the_architecture_page_names_every_folder_and_module() -> None:
     (tree,) = [text for _, text in blocks("architecture.md", "text") if text.startswith("src/lockstep/")]
     source = ROOT / "src/lockstep"
     named: set[str] = set()
@@ -215,6 +215,10 @@ def test_the_tree_in_the_architecture_page_names_every_module() -> None:
         if path.name != "__init__.py"
     }
     assert {path for path in named if "/" in path and path.endswith(".py")} == modules
+    packages = {f"{path.parent.relative_to(source).as_posix()}/" for path in source.rglob("__init__.py")} - {
+        "./"
+    }
+    assert {path for path in named if path.endswith("/")} == packages
     assert all((source / path).exists() for path in named)
 
 
