@@ -12,8 +12,8 @@ from torch.optim import SGD, Optimizer
 from lockstep.comm.collectives import raise_on_all_ranks
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.parallel.asynchronous.averaging import means
+from lockstep.parallel.asynchronous.block import Trainer
 from lockstep.parallel.asynchronous.local_rounds import LocalRounds
-from lockstep.parallel.asynchronous.trainer import Trainer
 
 OuterOptimizer = Callable[[list[torch.Tensor]], Optimizer]
 

@@ -11,8 +11,7 @@ from torch import nn
 from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.parallel.asynchronous.averaging import agree_on_loss_scale, average, floating_buffers
-from lockstep.parallel.asynchronous.block import TrainingBlock, meet
-from lockstep.parallel.asynchronous.trainer import Trainer, check_count, check_replicas
+from lockstep.parallel.asynchronous.block import Trainer, TrainingBlock, check_count, check_replicas, meet
 from lockstep.runtime.failure import is_consequence
 from lockstep.torch_internals import compile as torch_compile
 

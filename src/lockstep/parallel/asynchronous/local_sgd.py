@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from lockstep.parallel.asynchronous.averaging import average
+from lockstep.parallel.asynchronous.block import Trainer
 from lockstep.parallel.asynchronous.local_rounds import LocalRounds
-from lockstep.parallel.asynchronous.trainer import Trainer
 
 
 class LocalSGD(LocalRounds):

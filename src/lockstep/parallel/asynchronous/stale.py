@@ -14,17 +14,15 @@ from torch.nn.utils import clip_grad_norm_
 from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.errors import ConfigError, LockstepError, UsageError
 from lockstep.parallel.asynchronous.averaging import average, floating_buffers
-from lockstep.parallel.asynchronous.block import TrainingBlock, meet
+from lockstep.parallel.asynchronous.block import Trainer, TrainingBlock, check_count, check_replicas, meet
 from lockstep.parallel.asynchronous.late_step import (
     mark_as_stepped,
     settings_of,
     with_gradients,
     with_settings,
 )
-from lockstep.parallel.asynchronous.message import MessageFormat, MessageWord, Total
 from lockstep.parallel.asynchronous.report import StalenessCounter, StalenessReport
-from lockstep.parallel.asynchronous.rounds import Rounds, message_device
-from lockstep.parallel.asynchronous.trainer import Trainer, check_count, check_replicas
+from lockstep.parallel.asynchronous.rounds import MessageFormat, MessageWord, Rounds, Total, message_device
 from lockstep.runtime.failure import is_consequence
 
 FAREWELL_S = 5.0
