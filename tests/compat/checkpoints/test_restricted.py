@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pickle
@@ -55,7 +56,7 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> MappedFile:
 
 def through(data: bytes, file: MappedFile) -> Any:
     """What the pickle means, by the interpreter, JSON and back."""
-    value = Machine(data, 0, lambda _: None).run()
+    value = Machine(io.BytesIO(data), lambda _: None).run()
     return decode(json.loads(json.dumps(Encoder(len(data)).encode(value))), file)
 
 
@@ -104,7 +105,7 @@ def test_any_bytes_end_in_a_value_or_a_refusal(noise: bytes, position: int, chan
     changed = whole[:position] + change + whole[position + len(change) :]
     for data in (noise, b"\x80\x02" + noise, changed):
         with contextlib.suppress(Refused):
-            Encoder(len(data)).encode(Machine(data, 0, lambda _: None).run())
+            Encoder(len(data)).encode(Machine(io.BytesIO(data), lambda _: None).run())
 
 
 DTYPES = [

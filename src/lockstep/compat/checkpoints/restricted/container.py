@@ -23,6 +23,7 @@ _MAGIC_BYTES = LEGACY_MAGIC.to_bytes(10, "little")
 LEGACY_PROTOCOL = 1001
 _LOCAL_HEADER = 30  # bytes, without name and extra field
 MAX_PICKLE_BYTES = 2**31
+BUFFER_BYTES = 2**20
 
 
 class Part(io.RawIOBase):
@@ -86,12 +87,11 @@ def load_plain(part: Part) -> tuple[Any, int]:
     """The value of a file that is one pickle without tensors."""
     if part.length > MAX_PICKLE_BYTES:
         raise Refused(f"its pickle has {part.length} bytes, more than any checkpoint needs")
-    data = part.bytes_at(0, part.length)
-    machine = Machine(data, 0, _no_storages)
-    value = machine.run()
-    if machine.position != len(data):
-        raise Damaged(f"{len(data) - machine.position} bytes follow its pickle")
-    return value, len(data)
+    data = io.BytesIO(part.bytes_at(0, part.length))
+    value = Machine(data, _no_storages).run()
+    if data.tell() != part.length:
+        raise Damaged(f"{part.length - data.tell()} bytes follow its pickle")
+    return value, part.length
 
 
 def _no_storages(identifier: Any) -> Any:
@@ -135,8 +135,7 @@ def _load_zip(part: Part) -> tuple[Any, int]:
             storages[key] = Storage(dtype, nbytes, key, start, info.CRC if whole else None)
         return _same(storages[key], dtype)
 
-    machine = Machine(data, 0, storage)
-    return machine.run(), len(data)
+    return Machine(io.BytesIO(data), storage).run(), len(data)
 
 
 def _records(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
@@ -188,42 +187,12 @@ def _data_start(part: Part, info: zipfile.ZipInfo) -> int:
 # ----------------------------------------------------------------------------------------------- legacy
 
 
-class Window:
-    """The bytes of a file for a ``Machine``, of which few are in memory at a time."""
-
-    CHUNK = 2**20
-
-    def __init__(self, part: Part) -> None:
-        self.part = part
-        self.start = 0
-        self.held = b""
-
-    def __len__(self) -> int:
-        return self.part.length
-
-    def __getitem__(self, wanted: slice) -> bytes:
-        first, last = wanted.start - self.start, wanted.stop - self.start
-        if first < 0 or last > len(self.held):
-            self.start = wanted.start
-            self.held = self.part.bytes_at(wanted.start, max(self.CHUNK, wanted.stop - wanted.start))
-            first, last = 0, wanted.stop - wanted.start
-        return self.held[first:last]
-
-    def find(self, text: bytes, start: int, stop: int) -> int:
-        found = self[start : min(stop, len(self))].find(text)
-        return found if found < 0 else found + start
-
-
 def _load_legacy(part: Part) -> tuple[Any, int]:
-    data = Window(part)
-    position = 0
+    part.seek(0)
+    data = io.BufferedReader(part, BUFFER_BYTES)
 
     def following(persistent_load: Callable[[Any], Any] = _no_storages) -> Any:
-        nonlocal position
-        machine = Machine(data, position, persistent_load)
-        value = machine.run()
-        position = machine.position
-        return value
+        return Machine(data, persistent_load).run()
 
     if following() != LEGACY_MAGIC or following() != LEGACY_PROTOCOL:
         raise Refused("it has an unknown version of the form of torch before 1.6")
@@ -239,14 +208,14 @@ def _load_legacy(part: Part) -> tuple[Any, int]:
 
     value = following(storage)
     keys = following()
-    pickled = position
+    pickled = position = data.tell()
     if not isinstance(keys, list) or any(not isinstance(key, str) or key not in storages for key in keys):
         raise Damaged("its list of storages is not the one that its tensors use")
     for key in keys:
         held = storages[key]
-        count = int.from_bytes(data[position : position + 8], "little")
+        count = int.from_bytes(part.bytes_at(position, 8), "little")
         position += 8
-        if count * ITEM_BYTES[held.dtype] != held.nbytes or position + held.nbytes > len(data):
+        if count * ITEM_BYTES[held.dtype] != held.nbytes or position + held.nbytes > part.length:
             raise Damaged(f"storage {key[:40]!r} should have {held.nbytes} bytes, but the file has others")
         held.start = part.start + position
         position += held.nbytes
