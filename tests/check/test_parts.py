@@ -16,7 +16,7 @@ from lockstep.check.passes import ComparedBatch, PassResult, run
 from lockstep.check.reference import Reference
 from lockstep.check.snapshot import Snapshot, numbers
 from lockstep.errors import UsageError
-from lockstep.parallel.chance import BeforeWrites, WithoutChance, without_dropout
+from lockstep.parallel.determinism import BeforeWrites, WithoutChance, without_dropout
 
 DRAWS: dict[str, Any] = {
     "dropout": lambda x: F.dropout(x, 0.5),

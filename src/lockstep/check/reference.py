@@ -18,7 +18,7 @@ from lockstep.check.passes import ComparedBatch, PassResult, run
 from lockstep.check.snapshot import Snapshot, numbers, set_numbers
 from lockstep.errors import UsageError
 from lockstep.model.contents import is_container, rebound
-from lockstep.parallel.chance import BeforeWrites
+from lockstep.parallel.determinism import BeforeWrites
 from lockstep.torch_internals import modules as torch_modules
 
 COPIES = 3

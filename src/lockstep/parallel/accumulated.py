@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm.dtensor import is_dtensor, shard_like
-from lockstep.parallel.ddp.replicate import mark_used
+from lockstep.parallel.ddp.apply import mark_used
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.zero.unreduced import PartialSum, is_used, put_unreduced, take_unreduced
 from lockstep.torch_internals import tensors as torch_tensors

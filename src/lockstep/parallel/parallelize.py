@@ -23,7 +23,7 @@ from lockstep.model.blocks import find_blocks
 from lockstep.offload.files.parameters import OffloadedParameters
 from lockstep.parallel.autocast import autocast_forward
 from lockstep.parallel.changed import refuse_hooks
-from lockstep.parallel.ddp.replicate import data_parallel, distributed_data_parallel, has_trained_parameters
+from lockstep.parallel.ddp.apply import data_parallel, distributed_data_parallel, has_trained_parameters
 from lockstep.parallel.gradient_mean import GradientAllReduce, ReplicaGroup
 from lockstep.parallel.materialize import InitWeights, check_same_model, is_on_meta, materialize
 from lockstep.parallel.parallel_model import (
@@ -299,7 +299,7 @@ def _pipeline(
 
 def _gathered_dtype(options: ModelOptions) -> torch.dtype | None:
     """That of parameters in forwards of a sharded model; None: their own."""
-    from lockstep.parallel.zero.shard import DTYPES
+    from lockstep.parallel.zero.apply import DTYPES
 
     return DTYPES.get(options.mixed_precision)
 
@@ -340,7 +340,7 @@ def _shard(
     model: nn.Module, blocks: dict[str, nn.Module], runtime: Runtime, options: ModelOptions, is_filled: bool
 ) -> ShardedModel:
     # Imported here, because torch's sharding takes most of a second to import.
-    from lockstep.parallel.zero.shard import ShardOptions, shard
+    from lockstep.parallel.zero.apply import ShardOptions, shard
 
     shard_options = ShardOptions(
         mesh=options.meshes.shard_mesh,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.tree import leaves, map_leaves
 from lockstep.errors import UsageError
-from lockstep.parallel.chance import WithoutChance, without_dropout
+from lockstep.parallel.determinism import WithoutChance, without_dropout
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import Call
 from lockstep.parallel.pipeline.passes import Autocast, Batch, LossFunction, fill_only, nothing, with_loss

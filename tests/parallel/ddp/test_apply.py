@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Accelerator, DistributedDataParallelKwargs
 from lockstep.errors import ConfigError, UsageError
-from lockstep.parallel.ddp.replicate import gradient_hook
+from lockstep.parallel.ddp.apply import gradient_hook
 from lockstep.utils import extract_model_from_parallel, is_compiled_module
 from train import problems
 
