@@ -13,8 +13,8 @@ from lockstep.config.enums import Offload
 from lockstep.config.parallel import Parallel
 from lockstep.errors import ConfigError
 from lockstep.plan.estimate_model import ModelFacts, nbytes_of
-from lockstep.plan.homes import StateLocation
 from lockstep.plan.memory import STREAMED_BLOCKS, MemoryRow, state_bytes
+from lockstep.plan.state_locations import StateLocation
 
 FOLDER = "FOLDER"
 """Stands for the user's folder on a disk in the lines that are suggested."""

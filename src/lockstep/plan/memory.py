@@ -19,8 +19,8 @@ from lockstep.config.parallel import Parallel
 from lockstep.config.values import parse_integer, repr_short, suggestion
 from lockstep.errors import ConfigError
 from lockstep.plan.dtypes import BYTES, dtypes
-from lockstep.plan.homes import StateLocation, StateLocations, homes
 from lockstep.plan.size import ModelSize
+from lockstep.plan.state_locations import StateLocation, StateLocations, state_locations
 from lockstep.plan.traffic import Traffic, sent_bytes
 
 FP32 = 4
@@ -148,7 +148,7 @@ def state_bytes(
 
     All stages hold one block's gradients, and their copy that is being averaged.
 
-    ``offload`` moves what is at rest to host memory or to a disk (``plan/homes.py``). The device is taken to be an
+    ``offload`` moves what is at rest to host memory or to a disk (``state_locations``). The device is taken to be an
     accelerator. Where it is a CPU, its memory is the host's, without ``fetched``, and with ``copies`` only where there
     is ``delayed_update``.
     Parameters offloaded in one process are on the device for ``STREAMED_BLOCKS`` units at a time, or as many as
@@ -190,7 +190,7 @@ def state_bytes(
         optimizer=state * trained,
         copies=FP32 * trained if parallel.offload is Offload.OPTIMIZER else 0,
         fetched=FP32 * trained if parallel.offload is Offload.OPTIMIZER else 0,
-        homes=homes(parallel),
+        homes=state_locations(parallel),
         textbook=_textbook(size, shard, parallel, mixed_precision, state),
         sent=sent_bytes(size, ranks, parallel, mixed_precision, micro_batches),
     )

@@ -39,7 +39,7 @@ TABLE: dict[Offload, tuple[StateLocation | None, StateLocation | None, StateLoca
 }
 
 
-def homes(parallel: Parallel) -> StateLocations:
+def state_locations(parallel: Parallel) -> StateLocations:
     """Where the state of a model spread like this rests, with an accelerator as the device."""
     home = StateLocation.HOST if parallel.offload_folder is None else StateLocation.DISK
     weights, gradients, optimizer, copies = TABLE[parallel.offload]
