@@ -11,7 +11,9 @@ PLAIN = """
 import sys
 import torch
 from lockstep import Accelerator
+from lockstep.utils import set_seed
 
+set_seed(1)
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="no")
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

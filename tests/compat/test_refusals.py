@@ -14,9 +14,9 @@ import lockstep
 import lockstep.nn
 import lockstep.utils
 from lockstep import Accelerator
-from lockstep.cli.launch_options import LATER_SWITCHES
 from lockstep.compat.accelerate import sections
 from lockstep.compat.accelerate.config_file import OTHER_KEYS, from_yaml
+from lockstep.compat.accelerate.flags import LATER_SWITCHES
 from lockstep.compat.deepspeed import keys as deepspeed_keys
 from lockstep.compat.deepspeed import section as deepspeed_section
 from lockstep.compat.deepspeed.config import from_deepspeed

@@ -9,8 +9,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from lockstep.cli.launch_options import LATER_SWITCHES, LaunchCommand, dashes, options
-from lockstep.compat.accelerate.flags import spread_settings
+from lockstep.cli.launch_options import LaunchCommand, dashes, options
+from lockstep.compat.accelerate.flags import LATER_SWITCHES, spread_settings
 from lockstep.compat.deepspeed.config import from_deepspeed
 from lockstep.compat.rules import Translation
 from lockstep.compat.settings import environment_settings

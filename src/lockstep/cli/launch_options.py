@@ -8,12 +8,9 @@ from typing import Any
 import click
 
 from lockstep.cli.integers import IntegerRange
-from lockstep.compat.accelerate.flags import FOREIGN_FLAGS, FOREIGN_SWITCHES
+from lockstep.compat.accelerate.flags import FOREIGN_FLAGS, FOREIGN_SWITCHES, LATER_SWITCHES, UNUSED_SWITCHES
 from lockstep.config.settings import TOPICS, Setting
 from lockstep.errors import ConfigError
-
-# Accelerate's switches for what does not exist here yet: refused by name, not as unknown
-LATER_SWITCHES = {"use_megatron_lm": "Megatron-LM settings", "tpu": "training on TPUs"}
 
 
 class Checked(click.ParamType):
@@ -60,9 +57,9 @@ def options() -> list[click.Parameter]:
         click.Option(["--" + dashes(name), name], is_flag=True, hidden=True)
         for name in (*LATER_SWITCHES, *FOREIGN_SWITCHES)
     ]
-    unused = [  # without effect here
+    unused = [
         click.Option(["--" + dashes(name), name], is_flag=True, hidden=True, expose_value=False)
-        for name in ("same_network", "quiet")
+        for name in UNUSED_SWITCHES
     ]
     return [*shown, *foreign, *switches, *unused]
 

@@ -1,5 +1,8 @@
 """Names that scripts import from ``accelerate.utils``. Re-exports only."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from torch import load
 
 from lockstep.checkpoint.weights.model import save
@@ -21,9 +24,6 @@ from lockstep.comm.functional import (
 )
 from lockstep.comm.tree import concatenate, find_batch_size, listify, send_to_device
 from lockstep.comm.tree import to_float32 as convert_to_fp32
-from lockstep.compat.deepspeed.optimizers import DummyOptim, DummyScheduler
-from lockstep.compat.deepspeed.plugin import DeepSpeedPlugin
-from lockstep.compat.fsdp.plugin import FullyShardedDataParallelPlugin
 from lockstep.config.enums import (
     ComputeEnvironment,
     DDPCommunicationHookType,
@@ -68,6 +68,19 @@ from lockstep.runtime.available import *  # noqa: F403  (is_<package>_available)
 from lockstep.runtime.environ import clear_environment, patch_environment, str_to_bool
 from lockstep.runtime.memory import clear_device_cache, find_executable_batch_size, release_memory
 from lockstep.runtime.seed import set_seed, synchronize_rng_states
+
+if TYPE_CHECKING:
+    from lockstep.compat.deepspeed.optimizers import DummyOptim, DummyScheduler
+    from lockstep.compat.deepspeed.plugin import DeepSpeedPlugin
+    from lockstep.compat.fsdp.plugin import FullyShardedDataParallelPlugin
+
+# Imported when a script asks for one of them.
+_EXTERNAL = {
+    "DeepSpeedPlugin": "lockstep.compat.deepspeed.plugin",
+    "DummyOptim": "lockstep.compat.deepspeed.optimizers",
+    "DummyScheduler": "lockstep.compat.deepspeed.optimizers",
+    "FullyShardedDataParallelPlugin": "lockstep.compat.fsdp.plugin",
+}
 
 __all__ = [
     "SAFE_WEIGHTS_INDEX_NAME",
@@ -138,3 +151,15 @@ __all__ = [
     "tqdm",
     "wait_for_everyone",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXTERNAL:
+        raise AttributeError(f"module 'lockstep.utils' has no attribute '{name}'")
+    value = getattr(import_module(_EXTERNAL[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXTERNAL})

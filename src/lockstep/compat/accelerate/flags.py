@@ -24,6 +24,9 @@ LAYOUT_FLAGS = tuple(sections.LAYOUT_PREFIX + key for key in sections.LAYOUT_KEY
 MPI_FLAGS = tuple(sections.MPI_KEYS)
 FOREIGN_FLAGS = (*FSDP_FLAGS, *DEEPSPEED_FLAGS, *LAYOUT_FLAGS, *MPI_FLAGS)
 FOREIGN_SWITCHES = ("use_fsdp", "use_deepspeed", "use_parallelism_config")
+# Refused by name, not as unknown: what does not exist here yet.
+LATER_SWITCHES = {"use_megatron_lm": "Megatron-LM settings", "tpu": "training on TPUs"}
+UNUSED_SWITCHES = ("same_network", "quiet")
 
 
 def spread_settings(
