@@ -102,6 +102,21 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
 
     Raises:
         ConfigError: a value is unknown or contradicts another; the message names it.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+
+        accelerator = Accelerator()
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = accelerator.prepare(torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=8))
+        for batch in loader:
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        ```
     """
 
     _made: ClassVar[list[weakref.ref[Accelerator]]] = []
@@ -276,6 +291,18 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
 
         Raises:
             UsageError: an object was prepared before, or cannot give a correct result.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = torch.nn.Linear(4, 1)
+            optimizer = torch.optim.AdamW(model.parameters())
+            loader = torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=8)
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            ```
         """
         prepared = self._preparation.prepare(args, device_placement)
         self._window.watch()
@@ -316,12 +343,36 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> Any:
-        """The object that was passed to ``prepare``; without ``keep_fp32_wrapper`` also without autocast."""
+        """The object that was passed to ``prepare``; without ``keep_fp32_wrapper`` also without autocast.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            plain = torch.nn.Linear(4, 1)
+            model = accelerator.prepare(plain)
+            assert accelerator.unwrap_model(model) is plain
+            ```
+        """
         self._preparation.offload.finish()
         return unwrap(model, keep_autocast=keep_fp32_wrapper, keep_compile=keep_torch_compile)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader without its first batches; costs no data for map-style datasets."""
+        """A loader without its first batches; costs no data for map-style datasets.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            loader = accelerator.prepare(torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=2))
+            for batch in accelerator.skip_first_batches(loader, 3):  # of this epoch only; the next one uses loader
+                print(batch.shape)
+            ```
+        """
         return skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> list[Any]:
@@ -351,6 +402,17 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
 
         Raises:
             UsageError: no prepared model was called, or weights do not fit.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = accelerator.prepare(torch.nn.Linear(4, 1))
+            loss = model(torch.randn(8, 4)).square().mean()
+            accelerator.backward(loss)  # in place of loss.backward()
+            ```
         """
         self._preparation.check_backward()
         self._step.clock.backward_begins()
@@ -381,6 +443,18 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
 
         Returns:
             The loss, 0-d and detached, on every rank.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = torch.nn.Linear(4, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            loss = accelerator.train_step(model, torch.nn.functional.mse_loss, torch.randn(8, 4), torch.randn(8, 1))
+            optimizer.step()
+            ```
         """
         parallel = self._preparation.parallel_of(model)
         if isinstance(parallel, PipelinedModel):
@@ -390,11 +464,41 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         return loss.detach()
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """One micro-batch of ``gradient_accumulation_steps``; gradients are averaged after the last."""
+        """One micro-batch of ``gradient_accumulation_steps``; gradients are averaged after the last.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator(gradient_accumulation_steps=4)
+            model = torch.nn.Linear(4, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for batch in torch.randn(8, 2, 4):  # 8 micro-batches, so 2 steps
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            ```
+        """
         return self._accumulation.accumulate(models)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Backward inside adds to this rank's gradients without averaging them."""
+        """Backward inside adds to this rank's gradients without averaging them.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = accelerator.prepare(torch.nn.Linear(4, 1))
+            first, second = torch.randn(2, 8, 4)
+            with accelerator.no_sync(model):
+                accelerator.backward(model(first).square().mean())
+            accelerator.backward(model(second).square().mean())  # averages the sum of both over the ranks
+            ```
+        """
         return self._accumulation.no_sync([model])
 
     def alone(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -407,7 +511,20 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         return trigger_sync(model)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Run other code in the precision in which prepared models run."""
+        """Run other code in the precision in which prepared models run.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator(mixed_precision="bf16")
+            x = torch.randn(4, 4, device=accelerator.device)
+            with accelerator.autocast():
+                product = x @ x
+            assert product.dtype == torch.bfloat16
+            ```
+        """
         return autocast(self.mixed_precision, self.device, autocast_handler or self._options.autocast)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -424,6 +541,19 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         """Clip the total norm of whole windows' gradients; returns the norm before (0-d).
 
         Inside an accumulation window nothing is clipped.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = torch.nn.Linear(4, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            accelerator.backward(model(torch.randn(8, 4)).square().mean())
+            norm = accelerator.clip_grad_norm_(model.parameters(), max_norm=1.0)  # between backward and step
+            optimizer.step()
+            ```
         """
         parameters = self._preparation.shards_of(clipping.as_list(parameters))
         self._unscale_owners(parameters)
@@ -468,6 +598,18 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         Then not even logits are whole on any rank. Everything that depends on the position must be among the buffers:
         inputs, ``position_ids``, and labels that were shifted before. The loss is the mean over the chunk. Without
         ``cp`` nothing happens.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()  # on 4 ranks for example Accelerator(parallel="cp=4")
+            model = accelerator.prepare(torch.nn.Embedding(100, 16))
+            tokens = torch.randint(100, (2, 32))  # [batch, sequence]
+            with accelerator.maybe_context_parallel(buffers=[tokens], buffer_seq_dims=[1]):
+                output = model(tokens)  # [batch, sequence / cp, width]
+            ```
         """
         if self.meshes.axes.cp == 1:
             return nullcontext()

@@ -95,11 +95,34 @@ class CollectiveMethods:
         return Communicator(self.runtime)
 
     def gather(self, tensor: Any) -> Any:
-        """Nested tensors of all ranks, concatenated in rank order on dim 0 (0-d ones become 1-d)."""
+        """Nested tensors of all ranks, concatenated in rank order on dim 0 (0-d ones become 1-d).
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            ranks = accelerator.gather(torch.tensor([accelerator.process_index], device=accelerator.device))
+            assert ranks.tolist() == list(range(accelerator.num_processes))
+            ```
+        """
         return self._communicator.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """``gather`` without the rows that pad the last batch: each sample exactly once."""
+        """``gather`` without the rows that pad the last batch: each sample exactly once.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(10), batch_size=4))
+            seen = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
+            assert seen.tolist() == list(range(10))  # on any number of ranks
+            ```
+        """
         return gather_for_metrics(
             self._data_communicator, self._step, input_data, self.meshes.data_rank, use_gather_object
         )
@@ -112,7 +135,18 @@ class CollectiveMethods:
         return Communicator(self.meshes.data_runtime, self.meshes.data_group)
 
     def reduce(self, tensor: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
-        """Sum, mean or maximum over ranks of nested tensors, times ``scale``."""
+        """Sum, mean or maximum over ranks of nested tensors, times ``scale``.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            count = accelerator.reduce(torch.ones(3, device=accelerator.device), "sum")
+            assert count.tolist() == [accelerator.num_processes] * 3
+            ```
+        """
         return self._communicator.reduce(tensor, reduction, scale)
 
     def pad_across_processes(

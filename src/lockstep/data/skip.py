@@ -22,6 +22,16 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     Raises:
         ConfigError: ``num_batches`` is negative.
         UsageError: the loader has fewer than ``num_batches`` batches.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import skip_first_batches
+
+        loader = torch.utils.data.DataLoader(torch.arange(8), batch_size=2)
+        rest = [batch.tolist() for batch in skip_first_batches(loader, 3)]
+        assert rest == [[6, 7]]
+        ```
     """
     if isinstance(dataloader, PreparedLoader):
         return dataloader.skipping(num_batches)

@@ -47,6 +47,17 @@ def notebook_launcher(
         ConfigError: an argument is out of range, or a restart was asked for.
         UsageError: this process already uses a GPU or belongs to a process group, which cannot be forked.
         torch.multiprocessing.ProcessRaisedException: with the traceback of the process that failed first.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator, notebook_launcher
+
+        def train(lr: float) -> None:
+            accelerator = Accelerator(cpu=True)
+            accelerator.print(f"{accelerator.num_processes} processes, lr {lr}")
+
+        notebook_launcher(train, args=(0.1,), num_processes=2)
+        ```
     """
     given = {"rdzv_endpoint": rdzv_endpoint, "rdzv_conf": rdzv_conf, "max_restarts": max_restarts}
     for name, default in UNUSED_BY_DEFAULT.items():

@@ -61,7 +61,17 @@ class MultiProcessAdapter(_Adapter):
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """The logger ``name`` for several processes; ``log_level``, if given, is set on it and the root."""
+    """The logger ``name`` for several processes; ``log_level``, if given, is set on it and the root.
+
+    Examples:
+        ```python
+        from lockstep import get_logger
+
+        logger = get_logger(__name__, log_level="INFO")
+        logger.info("once for all processes")
+        logger.info("from each process", main_process_only=False)
+        ```
+    """
     logger = logging.getLogger(name)
     if log_level is not None:
         logger.setLevel(log_level.upper())

@@ -121,7 +121,18 @@ class TrackingMethods:
     def log(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Send values to all trackers; on other ranks than 0 nothing happens."""
+        """Send values to all trackers; on other ranks than 0 nothing happens.
+
+        Examples:
+            ```python
+            from lockstep import Accelerator
+
+            accelerator = Accelerator(log_with="jsonl", project_dir="run")
+            accelerator.init_trackers("digits", config={"lr": 0.1})
+            accelerator.log({"loss": 0.25}, step=1)
+            accelerator.end_training()
+            ```
+        """
         self._trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:

@@ -89,6 +89,16 @@ class FileMethods:
         """Write the unwrapped model's weights as safetensors, in shards with an index if they are larger.
 
         Called on every rank; rank 0 writes. All return when the files are there.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = accelerator.prepare(torch.nn.Linear(4, 1))
+            accelerator.save_model(model, "export")  # export/model.safetensors
+            ```
         """
         with raise_on_all_ranks(self._communicator):
             refuse_pickle("save_model", safe_serialization)
@@ -133,6 +143,17 @@ class FileMethods:
         Raises:
             CheckpointError: it, or the save in the background before it, failed; earlier ones are untouched.
             UsageError: there is no directory, or something else than a checkpoint is there.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = accelerator.prepare(torch.nn.Linear(4, 1))
+            folder = accelerator.save_state("checkpoint")
+            accelerator.load_state(folder)
+            ```
         """
         from lockstep.checkpoint.save import save
 
@@ -156,6 +177,18 @@ class FileMethods:
         Raises:
             NoCheckpointError: there is none.
             CheckpointError: none is whole, or it does not fit this run; nothing was changed.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator, ProjectConfiguration
+
+            project = ProjectConfiguration("run", automatic_checkpoint_naming=True)
+            accelerator = Accelerator(project_config=project)
+            model = accelerator.prepare(torch.nn.Linear(4, 1))
+            accelerator.save_state()  # run/checkpoints/checkpoint_0
+            accelerator.load_state()  # the newest one
+            ```
         """
         from lockstep.checkpoint.load import load
 

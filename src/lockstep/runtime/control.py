@@ -75,7 +75,16 @@ class ProcessControl:
         return self.runtime.is_last
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print``, once on each machine."""
+        """``print``, once on each machine.
+
+        Examples:
+            ```python
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            accelerator.print("epoch", 1)  # one line, however many processes there are
+            ```
+        """
         if self.runtime.is_local_main:
             builtins.print(*args, **kwargs)
 
@@ -87,7 +96,19 @@ class ProcessControl:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Rank 0 runs the block first; the others when it is done (also when it failed)."""
+        """Rank 0 runs the block first; the others when it is done (also when it failed).
+
+        Examples:
+            ```python
+            from pathlib import Path
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            with accelerator.main_process_first():
+                if not Path("vocabulary.txt").exists():
+                    Path("vocabulary.txt").write_text("a b c")  # rank 0 writes it, the others find it
+            ```
+        """
         with self._first(self.runtime.is_main):
             yield
 
@@ -108,7 +129,21 @@ class ProcessControl:
                 self.wait_for_everyone()
 
     def on_main_process(self, function: Function) -> Function:
-        """Decorator: run on rank 0 only; None is returned elsewhere."""
+        """Decorator: run on rank 0 only; None is returned elsewhere.
+
+        Examples:
+            ```python
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+
+            @accelerator.on_main_process
+            def report(loss: float) -> None:
+                print(f"loss {loss:.3f}")
+
+            report(0.25)
+            ```
+        """
         return _only_if(lambda: self.runtime.is_main, function)
 
     def on_local_main_process(self, function: Function) -> Function:
@@ -151,6 +186,15 @@ class ProcessControl:
 
         Raises:
             UsageError: a mapping whose values have different lengths.
+
+        Examples:
+            ```python
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            with accelerator.split_between_processes(["a", "b", "c", "d"]) as prompts:
+                print(prompts)  # with 2 processes: ["a", "b"] on rank 0, ["c", "d"] on rank 1
+            ```
         """
         yield split_between(inputs, self.runtime.rank, self.runtime.world_size, apply_padding)
 
@@ -161,6 +205,15 @@ class PartialState(ProcessControl):
     Args:
         cpu: Compute on the CPU although there is an accelerator.
         kwargs: ``backend``, ``init_method``, ``timeout`` of ``init_process_group``.
+
+    Examples:
+        ```python
+        from lockstep import PartialState
+
+        state = PartialState()
+        state.print(f"{state.num_processes} processes, this one on {state.device}")
+        state.wait_for_everyone()
+        ```
     """
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:

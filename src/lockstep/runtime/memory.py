@@ -68,6 +68,19 @@ def find_executable_batch_size(
     Raises:
         TypeError: when the decorated function is called with the batch size as well.
         UsageError: when the batch size has reached zero.
+
+    Examples:
+        ```python
+        from lockstep import find_executable_batch_size
+
+        @find_executable_batch_size(starting_batch_size=64)
+        def train(batch_size: int) -> int:
+            if batch_size > 48:  # stands for a model that is too big
+                raise MemoryError("out of memory")
+            return batch_size
+
+        assert train() <= 48
+        ```
     """
     if function is None:
         return functools.partial(

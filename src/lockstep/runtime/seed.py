@@ -21,6 +21,17 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     - ``device_specific``: add the rank, so that ranks draw different numbers.
     - ``deterministic``: let torch use deterministic algorithms only; it raises where there is none.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import set_seed
+
+        set_seed(1)
+        first = torch.rand(3)
+        set_seed(1)
+        assert torch.equal(torch.rand(3), first)
+        ```
     """
     if device_specific:
         seed += _rank()

@@ -95,6 +95,17 @@ def dispatch_model(
         ConfigError: the map or another argument is wrong.
         OffloadError: the budget is too small, or the folder is full or holds other weights.
         UsageError: the model is dispatched already, or has tensors without values.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import dispatch_model
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        model = dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir="offload")
+        with torch.no_grad():
+            output = model(torch.randn(2, 4))
+        ```
     """
     _refuse_dispatched(model)
     resolved = resolve_device_map(
@@ -145,6 +156,19 @@ def load_checkpoint_and_dispatch(
 
     Raises:
         CheckpointError, ConfigError, OffloadError, UsageError: as these two do.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import init_empty_weights, load_checkpoint_and_dispatch
+        from safetensors.torch import save_file
+
+        save_file(torch.nn.Linear(4, 1).state_dict(), "model.safetensors")
+        with init_empty_weights():
+            model = torch.nn.Linear(4, 1)
+        model = load_checkpoint_and_dispatch(model, "model.safetensors", device_map="auto")
+        output = model(torch.randn(2, 4))
+        ```
     """
     _refuse_dispatched(model)
     chosen_here = isinstance(device_map, str)

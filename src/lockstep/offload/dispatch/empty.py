@@ -21,6 +21,16 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
     ``include_buffers``: buffers too. They are small, and those that no checkpoint has (rotary frequencies, masks) keep
     their values only without this.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import init_empty_weights
+
+        with init_empty_weights():
+            model = torch.nn.TransformerEncoderLayer(512, 8)  # no memory for 3 million weights
+        assert all(parameter.is_meta for parameter in model.parameters())
+        ```
     """
     with init_on_device(torch.device("meta"), include_buffers):
         yield

@@ -61,6 +61,17 @@ class MixtureOfExperts(nn.Module):
 
     Raises:
         ConfigError: a size that cannot be.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.nn import MixtureOfExperts, load_balance_loss
+
+        layer = MixtureOfExperts(width=16, hidden=32, num_experts=4, top_k=2)
+        output = layer(torch.randn(2, 8, 16))  # [batch, sequence, width], as the input
+        loss = output.square().mean() + 0.01 * load_balance_loss(layer)
+        loss.backward()
+        ```
     """
 
     def __init__(
