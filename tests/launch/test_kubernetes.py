@@ -23,7 +23,7 @@ from launch.kubernetes_api import KINDS, problems
 from lockstep.cli.main import cli
 from lockstep.config.values import SettingValue
 from lockstep.errors import ConfigError
-from lockstep.launch.backends import backend
+from lockstep.launch.backend import backend
 from lockstep.launch.kubernetes import MAKE_SECRET, as_yaml, launch, manifests
 from lockstep.launch.kubernetes.options import name_of
 from lockstep.launch.plan import LaunchPlan, Program, make_plan, merge

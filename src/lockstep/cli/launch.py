@@ -83,7 +83,7 @@ def command_function(ctx: click.Context, script: str, arguments: tuple[str, ...]
             click.echo(f"lockstep launch: {warning}", err=True)
         _print(plan)
         return
-    from lockstep.launch.backends import backend
+    from lockstep.launch.backend import backend
     from lockstep.launch.local import end_process
 
     end_process(backend(plan.reach.backend).launch(plan))
@@ -205,11 +205,9 @@ def _device_count(settings: dict[str, SettingValue]) -> int:
 
 def _print(plan: LaunchPlan) -> None:
     """What ``--dry-run`` shows: of manifests their text alone, for ``kubectl`` to read."""
-    import shlex
-
     from rich.console import Console
 
-    from lockstep.launch.backends import backend
+    from lockstep.launch.backend import backend
     from lockstep.launch.plan import describe
 
     if plan.reach.backend == "k8s":
@@ -218,16 +216,9 @@ def _print(plan: LaunchPlan) -> None:
         click.echo(manifests(plan), nl=False)
         return
     console = Console(soft_wrap=True, highlight=False)
-    if plan.reach.backend == "local":
-        console.print(f"{plan.nproc} processes on this machine, each:", style="bold")
-        console.print("  " + shlex.join(plan.command), markup=False)
-        console.print("with the environment:", style="bold")
-        for name, value in sorted(plan.environment.items()):
-            console.print(f"  {name}={value}", markup=False)
-    else:
-        for command in backend(plan.reach.backend).commands(plan):
-            for line in command.lines():
-                console.print(line, markup=False, style=None if line.startswith(" ") else "bold")
+    for command in backend(plan.reach.backend).commands(plan):
+        for line in command.lines():
+            console.print(line, markup=False, style=None if line.startswith(" ") else "bold")
     console.print("from the configuration:", style="bold")
     for name, value, origin in describe(plan):
         console.print(f"  {name:<28} {value:<12} {origin}", markup=False)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from lockstep.errors import ConfigError
-from lockstep.launch.backends import SECRET
+from lockstep.launch.backend import SECRET
 
 PREFIXES = ("LOCKSTEP_", "NCCL_", "GLOO_", "TORCH_")
 NAMES = frozenset(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +12,9 @@ from lockstep.config.sources import (
 )
 from lockstep.config.values import parse_integer, parse_precision
 from lockstep.errors import ConfigError, UsageError
+from lockstep.launch.network import LOOPBACK, free_port
 from lockstep.launch.plan import available_cores
 
-LOOPBACK = "127.0.0.1"
 # what the rendezvous of torch's agent would take; a function is launched once and not restarted
 UNUSED_BY_DEFAULT = {"rdzv_endpoint": "", "rdzv_conf": None, "max_restarts": 0}
 
@@ -82,7 +81,7 @@ def notebook_launcher(
     if nproc * nodes == 1:
         _run_here(function, args, environment)
         return
-    port = _free_port() if use_port is None else parse_integer(use_port, "use_port", 0, 65535) or _free_port()
+    port = free_port() if use_port is None else parse_integer(use_port, "use_port", 0, 65535) or free_port()
     environment |= {"MASTER_ADDR": master_addr or LOOPBACK, "MASTER_PORT": str(port)}
     _run_forked(function, args, nproc, nodes, node, environment)
 
@@ -96,7 +95,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
         torch.multiprocessing.ProcessRaisedException: with the traceback of the process that failed first.
     """
     nproc = parse_integer(num_processes, "num_processes", at_least=1)
-    environment = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(_free_port()), "LOCKSTEP_USE_CPU": "true"}
+    environment = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), "LOCKSTEP_USE_CPU": "true"}
     _run_forked(function, args, nproc, 1, 0, environment)
 
 
@@ -104,12 +103,6 @@ def _default_processes() -> int:
     import torch
 
     return max(1, torch.cuda.device_count())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
 
 
 def _run_here(function: Callable[..., Any], args: Sequence[Any], environment: dict[str, str]) -> None:

@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 import time
+import uuid
+from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 
+from lockstep.config.sources import export_environment
 from lockstep.launch import guard
 
 WAIT_S = 2.0
@@ -16,11 +18,25 @@ SILENT_S = 3.0
 FIRST_WORD_S = 20.0  # on a machine that is busy, an interpreter takes its time to start
 
 
+def run_guarded(run: Callable[[GuardProcess], int]) -> int:
+    """What ``run`` returns. Unless that is 0, all that it started is ended after it, and whenever this process ends."""
+    guard_process = GuardProcess()
+    try:
+        # what is started from here on inherits it
+        export_environment({guard.ID_VARIABLE: guard_process.launch_id})
+        code = run(guard_process)
+        if code == 0:
+            guard_process.finished()
+        return code
+    finally:
+        guard_process.close()
+
+
 class GuardProcess:
     """A process that ends all workers of a launch when this one is gone, unless it was told ``finished``."""
 
-    def __init__(self, launch_id: str) -> None:
-        self._launch_id = launch_id
+    def __init__(self) -> None:
+        self.launch_id = uuid.uuid4().hex
         self._process = self._started()
 
     @property
@@ -36,7 +52,7 @@ class GuardProcess:
             self._process.kill()  # before its pipe is closed, which it would take for this process's end
             self._process.wait(WAIT_S)
         if self._process.poll() is not None:
-            self._close()
+            self.close()
             self._process = self._started()
 
     def finished(self) -> None:
@@ -44,14 +60,6 @@ class GuardProcess:
         assert self._process.stdin is not None
         with suppress(OSError):  # it was killed; nobody to tell
             self._process.stdin.write(guard.DONE)
-
-    def __enter__(self) -> GuardProcess:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close()
 
     def _has_beaten(self) -> bool:
         assert self._process.stdout is not None
@@ -62,7 +70,7 @@ class GuardProcess:
 
     def _started(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", os.path.abspath(guard.__file__), self._launch_id],
+            [sys.executable, "-I", "-S", os.path.abspath(guard.__file__), self.launch_id],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -73,7 +81,8 @@ class GuardProcess:
         self._silent_after = time.monotonic() + FIRST_WORD_S
         return process
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Its pipes, which it takes for the end of this process."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:

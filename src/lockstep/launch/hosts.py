@@ -6,16 +6,16 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from lockstep.config.hosts import Host
 from lockstep.config.sources import inherited_environment
 from lockstep.errors import ConfigError
 from lockstep.launch import node
-from lockstep.launch.backends import SECRET, Command
+from lockstep.launch.backend import SECRET, Command
 from lockstep.launch.plan import LaunchPlan
-from lockstep.launch.programs import Prefix, Programs, RunningProgram
+from lockstep.launch.programs import Programs
 
 # no questions, a bounded wait, and a connection whose other end is gone is noticed within 20 s
 SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15",
@@ -26,10 +26,7 @@ LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 def commands(plan: LaunchPlan) -> list[Command]:
     """One command for each host, with the document that it reads."""
-    return [
-        Command(program.arguments, title=program.title, stdin=program.stdin)
-        for program in programs(plan, SECRET, inherited_environment(), os.getcwd())
-    ]
+    return programs(plan, SECRET, inherited_environment(), os.getcwd())
 
 
 def launch(plan: LaunchPlan) -> int:
@@ -44,9 +41,7 @@ def launch(plan: LaunchPlan) -> int:
     return Programs(started, plan.survival.grace_s, plan.min_machines).run()
 
 
-def programs(
-    plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: str
-) -> list[RunningProgram]:
+def programs(plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: str) -> list[Command]:
     """What is started for each host. Raises ConfigError when the machines could not meet."""
     hosts = plan.reach.hosts
     address, port = meeting_point(plan)
@@ -55,11 +50,10 @@ def programs(
         own = replace(plan, machine_rank=rank, address=address, port=port)
         told = node.node_of(own, secret, environ, directory)
         found.append(
-            RunningProgram(
+            Command(
                 title=f"{host.target}, machine {rank} of {len(hosts)}",
                 arguments=arguments(host),
                 shown=_prefixed(host.name),
-                environment=environ,
                 stdin=told.line(),
             )
         )
@@ -114,6 +108,6 @@ def meeting_point(plan: LaunchPlan) -> tuple[str | None, int | None]:
     return plan.address or first.name, plan.port or PORT
 
 
-def _prefixed(name: str) -> Prefix:
+def _prefixed(name: str) -> Callable[[bytes], bytes]:
     prefix = f"[{name}] ".encode()
     return lambda line: prefix + line

@@ -1,6 +1,6 @@
 """Launching on this machine, alone or as one of several.
 
-torch is imported inside :func:`launch`, after everything that can be refused without it.
+What runs the launch is imported inside :func:`launch`, torch after everything that can be refused without it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tempfile
 import uuid
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.config.sources import (
     export_environment,
@@ -22,23 +23,21 @@ from lockstep.config.sources import (
 )
 from lockstep.control import Secret, derived, new_secret, read_secret, user_secret
 from lockstep.errors import ConfigError
-from lockstep.launch import guard
-from lockstep.launch.backends import Command
-from lockstep.launch.coordinator_server import CoordinatorServer
-from lockstep.launch.guard_process import GuardProcess
+from lockstep.launch.backend import Command, make_log_folder, say
+from lockstep.launch.guard_process import GuardProcess, run_guarded
 from lockstep.launch.network import LOOPBACK, Meeting, find_meeting, loopback_interface
 from lockstep.launch.plan import LaunchPlan
-from lockstep.launch.rendezvous import LauncherIdentity, Rendezvous
 from lockstep.launch.signals import Interrupted, Signals
+
+if TYPE_CHECKING:
+    from lockstep.launch.coordinator_server import CoordinatorServer
 
 ALONE = Meeting(LOOPBACK, LOOPBACK, None, True)
 
 
 def commands(plan: LaunchPlan) -> list[Command]:
     """What each process on this machine runs."""
-    several = "" if plan.nproc == 1 else "es"
-    title = f"{plan.nproc} process{several} on this machine, each"
-    return [Command(plan.command, title, plan.environment)]
+    return [Command(plan.command, f"{plan.nproc} processes on this machine, each", plan.environment)]
 
 
 def launch(plan: LaunchPlan) -> int:
@@ -50,21 +49,14 @@ def launch(plan: LaunchPlan) -> int:
     """
     signals = Signals(plan.survival.watch)
     signals.install()
-    launch_id = uuid.uuid4().hex
     work_dir = tempfile.mkdtemp(prefix="lockstep-")
     try:
-        if plan.log_dir is not None:
-            _make_directory(plan.log_dir)
+        make_log_folder(plan.log_dir)
         meeting = ALONE if plan.num_machines == 1 else _meeting(plan)
         secret = _secret(plan)
-        with GuardProcess(launch_id) as guarded:
-            _export(plan, launch_id, meeting)
-            code = _run(plan, meeting, secret, work_dir, launch_id, guarded, signals)
-            if code == 0:
-                guarded.finished()
-            return code
+        return run_guarded(lambda guarded: _run(plan, meeting, secret, work_dir, guarded, signals))
     except Interrupted as error:  # before there was anything to end
-        _say(f"lockstep launch: ended by {error.signal.name}; nothing was started.")
+        say(f"lockstep launch: ended by {error.signal.name}; nothing was started.")
         return error.code
     finally:
         shutil.rmtree(work_dir, ignore_errors=True)
@@ -82,10 +74,12 @@ def _run(
     meeting: Meeting,
     secret: Secret,
     work_dir: str,
-    launch_id: str,
     guarded: GuardProcess,
     signals: Signals,
 ) -> int:
+    from lockstep.launch.rendezvous import LauncherIdentity, Rendezvous
+
+    _export(plan, meeting)
     machine = uuid.uuid4().hex
     run = f"{Path(_script(plan.command)).name} on {_range(plan)}"
     with ExitStack() as stack:
@@ -100,7 +94,7 @@ def _run(
             own_address=meeting.own,
             store_port=plan.port or 0 if plan.num_machines == 1 else 0,
         )
-        rendezvous = Rendezvous(address, secret, identity, _say, machine)
+        rendezvous = Rendezvous(address, secret, identity, say, machine)
         stack.callback(rendezvous.close)
 
         def interrupted(name: str, code: int) -> None:
@@ -117,10 +111,8 @@ def _run(
         gc.freeze()
         gc.enable()
         _silence_torch()
-        starter = Starter(plan, work_dir, launch_id, _control(plan, address, secret, work_dir))
-        agent = Agent(
-            plan, rendezvous, server is not None, starter, guarded.renew, signals, interrupted, _say
-        )
+        starter = Starter(plan, work_dir, guarded.launch_id, _control(plan, address, secret, work_dir))
+        agent = Agent(plan, rendezvous, server is not None, starter, guarded.renew, signals, interrupted, say)
         return agent.run()
 
 
@@ -135,9 +127,11 @@ def _host(
                 f"the address of this machine on all of them, or correct machine_rank."
             )
         return None
+    from lockstep.launch.coordinator_server import CoordinatorServer
+
     port = (plan.port or 0) if plan.num_machines > 1 else 0  # alone, the port is that of the store
     try:
-        return CoordinatorServer(plan, secret, meeting.master, port, machine, run, _say)
+        return CoordinatorServer(plan, secret, meeting.master, port, machine, run, say)
     except ConfigError:
         if plan.num_machines > 1 and plan.machine_rank is None:
             return None  # another launcher here was first, or what listens there will be refused
@@ -178,12 +172,12 @@ def _control(plan: LaunchPlan, address: tuple[str, int], secret: Secret, work_di
     return {"LOCKSTEP_CONTROL": f"{bracketed}:{port}", "LOCKSTEP_CONTROL_FILE": path}
 
 
-def _export(plan: LaunchPlan, launch_id: str, meeting: Meeting) -> None:
-    """What the workers inherit: the plan's settings, the launch's identity, and the interface to use.
+def _export(plan: LaunchPlan, meeting: Meeting) -> None:
+    """What the workers inherit: the plan's settings, and the interface to use.
 
     torch's multiprocessing takes no signals over: one that arrived meanwhile would end this process.
     """
-    values = {**plan.environment, guard.ID_VARIABLE: launch_id, "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
+    values = {**plan.environment, "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
     values["LOCKSTEP_SHARED_CONSOLE"] = "0" if plan.log_dir is not None else "1"
     interface = loopback_interface() if plan.num_machines == 1 else meeting.interface
     for name in (
@@ -203,20 +197,6 @@ def _script(command: tuple[str, ...]) -> str:
 def _range(plan: LaunchPlan) -> str:
     least = f"{plan.min_machines} to " if plan.elastic else ""
     return f"{least}{plan.num_machines} machine{'' if plan.num_machines == 1 else 's'}"
-
-
-def _say(text: str) -> None:
-    sys.stdout.flush()
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
-
-
-def _make_directory(path: str) -> None:
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--log-dir {path}: cannot be made: {reason}. Name another directory.") from None
 
 
 def _silence_torch() -> None:

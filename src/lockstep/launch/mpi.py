@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import re
 import signal
-import uuid
 from collections.abc import Mapping
-from itertools import pairwise
+from dataclasses import replace
 
 from lockstep.config.sources import inherited_environment
 from lockstep.errors import ConfigError
-from lockstep.launch import guard
-from lockstep.launch.backends import Command
+from lockstep.launch.backend import Command
 from lockstep.launch.forwarded import forwarded, without_secrets
 from lockstep.launch.hosts import meeting_point
-from lockstep.launch.network import LOOPBACK, listening_socket
+from lockstep.launch.network import LOOPBACK, free_port
 from lockstep.launch.plan import LaunchPlan, available_cores
-from lockstep.launch.programs import Programs, RunningProgram
+from lockstep.launch.programs import Programs
 
 # mpirun's tag of a line: [job,rank]<stdout>:
 TAG = re.compile(rb"\[\d+,(\d+)\]<std(?:out|err)>:")
@@ -26,9 +24,7 @@ SHOWN_PORT = 0
 def commands(plan: LaunchPlan) -> list[Command]:
     """mpirun, with the variables that it hands to the workers."""
     program = mpirun(plan, inherited_environment(), SHOWN_PORT)
-    names = exported(program.arguments)
-    shown = {name: program.environment[name] for name in names}
-    return [Command(program.arguments, title=program.title, environment=without_secrets(shown))]
+    return [replace(program, environment=without_secrets(program.environment))]
 
 
 def launch(plan: LaunchPlan) -> int:
@@ -37,19 +33,15 @@ def launch(plan: LaunchPlan) -> int:
     Raises:
         ConfigError: restarts or other machines were asked for, which mpirun alone cannot do; or it is not installed.
     """
-    from lockstep.launch.guard_process import GuardProcess
+    from lockstep.launch.guard_process import run_guarded
 
-    launch_id = uuid.uuid4().hex
-    environ = {**inherited_environment(), guard.ID_VARIABLE: launch_id}
-    program = mpirun(plan, environ, _free_port() if plan.num_machines == 1 else SHOWN_PORT)
-    with GuardProcess(launch_id) as guarded:
-        code = Programs([program], plan.survival.grace_s, least=1, translate=_signal_for).run()
-        if code == 0:
-            guarded.finished()
-    return code
+    port = free_port() if plan.num_machines == 1 else SHOWN_PORT
+    program = mpirun(plan, inherited_environment(), port)
+    programs = Programs([program], plan.survival.grace_s, least=1, translate=_signal_for)
+    return run_guarded(lambda _: programs.run())
 
 
-def mpirun(plan: LaunchPlan, environ: Mapping[str, str], free: int) -> RunningProgram:
+def mpirun(plan: LaunchPlan, environ: Mapping[str, str], free: int) -> Command:
     """mpirun with its hosts, and names of variables; their values are in its environment.
 
     ``free`` is a port of this machine, for a run that is here alone.
@@ -78,11 +70,11 @@ def mpirun(plan: LaunchPlan, environ: Mapping[str, str], free: int) -> RunningPr
         words += ["--host", f"localhost:{plan.nproc}"]
     for name in sorted(values):
         words += ["-x", name]
-    return RunningProgram(
+    return Command(
         title=f"{total} processes",
         arguments=("mpirun", *words, "--", *plan.command),
         shown=tagged,
-        environment={**environ, **values},
+        environment=values,
     )
 
 
@@ -97,22 +89,11 @@ def tagged(line: bytes) -> bytes:
     return text
 
 
-def exported(arguments: tuple[str, ...]) -> list[str]:
-    """The names after ``-x``."""
-    own = arguments[: arguments.index("--")]
-    return [name for flag, name in pairwise(own) if flag == "-x"]
-
-
 def _meeting(plan: LaunchPlan, free: int) -> dict[str, str]:
     if plan.num_machines == 1:
         return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(plan.port or free or "<a free port>")}
     address, port = meeting_point(plan)
     return {"MASTER_ADDR": str(address), "MASTER_PORT": str(port)}
-
-
-def _free_port() -> int:
-    with listening_socket(LOOPBACK) as probe:
-        return int(probe.getsockname()[1])
 
 
 def _check(plan: LaunchPlan, environ: Mapping[str, str]) -> None:

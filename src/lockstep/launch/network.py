@@ -113,6 +113,12 @@ def listening_socket(address: str, port: int = 0) -> socket.socket:
     return listener
 
 
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
+    with listening_socket(LOOPBACK) as probe:
+        return int(probe.getsockname()[1])
+
+
 def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, str]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

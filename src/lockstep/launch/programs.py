@@ -9,16 +9,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import IO, Any
 
+from lockstep.config.sources import inherited_environment
 from lockstep.errors import ConfigError
+from lockstep.launch.backend import Command
+from lockstep.launch.signals import END_SIGNALS, received_by
 from lockstep.runtime.exit_codes import of_signal
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-END_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 LOST = 255  # ssh's own exit code
 # after a program failed, for the others to end by themselves; then from the closed input to SIGKILL
 END_WAIT_S = 20.0
@@ -28,23 +28,6 @@ LAUNCHER_LINES = (b"lockstep launch: ", b"lockstep: ", b"Error: ")
 FAILED = re.compile(rb"lockstep launch: rank \d+\b(?=.* failed)")
 NOT_FOUND = "{program} is not installed here, or not in PATH. Install it, or launch in another way."
 
-Prefix = Callable[[bytes], bytes]
-"""A line of output as it is shown."""
-
-
-@dataclass(frozen=True)
-class RunningProgram:
-    """A program with what it needs. ``stdin``: its first line; its input stays open as long as we live.
-
-    Without it the program has an empty input, and gets signals itself.
-    """
-
-    title: str
-    arguments: tuple[str, ...]
-    shown: Prefix
-    environment: Mapping[str, str] = field(default_factory=dict)
-    stdin: str | None = None
-
 
 class Output:
     """Relays whole lines; what several launchers say of the same event is said once."""
@@ -53,7 +36,7 @@ class Output:
         self._lock = threading.Lock()
         self._said: dict[bytes, tuple[str, float]] = {}
 
-    def relay(self, title: str, shown: Prefix, source: IO[bytes], target: Any) -> None:
+    def relay(self, title: str, shown: Callable[[bytes], bytes], source: IO[bytes], target: Any) -> None:
         """Copy until ``source`` ends."""
         for line in source:
             whole = line if line.endswith(b"\n") else line + b"\n"
@@ -85,7 +68,7 @@ class Programs:
 
     def __init__(
         self,
-        programs: Sequence[RunningProgram],
+        programs: Sequence[Command],
         grace_s: float,
         least: int,
         translate: Callable[[signal.Signals, int], signal.Signals] = lambda number, _count: number,
@@ -108,7 +91,7 @@ class Programs:
         Raises:
             ConfigError: one of them is not installed.
         """
-        with self._signals_taken():
+        with received_by(lambda number: self._events.put(("signal", number))):
             try:
                 self._start()
                 while self._running:
@@ -142,18 +125,6 @@ class Programs:
     def _await(self, index: int, process: subprocess.Popen[bytes]) -> None:
         process.wait()
         self._events.put(("ended", index))
-
-    @contextmanager
-    def _signals_taken(self) -> Iterator[None]:
-        before = {
-            number: signal.signal(number, lambda got, _frame: self._events.put(("signal", got)))
-            for number in (*STOP_SIGNALS, *END_SIGNALS)
-        }
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     # -- running -------------------------------------------------------------------------------------
 
@@ -217,11 +188,11 @@ class Programs:
         return (telling or failed)[0]
 
 
-def _started(program: RunningProgram) -> subprocess.Popen[bytes]:
+def _started(program: Command) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             program.arguments,
-            env=dict(program.environment),
+            env={**inherited_environment(), **program.environment},
             stdin=subprocess.DEVNULL if program.stdin is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

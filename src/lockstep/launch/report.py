@@ -1,7 +1,8 @@
-"""Which rank failed first, and what to say about it. Pure: failures in, text and exit code out."""
+"""Which rank failed first, and what to say about it. Failures in, text and exit code out."""
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,6 +47,15 @@ class Failure:
         if self.exit_code < 0:
             return f"ended by {signal_name(-self.exit_code)}"
         return f"exit code {self.exit_code}"
+
+
+def read_error_file(path: str | Path) -> Mapping[str, Any]:
+    """The data of a worker's error file; empty when it wrote none, as with most failures."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) and isinstance(data.get("message"), dict) else {}
 
 
 def signal_name(number: int) -> str:

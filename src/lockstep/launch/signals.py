@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
+from lockstep.observe.hang.signals import STOP_SIGNALS
 from lockstep.runtime.exit_codes import PREEMPTED, of_signal
 
-# these ask the run to stop at a step boundary, the second one at once; the others at once
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# those of STOP_SIGNALS ask the run to stop at a step boundary, the second one at once; the others at once
 END_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+@contextmanager
+def received_by(receive: Callable[[signal.Signals], object]) -> Iterator[None]:
+    """Inside, ``receive`` gets what this process gets of both kinds; it must not raise."""
+    before = {
+        number: signal.signal(number, lambda got, _frame: receive(signal.Signals(got)))
+        for number in (*STOP_SIGNALS, *END_SIGNALS)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def stop_and_end(received: Sequence[signal.Signals]) -> tuple[signal.Signals | None, signal.Signals | None]:
+    """The first that asks for a stop, and the first that ends the run: any other."""
+    stop = next((number for number in received if number in STOP_SIGNALS), None)
+    others = list(received)
+    if stop is not None:
+        others.remove(stop)
+    return stop, next(iter(others), None)
 
 
 class Interrupted(Exception):

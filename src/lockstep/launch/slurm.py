@@ -20,11 +20,11 @@ from pathlib import Path
 from lockstep.config.sources import inherited_environment
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch import node
-from lockstep.launch.backends import SECRET, Command
+from lockstep.launch.backend import SECRET, Command
 from lockstep.launch.document import as_line, from_line, plan_as_data, plan_from_data
 from lockstep.launch.forwarded import forwarded, is_secret
 from lockstep.launch.plan import LaunchPlan
-from lockstep.launch.programs import NOT_FOUND, Programs, RunningProgram
+from lockstep.launch.programs import NOT_FOUND, Programs
 from lockstep.runtime.exit_codes import PREEMPTED
 
 # the machines and the environment are settings of the launch
@@ -43,11 +43,8 @@ def commands(plan: LaunchPlan) -> list[Command]:
     """srun with what each node reads, or sbatch with its script."""
     environ = inherited_environment()
     if "SLURM_JOB_ID" in environ:
-        program = srun(plan, SECRET, environ, os.getcwd())
-        return [Command(program.arguments, title=program.title, stdin=program.stdin)]
-    return [
-        Command(sbatch_arguments(plan, environ), title="a batch job", stdin=batch_script(plan)),
-    ]
+        return [srun(plan, SECRET, environ, os.getcwd())]
+    return [Command(sbatch_arguments(plan, environ), title="a batch job", stdin=batch_script(plan))]
 
 
 def launch(plan: LaunchPlan) -> int:
@@ -68,7 +65,7 @@ def launch(plan: LaunchPlan) -> int:
     return _run(sbatch_arguments(plan, environ), batch_script(plan))
 
 
-def srun(plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: str) -> RunningProgram:
+def srun(plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: str) -> Command:
     """The step with one task on each node. Every task reads the same document; Slurm numbers them."""
     nodes = min(plan.num_machines, int(environ.get("SLURM_JOB_NUM_NODES") or plan.num_machines))
     port = plan.port or _port(environ)
@@ -83,11 +80,10 @@ def srun(plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: s
     if cores and "cpus-per-task" not in plan.reach.options:
         words.append(f"--cpus-per-task={cores}")  # otherwise a node's one task would get one core
     words += _options(plan)
-    return RunningProgram(
+    return Command(
         title=f"{nodes} node{'' if nodes == 1 else 's'} of job {environ['SLURM_JOB_ID']}",
         arguments=("srun", *words, sys.executable, *node.ARGUMENTS),
         shown=_shown,
-        environment=environ,
         stdin=told.line(),
     )
 

@@ -5,23 +5,22 @@ Each rank's output goes to the console, or to ``rank-N.out`` and ``rank-N.err`` 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import start_processes
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, Std
 
 from lockstep.config.sources import inherited_environment
-from lockstep.launch import exec_worker, guard
+from lockstep.launch import guard
+from lockstep.launch.backend import worker_arguments
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.rendezvous import Round
-from lockstep.launch.report import Failure
+from lockstep.launch.report import Failure, read_error_file
 from lockstep.runtime.exit_codes import PREEMPTED
 
 
@@ -132,20 +131,12 @@ class Workers:
         themselves = frozenset(codes) if self._ended_by_themselves is None else self._ended_by_themselves
         found = []
         for local, rank in self.ranks.items():
-            report, code = self._report(local), codes.get(local, 1)
+            report, code = read_error_file(self._context.error_files[local]), codes.get(local, 1)
             if report or codes.get(local, 0) not in (0, PREEMPTED):
                 ended_by_us = local not in themselves and not report
                 log = None if self._logs.tee else self._logs.stderr_of.get(local)
                 found.append(Failure(rank, code if code else 1, report, log, ended_by_us))
         return found
-
-    def _report(self, local: int) -> dict[str, Any]:
-        try:
-            with open(self._context.error_files[local], encoding="utf-8") as file:
-                data = json.load(file)
-        except (OSError, ValueError):  # most failures leave none
-            return {}
-        return data if isinstance(data, dict) and isinstance(data.get("message"), dict) else {}
 
 
 class Starter:
@@ -191,12 +182,6 @@ class Starter:
         self._store = None
         if os.path.isdir("/proc/self"):
             guard.end(self._launch_id, with_watches=True)
-
-
-def worker_arguments(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Arguments of the interpreter for a worker."""
-    # -I -S: neither the user's site nor PYTHON* variables concern the program in between
-    return ("-I", "-S", os.path.abspath(exec_worker.__file__), str(os.getpid()), *command)
 
 
 def _place(local: int, nproc: int, place: Round, run_id: str, max_restarts: int) -> dict[str, str]:

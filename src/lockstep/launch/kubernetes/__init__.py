@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import yaml
 
 from lockstep.config.sources import inherited_environment
 from lockstep.errors import ConfigError
-from lockstep.launch.backends import Command
+from lockstep.launch.backend import Command, say
 from lockstep.launch.forwarded import forwarded, is_secret
 from lockstep.launch.kubernetes.kinds import KINDS
 from lockstep.launch.kubernetes.options import KubernetesOptions, parse_options
@@ -43,7 +42,7 @@ def launch(plan: LaunchPlan) -> int:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"-o {path}: cannot be written: {reason}. Name another file.") from None
-    sys.stderr.write(f"lockstep launch: wrote {path}. Next: kubectl create -f {path}\n")
+    say(f"lockstep launch: wrote {path}. Next: kubectl create -f {path}")
     return 0
 
 

@@ -6,17 +6,16 @@ import os
 import sys
 import tempfile
 import threading
-import uuid
-from collections.abc import Mapping
-from signal import SIGTERM
+import time
+from collections.abc import Mapping, Sequence
+from signal import SIGTERM, Signals
 from typing import Any
 
-from lockstep.config.sources import export_environment, inherited_environment
+from lockstep.config.sources import inherited_environment
 from lockstep.errors import ConfigError
-from lockstep.launch import guard
-from lockstep.launch.backends import SECRET, Command
+from lockstep.launch.backend import SECRET, Command
 from lockstep.launch.forwarded import forwarded, without_secrets
-from lockstep.launch.guard_process import GuardProcess
+from lockstep.launch.guard_process import run_guarded
 from lockstep.launch.plan import FaultPolicy, LaunchPlan
 from lockstep.launch.ray_cluster.cluster import (
     LOCAL,
@@ -29,9 +28,9 @@ from lockstep.launch.ray_cluster.cluster import (
 )
 from lockstep.launch.ray_cluster.console import Console
 from lockstep.launch.ray_cluster.record import RayEnded, RunRecord
-from lockstep.launch.ray_cluster.signals import RayStopSignals
 from lockstep.launch.ray_cluster.worker import Job, train_loop
 from lockstep.launch.report import Failure, describe, exit_code, first_failure
+from lockstep.launch.signals import received_by, stop_and_end
 from lockstep.runtime.exit_codes import PREEMPTED, of_signal
 
 POLL_S = 0.2
@@ -65,18 +64,9 @@ def launch(plan: LaunchPlan) -> int:
         MissingExtraError: Ray is not installed.
     """
     check(plan)
-    launch_id = uuid.uuid4().hex
-    with Console(plan.log_dir, plan.tee) as console, GuardProcess(launch_id) as guard_process:
-        # a cluster of our own inherits it, and is ended as a whole if this process is killed
-        export_environment({guard.ID_VARIABLE: launch_id})
-        ray = connect(plan)
-        try:
-            code = _run(ray, plan, console)
-        finally:
-            ray.shutdown()
-        if code == 0:
-            guard_process.finished()
-        return code
+    with Console(plan.log_dir, plan.tee) as console:
+        # guarded, a cluster of our own is ended as a whole if this process is killed
+        return run_guarded(lambda _: _connect_and_run(plan, console))
 
 
 def check(plan: LaunchPlan) -> None:
@@ -140,6 +130,14 @@ def trainer_arguments(ray: Any, plan: LaunchPlan, record: Any, use_gpu: bool, st
     }
 
 
+def _connect_and_run(plan: LaunchPlan, console: Console) -> int:
+    ray = connect(plan)
+    try:
+        return _run(ray, plan, console)
+    finally:
+        ray.shutdown()
+
+
 def _run(ray: Any, plan: LaunchPlan, console: Console) -> int:
     resources = ray.cluster_resources()
     use_gpu = uses_gpus(plan, resources)
@@ -147,19 +145,21 @@ def _run(ray: Any, plan: LaunchPlan, console: Console) -> int:
     if lack is not None:
         console.say(f"{lack}; waiting for more.")
     record = ray.remote(num_cpus=0)(RunRecord).remote()
-    with tempfile.TemporaryDirectory(prefix="lockstep-ray-") as storage, RayStopSignals() as signals:
+    received: list[Signals] = []  # not raised: Ray's calls swallow what a handler raises
+    with tempfile.TemporaryDirectory(prefix="lockstep-ray-") as storage, received_by(received.append):
         trainer = ray.train.torch.TorchTrainer(
             train_loop, **trainer_arguments(ray, plan, record, use_gpu, storage)
         )
         fit = _Fit(trainer)
         fit.start()
-        _follow(ray, record, fit, signals, console, plan.survival.grace_s)
-        if signals.end is not None:
-            console.say(f"ended by {signals.end.name}; all processes were ended.")
-            return of_signal(signals.end)
+        end = _follow(ray, record, fit, received, console, plan.survival.grace_s)
+        if end is not None:
+            console.say(f"ended by {end.name}; all processes were ended.")
+            return of_signal(end)
         results = ray.get(record.results.remote())
-        if signals.stop is not None and {ended.exit_code for ended in results} == {of_signal(SIGTERM)}:
-            return of_signal(signals.stop)  # all ranks stopped; they have said where
+        stop, _ = stop_and_end(received)
+        if stop is not None and {ended.exit_code for ended in results} == {of_signal(SIGTERM)}:
+            return of_signal(stop)  # all ranks stopped; they have said where
         return _outcome(results, fit.error, plan, console)
 
 
@@ -179,23 +179,26 @@ class _Fit(threading.Thread):
 
 
 def _follow(
-    ray: Any, record: Any, fit: _Fit, signals: RayStopSignals, console: Console, grace_s: float
-) -> None:
-    """Show the output and pass on stop signals until the run is over, or was ended."""
-    asked = False
+    ray: Any, record: Any, fit: _Fit, received: Sequence[Signals], console: Console, grace_s: float
+) -> Signals | None:
+    """Show the output and pass on stop signals until the run is over; returns the signal that ended it."""
+    limit: float | None = None
+    end: Signals | None = None
     while fit.is_alive():
         fit.join(POLL_S)
         console.show(ray.get(record.take.remote()))
-        if signals.stop is not None and not asked:
-            asked = True
-            if not ray.get(record.request_stop.remote()):
-                signals.end = signals.stop  # no rank has started yet
-        signals.limit(grace_s)
-        if signals.end is not None:
+        stop, end = stop_and_end(received)
+        if stop is not None and limit is None:
+            begun = ray.get(record.request_stop.remote())
+            limit = time.monotonic() + (grace_s if begun else 0)
+        if limit is not None and time.monotonic() >= limit:
+            end = end or stop
+        if end is not None:
             ray.get(record.end.remote())
             fit.join(END_LIMIT_S)
             break
     console.show(ray.get(record.take.remote()))
+    return end or stop_and_end(received)[1]
 
 
 def _outcome(results: list[RayEnded], error: Exception | None, plan: LaunchPlan, console: Console) -> int:

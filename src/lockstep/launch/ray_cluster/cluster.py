@@ -9,10 +9,9 @@ from typing import Any
 from lockstep.config.sources import export_environment, inherited_environment
 from lockstep.control.secret import new_secret
 from lockstep.errors import ConfigError, MissingExtraError
-from lockstep.launch.network import loopback_interface
+from lockstep.launch.network import LOOPBACK, loopback_interface
 from lockstep.launch.plan import LaunchPlan, available_cores
 
-LOOPBACK = "127.0.0.1"
 LOCAL = "local"
 # how often Ray looks after its workers
 HEALTH_CHECK_S = "0.5"

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from lockstep.errors import ConfigError
+from lockstep.launch.backend import make_log_folder, say
 from lockstep.launch.ray_cluster.record import RayOutput
 
 
@@ -26,14 +26,7 @@ class Console:
         self._tee = tee
         self._open: dict[tuple[int, str], TextIO] = {}
         self.files: dict[int, str] = {}
-        if self._directory is not None:
-            try:
-                self._directory.mkdir(parents=True, exist_ok=True)
-            except (OSError, ValueError) as error:
-                reason = getattr(error, "strerror", None) or error
-                raise ConfigError(
-                    f"--log-dir {log_dir}: cannot be made: {reason}. Name another directory."
-                ) from None
+        make_log_folder(log_dir)
 
     def __enter__(self) -> Console:
         return self
@@ -62,9 +55,7 @@ class Console:
         """Lines of the launcher's own, complete."""
         for file in self._open.values():
             file.flush()
-        sys.stdout.flush()
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
+        say(text)
 
     def _file(self, directory: Path, rank: int, stream: str) -> TextIO:
         if (rank, stream) not in self._open:

@@ -7,7 +7,6 @@ data-loader workers, and gives all its memory back at its end.
 from __future__ import annotations
 
 import codecs
-import json
 import os
 import signal
 import socket
@@ -23,8 +22,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from lockstep.config.sources import inherited_environment
-from lockstep.launch import exec_worker
+from lockstep.launch.backend import worker_arguments
 from lockstep.launch.ray_cluster.record import Orders, RayEnded, RayOutput
+from lockstep.launch.report import read_error_file
 
 POLL_S = 0.2
 END_GRACE_S = 1.5
@@ -132,14 +132,13 @@ def run(
         ended_by_us = _supervise(process, orders)
         for reader in readers:
             reader.join(END_GRACE_S)  # what the process left behind may hold the pipe open
-        return RayEnded(place.rank, process.returncode, _report(error_file), ended_by_us)
+        return RayEnded(place.rank, process.returncode, read_error_file(error_file), ended_by_us)
 
 
 def worker_command(job: Job) -> list[str]:
     """The command behind ``exec_worker``, which ties its life to this process's."""
     interpreter = [sys.executable] if job.python else []
-    guarded = [sys.executable, "-I", "-S", os.path.abspath(exec_worker.__file__), str(os.getpid())]
-    return [*guarded, *interpreter, *job.command]
+    return [sys.executable, *worker_arguments((*interpreter, *job.command))]
 
 
 def environment_of(
@@ -227,11 +226,3 @@ def _pass_on(pipe: IO[bytes] | None, rank: int, stream: str, write: Callable[[Ra
             write(RayOutput(rank, stream, text))
     if rest := decoder.decode(b"", final=True):
         write(RayOutput(rank, stream, rest))
-
-
-def _report(error_file: Path) -> dict[str, Any]:
-    try:
-        report = json.loads(error_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # it wrote none
-        return {}
-    return report if isinstance(report, dict) else {}
