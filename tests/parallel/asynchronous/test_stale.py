@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lockstep import Accelerator
-from lockstep.parallel.asynchronous.report import StalenessCounter
+from lockstep.parallel.asynchronous.report import StalenessReport
 from lockstep.parallel.asynchronous.stale import BoundedStaleness
 from parallel.asynchronous import problem
 from parallel.asynchronous.problem import Tensors
@@ -294,14 +294,52 @@ def test_all_ranks_are_equal_after_synchronize(run_distributed) -> None:
         assert problem.are_equal([mine, other])
 
 
-def test_a_report_counts_and_a_staleness_above_the_bound_is_an_error() -> None:
-    counter = StalenessCounter(2)
-    for ages in ([0, 0], [1, 0], [2, 1]):
-        counter.add(ages)
-    report = counter.report(waits=3, bytes_sent=100)
+def test_a_report_counts() -> None:
+    report = StalenessReport(2, {0: 3, 1: 2, 2: 1}, waits=3, bytes_sent=100)
     assert (report.gradients, report.maximum, report.mean) == (6, 2, 4 / 6)
     assert str(report) == (
         "6 gradients, staleness at most 2 (bound 2), mean 0.67 (0: 50%, 1: 33%, 2: 17%); 3 waits"
     )
-    with pytest.raises(AssertionError, match="above the bound 2"):
-        counter.add([0, 3])
+
+
+def claim_to_be_older() -> str:
+    """Rank 1 says of its third gradient that it was computed on parameters of seven updates before."""
+    accelerator = Accelerator(cpu=True)
+    model = problem.make_plain_model()
+    model, optimizer = accelerator.prepare(model, problem.make_sgd(model))
+    try:
+        with BoundedStaleness(accelerator, model, optimizer, 2) as stale:
+            for number in range(4):
+                accelerator.backward(problem.loss_of(model, accelerator.process_index, number))
+                if number == 2 and accelerator.process_index == 1:
+                    stale._computed_on = number - 7
+                stale.step()
+                optimizer.zero_grad()
+    except AssertionError as error:
+        return problem.message_of(error)
+    return "nothing was raised"
+
+
+def test_a_staleness_above_the_bound_is_an_error(run_distributed) -> None:
+    for said in run_distributed(claim_to_be_older, 2):
+        assert "7] is above the bound 2" in said
+
+
+def tensor_learning_rate() -> bool:
+    """Whether an optimizer whose learning rate is a tensor still has that same tensor afterwards."""
+    accelerator = Accelerator(cpu=True)
+    model = problem.make_plain_model()
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate, foreach=False)
+    held = optimizer.param_groups[0]["lr"]
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with BoundedStaleness(accelerator, model, optimizer, 1) as stale:
+        for number in range(3):
+            accelerator.backward(problem.loss_of(model, accelerator.process_index, number))
+            stale.step()
+            optimizer.zero_grad()
+    return optimizer.param_groups[0]["lr"] is held
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_the_one_that_a_schedule_fills(run_distributed) -> None:
+    assert run_distributed(tensor_learning_rate, 2) == [True, True]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from lockstep.comm.collectives import Communicator
+from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import ConfigError, LockstepError, UsageError
 from lockstep.runtime.process import Runtime
@@ -33,6 +33,67 @@ class Trainer(Protocol):
     def alone(self, model: nn.Module) -> AbstractContextManager[None]: ...
 
 
+class TrainingBlock:
+    """Entered by one ``with`` at a time; inside of it no gradients are averaged. Building it is collective.
+
+    Args:
+        settings: Equal on all ranks that belong together.
+        enabled: False: training is as it would be without the block.
+    """
+
+    def __init__(self, accelerator: Trainer, model: nn.Module, settings: str, enabled: bool) -> None:
+        self.model = model
+        self.enabled = enabled
+        self._name = type(self).__name__
+        self._trainer = accelerator
+        self._communicator = Communicator(accelerator.runtime)
+        self._entered: AbstractContextManager[None] | None = None
+        with raise_on_all_ranks(self._communicator):
+            self._check()
+        meet(self._communicator, f"{self._name}({settings}, enabled={enabled})", 0)
+
+    def __enter__(self) -> Any:
+        if self._entered is not None:
+            raise UsageError(f"{self._name} was entered twice. Use one with block at a time.")
+        entered = self._training()
+        entered.__enter__()
+        self._entered = entered
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        assert self._entered is not None
+        entered, self._entered = self._entered, None
+        entered.__exit__(*raised)
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        if not self.enabled:
+            yield
+            return
+        with self._trainer.alone(self.model):
+            self._begin()
+            try:
+                yield
+            except BaseException as error:
+                self._report_failure(error)
+                raise
+            self._end()
+
+    # Each subclass has its own.
+
+    def _check(self) -> None:
+        """Refuse what was given. No collective."""
+
+    def _begin(self) -> None:
+        """Of an enabled block."""
+
+    def _end(self) -> None:
+        """Of an enabled block that no exception left."""
+
+    def _report_failure(self, error: BaseException) -> None:
+        """Let the others know what left the block here, instead of leaving them waiting for this rank."""
+
+
 def check_count(what: str, name: str, value: Any, least: int) -> None:
     """Raise ConfigError unless ``value`` is a whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -44,15 +105,12 @@ def check_replicas(what: str, trainer: Trainer, model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise UsageError(f"{what} got a {type(model).__name__}. Pass the model that prepare() returned.")
     world_size, kind = trainer.runtime.world_size, type(model).__name__
-    refused = f"Prepare it with parallel='ddp', or leave {what} out."
+    needs_whole = f"{what} needs the whole model on every rank, but {kind} is"
+    instead = f"Prepare it with parallel='ddp', or leave {what} out."
     if is_sharded(model):
-        raise UsageError(
-            f"{what} needs the whole model on every rank, but {kind} is sharded by ZeRO. {refused}"
-        )
+        raise UsageError(f"{needs_whole} sharded by ZeRO. {instead}")
     if any(is_dtensor(parameter) for parameter in model.parameters()):
-        raise UsageError(
-            f"{what} needs the whole model on every rank, but {kind} is split over ranks. {refused}"
-        )
+        raise UsageError(f"{needs_whole} split over ranks. {instead}")
     # Only the front knows of ranks that share a model's work although each holds all of its weights.
     parallel = getattr(trainer, "parallel", None)
     split = [
@@ -61,7 +119,7 @@ def check_replicas(what: str, trainer: Trainer, model: Any) -> None:
     if split and world_size > 1:
         raise UsageError(
             f"{what} needs ranks that train by themselves, but parallel='{' '.join(split)}' makes them share each "
-            f"step. {refused}"
+            f"step. {instead}"
         )
     if any(parameter.is_complex() for parameter in model.parameters()):
         raise UsageError(
@@ -77,40 +135,8 @@ def check_replicas(what: str, trainer: Trainer, model: Any) -> None:
     ranks = model.process_group.size()
     if ranks != world_size:
         raise UsageError(
-            f"{what} needs a replica on every rank, but {kind} has {ranks} among {world_size} ranks. {refused}"
+            f"{what} needs a replica on every rank, but {kind} has {ranks} among {world_size} ranks. {instead}"
         )
-
-
-class TrainingBlock:
-    """Entered by one ``with`` at a time. Subclasses say what begins with it and how it ends."""
-
-    def __init__(self) -> None:
-        self._name = type(self).__name__
-        self._exits: ExitStack | None = None
-
-    def __enter__(self) -> Any:
-        if self._exits is not None:
-            raise UsageError(f"{self._name} was entered twice. Use one with block at a time.")
-        with ExitStack() as exits:
-            self._begin(exits)
-            self._exits = exits.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._exits is not None
-        exits, self._exits = self._exits, None
-        with exits:
-            self._end(error)
-
-    def _begin(self, exits: ExitStack) -> None:
-        """``exits`` are left after ``_end``, and if this fails."""
-        raise NotImplementedError
-
-    def _end(self, error: BaseException | None) -> None:
-        """``error``: what left the block, or None."""
-        raise NotImplementedError
 
 
 def meet(communicator: Communicator, what: str, step: int, failure: BaseException | None = None) -> None:

@@ -13,7 +13,7 @@ from lockstep.comm.collectives import raise_on_all_ranks
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.parallel.asynchronous.averaging import means
 from lockstep.parallel.asynchronous.block import Trainer
-from lockstep.parallel.asynchronous.local_rounds import LocalRounds
+from lockstep.parallel.asynchronous.local_sgd import LocalRounds
 
 OuterOptimizer = Callable[[list[torch.Tensor]], Optimizer]
 
@@ -67,12 +67,13 @@ class DiLoCo(LocalRounds):
         self._start = {name: self._copy(p) for name, p in self._trained.items()}
         build = outer_optimizer or nesterov
         with raise_on_all_ranks(self._communicator):
-            self.outer_optimizer = build(list(self._start.values())) if callable(build) else None
-            if not isinstance(self.outer_optimizer, Optimizer):
+            outer = build(list(self._start.values())) if callable(build) else None
+            if not isinstance(outer, Optimizer):
                 raise UsageError(
                     f"DiLoCo got outer_optimizer={outer_optimizer!r}, which builds no optimizer. Pass a function of a "
                     "list of tensors, such as functools.partial(torch.optim.SGD, lr=0.7)."
                 )
+            self.outer_optimizer = outer
 
     def _copy(self, parameter: torch.Tensor) -> torch.Tensor:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
@@ -86,7 +87,6 @@ class DiLoCo(LocalRounds):
 
     @torch.no_grad()
     def _combine(self) -> None:
-        assert self.outer_optimizer is not None
         starts = {id(parameter): self._start[name] for name, parameter in self._trained.items()}
         for parameter, mean in means(self._communicator, self._trained.values()):
             start = starts[id(parameter)]
@@ -98,16 +98,11 @@ class DiLoCo(LocalRounds):
 
     def state_dict(self) -> dict[str, Any]:
         """As that of every rank, and where the round began with the outer optimizer's state, equal on all ranks."""
-        assert self.outer_optimizer is not None
-        return {
-            **super().state_dict(),
-            "start": dict(self._start),
-            "outer": self.outer_optimizer.state_dict(),
-        }
+        outer = self.outer_optimizer.state_dict()
+        return {**super().state_dict(), "start": dict(self._start), "outer": outer}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert self.outer_optimizer is not None
         super().load_state_dict(state)
         for name, value in state["start"].items():
             self._start[name].copy_(value)

@@ -2,13 +2,168 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import nn
 
-from lockstep.parallel.asynchronous.averaging import average
-from lockstep.parallel.asynchronous.block import Trainer
-from lockstep.parallel.asynchronous.local_rounds import LocalRounds
+from lockstep.errors import CheckpointError, UsageError
+from lockstep.parallel.asynchronous.averaging import agree_on_loss_scale, average, floating_buffers
+from lockstep.parallel.asynchronous.block import Trainer, TrainingBlock, check_count, check_replicas, meet
+from lockstep.runtime.failure import is_consequence
+from lockstep.torch_internals import compile as torch_compile
+
+STATE_KEYS = frozenset({"num_steps", "in_round", "world_size", "parameters", "buffers", "optimizer"})
+
+
+class LocalRounds(TrainingBlock):
+    """Rounds of steps that each rank makes by itself, with a meeting at the end of each: ``LocalSGD`` and ``DiLoCo``.
+
+    What happens when ranks meet is ``_combine``. A rank that leaves the block with an exception tells the others, which
+    raise at their next meeting.
+
+    Args:
+        steps: Optimizer steps of a round.
+        optimizer: Of the steps in between. Its state differs from rank to rank; given here, it is part of
+            ``state_dict``.
+    """
+
+    def __init__(
+        self, accelerator: Trainer, model: nn.Module, steps: int, optimizer: Any, enabled: bool
+    ) -> None:
+        self.steps = steps
+        self.num_steps = self._in_round = 0
+        super().__init__(accelerator, model, f"steps={steps}", enabled)
+        self._optimizer = optimizer
+        inner = getattr(model, "module", model) if accelerator.runtime.world_size > 1 else model
+        plain = torch_compile.original(inner)  # whose names are the same in every world, compiled or not
+        self._trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+        self._others_know = False
+
+    def _check(self) -> None:
+        check_count(self._name, "a number of steps", self.steps, least=1)
+        check_replicas(self._name, self._trainer, self.model)
+
+    @property
+    def ranks_agree(self) -> bool:
+        """Whether all ranks have the same parameters now: from a meeting to the next step."""
+        return self._in_round == 0
+
+    def step(self) -> None:
+        """Call it after each ``optimizer.step()``; inside an accumulation window it does nothing.
+
+        Raises:
+            LockstepError: another rank failed.
+            UsageError: it is called outside of the block, or another rank made another number of steps.
+        """
+        if not self._trainer.sync_gradients:
+            return
+        if self.enabled and self._entered is None:
+            raise UsageError(
+                f"{self._name}.step was called outside of its block. Train inside 'with {self._name}(...)'."
+            )
+        self.num_steps += 1
+        if not self.enabled:
+            return
+        self._in_round += 1
+        if self._in_round >= self.steps:
+            self._meet("at the end of a round", merge=True)
+
+    def _begin(self) -> None:
+        self._others_know = False
+        if self.ranks_agree:
+            self._begin_round()
+
+    def _begin_round(self) -> None:
+        """Called when a block is entered while all ranks have the same parameters."""
+
+    def _combine(self) -> None:
+        """Give all ranks the same parameters. Collective."""
+        raise NotImplementedError
+
+    def _meet(self, where: str, merge: bool) -> None:
+        self._others_know = True  # whatever is raised from here on is raised on all ranks
+        meet(self._communicator, f"{self._name} {where}", self.num_steps)
+        if merge:
+            self._combine()
+            average(self._communicator, floating_buffers(self.model))
+            agree_on_loss_scale(self._communicator, self._trainer.scaler)
+            self._in_round = 0
+        self._others_know = False
+
+    def _end(self) -> None:
+        # also right after a meeting: another rank may not have ended
+        self._meet("at the end of its block", merge=self._in_round > 0 or self.num_steps == 0)
+
+    def _report_failure(self, error: BaseException) -> None:
+        if self._others_know or not isinstance(error, Exception) or is_consequence(error):
+            return
+        with suppress(Exception):  # the error that counts is the one on its way
+            meet(self._communicator, self._name, self.num_steps, error)
+
+    # State ------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's own state: where it is in its round, and inside of one its parameters.
+
+        Tensors are those in use.
+        """
+        inside = self._in_round > 0
+        return {
+            "num_steps": self.num_steps,
+            "in_round": self._in_round,
+            "world_size": self._communicator.world_size,
+            "parameters": {name: p.detach() for name, p in self._trained.items()} if inside else {},
+            "buffers": floating_buffers(self.model) if inside else [],
+            "optimizer": None if self._optimizer is None else self._optimizer.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where this rank was.
+
+        Raises:
+            CheckpointError: it was saved inside of a round by another number of ranks, or of another model.
+        """
+        self._check_state(state)
+        self.num_steps, self._in_round = state["num_steps"], state["in_round"]
+        for name, value in state["parameters"].items():
+            self._trained[name].copy_(value)
+        if state["buffers"]:
+            for buffer, value in zip(floating_buffers(self.model), state["buffers"], strict=True):
+                buffer.copy_(value)
+        same_world = state["world_size"] == self._communicator.world_size
+        if self._optimizer is not None and state["optimizer"] is not None and same_world:
+            self._optimizer.load_state_dict(state["optimizer"])
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        """Raise CheckpointError if the state cannot be loaded; changes nothing."""
+        missing = STATE_KEYS - state.keys()
+        if missing:
+            raise CheckpointError(
+                f"A state of {self._name} lacks {', '.join(sorted(missing))}. Load a state that {self._name} saved."
+            )
+        if not state["in_round"]:
+            return
+        if state["world_size"] != self._communicator.world_size:
+            raise CheckpointError(
+                f"{self._name} was saved {state['in_round']} steps into a round by {state['world_size']} ranks, each "
+                f"with parameters of its own, but here are {self._communicator.world_size}. Start as many, or save "
+                "when ranks_agree."
+            )
+        self._check_tensors(state["parameters"], self._trained)
+        buffers = {str(i): buffer for i, buffer in enumerate(floating_buffers(self.model))}
+        self._check_tensors({str(i): buffer for i, buffer in enumerate(state["buffers"])}, buffers)
+
+    def _check_tensors(self, saved: dict[str, torch.Tensor], here: dict[str, torch.Tensor]) -> None:
+        shapes = [{name: tuple(value.shape) for name, value in tensors.items()} for tensors in (saved, here)]
+        differ = [name for name in {**shapes[0], **shapes[1]} if shapes[0].get(name) != shapes[1].get(name)]
+        if differ:
+            raise CheckpointError(
+                f"A state of {self._name} has {shapes[0].get(differ[0])} for '{differ[0]}', but the model has "
+                f"{shapes[1].get(differ[0])}. Prepare the model that was saved."
+            )
 
 
 class LocalSGD(LocalRounds):

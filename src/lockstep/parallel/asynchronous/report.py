@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -46,19 +45,3 @@ class StalenessReport:
             f"{self.gradients} gradients, staleness at most {self.maximum} (bound {self.bound}), mean {self.mean:.2f}"
             f"{f' ({shares})' if shares else ''}; {self.waits} waits"
         )
-
-
-class StalenessCounter:
-    """Counts while a run goes on; ``recent`` are the ranks' staleness at the latest updates, oldest first."""
-
-    def __init__(self, bound: int) -> None:
-        self.bound = bound
-        self.histogram: Counter[int] = Counter()
-
-    def add(self, staleness: list[int]) -> None:
-        """Of one update: the staleness of each rank's gradient."""
-        assert max(staleness) <= self.bound, f"staleness {staleness} is above the bound {self.bound}"
-        self.histogram.update(staleness)
-
-    def report(self, waits: int, bytes_sent: int) -> StalenessReport:
-        return StalenessReport(self.bound, dict(sorted(self.histogram.items())), waits, bytes_sent)

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import reduce
@@ -61,15 +60,12 @@ class MessageFormat:
     ranks brings everything together. Numbers are fp32, or what is wider among the parameters.
     """
 
-    def __init__(
-        self, parameters: Sequence[torch.Tensor], rank: int, world_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], runtime: Runtime) -> None:
         self.parameters = list(parameters)
-        self.device = device
+        self.device = message_device(runtime.device)
         self.dtype = reduce(torch.promote_types, (p.dtype for p in self.parameters), torch.float32)
         self._sizes = [p.numel() for p in self.parameters]
-        self._rank = rank
-        self._world_size = world_size
+        self._rank, self._world_size = runtime.rank, runtime.world_size
 
     def empty(self) -> torch.Tensor:
         """Memory for one message."""
@@ -78,13 +74,14 @@ class MessageFormat:
 
     @torch.no_grad()
     def pack(
-        self, gradients: Sequence[torch.Tensor | None], word: MessageWord, staleness: int
+        self, word: MessageWord, gradients: Sequence[torch.Tensor | None] = (), staleness: int = 0
     ) -> torch.Tensor:
-        """This rank's message; the gradients are copied.
+        """This rank's message; the gradients, of all parameters or of none, are copied.
 
         Raises:
             UsageError: a gradient is sparse.
         """
+        gradients = gradients or [None] * len(self._sizes)
         message = self.empty()
         parts = message.split([*self._sizes, len(self._sizes), self._world_size, self._world_size])
         for part, gradient in zip(parts, gradients, strict=False):
@@ -103,10 +100,6 @@ class MessageFormat:
             places.zero_()
             places[self._rank] = number
         return message
-
-    def nothing(self, word: MessageWord) -> torch.Tensor:
-        """A message without gradients."""
-        return self.pack([None] * len(self._sizes), word, 0)
 
     def read(self, total: torch.Tensor) -> Total:
         """The sum of all ranks' messages, taken apart; on an accelerator it must be ready."""
@@ -147,12 +140,12 @@ class _Round:
 class Rounds:
     """Carries rounds until one in which some rank has ended or failed. Building it is collective.
 
-    ``post`` and ``take`` are for the thread that trains.
+    ``post`` and ``take`` are for the thread that trains. ``counts`` has ``waits``, and the bytes that this rank has
+    ``sent`` as a client and ``answered`` as a server.
     """
 
-    def __init__(self, runtime: Runtime, form: MessageFormat) -> None:
-        self.waits = 0
-        self._sent = self._answered = 0  # bytes; one for each thread
+    def __init__(self, runtime: Runtime, form: MessageFormat, counts: Counter[str]) -> None:
+        self._counts = counts  # each key is written by one thread
         self._rank, self._world_size = runtime.rank, runtime.world_size
         self._form = form
         self._posted = 0
@@ -163,11 +156,6 @@ class Rounds:
         self._lane = torch.Stream(form.device) if form.device.type != "cpu" else None
         self._thread = threading.Thread(target=self._run, name="lockstep-rounds", daemon=True)
         self._thread.start()
-
-    @property
-    def bytes_sent(self) -> int:
-        """By this rank, as client and as server."""
-        return self._sent + self._answered
 
     def post(self, message: torch.Tensor) -> None:
         """Begin the next round with this rank's message, which from now on belongs to the round."""
@@ -182,7 +170,7 @@ class Rounds:
                 this.packed = torch.accelerator.current_stream(self._form.device).record_event()
         else:
             this.works.append(dist.isend(message, server, group=self._to_server, tag=number))
-            self._sent += message.nbytes
+            self._counts["sent"] += message.nbytes
         self._posted += 1
         self._todo.put(this)
 
@@ -197,7 +185,7 @@ class Rounds:
         except Empty:
             if not wait:
                 return None
-            self.waits += 1
+            self._counts["waits"] += 1
             found = self._done.get()
         if isinstance(found, BaseException):
             raise found
@@ -227,29 +215,21 @@ class Rounds:
 
     def _run(self) -> None:
         try:
-            with self._own_lane():
-                while True:
-                    total = self._form.read(self._carry(self._todo.get()))
-                    self._done.put(total)
-                    if any(word is not MessageWord.RUNNING for word in total.words):
-                        break
-                for works, _ in self._answers:
-                    for work in works:
-                        work.wait()
+            if self._lane is not None:  # waiting for others must not hold up the stream that computes
+                torch.accelerator.set_device_index(self._form.device.index)
+                torch.accelerator.set_stream(self._lane)
+            while True:
+                total = self._form.read(self._carry(self._todo.get()))
+                self._done.put(total)
+                if any(word is not MessageWord.RUNNING for word in total.words):
+                    break
+            for works, _ in self._answers:
+                for work in works:
+                    work.wait()
         except BaseException as error:
             self._done.put(error)
         finally:
             self._answers.clear()
-
-    @contextmanager
-    def _own_lane(self) -> Iterator[None]:
-        """On an accelerator, waiting for others must not hold up the stream that computes."""
-        if self._lane is None:
-            yield
-            return
-        torch.accelerator.set_device_index(self._form.device.index)
-        torch.accelerator.set_stream(self._lane)
-        yield
 
     def _carry(self, this: _Round) -> torch.Tensor:
         """The sum of the round's messages; complete, also on an accelerator."""
@@ -259,7 +239,7 @@ class Rounds:
             sends = [
                 dist.isend(total, rank, group=self._from_server, tag=this.number) for rank in self._others()
             ]
-            self._answered += total.nbytes * len(sends)
+            self._counts["answered"] += total.nbytes * len(sends)
             self._answers.append((sends, total))  # it must not change before all have it
             while self._answers and all(work.is_completed() for work in self._answers[0][0]):
                 self._answers.popleft()

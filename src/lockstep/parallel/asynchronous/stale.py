@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections import Counter, deque
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.errors import ConfigError, LockstepError, UsageError
 from lockstep.parallel.asynchronous.averaging import average, floating_buffers
-from lockstep.parallel.asynchronous.block import Trainer, TrainingBlock, check_count, check_replicas, meet
-from lockstep.parallel.asynchronous.late_step import (
-    mark_as_stepped,
-    settings_of,
-    with_gradients,
-    with_settings,
-)
-from lockstep.parallel.asynchronous.report import StalenessCounter, StalenessReport
-from lockstep.parallel.asynchronous.rounds import MessageFormat, MessageWord, Rounds, Total, message_device
+from lockstep.parallel.asynchronous.block import Trainer, TrainingBlock, check_count, check_replicas
+from lockstep.parallel.asynchronous.report import StalenessReport
+from lockstep.parallel.asynchronous.rounds import MessageFormat, MessageWord, Rounds, Total
 from lockstep.runtime.failure import is_consequence
+from lockstep.torch_internals import optim as torch_optim
+
+SCHEDULED = frozenset({"lr", "momentum", "betas", "weight_decay"})
+"""What schedules change in an optimizer's groups. An update is applied with the values of its own step."""
 
 FAREWELL_S = 5.0
 """How long a rank that failed waits for the others to hear of it."""
@@ -74,65 +70,46 @@ class BoundedStaleness(TrainingBlock):
         max_norm: float | None = None,
         enabled: bool = True,
     ) -> None:
-        super().__init__()
-        self._trainer = accelerator
-        self._communicator = Communicator(accelerator.runtime)
-        with raise_on_all_ranks(self._communicator):
-            check_count("BoundedStaleness", "staleness", staleness, least=0)
-            if max_norm is not None and not max_norm > 0:
-                raise ConfigError(
-                    f"BoundedStaleness got max_norm={max_norm}, but a norm to clip at is above 0. Set one, or None."
-                )
-            check_replicas("BoundedStaleness", accelerator, model)
-            _check_optimizer(optimizer, model)
-            if accelerator.mixed_precision == "fp16":
-                raise UsageError(
-                    "BoundedStaleness got mixed_precision='fp16', but a gradient that comes late has the loss scale of "
-                    "another step. Use 'bf16' or 'no'."
-                )
-        meet(self._communicator, f"BoundedStaleness({staleness}, {max_norm}, enabled={enabled})", 0)
-        self.model = model
         self.staleness = staleness
-        self.enabled = enabled and accelerator.runtime.world_size > 1
-        self.recent: deque[list[int]] = deque(maxlen=1024)
         self._optimizer = optimizer
         self._max_norm = max_norm
+        super().__init__(accelerator, model, f"{staleness}, {max_norm}", enabled)
+        self.enabled = enabled and accelerator.runtime.world_size > 1
+        self.recent: deque[list[int]] = deque(maxlen=1024)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._known = {id(parameter) for parameter in self._parameters}
         self._settings: deque[list[dict[str, Any]]] = deque()  # of steps whose updates have not come
-        self._counter = StalenessCounter(staleness)
+        self._histogram: Counter[int] = Counter()  # staleness -> gradients that were applied
+        self._counts: Counter[str] = Counter()
         self._steps = self._updates = self._computed_on = 0
-        self._waits = self._bytes_sent = 0
         self._rounds: Rounds | None = None
+
+    def _check(self) -> None:
+        check_count(self._name, "staleness", self.staleness, least=0)
+        if self._max_norm is not None and not self._max_norm > 0:
+            raise ConfigError(
+                f"BoundedStaleness got max_norm={self._max_norm}, but a norm to clip at is above 0. Set one, or None."
+            )
+        check_replicas(self._name, self._trainer, self.model)
+        _check_optimizer(self._optimizer, self.model)
+        if self._trainer.mixed_precision == "fp16":
+            raise UsageError(
+                "BoundedStaleness got mixed_precision='fp16', but a gradient that comes late has the loss scale of "
+                "another step. Use 'bf16' or 'no'."
+            )
 
     @property
     def report(self) -> StalenessReport:
         """How stale the gradients were that this rank has applied so far, those of all ranks."""
-        rounds = self._rounds
-        waits, sent = (0, 0) if rounds is None else (rounds.waits, rounds.bytes_sent)
-        return self._counter.report(self._waits + waits, self._bytes_sent + sent)
+        counts, histogram = self._counts, dict(sorted(self._histogram.items()))
+        return StalenessReport(
+            self.staleness, histogram, counts["waits"], counts["sent"] + counts["answered"]
+        )
 
     @property
     def updates_missing(self) -> int:
         """Steps that this rank has made and whose updates it has not applied yet."""
         return self._steps - self._updates
-
-    def _begin(self, exits: ExitStack) -> None:
-        if not self.enabled:
-            return
-        runtime = self._trainer.runtime
-        device = message_device(runtime.device)
-        self._form = MessageFormat(self._parameters, runtime.rank, runtime.world_size, device)
-        self._steps = self._updates = self._computed_on = 0
-        self._settings.clear()
-        exits.enter_context(self._trainer.alone(self.model))
-        self._rounds = Rounds(runtime, self._form)
-
-    def _end(self, error: BaseException | None) -> None:
-        if error is None:
-            self.finish()
-        else:
-            self._report_failure(error)
 
     def step(self) -> None:
         """Send this step's gradients and apply the updates that have come; inside an accumulation window do nothing.
@@ -149,10 +126,11 @@ class BoundedStaleness(TrainingBlock):
         rounds = self._open_rounds()
         self._check_gradients()
         gradients = [parameter.grad for parameter in self._parameters]
-        rounds.post(self._form.pack(gradients, MessageWord.RUNNING, self._steps - self._computed_on))
-        self._settings.append(settings_of(self._optimizer))
+        rounds.post(self._form.pack(MessageWord.RUNNING, gradients, self._steps - self._computed_on))
+        self._settings.append(_settings_of(self._optimizer))
         self._steps += 1
-        mark_as_stepped(self._optimizer)
+        # schedulers warn if they advance before their optimizer has, which is late here
+        torch_optim.note_step(getattr(self._optimizer, "optimizer", self._optimizer))
         self._apply(rounds, at_least=self._steps - self.staleness)
 
     def synchronize(self) -> None:
@@ -168,11 +146,11 @@ class BoundedStaleness(TrainingBlock):
         rounds = self._rounds
         if rounds is None:
             return
-        rounds.post(self._form.nothing(MessageWord.ENDED))
+        rounds.post(self._form.pack(MessageWord.ENDED))
         self._apply(rounds, at_least=self._steps)
         last = rounds.take(wait=True)
         assert last is not None
-        self._check_words(last, self._steps)
+        self._check_words(rounds, last, self._steps)
         self._leave(rounds)
         average(self._communicator, floating_buffers(self.model))
 
@@ -184,32 +162,52 @@ class BoundedStaleness(TrainingBlock):
             total = rounds.take(wait=self._updates < at_least)
             if total is None:
                 break
-            self._check_words(total, self._updates)
-            with with_gradients(self._parameters, self._form.means(total)):
-                with with_settings(self._optimizer, self._settings.popleft()), self._real_step():
-                    self._update()
+            ages = total.staleness
+            self._check_words(rounds, total, self._updates)
+            assert max(ages) <= self.staleness, f"staleness {ages} is above the bound {self.staleness}"
+            self._apply_late(self._form.means(total), self._settings.popleft())
             self._updates += 1
-            self._counter.add(total.staleness)
-            self.recent.append(total.staleness)
+            self._histogram.update(ages)
+            self.recent.append(ages)
         if self._trainer.sync_gradients:  # else the open window was begun on the parameters of before
             self._computed_on = self._updates
+
+    def _apply_late(self, gradients: list[torch.Tensor | None], settings: list[dict[str, Any]]) -> None:
+        """Step with the gradients and settings of an earlier step, and put back those of the window that is open."""
+        own = [parameter.grad for parameter in self._parameters]
+        groups = zip(self._optimizer.param_groups, settings, strict=True)
+        present = [{key: group[key] for key in values} for group, values in groups]
+        window_ends = self._trainer.sync_gradients
+        try:
+            self._put(gradients, settings)
+            self._trainer.sync_gradients = True  # else the prepared optimizer would not step
+            self._update()
+        finally:
+            self._put(own, present)
+            self._trainer.sync_gradients = window_ends
+
+    def _put(self, gradients: list[torch.Tensor | None], settings: list[dict[str, Any]]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for group, values in zip(self._optimizer.param_groups, settings, strict=True):
+            group.update(values)
 
     def _update(self) -> None:
         if self._max_norm is not None:
             clip_grad_norm_(self._parameters, self._max_norm)
         self._optimizer.step()
 
-    @contextmanager
-    def _real_step(self) -> Iterator[None]:
-        """Let the prepared optimizer step, although a window may be open when an update is applied."""
-        before = self._trainer.sync_gradients
-        self._trainer.sync_gradients = True
-        try:
-            yield
-        finally:
-            self._trainer.sync_gradients = before
+    # Entering and leaving ---------------------------------------------------------------------------
 
-    # Leaving ----------------------------------------------------------------------------------------
+    def _begin(self) -> None:
+        runtime = self._trainer.runtime
+        self._form = MessageFormat(self._parameters, runtime)
+        self._steps = self._updates = self._computed_on = 0
+        self._settings.clear()
+        self._rounds = Rounds(runtime, self._form, self._counts)
+
+    def _end(self) -> None:
+        self.finish()
 
     def _open_rounds(self) -> Rounds:
         if self._rounds is None:
@@ -227,13 +225,10 @@ class BoundedStaleness(TrainingBlock):
                 "BoundedStaleness was made. Make it after the last change of requires_grad."
             )
 
-    def _check_words(self, total: Total, round_number: int) -> None:
+    def _check_words(self, rounds: Rounds, total: Total, round_number: int) -> None:
         """Raise on all ranks, in the same round, if some rank goes no further."""
-        rounds = self._open_rounds()
         words = total.words
-        if all(word is MessageWord.ENDED for word in words) or all(
-            word is MessageWord.RUNNING for word in words
-        ):
+        if set(words) in ({MessageWord.ENDED}, {MessageWord.RUNNING}):
             return
         self._leave(rounds)
         if MessageWord.FAILED in words:
@@ -250,20 +245,30 @@ class BoundedStaleness(TrainingBlock):
 
     def _leave(self, rounds: Rounds, limit_s: float | None = None) -> None:
         self._rounds = None
-        self._waits += rounds.waits
         rounds.close(limit_s)
-        self._bytes_sent += rounds.bytes_sent
 
     def _report_failure(self, error: BaseException) -> None:
-        """Let the others know in the next round, instead of leaving them waiting for this rank."""
+        """Say it in the next round."""
         if self._rounds is None:  # they know
             return
         rounds = self._rounds
         with suppress(Exception):  # the error that counts is the one on its way
             if not is_consequence(error):
-                rounds.post(self._form.nothing(MessageWord.FAILED))
+                rounds.post(self._form.pack(MessageWord.FAILED))
             self._leave(rounds, FAREWELL_S if isinstance(error, Exception) else 0)
         self._rounds = None
+
+
+def _settings_of(optimizer: Any) -> list[dict[str, Any]]:
+    """Copies of what schedules change, group by group."""
+    return [
+        {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key in SCHEDULED
+        }
+        for group in optimizer.param_groups
+    ]
 
 
 def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
