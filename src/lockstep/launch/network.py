@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 LOOPBACK = "127.0.0.1"
 
@@ -111,6 +114,14 @@ def listening_socket(address: str, port: int = 0) -> socket.socket:
             f"free one."
         ) from None
     return listener
+
+
+def store_on(listener: socket.socket, address: str) -> TCPStore:
+    """torch's store, in which ranks meet, on a socket that listens at this address already."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    port = listener.getsockname()[1]
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def free_port() -> int:

@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, S
 from lockstep.config.sources import inherited_environment
 from lockstep.launch import guard
 from lockstep.launch.backend import worker_arguments
+from lockstep.launch.network import store_on
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.rendezvous import Round
 from lockstep.launch.report import Failure, read_error_file
@@ -158,13 +159,7 @@ class Starter:
     def start(self, place: Round) -> Workers:
         """Start the workers that belong into this place."""
         if place.listener is not None:
-            self._store = TCPStore(
-                place.address,
-                place.port,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=place.listener.detach(),
-            )
+            self._store = store_on(place.listener, place.address)
         environment = {**self._control, "LOCKSTEP_RESTART": str(place.number)} if self._control else {}
         plan = self._plan
         return Workers(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from typing import IO, Any
 
 from lockstep.config.sources import inherited_environment
 from lockstep.launch.backend import worker_arguments
+from lockstep.launch.network import listening_socket, store_on
 from lockstep.launch.ray_cluster.record import Orders, RayEnded, RayOutput
 from lockstep.launch.report import read_error_file
 
@@ -84,7 +84,8 @@ def train_loop(config: dict[str, Any]) -> None:
     number = ray.get(
         record.begin.remote(place.rank, ray.get_runtime_context().get_placement_group_id() or "")
     )
-    store = _open_store(place.host) if place.rank == 0 else None
+    # the address by which the cluster knows this machine, and no other
+    store = store_on(listening_socket(place.host), place.host) if place.rank == 0 else None
     if store is not None:
         ray.get(record.meet.remote(place.host, store.port))
     try:
@@ -165,18 +166,6 @@ def environment_of(
         "TORCHELASTIC_ERROR_FILE": error_file,
         "LOCKSTEP_RESTART": str(number),
     }
-
-
-def _open_store(host: str) -> Any:
-    """Where the ranks meet: a store on the address by which the cluster knows this machine, and no other."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind((host, 0))
-    listener.listen()
-    port = listener.getsockname()[1]
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _wait_for(orders: Callable[[], Orders]) -> tuple[str, int] | None:
