@@ -436,10 +436,11 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         models do the same as three lines would.
 
         Args:
-            loss_function: Called with the model's output and ``targets``; a mean over the batch.
-            inputs: What the model is called with: one value, a tuple of them, or a mapping of keywords.
+            loss_function: Called with the model's output and ``targets``; a mean over the batch, 0-d.
+            inputs: What the model is called with: one value, a tuple of them, or a mapping of keywords. Tensors
+                are [batch, ...] where a pipeline cuts them, else of any shape.
             targets: One value or a tuple of them, cut into the pipeline's micro-batches as the inputs are.
-            weight: See ``backward``.
+            weight: See ``backward``; a number or 0-d.
 
         Returns:
             The loss, 0-d and detached, on every rank.
@@ -540,7 +541,7 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
     ) -> torch.Tensor:
         """Clip the total norm of whole windows' gradients; returns the norm before (0-d).
 
-        Inside an accumulation window nothing is clipped.
+        Parameters have any shape: one or an iterable. Inside an accumulation window nothing is clipped.
 
         Examples:
             ```python
@@ -560,7 +561,7 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         return self._preparation.clip_norm(parameters, max_norm, norm_type, self.sync_gradients)
 
     def clip_grad_value_(self, parameters: clipping.Parameters, clip_value: float) -> None:
-        """Clamp whole windows' gradients to [-clip_value, clip_value]."""
+        """Clamp whole windows' gradients, of parameters of any shape, to [-clip_value, clip_value]."""
         parameters = self._preparation.shards_of(clipping.as_list(parameters))
         self._unscale_owners(parameters)
         clipping.clip_value(parameters, clip_value, self.sync_gradients)
@@ -598,6 +599,11 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         Then not even logits are whole on any rank. Everything that depends on the position must be among the buffers:
         inputs, ``position_ids``, and labels that were shifted before. The loss is the mean over the chunk. Without
         ``cp`` nothing happens.
+
+        Args:
+            buffers: Tensors of any shape, all of one length along their dim of the sequence: [batch, sequence, ...].
+            buffer_seq_dims: That dim of each of them.
+            no_restore_buffers: Those that keep their chunk, [batch, sequence / cp, ...], afterwards.
 
         Examples:
             ```python

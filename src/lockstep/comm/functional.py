@@ -18,7 +18,7 @@ def _communicator() -> Communicator:
 
 
 def gather(tensor: Any) -> Any:
-    """Nested tensors of all ranks, concatenated on dim 0."""
+    """Nested tensors of all ranks, concatenated on dim 0: [n_r, ...] to [sum of n_r, ...], 0-d ones to [ranks]."""
     return _communicator().gather(tensor)
 
 
@@ -28,7 +28,7 @@ def gather_object(object: Any) -> Any:
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Rank ``from_process``'s nested tensors."""
+    """Rank ``from_process``'s nested tensors, in place: any shape, the same on all ranks."""
     return _communicator().broadcast(tensor, from_process)
 
 
@@ -38,12 +38,12 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
-    """Mean, sum or maximum over ranks, times ``scale``."""
+    """Mean, sum or maximum over ranks of nested tensors, times ``scale``: any shape, the same on all ranks."""
     return _communicator().reduce(tensor, reduction, scale)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-    """Nested tensors padded along ``dim`` to the longest of any rank."""
+    """Nested tensors of any shape padded along ``dim`` to the longest of any rank."""
     return _communicator().pad_across_processes(tensor, dim, pad_index, pad_first)
 
 
@@ -86,5 +86,5 @@ def recursively_apply(
 def slice_tensors(
     data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """``tensor[tensor_slice]`` of each tensor."""
+    """``tensor[tensor_slice]`` of each tensor: [n, ...] to [rows of the slice, ...]."""
     return map_tensors(lambda tensor: tensor[tensor_slice], data)

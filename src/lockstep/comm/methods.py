@@ -95,7 +95,9 @@ class CollectiveMethods:
         return Communicator(self.runtime)
 
     def gather(self, tensor: Any) -> Any:
-        """Nested tensors of all ranks, concatenated in rank order on dim 0 (0-d ones become 1-d).
+        """Nested tensors of all ranks, concatenated in rank order on dim 0: [n_r, ...] to [sum of n_r, ...].
+
+        A 0-d tensor counts as one row. The n_r may differ.
 
         Examples:
             ```python
@@ -111,6 +113,8 @@ class CollectiveMethods:
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """``gather`` without the rows that pad the last batch: each sample exactly once.
+
+        Nested tensors [rows, ...], or any number k of entries for each row of the batch: [k * rows, ...].
 
         Examples:
             ```python
@@ -135,7 +139,7 @@ class CollectiveMethods:
         return Communicator(self.meshes.data_runtime, self.meshes.data_group)
 
     def reduce(self, tensor: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
-        """Sum, mean or maximum over ranks of nested tensors, times ``scale``.
+        """Sum, mean or maximum over ranks of nested tensors, times ``scale``: any shape, the same on all ranks.
 
         Examples:
             ```python
@@ -152,7 +156,7 @@ class CollectiveMethods:
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
-        """Nested tensors padded along ``dim`` to the longest of any rank."""
+        """Nested tensors of any shape padded along ``dim`` to the longest of any rank."""
         return self._communicator.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:

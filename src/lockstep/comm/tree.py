@@ -81,7 +81,7 @@ def leaves(tree: Any) -> dict[str, Any]:
 
 
 def find_batch_size(tree: Any) -> int:
-    """Size of dim 0 of the first tensor that has one.
+    """Size of dim 0 of the first tensor that has one: n of [n, ...].
 
     Raises:
         ValueError: there is no such tensor.
@@ -97,6 +97,8 @@ def find_batch_size(tree: Any) -> int:
 
 def concatenate(trees: Sequence[Any], dim: int = 0) -> Any:
     """Trees of one structure joined into one: tensors along ``dim``, 0-d tensors into a vector.
+
+    Shapes may differ in ``dim`` only: [n_i, ...] become [sum of n_i, ...].
 
     Other leaves are kept where they are equal in all trees.
 
@@ -133,7 +135,7 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Iterable[str] | None = None,
 ) -> Any:
-    """``tree`` on ``device``: tensors, and objects that have a method ``to``.
+    """``tree`` on ``device``: tensors of any shape, and objects that have a method ``to``.
 
     ``skip_keys`` names entries of mappings, at any depth, that stay where they are.
     """
@@ -160,11 +162,11 @@ def send_to_device(
 
 
 def to_float32(tree: Any) -> Any:
-    """float16 and bfloat16 tensors become float32."""
+    """float16 and bfloat16 tensors, of any shape, become float32."""
     half = (torch.float16, torch.bfloat16)
     return map_tensors(lambda tensor: tensor.float() if tensor.dtype in half else tensor, tree)
 
 
 def listify(tree: Any) -> Any:
-    """Tensors become (nested) lists of numbers, 0-d ones numbers."""
+    """Tensors of any shape become (nested) lists of numbers, 0-d ones numbers."""
     return map_tensors(lambda tensor: tensor.tolist(), tree)

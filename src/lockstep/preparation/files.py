@@ -76,7 +76,10 @@ class FileMethods:
         return gathered
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """``torch.save`` (or safetensors) on the main process; with ``save_on_each_node`` on one of each machine."""
+        """``torch.save`` (or safetensors) on the main process; with ``save_on_each_node`` on one of each machine.
+
+        Tensors in ``obj`` may have any shape.
+        """
         save(obj, f, self._options.project.save_on_each_node, safe_serialization)
 
     def save_model(

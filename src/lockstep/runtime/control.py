@@ -179,7 +179,7 @@ class ProcessControl:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This rank's contiguous part of a list, tuple, tensor, ``datasets.Dataset`` or mapping of those.
+        """This rank's contiguous part of a list, tuple, tensor [n, ...], ``datasets.Dataset`` or mapping of those.
 
         The first ``len % world_size`` ranks get one element more; with ``apply_padding`` the others
         repeat their last element so that all parts are equally long.

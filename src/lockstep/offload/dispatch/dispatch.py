@@ -80,7 +80,7 @@ def dispatch_model(
         device_map: Module or tensor -> index of an accelerator, ``"cpu"``, ``"disk"`` or a device; or ``"auto"``,
             ``"balanced"``, ``"balanced_low_0"``, ``"sequential"``.
         main_device: Where streamed weights are used; else the first accelerator of the map, else the CPU.
-        state_dict: Values of some tensors, in place of the model's.
+        state_dict: Values of some tensors, in place of the model's and of their shapes.
         offload_dir: Folder for tensors of the disk that no file has yet, or that has them.
         offload_index: Name -> ``safetensors_file``, ``weight_name`` of tensors on the disk; else the folder's index.
         offload_buffers: Whether buffers are offloaded with the parameters beside them.
@@ -220,7 +220,8 @@ def cpu_offload(
 ) -> nn.Module:
     """Keep all parameters in the CPU's memory, and stream them to ``execution_device`` when the model runs.
 
-    ``execution_device`` is else that of the first parameter. Other arguments, and errors, as in ``dispatch_model``.
+    ``execution_device`` is else that of the first parameter. Tensors of ``state_dict`` have the shapes of the model's.
+    Other arguments, and errors, as in ``dispatch_model``.
     """
     return _offload(
         model,

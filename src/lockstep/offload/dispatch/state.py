@@ -20,7 +20,7 @@ from lockstep.torch_internals import tensors as torch_tensors
 
 
 def offload_state_dict(save_dir: Path, state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors to an offload folder, from which ``dispatch_model`` and ``disk_offload`` take them.
+    """Write tensors, of any shape, to an offload folder, from which ``dispatch_model`` and ``disk_offload`` take them.
 
     Raises:
         OffloadError: the folder is full, cannot be written, or holds other values under one of the names.
