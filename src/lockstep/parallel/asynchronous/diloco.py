@@ -81,9 +81,11 @@ class DiLoCo(LocalRounds):
         return parameter.detach().to(device=device, dtype=dtype, copy=True)
 
     @torch.no_grad()
-    def _begin_round(self) -> None:
-        for name, parameter in self._trained.items():
-            self._start[name].copy_(parameter)
+    def _begin(self) -> None:
+        super()._begin()
+        if self.ranks_agree:  # a round begins
+            for name, parameter in self._trained.items():
+                self._start[name].copy_(parameter)
 
     @torch.no_grad()
     def _combine(self) -> None:

@@ -39,7 +39,6 @@ class LocalRounds(TrainingBlock):
         inner = getattr(model, "module", model) if accelerator.runtime.world_size > 1 else model
         plain = torch_compile.original(inner)  # whose names are the same in every world, compiled or not
         self._trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
-        self._others_know = False
 
     def _check(self) -> None:
         check_count(self._name, "a number of steps", self.steps, least=1)
@@ -72,11 +71,6 @@ class LocalRounds(TrainingBlock):
 
     def _begin(self) -> None:
         self._others_know = False
-        if self.ranks_agree:
-            self._begin_round()
-
-    def _begin_round(self) -> None:
-        """Called when a block is entered while all ranks have the same parameters."""
 
     def _combine(self) -> None:
         """Give all ranks the same parameters. Collective."""

@@ -66,11 +66,11 @@ class MessageFormat:
         self.dtype = reduce(torch.promote_types, (p.dtype for p in self.parameters), torch.float32)
         self._sizes = [p.numel() for p in self.parameters]
         self._rank, self._world_size = runtime.rank, runtime.world_size
+        self._numbers = len(self._sizes) + 2 * self._world_size  # after the gradients
 
     def empty(self) -> torch.Tensor:
         """Memory for one message."""
-        length = sum(self._sizes) + len(self._sizes) + 2 * self._world_size
-        return torch.empty(length, dtype=self.dtype, device=self.device)
+        return torch.empty(sum(self._sizes) + self._numbers, dtype=self.dtype, device=self.device)
 
     @torch.no_grad()
     def pack(
@@ -83,8 +83,8 @@ class MessageFormat:
         """
         gradients = gradients or [None] * len(self._sizes)
         message = self.empty()
-        parts = message.split([*self._sizes, len(self._sizes), self._world_size, self._world_size])
-        for part, gradient in zip(parts, gradients, strict=False):
+        *parts, numbers = message.split([*self._sizes, self._numbers])
+        for part, gradient in zip(parts, gradients, strict=True):
             if gradient is None:
                 part.zero_()
             elif gradient.layout is not torch.strided:
@@ -94,23 +94,23 @@ class MessageFormat:
                 )
             else:
                 part.copy_(gradient.reshape(-1))
-        present, words, stale = parts[-3:]
-        present.copy_(torch.tensor([float(gradient is not None) for gradient in gradients]))
-        for places, number in ((words, int(word)), (stale, staleness)):
-            places.zero_()
-            places[self._rank] = number
+        present = [int(gradient is not None) for gradient in gradients]
+        words, ages = [0] * self._world_size, [0] * self._world_size
+        words[self._rank], ages[self._rank] = word, staleness
+        numbers.copy_(torch.tensor([*present, *words, *ages], dtype=self.dtype))
         return message
 
     def read(self, total: torch.Tensor) -> Total:
         """The sum of all ranks' messages, taken apart; on an accelerator it must be ready."""
-        elements = sum(self._sizes)
-        numbers = total[elements:].tolist()
-        tail = numbers[len(self._sizes) :]
+        gradients, numbers = total.split([sum(self._sizes), self._numbers])
+        said = [int(number) for number in numbers.tolist()]
+        words = len(self._sizes)
+        ages = words + self._world_size
         return Total(
-            gradients=total[:elements],
-            present=[number > 0 for number in numbers[: len(self._sizes)]],
-            words=[MessageWord(int(number)) for number in tail[: self._world_size]],
-            staleness=[int(number) for number in tail[self._world_size :]],
+            gradients,
+            present=[ranks > 0 for ranks in said[:words]],
+            words=[MessageWord(word) for word in said[words:ages]],
+            staleness=said[ages:],
         )
 
     @torch.no_grad()
