@@ -17,9 +17,9 @@ import yaml
 
 from lockstep.cli import main as cli
 from lockstep.compat.accelerate.config_file import ACCELERATE_ONLY, OTHER_KEYS, SECTIONS, Ignored, from_yaml
-from lockstep.config.enums import LoggerType
 from lockstep.config.yaml_file import parse_yaml
 from lockstep.observe.trackers.run import TRACKERS
+from lockstep.utils import LoggerType
 from tests import settings_table
 from tests.warm_interpreter import WarmInterpreter
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cli import calling
-from lockstep.config.parallel import Parallel
 from lockstep.plan.dtypes import TABLE
+from lockstep.utils import Parallel
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -20,10 +20,11 @@ from lockstep.compat.accelerate.config_file import ACCELERATE_ONLY, OTHER_KEYS, 
 from lockstep.compat.accelerate.flags import FOREIGN_FLAGS
 from lockstep.compat.deepspeed import keys as deepspeed_keys
 from lockstep.compat.deepspeed import section as deepspeed_section
-from lockstep.compat.deepspeed.plugin import OWN_FIELDS, DeepSpeedPlugin
+from lockstep.compat.deepspeed.plugin import OWN_FIELDS
 from lockstep.compat.fsdp import section as fsdp
-from lockstep.compat.fsdp.plugin import FIELD_NAMES, FullyShardedDataParallelPlugin
+from lockstep.compat.fsdp.plugin import FIELD_NAMES
 from lockstep.config.settings import IN_FILES
+from lockstep.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
 # read from the constants and pydantic models of the version that the file names
 RECORDED = json.loads((Path(__file__).parent / "deepspeed_keys.json").read_text(encoding="utf-8"))

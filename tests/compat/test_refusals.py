@@ -25,10 +25,10 @@ from lockstep.compat.fsdp import section as fsdp
 from lockstep.compat.rules import NoEffect, Refused
 from lockstep.config.merge import parallel_of
 from lockstep.config.options import NOT_OPTIONS, parallel_fields
-from lockstep.config.parallel import Parallel
 from lockstep.config.settings import OF_WORKERS, TOPICS
 from lockstep.config.yaml_file import YamlFile
 from lockstep.errors import ConfigError
+from lockstep.utils import Parallel
 
 WORDS = {item.name for item in fields(Parallel)}
 FLAGS = {word for settings in TOPICS.values() for one in settings for word in one.flags.split()}

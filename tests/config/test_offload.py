@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config.enums import Offload
-from lockstep.config.parallel import Parallel
 from lockstep.errors import ConfigError
+from lockstep.utils import Parallel
 
 
 def refusal(text: str, **more: Any) -> str:

@@ -10,14 +10,11 @@ from typing import Any
 import pytest
 from accelerate.utils import DeepSpeedPlugin as TheirDeepSpeedPlugin
 
-from lockstep import Accelerator
-from lockstep.compat.deepspeed.plugin import DeepSpeedPlugin
-from lockstep.compat.fsdp.plugin import FullyShardedDataParallelPlugin
+from lockstep import Accelerator, GradientAccumulationPlugin, GradScalerKwargs
 from lockstep.compat.settings import external_settings
-from lockstep.config.handlers import GradientAccumulationPlugin, GradScalerKwargs
 from lockstep.config.options import Options, fit_to_world, resolve_options
-from lockstep.config.parallel import Parallel
 from lockstep.errors import ConfigError
+from lockstep.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, Parallel
 from tests.compat.deepspeed_examples import STAGE2, STAGE3
 
 NONE = dict.fromkeys(

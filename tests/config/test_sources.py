@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from lockstep.config.enums import PrecisionType
 from lockstep.config.sources import process_environment, user_config_file, worker_settings
 from lockstep.errors import ConfigError
+from lockstep.utils import PrecisionType
 
 TORCHRUN = {
     "RANK": "3",

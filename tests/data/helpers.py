@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from lockstep.config.handlers import DataLoaderConfiguration
-from lockstep.data.loader import PreparedLoader
+from lockstep import DataLoaderConfiguration
 from lockstep.data.prepare import prepare_loader
+from lockstep.data_loader import PreparedLoader
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import BatchCounts, StepState
 

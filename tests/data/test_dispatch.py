@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from lockstep import DataLoaderConfiguration, skip_first_batches
 from lockstep.comm.collectives import Communicator
-from lockstep.config.handlers import DataLoaderConfiguration
-from lockstep.data.loader import PreparedLoader
-from lockstep.data.prepare import prepare_data_loader, prepare_loader
-from lockstep.data.skip import skip_first_batches
+from lockstep.data.prepare import prepare_loader
+from lockstep.data_loader import PreparedLoader, prepare_data_loader
 from lockstep.errors import LockstepError
 from lockstep.runtime.process import end, start
 from lockstep.runtime.step import StepState

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, SequentialSampler
 
-from lockstep.config.handlers import DataLoaderConfiguration
+from lockstep import DataLoaderConfiguration
 from lockstep.data.prepare import prepare_loader
 from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.step import BatchCounts, StepState

@@ -23,10 +23,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from lockstep import DataLoaderConfiguration
 from lockstep.comm.collectives import Communicator
-from lockstep.config.handlers import DataLoaderConfiguration
-from lockstep.data.loader import PreparedLoader
 from lockstep.data.prepare import prepare_loader
+from lockstep.data_loader import PreparedLoader
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.runtime.process import end, start
 from lockstep.runtime.step import StepState

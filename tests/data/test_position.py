@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lockstep.data.skip import skip_first_batches
+from lockstep import skip_first_batches
 from lockstep.errors import ConfigError, MissingExtraError, UsageError
 from tests.data.helpers import Numbers, SizedStream, Stream, consume, place_of, prepare, rows_of, shuffled
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.utils.data import DataLoader
 
-from lockstep.data.skip import skip_first_batches
+from lockstep import skip_first_batches
 from lockstep.runtime.step import BatchCounts
 from tests.data.helpers import Numbers, Stream, consume, place_of, prepare, rows_of, shuffled
 

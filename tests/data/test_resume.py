@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from lockstep.data.loader import PreparedLoader
+from lockstep.data_loader import PreparedLoader
 from tests.data.helpers import Numbers, SizedStream, Stream, consume, prepare, rows_of, shuffled
 
 SEED = 3

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lockstep import DataLoaderConfiguration
 from lockstep.comm.collectives import Communicator
-from lockstep.config.handlers import DataLoaderConfiguration
-from lockstep.data.loader import PreparedLoader
 from lockstep.data.prepare import prepare_loader
+from lockstep.data_loader import PreparedLoader
 from lockstep.errors import CheckpointError
 from lockstep.runtime.process import end, start
 from lockstep.runtime.step import StepState

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from lockstep.data.loader import PreparedLoader
-from lockstep.data.skip import skip_first_batches
+from lockstep import skip_first_batches
+from lockstep.data_loader import PreparedLoader
 from tests.data.helpers import Numbers, prepare, rows_of
 
 

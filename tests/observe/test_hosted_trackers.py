@@ -10,15 +10,14 @@ from unittest.mock import MagicMock, call
 import pytest
 
 from lockstep.errors import MissingExtraError, UsageError
-from lockstep.observe.trackers import (
-    TRACKERS,
+from lockstep.observe.trackers import TRACKERS, TrackerSet
+from lockstep.tracking import (
     AimTracker,
     ClearMLTracker,
     CometMLTracker,
     DVCLiveTracker,
     GeneralTracker,
     MLflowTracker,
-    TrackerSet,
     WandBTracker,
 )
 

@@ -14,13 +14,10 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lockstep.config.enums import DistributedType
+from lockstep import DistributedType
 from lockstep.errors import MissingExtraError
-from lockstep.observe.trackers import (
-    JSONLinesTracker,
-    TensorBoardTracker,
-    TrackerSet,
-)
+from lockstep.observe.trackers import TrackerSet
+from lockstep.tracking import JSONLinesTracker, TensorBoardTracker
 
 
 def events(folder: Path) -> EventAccumulator:

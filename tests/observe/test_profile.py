@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.config.handlers import ProfileKwargs
+from lockstep import ProfileKwargs
 from lockstep.errors import ConfigError
 from lockstep.observe.methods import build_profiler
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from lockstep import tqdm
 from lockstep.errors import ConfigError
-from lockstep.observe.progress import tqdm
 
 
 def drawn(**options: Any) -> str:

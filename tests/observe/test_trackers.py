@@ -11,19 +11,16 @@ from typing import Any
 
 import pytest
 
-from lockstep.config.enums import LoggerType
 from lockstep.errors import ConfigError, MissingExtraError, UsageError
-from lockstep.observe.trackers import (
+from lockstep.observe.trackers import TrackerSet, available_trackers, register_tracker_class, resolve_trackers
+from lockstep.tracking import (
     GeneralTracker,
     JSONLinesTracker,
     TensorBoardTracker,
-    TrackerSet,
     WandBTracker,
-    available_trackers,
     on_main_process,
-    register_tracker_class,
-    resolve_trackers,
 )
+from lockstep.utils import LoggerType
 
 
 class ListTracker(GeneralTracker):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lockstep.comm.quantization import message_bytes
-from lockstep.config.parallel import Parallel
 from lockstep.plan.dtypes import BYTES, TABLE, dtypes
+from lockstep.utils import Parallel
 
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

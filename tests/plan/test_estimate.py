@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep import Accelerator
-from lockstep.config.parallel import Parallel
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, UsageError
 from lockstep.model.blocks import find_blocks
 from lockstep.offload.files.direct import OffloadFile
@@ -30,6 +29,7 @@ from lockstep.plan.estimate import Limits, carried_bytes, cheapest, inference_ro
 from lockstep.plan.estimate_load import facts_of
 from lockstep.plan.estimate_model import ModelFacts
 from lockstep.plan.memory import state_bytes
+from lockstep.utils import Parallel
 from parallel.blocks_and_root import BlocksAndRoot
 
 WIDTH, BLOCKS = 16, 6

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.config.parallel import Parallel
 from lockstep.errors import ConfigError
 from lockstep.plan.memory import OPTIMIZERS, MemoryRow, state_bytes, textbook_bytes
 from lockstep.plan.size import parse_count
+from lockstep.utils import Parallel
 
 PSI = 10**9
 STAGES = ("zero=1", "zero=2", "zero=3")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.parallel import Parallel
 from lockstep.plan.dtypes import dtypes
 from lockstep.plan.memory import OPTIMIZERS, state_bytes
+from lockstep.utils import Parallel
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "zero.md").read_text(encoding="utf-8")

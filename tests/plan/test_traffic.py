@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.config.parallel import Parallel
 from lockstep.plan.size import ModelSize
 from lockstep.plan.traffic import sent_bytes
+from lockstep.utils import Parallel
 
 PSI = 2**20
 psis, ranks, windows = st.integers(1, 10**12), st.integers(2, 10**4), st.integers(1, 100)

@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep import find_executable_batch_size
 from lockstep.errors import UsageError
-from lockstep.runtime.memory import (
-    clear_device_cache,
-    find_executable_batch_size,
-    is_out_of_memory,
-    release_memory,
-)
+from lockstep.runtime.memory import is_out_of_memory
+from lockstep.utils import clear_device_cache, release_memory
 
 
 def fails_above(limit: int, tried: list[int]) -> Any:

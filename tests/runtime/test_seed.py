@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lockstep import set_seed, synchronize_rng_states
 from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime import process
-from lockstep.runtime.seed import rng_state, set_rng_state, set_seed, synchronize_rng_states
+from lockstep.runtime.seed import rng_state, set_rng_state
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from lockstep import Accelerator, GradScalerKwargs
 from lockstep.comm.dtensor import total_norm
 from lockstep.errors import ConfigError
+from lockstep.optimizer import PreparedOptimizer
 from lockstep.runtime.step import StepState
-from lockstep.train.optimizer import PreparedOptimizer
 from train import problems
 
 MAX_NORM = 0.05

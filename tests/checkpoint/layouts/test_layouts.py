@@ -11,13 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoint.layouts.spread import LAYOUTS, Layout, Run, State, part, values
-from lockstep import Accelerator
+from lockstep import Accelerator, ProjectConfiguration
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.checkpoint.contents import CheckpointContents
 from lockstep.checkpoint.load import load
 from lockstep.checkpoint.save import save
 from lockstep.checkpoint.weights.convert import open_weights, write_file
-from lockstep.config.handlers import ProjectConfiguration
 
 SOURCES = ("plain", "pp=2 tp=2")
 """Of these each layout loads; of the others the plain model, and of some those that have most in common or least."""

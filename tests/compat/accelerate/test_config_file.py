@@ -9,11 +9,11 @@ import yaml
 
 from lockstep.compat.accelerate.config_file import OTHER_KEYS, SECTIONS, from_yaml, load
 from lockstep.compat.accelerate.write import write_config
-from lockstep.config.enums import PrecisionType
 from lockstep.config.run import RunConfig
 from lockstep.config.settings import IN_FILES
 from lockstep.config.yaml_file import MAX_BYTES, parse_yaml
 from lockstep.errors import ConfigError
+from lockstep.utils import PrecisionType
 from tests.compat.accelerate_examples import TWO_MACHINES, TWO_PROCESSES
 
 

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.compat.deepspeed.optimizers import DummyOptim, DummyScheduler, build_optimizer
+from lockstep.compat.deepspeed.optimizers import build_optimizer
 from lockstep.compat.deepspeed.schedulers import build_scheduler
 from lockstep.config.training_objects import OptimizerConfig, SchedulerConfig
 from lockstep.errors import ConfigError, UsageError
+from lockstep.utils import DummyOptim, DummyScheduler
 from train import problems
 
 

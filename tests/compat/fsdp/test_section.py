@@ -20,12 +20,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
 from lockstep.compat.accelerate.config_file import from_yaml
-from lockstep.compat.fsdp.plugin import FullyShardedDataParallelPlugin, from_fsdp_plugin
+from lockstep.compat.fsdp.plugin import from_fsdp_plugin
 from lockstep.compat.fsdp.section import KEYS, STRATEGIES, from_fsdp
 from lockstep.compat.rules import Translation
 from lockstep.config.merge import parallel_of, precision_of
 from lockstep.config.yaml_file import parse_yaml
 from lockstep.errors import ConfigError
+from lockstep.utils import FullyShardedDataParallelPlugin
 
 
 def line(config: Any, machines: int = 1) -> str:

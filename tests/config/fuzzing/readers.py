@@ -18,9 +18,9 @@ from lockstep.compat.accelerate.config_file import load
 from lockstep.compat.deepspeed.config import from_deepspeed
 from lockstep.compat.settings import external_settings
 from lockstep.config.hosts import read_hostfile
-from lockstep.config.parallel import Parallel
 from lockstep.config.sources import control_endpoint, process_environment, user_config_file, worker_settings
 from lockstep.control import Secret
+from lockstep.utils import Parallel
 from tests.config.fuzzing.judge import (
     complaint_about_output,
     differs,

@@ -13,12 +13,15 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep import infer_auto_device_map
 from lockstep.errors import ConfigError
-from lockstep.offload.device_map.infer import infer_auto_device_map
-from lockstep.offload.device_map.memory import get_balanced_memory, get_max_memory
-from lockstep.offload.device_map.placement import check_device_map
-from lockstep.offload.device_map.sizes import compute_module_sizes
-from lockstep.offload.device_map.ties import find_tied_parameters
+from lockstep.utils import (
+    check_device_map,
+    compute_module_sizes,
+    find_tied_parameters,
+    get_balanced_memory,
+    get_max_memory,
+)
 from tests.offload.random_models import random_model
 
 

@@ -9,13 +9,9 @@ import torch
 from torch import nn
 
 from lockstep.errors import ConfigError
-from lockstep.offload.device_map.placement import (
-    TensorPlacement,
-    assign_placements,
-    check_device_map,
-    main_device_of,
-)
+from lockstep.offload.device_map.placement import TensorPlacement, assign_placements, main_device_of
 from lockstep.offload.dispatch.attach import cross_devices
+from lockstep.utils import check_device_map
 from tests.offload.checkpoints import Net, made
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)

@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.offload.dispatch.dispatch import cpu_offload, disk_offload, load_checkpoint_and_dispatch
-from lockstep.offload.dispatch.empty import init_empty_weights
-from lockstep.offload.dispatch.model_hook import cpu_offload_with_hook
+from lockstep import (
+    cpu_offload,
+    cpu_offload_with_hook,
+    disk_offload,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+)
 from lockstep.offload.weights.attach import streamer_of
 from tests.offload.checkpoints import Net, made, save, weights
 

@@ -11,25 +11,25 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.errors import ConfigError, OffloadError, UsageError
-from lockstep.offload.dispatch.dispatch import (
+from lockstep import (
     cpu_offload,
+    cpu_offload_with_hook,
     disk_offload,
     dispatch_model,
+    init_empty_weights,
     load_checkpoint_and_dispatch,
-    remove_hook_from_submodules,
 )
-from lockstep.offload.dispatch.empty import init_empty_weights
-from lockstep.offload.dispatch.loading import load_checkpoint_in_model
-from lockstep.offload.dispatch.model_hook import cpu_offload_with_hook
-from lockstep.offload.dispatch.state import (
+from lockstep.errors import ConfigError, OffloadError, UsageError
+from lockstep.hooks import remove_hook_from_submodules
+from lockstep.offload.files.stored import FileBacked
+from lockstep.offload.weights.attach import streamer_of
+from lockstep.utils import (
     align_module_device,
     get_state_dict_offloaded_model,
     has_offloaded_params,
+    load_checkpoint_in_model,
     offload_state_dict,
 )
-from lockstep.offload.files.stored import FileBacked
-from lockstep.offload.weights.attach import streamer_of
 from tests.offload.checkpoints import WIDTH, Net, made, save, weights
 
 TOKENS = torch.arange(4)

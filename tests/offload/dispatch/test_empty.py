@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.offload.dispatch.empty import init_empty_weights, init_on_device
+from lockstep import init_empty_weights, init_on_device
 
 
 class Scaled(nn.Parameter):

@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep import init_empty_weights, load_checkpoint_and_dispatch
 from lockstep.errors import CheckpointError, ConfigError, OffloadError
-from lockstep.offload.dispatch.dispatch import load_checkpoint_and_dispatch
-from lockstep.offload.dispatch.empty import init_empty_weights
-from lockstep.offload.dispatch.loading import load_checkpoint_in_model
 from lockstep.offload.files.stored import FileBacked
+from lockstep.utils import load_checkpoint_in_model
 from tests.offload.checkpoints import Net, made, save, weights
 
 TOKENS = torch.arange(12).view(3, 4)[:, 0]

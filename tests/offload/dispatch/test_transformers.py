@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model, LlamaConfig, LlamaForCausalLM
 
-from lockstep.offload.dispatch.dispatch import load_checkpoint_and_dispatch, remove_hook_from_submodules
-from lockstep.offload.dispatch.empty import init_empty_weights
+from lockstep import init_empty_weights, load_checkpoint_and_dispatch
+from lockstep.hooks import remove_hook_from_submodules
 from lockstep.offload.weights.attach import streamer_of
 
 MODELS = {

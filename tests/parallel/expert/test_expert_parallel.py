@@ -16,13 +16,8 @@ from lockstep.comm.dtensor import local, total_norm, whole
 from lockstep.comm.ledger import CommunicationLedger
 from lockstep.config.enums import Activation
 from lockstep.errors import CollectiveMismatchError, ConfigError, UsageError
-from lockstep.parallel.expert import (
-    MixtureOfExperts,
-    expert_parallel,
-    load_balance_loss,
-    router_z_loss,
-    share_routing,
-)
+from lockstep.nn import MixtureOfExperts, load_balance_loss, router_z_loss
+from lockstep.parallel.expert import expert_parallel, share_routing
 from lockstep.parallel.recompute import recompute
 from lockstep.runtime import process
 from parallel.expert import problem

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lockstep import Accelerator
-from lockstep.config.parallel import Parallel
+from lockstep.utils import Parallel
 from parallel.blocks_and_root import BlocksAndRoot
 from tests.distributed.pool import WorkerPool
 from tests.marks import again

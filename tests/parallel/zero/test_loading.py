@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from lockstep import Accelerator
-from lockstep.config.enums import DistributedType
+from lockstep import Accelerator, DistributedType
 from parallel import zero_problem as problem
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from lockstep import Accelerator
-from lockstep.config.parallel import Parallel
 from lockstep.plan.memory import state_bytes, textbook_bytes
+from lockstep.utils import Parallel
 from parallel.blocks_and_root import BlocksAndRoot
 from parallel.live_bytes import LiveBytes, reachable_bytes
 from tests.distributed.pool import WorkerPool

@@ -13,8 +13,8 @@ from torch.func import functional_call
 
 from lockstep import Accelerator, AutocastKwargs, GradScalerKwargs
 from lockstep.comm.ledger import CommunicationLedger
-from lockstep.config.parallel import Parallel
 from lockstep.plan.dtypes import NONE, dtypes
+from lockstep.utils import Parallel
 from parallel import zero_precision_problem as oracle
 from parallel import zero_problem as problem
 from tests.marks import again
