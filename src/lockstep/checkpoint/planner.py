@@ -166,6 +166,7 @@ def _deduplicated(held: list[list[LocalShards]]) -> list[list[WriteItem]]:
         for one in of_rank:
             for box in one.boxes:
                 found = holders.setdefault((one.name, box.offsets, box.shape), [])
+                # Copies that may differ have one candidate: who writes them is not a matter of bytes.
                 if not (one.is_own and found):
                     found.append((number, WriteItem(one, box)))
     items: list[list[WriteItem]] = [[] for _ in held]
@@ -193,6 +194,7 @@ def _refuse_different(held: list[list[LocalShards]], ranks: list[int]) -> None:
 def _refuse_incomplete(index: Index) -> None:
     """Raise CheckpointError where what the ranks hold of a tensor does not fill it, or overlaps."""
     for name, entry in index.items():
+        # Boxes inside a tensor that do not overlap fill it if their elements add up to its own.
         total = sum(math.prod(piece.shape) for piece in entry.pieces)
         if total != math.prod(entry.shape) or overlap(entry.pieces):
             raise CheckpointError(

@@ -85,6 +85,7 @@ def held(
     for axis, factor in _in_order(mesh_shape, placements):
         dim = dim_of(placements[axis])
         if dim is not None:
+            # A strided placement cuts into ``factor`` parts first, and each rank has its chunk of every one of them.
             parts = _chunks(ranges[dim], factor)
             number, index = mesh_shape[axis], coordinate[axis]
             ranges[dim] = _joined([one for part in parts for one in _chunks(part, number)[index]])
@@ -100,6 +101,7 @@ def is_plain(placements: Sequence[Any]) -> bool:
 def _in_order(mesh_shape: Sequence[int], placements: Sequence[Any]) -> list[tuple[int, int]]:
     """Mesh dimensions in the order in which they cut, with the number of parts that are cut first."""
     order: list[tuple[int, int]] = []
+    # From the last axis on: an early cut goes to the front, a late one behind all cuts of the axes after it.
     for axis in reversed(range(len(placements))):
         dim, factor = dim_of(placements[axis]), _factor(placements[axis])
         later = math.prod(
@@ -121,6 +123,7 @@ def _factor(placement: Any) -> int:
 def _chunks(ranges: list[Range], number: int) -> list[list[Range]]:
     """As ``torch.chunk`` of the indices, with empty chunks in the end where there are too few."""
     total = sum(count for _, count in ranges)
+    # Rounded up, as torch.chunk does: only the last chunk that is not empty may be shorter.
     most = -(-total // number)
     return [_cut(ranges, i * most, (i + 1) * most) for i in range(number)]
 

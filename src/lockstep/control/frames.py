@@ -72,6 +72,7 @@ class FrameWriter:
 
     def frame(self, payload: bytes) -> bytes:
         """The next frame, around a payload of :func:`encode`."""
+        # The number is signed and not sent: both ends count, so that a frame fits in one place of the stream only.
         mac = self._key.sign(NUMBER.pack(self._number) + payload)
         self._number += 1
         return LENGTH.pack(len(payload)) + mac + payload
@@ -95,6 +96,7 @@ class FrameReader:
         self._received += received
         while len(self._received) >= LENGTH.size:
             (length,) = LENGTH.unpack_from(self._received)
+            # The length is not authentic yet: without a bound, someone in between could have this side wait for 4 GiB.
             if length > MAX_PAYLOAD_BYTES:
                 raise LinkError(
                     f"A frame of {length} bytes was announced, more than {MAX_PAYLOAD_BYTES}. Reconnect."
@@ -105,6 +107,7 @@ class FrameReader:
             mac = bytes(self._received[LENGTH.size : HEADER_BYTES])
             payload = bytes(self._received[HEADER_BYTES:end])
             del self._received[:end]
+            # In constant time, and before the payload is parsed: JSON of strangers is never read.
             if not hmac.compare_digest(mac, self._key.sign(NUMBER.pack(self._number) + payload)):
                 raise LinkError("A frame was changed, repeated or reordered on its way. Reconnect.")
             self._number += 1

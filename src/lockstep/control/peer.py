@@ -101,6 +101,7 @@ class Connection:
             LinkError: the other end closed, or its bytes are not those of a client which knows the secret.
             OSError: the connection broke.
         """
+        # Of a stranger no byte beyond its answer is read: what follows belongs to a session that does not exist yet.
         limit = READ_BYTES if self.authenticated else handshake.ANSWER_BYTES - len(self._answered)
         try:
             received = self.socket.recv(limit)
@@ -112,6 +113,7 @@ class Connection:
             yield from self._session.reader.messages(received)
             return
         self._answered += received
+        # Refused at the first wrong byte: another protocol may never send the rest of an answer.
         if not handshake.PROTOCOL.startswith(self._answered[: len(handshake.PROTOCOL)]):
             raise LinkError("another protocol")
         if len(self._answered) == handshake.ANSWER_BYTES:
@@ -124,6 +126,7 @@ class Connection:
         if self.ended or self._session is None:
             return
         frame = self._session.writer.frame(payload)
+        # A peer that reads too slowly is dropped: waiting for it would stop the thread that serves all others.
         if len(self._outgoing) + len(frame) > MAX_QUEUED_BYTES:
             self.end()
             return

@@ -82,6 +82,7 @@ class Accumulation:
                 "gradient_accumulation_steps to 1, or use even batches and accelerator.sample_weights()."
             )
         self._backward_calls = 0
+        # The last batch of an epoch ends its window, full or not, and the next window counts from zero.
         ends = step.sync_with_dataloader and step.end_of_data
         step.micro_batch = 0 if ends else step.micro_batch + 1
         step.sync_gradients = ends or step.micro_batch % step.accumulation_steps == 0
@@ -117,6 +118,7 @@ class Accumulation:
         with ExitStack() as stack:
             for model in models:
                 stack.enter_context(self._no_sync(model, inside_window))
+            # Without models nothing was held back, and the backward inside averages as ever.
             if not models:
                 yield
                 return
@@ -150,6 +152,7 @@ class Accumulation:
                 "Some backward calls of this accumulation window got a weight and others did not, so their "
                 "gradients do not add up to one mean. Pass weight=... to all of them or to none."
             )
+        # After the last backward of a window the next one may choose anew.
         self._window_is_weighted = None if last else weighted
         if weight is None:
             steps = self._step.accumulation_steps

@@ -69,6 +69,7 @@ class SequenceLayout:
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
 
     def _pieces(self, whole: Tensor, dim: int) -> tuple[Tensor, ...]:
+        # All heads come before all tails in the sequence, so that only two sizes of chunks follow each other.
         sizes = self.sizes(whole.shape[dim] // self.size)
         return whole.split([size for size in sizes for _ in range(self.size)], dim)
 

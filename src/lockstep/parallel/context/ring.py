@@ -54,6 +54,7 @@ class _RingAttention(torch.autograd.Function):
         keys, values = k, v
         merged = None
         for step in range(layout.size):
+            # The next keys travel while those at hand are used.
             coming = _pass_on((keys, values), layout, KEYS) if step + 1 < layout.size else None
             seen, shown = _visible(layout, step, causal, q.shape[2])
             part = kernel.forward(
@@ -79,6 +80,7 @@ class _RingAttention(torch.autograd.Function):
             gradients[0].to(q.dtype).contiguous(),
         )
         exact = lse.dtype
+        # Sums over the steps have the dtype of the log-sum-exps, at least fp32: bf16 would round each addend.
         dq = torch.zeros(q.shape, dtype=exact, device=q.device)
         own = [torch.zeros(t.shape, dtype=exact, device=q.device) for t in (k, v)]
         keys, values = k, v
@@ -91,6 +93,7 @@ class _RingAttention(torch.autograd.Function):
                 gradient[:, :, seen], block, (out[:, :, seen], lse[:, :, seen]), causal and step == 0, scale
             )
             dq[:, :, seen] += part[0]
+            # Gradients of a rank's own keys stay here. Those of others follow their keys; each rank adds its part.
             if step == 0:
                 sums: Sequence[Tensor] = own
             else:
@@ -101,6 +104,7 @@ class _RingAttention(torch.autograd.Function):
                 travelling = _pass_on(sums, layout, GRADIENTS)
             if coming is not None:
                 keys, values = coming.wait()
+        # After the last step they have come round to the rank whose keys these are.
         if travelling is not None:
             own = [mine + others for mine, others in zip(own, travelling.wait(), strict=True)]
         dk, dv = own
@@ -133,6 +137,7 @@ def _start(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 def _merge(out: Tensor, lse: Tensor, rows: slice, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax over two sets of keys from the softmax over each."""
     before = lse[:, :, rows]
+    # Each part is a softmax over its own keys; exp(lse_part - lse_total) is the share of these keys in the whole.
     total = torch.logaddexp(before, part_lse)
     out[:, :, rows] *= (before - total).exp()[..., None]
     out[:, :, rows] += part * (part_lse - total).exp()[..., None]

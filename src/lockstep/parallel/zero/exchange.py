@@ -51,6 +51,7 @@ class BroadcastAllGather(ShardCollective):
         own = parts[group.rank()]
         if own.data_ptr() != input_tensor.data_ptr():  # FSDP2 puts it there itself
             own.copy_(input_tensor)
+        # All are started before the first is waited for, so that every rank sends at once.
         under_way = [
             dist.broadcast(part, group=group, group_src=rank, async_op=True)
             for rank, part in enumerate(parts)
@@ -82,6 +83,7 @@ class ExchangeReduceScatter(ShardCollective):
                 output_tensor, input_tensor, op, group=group, async_op=async_op
             )
             return work
+        # Row r of what is received is what rank r adds to this rank's part; rows are always summed in this order.
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         torch.sum(received.view(group.size(), -1), dim=0, out=output_tensor)

@@ -86,6 +86,7 @@ class QuantizedAllGather(ShardCollective):
         Raises:
             UsageError: the shards are not float32, bfloat16 or float16.
         """
+        # The gathers of a secondary partition (hpZ), whose weights were quantised before they were cut.
         if group.group_name != self.group_name:
             exact: dist.Work | None = all_gather_into_tensor(
                 output_tensor, input_tensor, group=group, async_op=async_op
@@ -134,6 +135,7 @@ class QuantizedReduceScatter(ShardCollective):
         work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=async_op)
 
         def finish() -> None:
+            # Every rank's addend is decoded before the sum: integers of different scales cannot be added.
             total = from_message(received, count, bits=self.bits).sum(dim=0)
             output_tensor.copy_(total.mul_(factor))
 

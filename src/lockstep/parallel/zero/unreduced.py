@@ -126,6 +126,7 @@ def _rows(group: Any, names: Mapping[int, str], sharding: Sharding) -> list[Unre
     rows: list[UnreducedRows] = []
     for parameter, offset, numel in fsdp2.partial_reduce_rows(group):
         shape = fsdp2.sharded_param(parameter).shape
+        # As fully_shard cuts: ceil(rows / shards) each, the last shards fewer or none; in the flat sum all are padded.
         most = -(-shape[0] // mesh.shards)
         if most * shape[1:].numel() != numel:
             return []  # cut in another way as well, as by tensor parallelism
@@ -144,6 +145,7 @@ def mean_factor(dtype: torch.dtype, shards: int, replicas: int) -> float:
     """
     if dtype in (torch.float32, torch.bfloat16):
         return 1.0
+    # As FSDP2 finds its factor: the first power of two that no longer divides, or is at least the root of the ranks.
     ranks, divided_before = shards * replicas, 1
     while ranks % divided_before == 0 and ranks / divided_before > divided_before:
         divided_before *= 2
