@@ -73,13 +73,10 @@ def test_arbitrary_bytes_give_no_message_and_no_other_error(content: bytes) -> N
 @settings(max_examples=120, deadline=None)
 @given(st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_a_signed_payload_is_a_message_only_if_it_is_an_object(payload: bytes) -> None:
+    constants: list[str] = []  # NaN and Infinity as values; names of keys may be anything
     try:
-        value = json.loads(payload)
-        expected = (
-            [value]
-            if isinstance(value, dict) and b"NaN" not in payload and b"Infinity" not in payload
-            else None
-        )
+        value = json.loads(payload, parse_constant=constants.append)
+        expected = [value] if isinstance(value, dict) and not constants else None
     except ValueError:
         expected = None
     if expected is None:
