@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import psutil
@@ -17,9 +15,10 @@ from lockstep.check.observe import observed
 from lockstep.check.passes import ComparedBatch, PassResult, run
 from lockstep.check.snapshot import Snapshot, numbers, set_numbers
 from lockstep.errors import UsageError
-from lockstep.model.contents import is_container, rebound
+from lockstep.model.contents import copy_of
 from lockstep.parallel.determinism import BeforeWrites
 from lockstep.torch_internals import modules as torch_modules
+from lockstep.torch_internals.dispatch import WithoutCollectives
 
 COPIES = 3
 """Of the weights that must fit into memory: themselves, their gradients, and room for activations."""
@@ -51,14 +50,13 @@ class Reference:
             memo[id(parameter)].__dict__.update(vars(parameter))
         self.nbytes = sum(p.nbytes for p in model.parameters())
         try:
-            self.model: nn.Module = copy.deepcopy(model, memo)
+            self.model: nn.Module = copy_of(model, memo)
         except Exception as error:  # whatever a user's module raises
             raise UsageError(
                 f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}). Give what cannot be "
                 "copied a __deepcopy__ method."
             ) from error
         self._numbers = numbers(self.model)  # a script may change one, and change it back
-        _rebind_functions(self.model, {number: made for number, made in memo.items() if _can_be_around(made)})
 
     def check_memory(self, device: torch.device) -> None:
         """
@@ -134,7 +132,8 @@ class Reference:
         with autocast, self.filled(tensors, live.trained, device) as model, without_chance(model):
             snapshot = Snapshot(model)
             try:
-                with observed(model if look else None) as seen, BeforeWrites(snapshot.before_write):
+                notes = BeforeWrites(snapshot.before_write)
+                with observed(model if look else None) as seen, notes, WithoutCollectives():
                     result = run(_call_of(model), batch.detached(), lambda objective: objective.backward())
                 result.observed = seen
                 _complete(result, model, snapshot)
@@ -163,21 +162,6 @@ class _Rounding(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._live.tensors)
-
-
-def _can_be_around(value: Any) -> bool:
-    """Whether a hook's own values may be one that has been copied."""
-    return isinstance(value, nn.Module) or is_container(value)
-
-
-def _rebind_functions(model: nn.Module, copies: dict[int, Any]) -> None:
-    """Hooks and functions that modules keep work on the copies: copying leaves functions as they are."""
-    for module in model.modules():
-        places: list[dict[Any, Any]] = [vars(module), *torch_modules.hooks_of(module)]
-        for held in places:
-            for key, value in list(held.items()):
-                if isinstance(value, FunctionType):
-                    held[key] = rebound(value, copies)
 
 
 def _call_of(model: nn.Module) -> Callable[[ComparedBatch], Any]:

@@ -31,6 +31,10 @@ _OF_MIXED = (
 EXPLAINED: Mapping[str, str] = {
     "got mixed torch.Tensor and DTensor": _OF_MIXED,
     "'Tensor' object has no attribute 'placements'": _OF_MIXED,
+    "In order to use an autograd.Function with functorch transforms": (
+        "it calls layers of which each rank has a part inside of torch.func (vmap, grad, ...), which cannot see the "
+        "communication in them. Compute it with a dimension more in place of vmap"
+    ),
     "differentiate twice": "it differentiates through layers of which each rank has a part, and that a second time",
     "is a view and its base or another view of its base has been modified inplace": (
         "it changes a weight in place, which is a part of a DTensor (an embedding with max_norm does so too). Do it in "

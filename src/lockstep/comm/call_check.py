@@ -29,6 +29,7 @@ from lockstep.comm.call_record import CallRecord, CheckedCall, checked_call, spl
 from lockstep.comm.call_signatures import SIGNATURES, Signature
 from lockstep.errors import CollectiveMismatchError
 from lockstep.torch_internals import c10d
+from lockstep.torch_internals.dispatch import WithoutCollectives
 
 ASYNC_LIMIT_S = 1.0
 FOR_EVER = timedelta(days=20)  # as long as a store can wait: 2^31 ms
@@ -86,7 +87,7 @@ class CallCheck:
     ) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not self._originals:
+            if torch.compiler.is_compiling() or not self._originals or WithoutCollectives.is_active():
                 return original(*args, **kwargs)
             caller = sys._getframe(1)
             if is_library(caller):

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals import tensors as torch_tensors
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -50,22 +51,52 @@ def saved(value: Any) -> Callable[[], None] | None:
 
 
 def around(function: Any) -> list[Any]:
-    """What a function that was made inside of another has of that one's variables, and its defaults."""
+    """What a function that was made inside of another has of that one's variables, and its defaults; of a method its
+    object."""
+    if isinstance(function, types.MethodType):
+        return [function.__self__]
     if not isinstance(function, types.FunctionType):
         return []
     cells = [cell.cell_contents for cell in function.__closure__ or () if not _is_empty(cell)]
     return [*cells, *(function.__defaults__ or ())]
 
 
-def rebound(function: Any, copies: Mapping[int, Any], seen: tuple[Any, ...] = ()) -> Any:
-    """The same function for copies: of what it has around it, those in ``copies`` (by ``id``) in their place."""
+def copy_of(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """``copy.deepcopy``, which leaves functions as they are and raises for tensors that were computed (pruned weights).
+
+    In this copy the hooks and functions that modules keep work on the copies, and computed tensors are detached.
+    """
+    for inner in module.modules():
+        computed = [one for one in vars(inner).values() if isinstance(one, Tensor) and not one.is_leaf]
+        memo.update({id(one): one.detach().clone() for one in computed if id(one) not in memo})
+    copied: nn.Module = copy.deepcopy(module, memo)
+    _rebind_functions(copied, memo)
+    return copied
+
+
+def _rebind_functions(copied: nn.Module, copies: Mapping[int, Any]) -> None:
+    made = {
+        key: value for key, value in copies.items() if isinstance(value, nn.Module) or is_container(value)
+    }
+    for module in copied.modules():
+        places: list[dict[Any, Any]] = [vars(module), *torch_modules.hooks_of(module)]
+        for held in places:
+            for key, value in list(held.items()):
+                if isinstance(value, types.FunctionType):
+                    held[key] = _rebound(value, made)
+
+
+def _rebound(function: Any, copies: Mapping[int, Any], seen: tuple[Any, ...] = ()) -> Any:
+    """The same function for copies: of what it has around it, those in ``copies`` in their place."""
     inner = [value for value in around(function) if not any(value is one for one in (function, *seen))]
     if len(seen) > DEPTH or not any(id(value) in copies or around(value) for value in inner):
         return function
 
     def other(value: Any) -> Any:
-        return copies[id(value)] if id(value) in copies else rebound(value, copies, (*seen, function))
+        return copies[id(value)] if id(value) in copies else _rebound(value, copies, (*seen, function))
 
+    if isinstance(function, types.MethodType):
+        return types.MethodType(function.__func__, other(function.__self__))
     cells = tuple(
         cell if _is_empty(cell) else types.CellType(other(cell.cell_contents))
         for cell in function.__closure__ or ()

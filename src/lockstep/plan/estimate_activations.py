@@ -5,13 +5,13 @@ A model of token ids only: its ``forward`` takes ``input_ids``, as those of tran
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import UsageError
+from lockstep.model.contents import copy_of
 from lockstep.plan.estimate_import import last_line
 from lockstep.plan.estimate_model import Activations
 
@@ -124,7 +124,7 @@ def _faked(model: nn.Module, mode: Any, dtype: torch.dtype) -> nn.Module:
             if isinstance(tensor, torch.nn.Parameter):
                 fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = fake
-        return copy.deepcopy(model, memo).train()
+        return copy_of(model, memo).train()
 
 
 class _Counter:

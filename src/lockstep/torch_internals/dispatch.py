@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from lockstep.errors import UsageError
 from lockstep.torch_internals.versions import expect, probed
 
 
@@ -34,6 +36,28 @@ def changes_arguments(operator: Any) -> bool:
 def operators_of(names: Sequence[str]) -> list[Any]:
     """Those of these names that ``torch.ops.aten`` has."""
     return [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+
+
+class WithoutCollectives(TorchDispatchMode):
+    """Within it a collective raises instead of waiting for ranks that take no part in it.
+
+    Relies on: collectives are operators of these namespaces; the stack of active modes.
+
+    Raises:
+        UsageError: one is called.
+    """
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return any(isinstance(mode, cls) for mode in _get_current_dispatch_mode_stack())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            raise UsageError(
+                f"its forward or backward calls the collective {operation_name(func).partition('::')[2]}, which one "
+                "rank alone cannot do (a function or a global name may lead to a part of the split model)"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 PRODUCTS = (

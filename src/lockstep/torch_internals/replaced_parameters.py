@@ -44,7 +44,8 @@ class ReplacedParameter(nn.Parameter):
                 return function(*args, **(kwargs or {}))
         raise UsageError(
             "A parameter was used that a model had before accelerator.prepare() sharded it; its values are gone. Take "
-            "parameters from the prepared model (model.parameters()), and pass optimizers to prepare together with it."
+            "parameters from the prepared model (model.parameters()), in a forward from its modules (self.scale, not "
+            "what a function or a list has kept), and pass optimizers to prepare together with it."
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 from tests.parallel.split.host import HIDDEN, WIDTH, Fragment
@@ -44,6 +44,11 @@ def mlp(function: Callable[[Any, Tensor], Tensor], **inner: Callable[[], Any]) -
 
 def pair(between: Callable[[Any, Tensor, Tensor], Tensor], **inner: Callable[[], Any]) -> Fragment:
     return mlp(lambda m, x: m.down(between(m, x, m.up(x))), up=up, down=down, **inner)
+
+
+def pruned(layer: nn.Linear) -> nn.Linear:
+    prune.l1_unstructured(layer, "weight", amount=0.3)
+    return layer
 
 
 def random(*shape: int) -> Callable[[], nn.Parameter]:
@@ -323,6 +328,8 @@ LAYERS: dict[str, Fragment] = {
     ),
     "best of experts": mlp(switch, gate=lambda: up(4), experts=experts_list),
     "mixture of depths": mlp(mixture_of_depths, up=up, down=down, score=lambda: up(1)),
+    "pruned": Fragment(mlp=lambda: nn.Sequential(pruned(up()), nn.GELU(), down())),
+    "in vmap": mlp(lambda m, x: torch.func.vmap(lambda row: m.down(F.gelu(m.up(row))))(x), up=up, down=down),
     "lora": Fragment(mlp=lambda: nn.Sequential(LoRA(up()), nn.GELU(), LoRA(down()))),
     "lora as a parametrization": mlp(
         lambda m, x: m.down(F.gelu(m.up(x))),

@@ -10,8 +10,14 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
         "weights from parameters()": ("loss: l2 of all parameters",),
         "does not compute what the whole model does": ("state: inner features by hooks",),
         "max_norm does so too": ("structure: largest norm",),
+        "inside of torch.func": ("mlp: in vmap",),
+        "that a model had before accelerator.prepare()": (
+            "structure: a parameter in a closure",
+            "structure: a parameter in a list",
+        ),
     },
     "ring": {
+        "has a forward of its own that hides": ("structure: a block's forward around the one before",),
         "along dim 1, the sequence": (
             "layer: mean over positions",
             "block: roll",
@@ -190,6 +196,7 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
         "was given without any": ("structure: attributes",),
     },
     "ulysses": {
+        "has a forward of its own that hides": ("structure: a block's forward around the one before",),
         "along dim 1, the sequence": (
             "layer: mean over positions",
             "block: roll",
@@ -399,6 +406,10 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
             "structure: mixture with capacity",
             "state: counter in an object",
             "state: random numbers of its own",
+        ),
+        "without reading it from a module": (
+            "structure: a parameter in a closure",
+            "structure: a parameter in a list",
         ),
         "needs a value of a tensor that only another stage": ("loss: l1 of norms",),
         "changes the parameter": ("loss: a moving teacher", "loss: a moving teacher that begins elsewhere"),

@@ -110,6 +110,38 @@ def of_patches(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(m, x, y[:, ::3].contiguous())
 
 
+class Scaled(nn.Module):
+    """An MLP behind a function that keeps a parameter of the model."""
+
+    def __init__(self, mlp: nn.Module, scale: nn.Parameter) -> None:
+        super().__init__()
+        self.mlp, self.function = mlp, lambda x: x * scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.function(x))
+
+
+def scaled_by_a_closure(m: Any) -> None:
+    m.shared = nn.Parameter(torch.ones(WIDTH))
+    for block in m.blocks:
+        block.mlp = Scaled(block.mlp, m.shared)
+
+
+def in_a_list(m: Any) -> None:
+    m.shared = nn.Parameter(torch.ones(WIDTH))
+    m.kept = [m.shared]
+
+
+def around_old_forwards(m: Any) -> None:
+    for block in m.blocks:
+        block.attn.forward = lambda x, old=block.attn.forward: 0.5 * old(x)
+
+
+def one_forward_around(m: Any) -> None:
+    old = m.blocks[1].forward
+    m.blocks[1].forward = lambda x: old(x) + 0.1 * x
+
+
 # Between blocks -----------------------------------------------------------------------------------
 
 
@@ -553,6 +585,10 @@ STRUCTURE: dict[str, Fragment] = {
     "attributes of the first weight": Fragment(body=of_first_weight),
     "children by name": Fragment(body=by_name),
     "one block left out": Fragment(body=skipping),
+    "a parameter in a closure": Fragment(build=scaled_by_a_closure),
+    "a parameter in a list": Fragment(build=in_a_list, body=lambda m, x: through(m, x) * m.kept[0]),
+    "forwards around those before": Fragment(build=around_old_forwards),
+    "a block's forward around the one before": Fragment(build=one_forward_around),
     "blocks without a sum": Fragment(
         body=lambda m, x: x + m.blocks[0](x) + m.blocks[1](x) + m.blocks[2](x) + m.blocks[3](x)
     ),

@@ -38,6 +38,7 @@ FAST: dict[str, tuple[str, ...]] = {
         ),
         *("loss: l2 of all parameters", "state: recent lengths", "state: inner features by hooks"),
         *("structure: class token", "structure: tied head", "structure: one MLP for all"),
+        *("structure: a parameter in a closure", "structure: forwards around those before"),
     ),
     "ring": (
         *(
@@ -60,6 +61,7 @@ FAST: dict[str, tuple[str, ...]] = {
         *("structure: a vector of each row to blocks", "attention: multihead, time first"),
     ),
     "pp": (
+        *("structure: a parameter in a list", "mlp: pruned"),
         *(
             "loss: sum by rows",
             "loss: in-batch negatives",

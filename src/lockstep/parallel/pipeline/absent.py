@@ -6,7 +6,6 @@ memory; what it computes from inputs and buffers alone is real.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UsageError
+from lockstep.model.contents import copy_of
 from lockstep.torch_internals import dtensor
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals.fake import FakeTensor, FakeTensorMode, emptied
@@ -112,7 +112,7 @@ def copy_without_values(module: nn.Module, memo: dict[int, Any], keep_buffers: b
 
     ``keep_buffers``: buffers are copied with their values, as plain attributes; else they are as in ``memo``.
     """
-    new = copy.deepcopy(module, memo)
+    new = copy_of(module, memo)
     for inner in new.modules():
         _attributes_instead(inner, torch_modules.parameters_of(inner))
         if keep_buffers:

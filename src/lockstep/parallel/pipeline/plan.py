@@ -159,6 +159,7 @@ def _tracer(model: nn.Module, layout: Layout) -> Tracer:
 def _run(
     tracer: Tracer, model: nn.Module, layout: Layout, call: Call, loss_fn: Callable[..., Tensor] | None
 ) -> Traced:
+    tracer.real = {storage_of(parameter): name for name, parameter in model.named_parameters()}
     tracer.parts = {id(part.copy): name for name, part in layout.parts.items()}
     tracer.kept = [
         (f"{name}.{path}" if path else name, inner)

@@ -133,8 +133,9 @@ class Replays:
         passed = {id(leaf) for tree in (out, given) for leaf in leaves(tree).values()}
         alive = [reference() for reference in self.made or ()]
         left = [tensor for tensor in alive if tensor is not None and id(tensor) not in passed]
-        own = {id(alive), id(left), id(self._kept)}
-        holders = gc.get_referrers(*left) if left else []
+        given_to_gc = tuple(left)  # which Python 3.13 counts among those who have them
+        own = {id(alive), id(left), id(self._kept), id(given_to_gc)}
+        holders = gc.get_referrers(*given_to_gc) if left else []
         return any(id(holder) not in own and not isinstance(holder, types.FrameType) for holder in holders)
 
     def _kinds(self, args: Any, kwargs: Any) -> Hashable:

@@ -135,6 +135,9 @@ class Tracer(TorchDispatchMode):
         self._names = names
         self._title = title
         self._stack: list[str] = []
+        self.real: dict[
+            int, str
+        ] = {}  # storage -> name of the model's own parameters, which are not to be used
         self.inputs: dict[int, set[str]] = {}  # storage -> paths of arguments
         self.used: set[str] = set()  # paths of those that an operation reads
         # Equal for blocks (name, module) that make the same shapes; None where that is not known.
@@ -181,6 +184,8 @@ class Tracer(TorchDispatchMode):
                 self.traced.uses[name].add(self._segment)
                 foreign = True
                 continue
+            if type(tensor) is nn.Parameter and (held := self.real.get(storage_of(tensor))) is not None:
+                raise self._kept_elsewhere(held)
             born = self._born.get(storage_of(tensor))
             if born is None:
                 foreign = foreign or is_stand_in(tensor)
@@ -386,6 +391,13 @@ class Tracer(TorchDispatchMode):
             f"The forward of {self._where()} uses a tensor of shape {tuple(tensor.shape)} that was made inside of a "
             "block of an earlier stage of the pipeline and that this block neither returns nor keeps as an attribute "
             "(a hook took it, or a container that blocks share). Let the block return it: x, aux = block(x)."
+        )
+
+    def _kept_elsewhere(self, name: str) -> UsageError:
+        return UsageError(
+            f"The forward of {self._where()} uses the parameter '{name}' without reading it from a module (a function "
+            "or a list has kept it), so that a pipeline cannot tell which of its stages needs it. Read it as an "
+            "attribute, such as self.scale, or pass it as an argument."
         )
 
     def _attribute(self, tensor: Tensor) -> tuple[str, str] | None:

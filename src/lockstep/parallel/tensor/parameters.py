@@ -10,6 +10,7 @@ from lockstep.comm.dtensor import is_dtensor
 from lockstep.parallel.tensor.plan import COLUMN_STYLES, PACKED, ROW_STYLES, TensorPlan, is_conv1d
 from lockstep.torch_internals import dtensor
 from lockstep.torch_internals import modules as torch_modules
+from lockstep.torch_internals.replaced_parameters import retire
 
 
 def placement(module: nn.Module, name: str, style: str) -> Any:
@@ -46,9 +47,11 @@ def zero_placement(parameter: nn.Parameter) -> Any:
 
 
 def replace_parameters(modules: dict[str, nn.Module], plan: TensorPlan, mesh: Any) -> None:
+    """Give the modules DTensors; using one of their parameters from before is an error afterwards."""
     styles = plan.styles
     made: dict[int, nn.Parameter] = {}
     placements: dict[int, Any] = {}
+    replaced: list[nn.Parameter] = []
     for module_name, module in modules.items():
         for name, parameter in torch_modules.parameters_of(module).items():
             if parameter is not None and not is_dtensor(parameter):
@@ -62,8 +65,11 @@ def replace_parameters(modules: dict[str, nn.Module], plan: TensorPlan, mesh: An
             if id(parameter) not in made:
                 made[id(parameter)] = distribute(parameter, mesh, placements[id(parameter)])
             torch_modules.parameters_of(module)[name] = made[id(parameter)]
+            replaced.append(parameter)
         if is_conv1d(module) and styles.get(module_name) in COLUMN_STYLES:
             module.nf = module.nf // mesh.size()
+    for parameter in replaced:
+        retire(parameter)
 
 
 def distribute(parameter: nn.Parameter, mesh: Any, placement: Any) -> nn.Parameter:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.model.contents import copy_of
 from lockstep.parallel.tensor.communication import part_of_pieces
 from lockstep.parallel.tensor.operands import RankFeatures, unmarked
 from lockstep.parallel.tensor.plan import PACKED, features
@@ -208,7 +208,7 @@ def without_weights(rehearsal: Any, trains: bool) -> nn.Module:
             device = "cpu" if values.is_meta else values.device
             values = (torch.rand(parameter.shape, generator=numbers) + 0.5).to(device, parameter.dtype)
         memo[id(parameter)] = nn.Parameter(values, requires_grad=is_float)
-    copied: nn.Module = copy.deepcopy(module, memo).train(trains)
+    copied: nn.Module = copy_of(module, memo).train(trains)
     for inner in copied.modules():
         torch_modules.clear_forward_hooks(inner)
         for name, value in vars(inner).items():
