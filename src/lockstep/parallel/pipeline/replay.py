@@ -34,6 +34,9 @@ class Replays:
     that it is called in. What leaves more behind than its output (notes on itself, changed arguments, tensors that
     somebody else has taken) is not replayed, nor is what uses a tensor of the model outside of blocks.
 
+    Blocks that fill one of transformers' caches are each traced, and what they compute is noted (``operations``). Those
+    that compute the same, operation by operation, have outputs of equal shapes for another number of rows, too.
+
     Args:
         storage: The key of a tensor's storage.
         is_known: Whether a storage belongs to a parameter outside of blocks, or to something that was computed.
