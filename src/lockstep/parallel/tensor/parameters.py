@@ -51,7 +51,7 @@ def replace_parameters(modules: dict[str, nn.Module], plan: TensorPlan, mesh: An
     styles = plan.styles
     made: dict[int, nn.Parameter] = {}
     placements: dict[int, Any] = {}
-    replaced: list[nn.Parameter] = []
+    replaced: dict[int, nn.Parameter] = {}
     for module_name, module in modules.items():
         for name, parameter in torch_modules.parameters_of(module).items():
             if parameter is not None and not is_dtensor(parameter):
@@ -65,10 +65,10 @@ def replace_parameters(modules: dict[str, nn.Module], plan: TensorPlan, mesh: An
             if id(parameter) not in made:
                 made[id(parameter)] = distribute(parameter, mesh, placements[id(parameter)])
             torch_modules.parameters_of(module)[name] = made[id(parameter)]
-            replaced.append(parameter)
+            replaced[id(parameter)] = parameter
         if is_conv1d(module) and styles.get(module_name) in COLUMN_STYLES:
             module.nf = module.nf // mesh.size()
-    for parameter in replaced:
+    for parameter in replaced.values():
         retire(parameter)
 
 
