@@ -410,6 +410,7 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
         "without reading it from a module": (
             "structure: a parameter in a closure",
             "structure: a parameter in a list",
+            "structure: a list that torch does not see",
         ),
         "needs a value of a tensor that only another stage": ("loss: l1 of norms",),
         "changes the parameter": ("loss: a moving teacher", "loss: a moving teacher that begins elsewhere"),
@@ -433,7 +434,6 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
             "structure: blocks in reverse",
             "structure: one block left out",
             "structure: two blocks in turn",
-            "structure: a list that torch does not see",
             "structure: two batches, one after the other",
             "structure: a pass before the pass",
         ),

@@ -396,8 +396,8 @@ class Tracer(TorchDispatchMode):
     def _kept_elsewhere(self, name: str) -> UsageError:
         return UsageError(
             f"The forward of {self._where()} uses the parameter '{name}' without reading it from a module (a function "
-            "or a list has kept it), so that a pipeline cannot tell which of its stages needs it. Read it as an "
-            "attribute, such as self.scale, or pass it as an argument."
+            "or a list has kept it, or its module), so that a pipeline cannot tell which of its stages needs it. Read "
+            "it as an attribute, such as self.scale, or pass it as an argument; hold modules in an nn.ModuleList."
         )
 
     def _attribute(self, tensor: Tensor) -> tuple[str, str] | None:

@@ -65,7 +65,8 @@ def replace_parameters(modules: dict[str, nn.Module], plan: TensorPlan, mesh: An
             if id(parameter) not in made:
                 made[id(parameter)] = distribute(parameter, mesh, placements[id(parameter)])
             torch_modules.parameters_of(module)[name] = made[id(parameter)]
-            replaced[id(parameter)] = parameter
+            if not torch_modules.has_flat_weights(module):  # which lists them a second time
+                replaced[id(parameter)] = parameter
         if is_conv1d(module) and styles.get(module_name) in COLUMN_STYLES:
             module.nf = module.nf // mesh.size()
     for parameter in replaced.values():
