@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.errors import UsageError
 from lockstep.torch_internals import versions
@@ -64,6 +67,28 @@ def test_probes_leave_random_numbers_and_settings_as_they_were() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(torch.rand(2), expected)
+
+
+class Watching(TorchDispatchMode):
+    """Asks every result for its memory, as a profiler of the user may; sparse tensors have none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(value, torch.Tensor):
+                value.untyped_storage().nbytes()
+        return result
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    "mode", [Watching, FakeTensorMode, lambda: torch.device("meta")], ids=["watching", "fake", "meta"]
+)
+def test_probes_see_no_mode_of_the_user(name: str, mode: Callable[[], Any]) -> None:
+    """Otherwise the first ``prepare`` of a process would say that this torch is unknown."""
+    probe = engine(name).probe
+    with mode():
+        probe()
 
 
 GONE = [

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lockstep.errors import UsageError
 
@@ -49,11 +50,19 @@ def probed(engine: str, does: str) -> Callable[[Probe], Probe]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """torch as it is by default: a probe sees nothing that the user has set, and draws none of his random numbers."""
+    """torch as it is by default: a probe sees nothing that the user has set, and draws none of his random numbers.
+
+    Modes that see every operation are left too: what they cannot do says nothing about torch.
+    """
     dtype, numbers = torch.get_default_dtype(), torch.get_rng_state()
     torch.set_default_dtype(torch.float32)
     try:
-        with warnings.catch_warnings(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        with (
+            _disable_current_modes(),
+            warnings.catch_warnings(),
+            torch.device("cpu"),
+            torch.autocast("cpu", enabled=False),
+        ):
             warnings.simplefilter("ignore")
             with torch.inference_mode(False), torch.enable_grad():
                 yield
