@@ -290,3 +290,52 @@ def test_random_command_lines_end_in_a_plan_or_one_message(
         assert "Traceback" not in err, line
         codes.append(code)
     assert 10 < codes.count(0) < 290
+
+
+@pytest.mark.parametrize("arguments", [["help"], ["help", "launch"], ["help", "checkpoint", "verify"]])
+def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert call(capsys, *arguments) == call(capsys, *arguments[1:], "--help")
+
+
+def test_the_version_has_a_short_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, "-V") == call(capsys, "--version")
+
+
+def test_a_flag_after_the_script_is_noticed_unless_the_script_knows_it(
+    capsys: pytest.CaptureFixture[str], script: Path
+) -> None:
+    arguments = (
+        "launch",
+        "--cpu",
+        "--dry-run",
+        script,
+        "--nproc",
+        "2",
+        "--mixed_precision=bf16",
+        "--epochs",
+        "3",
+    )
+    code, _, said = call(capsys, *arguments)
+    assert code == 0
+    assert [line.split()[2] for line in said.splitlines()] == ["--nproc", "--mixed_precision"]
+    assert f"write it before {script}" in said
+    script.write_text('parser.add_argument("--nproc", "--mixed-precision")')
+    assert call(capsys, *arguments)[2] == ""
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+def test_gpus_that_are_not_there_are_told(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    script: Path,
+    tmp_path: Path,
+    by_file: bool,
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    flags = ["--config-file", file] if by_file else ["--nproc", 2, "--multi-gpu"]
+    for there, lines in ((False, 1), (True, 0)):
+        monkeypatch.setattr("torch.accelerator.is_available", lambda there=there: there)
+        said = call(capsys, "launch", *flags, "--dry-run", script)[2]
+        asks = f"{file}:1: distributed_type" if by_file else "--multi-gpu"
+        assert said.count(f"{asks} asks for GPUs, but torch") == lines

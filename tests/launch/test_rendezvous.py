@@ -332,13 +332,31 @@ def test_a_launcher_of_an_earlier_launch_is_refused(coordinator: tuple[Coordinat
     stale.close()
 
 
+def test_the_host_says_once_whom_it_turns_away() -> None:
+    told = Told()
+    plan = LaunchPlan(command=("true",), nproc=1, num_machines=2, address=LOOPBACK)
+    server = CoordinatorServer(plan, new_secret(), LOOPBACK, 0, "first", "train.py", told)
+    with socket.create_connection(server.address) as scanner:  # a client of something else is none
+        scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        scanner.recv(100)
+    for _ in range(2):
+        with pytest.raises(ConfigError):
+            Rendezvous(server.address, new_secret(), LauncherIdentity("train.py", 1, None, LOOPBACK), Told())
+    server.close()
+    assert told.lines == [
+        "lockstep launch: 127.0.0.1 was turned away: it has another secret. Give every machine the same --secret-file "
+        "or LOCKSTEP_SECRET."
+    ]
+
+
 def test_a_wrong_secret_is_final_and_so_is_another_program(
     coordinator: tuple[CoordinatorServer, Any],
 ) -> None:
     server, _ = coordinator
     identity = LauncherIdentity("train.py", 1, None, LOOPBACK)
-    with pytest.raises(ConfigError, match="same secret"):
-        Rendezvous(server.address, new_secret(), identity, Told())
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="same secret.*--secret-file or LOCKSTEP_SECRET"):
+            Rendezvous(server.address, new_secret(), identity, Told())
     with listening_socket(LOOPBACK) as other:
         other.settimeout(10.0)
         address = (LOOPBACK, other.getsockname()[1])

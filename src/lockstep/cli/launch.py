@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from lockstep.cli.launch_options import LaunchCommand, dashes, options
+from lockstep.cli.launch_options import LaunchCommand, dashes, misplaced, options
 from lockstep.compat.accelerate.flags import LATER_SWITCHES, spread_settings
 from lockstep.compat.deepspeed.config import from_deepspeed
 from lockstep.compat.rules import Translation
 from lockstep.compat.settings import environment_settings
+from lockstep.config.checks import LOCAL
 from lockstep.config.merge import (
     joined_sources,
     merge_settings,
@@ -31,6 +32,9 @@ from lockstep.config.sources import (
 from lockstep.config.values import SettingValue
 from lockstep.errors import ConfigError
 from lockstep.launch.plan import LaunchPlan, Program, available_cores, make_plan, merge
+
+if TYPE_CHECKING:
+    from lockstep.compat.accelerate.config_file import LoadedConfig
 
 EPILOG = """\b
 Examples:
@@ -57,7 +61,8 @@ def command_function(ctx: click.Context, script: str, arguments: tuple[str, ...]
     program = Program(script, arguments, bool(options["module"]), bool(options["no_python"]), in_pods)
     program.command()  # a missing script is refused before anything is read or imported
     environ = inherited_environment()
-    settings = merge(_flags(ctx, options), _file(options["config_file"]), environ)
+    said_by_file, loaded = _file(options["config_file"])
+    settings = merge(_flags(ctx, options), said_by_file, environ)
     for sentence in unknown_variables(environ):
         click.echo(f"lockstep launch: {sentence}", err=True)
     asked = environment_settings(environ, settings["num_machines"].value)
@@ -78,6 +83,8 @@ def command_function(ctx: click.Context, script: str, arguments: tuple[str, ...]
         from lockstep.launch.shared_secret import check_secret_file
 
         check_secret_file(plan)
+    for sentence in _without_effect(ctx, options, program, plan, loaded):
+        click.echo(f"lockstep launch: {sentence}", err=True)
     if options["dry_run"]:
         for warning in (*asked.warnings, *described.warnings):  # in a run, the main process says them
             click.echo(f"lockstep launch: {warning}", err=True)
@@ -168,12 +175,37 @@ def _described(setting: SettingValue) -> Translation:
     return from_deepspeed(setting.value) if setting.value is not None else Translation({})
 
 
-def _file(path: str | None) -> dict[str, SettingValue]:
-    """The settings of the configuration file, if one is given or the user has a default one."""
+def _without_effect(
+    ctx: click.Context,
+    options: dict[str, Any],
+    program: Program,
+    plan: LaunchPlan,
+    loaded: LoadedConfig | None,
+) -> Iterator[str]:
+    """A sentence on each flag of this command that the script gets, and on GPUs that are asked for and not there."""
+    target = program.target
+    for flag in misplaced(ctx, program.arguments, target):
+        yield (
+            f"{flag} stands after {target}, so the script gets it. If it is meant for the launch, write it before "
+            f"{target}."
+        )
+    said = "--multi-gpu" if options["multi_gpu"] else loaded.gpus if loaded is not None else ""
+    if said and plan.reach.backend == LOCAL and not plan.settings["use_cpu"].value:
+        import torch
+
+        if not torch.accelerator.is_available():
+            yield (
+                f"{said} asks for GPUs, but torch {torch.__version__} finds none on this machine: the script trains on "
+                "the CPU."
+            )
+
+
+def _file(path: str | None) -> tuple[dict[str, SettingValue], LoadedConfig | None]:
+    """The settings of the configuration file, if one is given or the user has a default one, and what else it says."""
     named = None if path is not None else named_config_file()
     default = user_config_file()
     if path is None and named is None and not os.path.lexists(default):
-        return {}
+        return {}, None
     from lockstep.compat.accelerate.config_file import load
 
     if path is not None:
@@ -186,12 +218,13 @@ def _file(path: str | None) -> dict[str, SettingValue]:
         click.echo(f"lockstep launch: settings from {default}", err=True)
     for warning in loaded.warnings:
         click.echo(f"lockstep launch: {warning}", err=True)
-    return {
+    said = {
         name: SettingValue(
             value, loaded.origins.get(name, str(path)), loaded.words if name == "parallel" else {}
         )
         for name, value in loaded.config.given().items()
     }
+    return said, loaded
 
 
 def _device_count(settings: dict[str, SettingValue]) -> int:

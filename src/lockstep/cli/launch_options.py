@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -62,6 +63,21 @@ def options() -> list[click.Parameter]:
         for name in UNUSED_SWITCHES
     ]
     return [*shown, *foreign, *switches, *unused]
+
+
+def misplaced(ctx: click.Context, arguments: Sequence[str], script: str) -> list[str]:
+    """Options of this command among the script's ``arguments``, which the script's text does not name as its own."""
+    shown = {dashes(word) for one in ctx.command.params for word in one.opts if word.startswith("--")}
+    words = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
+    found = [word for word in dict.fromkeys(words) if dashes(word) in shown]
+    if not found:
+        return []
+    try:
+        text = Path(script).read_text(errors="replace")
+    except OSError:  # a module or another program
+        return []
+    own = dashes(text)
+    return [word for word in found if dashes(word).strip("-") not in own]
 
 
 class LaunchCommand(click.Command):

@@ -50,6 +50,8 @@ class LazyGroup(click.Group):
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[Any, Any, list[str]]:
+        if args and args[0] == "help":
+            args = [*args[1:], "--help"]
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             from lockstep.config.values import suggestion
 
@@ -62,7 +64,7 @@ class LazyGroup(click.Group):
 
 
 @click.group(cls=LazyGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="lockstep")
+@click.version_option(__version__, "-V", "--version", prog_name="lockstep")
 def cli() -> None:
     """Distributed PyTorch training: the same script on one process or many."""
 

@@ -32,6 +32,10 @@ class Session(NamedTuple):
     writer: FrameWriter
 
 
+class OtherSecretError(LinkError):
+    """A client speaks this protocol, with another secret."""
+
+
 def greeting() -> bytes:
     """What a server says first; fresh for each connection."""
     return PROTOCOL + secrets.token_bytes(NONCE_BYTES)
@@ -53,11 +57,11 @@ def welcome(secret: Secret, greeted: bytes, answered: bytes) -> tuple[bytes, Ses
     """The server's proof and session, for a client whose answer is right.
 
     Raises:
-        LinkError: the answer is not that of a client which knows the secret.
+        OtherSecretError: the answer is not that of a client which knows the secret.
     """
     theirs, proof = answered[:GREETING_BYTES], answered[GREETING_BYTES:]
     if not hmac.compare_digest(proof, secret.sign(b"client" + greeted + theirs)):
-        raise LinkError("the client does not know the secret")
+        raise OtherSecretError("the client does not know the secret")
     to_server, to_client = _keys(secret, greeted, theirs)
     return secret.sign(b"server" + greeted + theirs), Session(FrameReader(to_server), FrameWriter(to_client))
 

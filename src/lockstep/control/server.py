@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from lockstep.control.handshake import OtherSecretError
 from lockstep.control.peer import Connection
 from lockstep.control.peer import ControlConnection as ControlConnection
 from lockstep.control.peer import Handler as Handler
@@ -44,16 +45,23 @@ class Server:
         host: the address of this machine to bind to, and no other.
         port: 0 for a free one.
         handlers: by the first part of the ``kind`` of their messages.
+        turned_away: is told the address of each client that has another secret; called as handlers are.
 
     Raises:
         ConfigError: the host is not an address of this machine, or the port is taken.
     """
 
     def __init__(
-        self, secret: Secret, host: str, port: int = 0, handlers: Mapping[str, Handler] | None = None
+        self,
+        secret: Secret,
+        host: str,
+        port: int = 0,
+        handlers: Mapping[str, Handler] | None = None,
+        turned_away: Callable[[str], None] = lambda address: None,
     ) -> None:
         self._secret = secret
         self._handlers = dict(handlers or {})
+        self._turned_away = turned_away
         self._listener = listening_socket(host, port)
         bound = self._listener.getsockname()
         self.address: tuple[str, int] = (bound[0], bound[1])
@@ -162,6 +170,9 @@ class Server:
                 self._deliver(connection, message)
                 if connection.ended:
                     return
+        except OtherSecretError:
+            _guarded(self._turned_away, connection.address[0])
+            connection.end()
         except (OSError, LinkError):
             connection.end()
 

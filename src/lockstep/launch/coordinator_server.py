@@ -18,6 +18,7 @@ from lockstep.observe.hang.coordinator import Coordinator, WatchSettings
 
 # how long the others' launchers have to read why the launch ended, and to end their workers
 LEAVE_LIMIT_S = 3.0
+MOST_NAMED = 16
 
 
 class CoordinatorServer:
@@ -53,6 +54,7 @@ class CoordinatorServer:
         watched = plan.survival.watch
         limits = WatchSettings(hang_timeout_s=plan.survival.hang_timeout_s)
         coordinator = Coordinator(limits, lambda sentence: say(f"lockstep launch: {sentence}"))
+        self._say, self._strangers = say, set[str]()
         self._coordinator = LaunchCoordinator(
             members,
             Restarts(plan.survival.max_restarts),
@@ -65,7 +67,7 @@ class CoordinatorServer:
         if watched:
             handlers["watch"] = coordinator
         try:
-            self._server = Server(secret, address, port, handlers)
+            self._server = Server(secret, address, port, handlers, self._turned_away)
         except ConfigError as error:
             if port and "taken" in str(error):
                 raise ConfigError(
@@ -75,6 +77,14 @@ class CoordinatorServer:
             raise
         self.address = self._server.address
         self._server.start()
+
+    def _turned_away(self, address: str) -> None:
+        if address not in self._strangers and len(self._strangers) < MOST_NAMED:
+            self._strangers.add(address)
+            self._say(
+                f"lockstep launch: {address} was turned away: it has another secret. Give every machine the same "
+                "--secret-file or LOCKSTEP_SECRET."
+            )
 
     def interrupt(self, name: str, code: int) -> None:
         """End the launch on all machines with this code, because this one got a signal."""

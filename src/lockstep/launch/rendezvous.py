@@ -199,7 +199,10 @@ class Rendezvous:
                 try:
                     return Client(self._address, self._secret, CONNECT_S)
                 except LinkError as error:
-                    raise ConfigError(f"{error} (main_process_ip and main_process_port)") from None
+                    raise ConfigError(
+                        f"{error} Every machine takes it from --secret-file or LOCKSTEP_SECRET; main_process_ip and "
+                        "main_process_port say who hosts the launch."
+                    ) from None
             waited_s = time.monotonic() - started
             if waited_s > limit_s:
                 raise ConfigError(

@@ -102,13 +102,15 @@ ACCELERATE_ONLY = ("compute_environment", "distributed_type")
 class LoadedConfig:
     """A configuration file after checking; ``origins`` gives file and line of each setting that it has.
 
-    ``words``: the key that each word of ``parallel`` comes from, where sections say them.
+    ``words``: the key that each word of ``parallel`` comes from, where sections say them. ``gpus``: where the file
+    asks for GPUs, or "".
     """
 
     config: RunConfig
     origins: dict[str, str]
     warnings: list[str] = field(default_factory=list)
     words: Mapping[str, str] = field(default_factory=dict)
+    gpus: str = ""
 
 
 def load(path: str | Path) -> LoadedConfig:
@@ -148,12 +150,15 @@ def from_yaml(file: YamlFile) -> LoadedConfig:
             at = f"{file.name}:{file.lines[(key,)]}"
             raise ConfigError(f"{at}: {name!r} is not a known key.{near}")
     _apply_type(file, values)
+    gpus = (
+        file.at("distributed_type") if file.data.get("distributed_type") == DistributedType.MULTI_GPU else ""
+    )
     origins = _origins(file, values)
     config = _validate(file, values)
     try:
         spread = _spread(file, config)
         if not spread.settings:
-            return LoadedConfig(config, origins, [*warnings, *spread.warnings])
+            return LoadedConfig(config, origins, [*warnings, *spread.warnings], gpus=gpus)
         added, words = _settings(file, config, spread.settings)
     except ConfigError as error:
         begins = str(error).startswith(file.name)
@@ -165,7 +170,7 @@ def from_yaml(file: YamlFile) -> LoadedConfig:
         said = spread.settings.get(names.get(key, key))
         if said is not None:
             origins.setdefault(key, said.source)
-    return LoadedConfig(_validate(file, values | added), origins, [*warnings, *spread.warnings], words)
+    return LoadedConfig(_validate(file, values | added), origins, [*warnings, *spread.warnings], words, gpus)
 
 
 def _origins(file: YamlFile, values: dict[str, Any]) -> dict[str, str]:
