@@ -112,6 +112,18 @@ def parse_for_blocks(
     return chosen
 
 
+def parse_for_models(
+    description: str | None, name: str, *, width: int, layers: int, rounds: int
+) -> argparse.Namespace:
+    """Those of ``parse_for_blocks``, and the size of the models that are compared."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--width", type=int, default=width, help="features of a token (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=layers, help="blocks (default %(default)s)")
+    return parse_for_blocks(parser, name, rounds=rounds, quick_rounds=1)
+
+
 def time_steps(
     loop: Iterator[Any], steps: int, read: Callable[[Any], Any] = lambda given: None
 ) -> tuple[dict[str, float], list[Any]]:
@@ -180,6 +192,17 @@ def found_by_workers(script: str, arguments: list[str], ranks: int) -> Any:
         path = Path(folder) / "found.json"
         run_workers(script, [*arguments, f"--worker={path}"], ranks)
         return json.loads(path.read_text())
+
+
+def arguments_of(chosen: argparse.Namespace, *names: str) -> list[str]:
+    """The options of these names, as a worker's command line has them."""
+    return [f"--{name}={getattr(chosen, name)}" for name in names]
+
+
+def write_found(found: Any, chosen: argparse.Namespace) -> None:
+    """For ``found_by_workers``: rank 0 writes what it found."""
+    if os.environ["RANK"] == "0":
+        chosen.worker.write_text(json.dumps(found))
 
 
 def versions() -> dict[str, str]:

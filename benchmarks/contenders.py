@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -108,24 +109,17 @@ def hand_written(task: Task, rank: int, world_size: int) -> Iterator[torch.Tenso
 def lockstep(task: Task, rank: int, world_size: int) -> Iterator[torch.Tensor]:
     from lockstep import Accelerator
 
-    accelerator = Accelerator(cpu=True)
-    data, model = task.data(world_size), task.model()
-    loader = DataLoader(data, task.batch_size, shuffle=True)
-    model, optimizer, loader = accelerator.prepare(model, optimizer_of(model), loader)
-    while True:
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            loss = loss_of(model(inputs), targets)
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
-            optimizer.step()
-            yield loss
+    return _with_accelerator(Accelerator(cpu=True), task, world_size)
 
 
 def accelerate(task: Task, rank: int, world_size: int) -> Iterator[torch.Tensor]:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
+    return _with_accelerator(Accelerator(cpu=True), task, world_size)
+
+
+def _with_accelerator(accelerator: Any, task: Task, world_size: int) -> Iterator[torch.Tensor]:
+    """One script, whose import alone says which library it is."""
     data, model = task.data(world_size), task.model()
     loader = DataLoader(data, task.batch_size, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer_of(model), loader)

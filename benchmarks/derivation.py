@@ -11,11 +11,8 @@ sum is the cost. CPU time, so that other work on the machine counts little; the 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import common
@@ -25,12 +22,7 @@ MODELS = ("GPT-2", "GPT-2 without cache", "Llama", "Llama without cache")
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--width", type=int, default=32, help="features of a token (default %(default)s)")
-    parser.add_argument("--layers", type=int, default=24, help="blocks (default %(default)s)")
-    return common.parse_for_blocks(parser, "derivation", rounds=5, quick_rounds=1)
+    return common.parse_for_models(__doc__, "derivation", width=32, layers=24, rounds=5)
 
 
 def model_of(name: str, chosen: argparse.Namespace) -> Any:
@@ -90,8 +82,7 @@ def work(chosen: argparse.Namespace) -> None:
                 both = once(name, line, chosen)
                 if number:
                     found.setdefault(f"{name}, {line}", []).append(both)
-    if os.environ["RANK"] == "0":
-        Path(chosen.worker).write_text(json.dumps(found))
+    common.write_found(found, chosen)
 
 
 def main() -> None:
@@ -100,8 +91,7 @@ def main() -> None:
         work(chosen)
         return
     report = common.Report("derivation", "What it costs to find how a model is split")
-    names = ("rounds", "width", "layers")
-    found = common.found_by_workers(__file__, [f"--{name}={getattr(chosen, name)}" for name in names], 2)
+    found = common.found_by_workers(__file__, common.arguments_of(chosen, "rounds", "width", "layers"), 2)
     results: dict[str, Any] = {}
     rows = []
     for name in MODELS:

@@ -11,11 +11,8 @@ Beside it stand the bytes of the copy that rank 0 holds meanwhile: the weights a
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import common
@@ -24,12 +21,7 @@ LINES = ("tp=2", "pp=2", "cp=2")
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--width", type=int, default=256, help="features of a token (default %(default)s)")
-    parser.add_argument("--layers", type=int, default=8, help="blocks (default %(default)s)")
-    return common.parse_for_blocks(parser, "verification", rounds=7, quick_rounds=1)
+    return common.parse_for_models(__doc__, "verification", width=256, layers=8, rounds=7)
 
 
 def first_call_and_step(line: str, chosen: argparse.Namespace) -> tuple[float, float, int]:
@@ -91,8 +83,7 @@ def work(chosen: argparse.Namespace) -> None:
                     "copy_bytes": 2 * both["off"][2],
                 }
             )
-    if os.environ["RANK"] == "0":
-        Path(chosen.worker).write_text(json.dumps(found))
+    common.write_found(found, chosen)
 
 
 def main() -> None:
@@ -101,8 +92,9 @@ def main() -> None:
         work(chosen)
         return
     report = common.Report("verification", "What the first batch's proof of a split costs")
-    names = ("rounds", "steps", "width", "layers")
-    found = common.found_by_workers(__file__, [f"--{name}={getattr(chosen, name)}" for name in names], 2)
+    found = common.found_by_workers(
+        __file__, common.arguments_of(chosen, "rounds", "steps", "width", "layers"), 2
+    )
     results = {
         line: {
             "steps": common.summary([one["steps"] for one in rounds]).to_dict(),

@@ -41,7 +41,7 @@ SECTION_TABLES: dict[str, Table] = {
 
 
 @dataclass(frozen=True)
-class Conversion:
+class ConvertedConfig:
     """``settings`` are those of ``RunConfig``, in plain data; ``error`` is why there are none."""
 
     rows: tuple[Row, ...]
@@ -50,7 +50,7 @@ class Conversion:
     error: str | None = None
 
 
-def convert(path: str | Path, ranks: int | None = None) -> Conversion:
+def convert(path: str | Path, ranks: int | None = None) -> ConvertedConfig:
     """Read an Accelerate YAML or a DeepSpeed JSON; ``ranks`` is the number of processes, where the file needs it.
 
     Raises:
@@ -61,7 +61,7 @@ def convert(path: str | Path, ranks: int | None = None) -> Conversion:
     try:
         if file is None:
             described = from_deepspeed(path)
-            return Conversion(rows, _settings(described.settings, {}, ranks), described.warnings)
+            return ConvertedConfig(rows, _settings(described.settings, {}, ranks), described.warnings)
         loaded = from_yaml(file)
         given = loaded.config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
         config_file = given.pop(FILE_KEY, None)
@@ -73,9 +73,9 @@ def convert(path: str | Path, ranks: int | None = None) -> Conversion:
         asked = merge_settings(
             asked, values_of_settings({name: (value, file.name) for name, value in given.items()})
         )
-        return Conversion(rows, given | _settings(asked, given, ranks), warnings)
+        return ConvertedConfig(rows, given | _settings(asked, given, ranks), warnings)
     except ConfigError as error:
-        return Conversion(rows, {}, error=str(error))
+        return ConvertedConfig(rows, {}, error=str(error))
 
 
 def _accelerate_file(path: str | Path) -> YamlFile | None:

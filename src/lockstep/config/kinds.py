@@ -39,7 +39,7 @@ from lockstep.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Kind:
+class ValueKind:
     """One kind of values.
 
     Attributes:
@@ -76,7 +76,7 @@ class Kind:
         return asdict(found) if is_dataclass(found) and not isinstance(found, type) else found
 
 
-def _kind(read: Callable[[Any], Any], **other: Any) -> Kind:
+def _kind(read: Callable[[Any], Any], **other: Any) -> ValueKind:
     """Of a reader whose messages need a name before them and what to do after them."""
 
     def with_origin(value: Any, origin: str) -> Any:
@@ -85,19 +85,19 @@ def _kind(read: Callable[[Any], Any], **other: Any) -> Kind:
         except ConfigError as error:
             raise ConfigError(f"{origin}: {error}. Give one." if origin else str(error)) from None
 
-    return Kind(with_origin, **other)
+    return ValueKind(with_origin, **other)
 
 
-def integer(at_least: int, at_most: int) -> Kind:
+def integer(at_least: int, at_most: int) -> ValueKind:
     """Integers within bounds."""
-    return Kind(
+    return ValueKind(
         lambda value, origin: parse_integer(value, origin, at_least, at_most),
         int,
         bounds=(at_least, at_most),
     )
 
 
-def one_of(*words: str) -> Kind:
+def one_of(*words: str) -> ValueKind:
     """Some words."""
 
     def read(value: Any, origin: str) -> str:
@@ -106,7 +106,7 @@ def one_of(*words: str) -> Kind:
             raise ConfigError(f"{repr_short(value)} is not one of {', '.join(words)}.{near}")
         return str(value)
 
-    return Kind(read, words=words)
+    return ValueKind(read, words=words)
 
 
 def _precision(value: Any, origin: str) -> PrecisionType:
@@ -166,9 +166,9 @@ def _parallel_of_flag(value: Any) -> str:
     return str(Parallel.parse(value))
 
 
-def _section(read: Callable[[Any, str], Any]) -> Kind:
+def _section(read: Callable[[Any, str], Any]) -> ValueKind:
     """A section, which the environment has as JSON."""
-    return Kind(
+    return ValueKind(
         read,
         dict[str, Any],
         in_worker=lambda value, origin: read(
@@ -197,8 +197,8 @@ def _backend(value: Any, origin: str) -> Any:
     return word
 
 
-SWITCH = Kind(_truth, bool)
-PRECISION = Kind(_precision, PrecisionType, words=("no", "fp16", "bf16"), in_worker=parse_precision)
+SWITCH = ValueKind(_truth, bool)
+PRECISION = ValueKind(_precision, PrecisionType, words=("no", "fp16", "bf16"), in_worker=parse_precision)
 SECONDS = _kind(parse_seconds, type=float, metavar="SECONDS")
 HOST = _kind(parse_host, metavar="HOST")
 INTERFACE = _kind(parse_interface, metavar="NAME")
@@ -218,9 +218,9 @@ MACHINES = replace(integer(1, MAX_MACHINES), bounds=None, metavar="N or MIN:MAX"
 FILE = _kind(_path, metavar="FILE", on_flag=_flag_path)
 FOLDER = _kind(_path, metavar="DIRECTORY", on_flag=_flag_path)
 READABLE_FILE = _kind(_path, metavar="FILE", on_flag=_flag_path, in_worker=_readable)
-NORM = Kind(readers.number, float, metavar="NORM", on_flag=_norm_of_flag, in_worker=_norm_in_worker)
-PARALLEL = Kind(_parallel, metavar="WORDS", on_flag=_parallel_of_flag)
+NORM = ValueKind(readers.number, float, metavar="NORM", on_flag=_norm_of_flag, in_worker=_norm_in_worker)
+PARALLEL = ValueKind(_parallel, metavar="WORDS", on_flag=_parallel_of_flag)
 OPTIMIZER = _section(readers.optimizer)
 SCHEDULER = _section(readers.scheduler)
 GRAD_SCALER = _section(readers.grad_scaler)
-COMPILER = Kind(_backend)
+COMPILER = ValueKind(_backend)

@@ -20,7 +20,7 @@ from lockstep.config.checks import (
     MAX_THREADS,
 )
 from lockstep.config.enums import PrecisionType
-from lockstep.config.kinds import Kind
+from lockstep.config.kinds import ValueKind
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Setting:
     """
 
     name: str
-    kind: Kind
+    kind: ValueKind
     help: str = ""
     flags: str = ""
     default: Any = None
@@ -56,13 +56,19 @@ class Setting:
     note: str = ""
 
 
-def _flag(name: str, kind: Kind, help: str, flags: str) -> Setting:
+def _flag(name: str, kind: ValueKind, help: str, flags: str) -> Setting:
     """What only the command line says."""
     return Setting(name, kind, help, flags, is_in_files=False)
 
 
 def _worker(
-    name: str, kind: Kind, variables: str, help: str = "", flags: str = "", argument: str = "", **other: Any
+    name: str,
+    kind: ValueKind,
+    variables: str,
+    help: str = "",
+    flags: str = "",
+    argument: str = "",
+    **other: Any,
 ) -> Setting:
     """What only workers need."""
     names = tuple(variables.split())

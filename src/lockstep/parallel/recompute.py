@@ -129,7 +129,7 @@ def _checkpointed(
         if mode is not Activation.SELECTIVE:
             return nullcontext(), buffers
         first, second = _selective_contexts()
-        return first, _Both(buffers, second)
+        return first, _NestedContexts(buffers, second)
 
     with block._around:  # for what ``checkpoint`` itself saves: within the block its own hooks are in force
         outputs = checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts)
@@ -172,7 +172,7 @@ class _Place:
         self.index = index
 
 
-class _Both:
+class _NestedContexts:
     """Two contexts as one that can be entered again: a kept graph is recomputed for every backward."""
 
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:

@@ -104,7 +104,7 @@ def _stage_of_this_torch() -> Any:
 StageBase: Any = _stage_of_this_torch()
 
 
-class _Both(torch.autograd.Function):
+class _ProductAndSum(torch.autograd.Function):
     """A product and a sum, by one node of autograd."""
 
     @staticmethod
@@ -119,7 +119,7 @@ class _Both(torch.autograd.Function):
 
 
 def _of_both(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    product, total = _Both.apply(weight, x)
+    product, total = _ProductAndSum.apply(weight, x)
     return 5 * product + 7 * total
 
 

@@ -25,7 +25,7 @@ from lockstep.compat.checkpoints.convert import read_foreign
 from lockstep.compat.checkpoints.isolated import RefusedError, unpickle
 from lockstep.compat.checkpoints.restricted.encode import Encoder
 from lockstep.compat.checkpoints.restricted.machine import Machine
-from lockstep.compat.checkpoints.restricted.nodes import Refused
+from lockstep.compat.checkpoints.restricted.nodes import RefusedFile
 from lockstep.compat.checkpoints.tensors import MalformedError, MappedFile, Scratch, decode
 from lockstep.errors import CheckpointError
 
@@ -104,7 +104,7 @@ def test_any_bytes_end_in_a_value_or_a_refusal(noise: bytes, position: int, chan
     whole = pickle.dumps({"a": [1, 2.5, "x" * 20, OrderedDict(b=torch.float32)], "c": (1, {2})}, 2)
     changed = whole[:position] + change + whole[position + len(change) :]
     for data in (noise, b"\x80\x02" + noise, changed):
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(RefusedFile):
             Encoder(len(data)).encode(Machine(io.BytesIO(data), lambda _: None).run())
 
 

@@ -9,7 +9,7 @@ from lockstep.compat.checkpoints.dcp import METADATA, read_dcp
 from lockstep.compat.checkpoints.deepspeed import read_deepspeed, tag_folder
 from lockstep.compat.checkpoints.reader import ForeignReader
 from lockstep.compat.checkpoints.roles import is_weights, optimizer
-from lockstep.compat.checkpoints.source import Source
+from lockstep.compat.checkpoints.source import CheckpointSource
 from lockstep.compat.checkpoints.state import ImportedState, generator_states, require_plain
 from lockstep.compat.checkpoints.tensors import StoredTensor
 from lockstep.errors import CheckpointError
@@ -27,7 +27,7 @@ _SIGNS = (
 _FSDP_FOLDER = r"(pytorch_model_fsdp|optimizer)_\d+/\.metadata"
 
 
-def is_accelerate(source: Source) -> bool:
+def is_accelerate(source: CheckpointSource) -> bool:
     """Whether a folder has files that only Accelerate names so."""
     return any(source.matching(pattern) for pattern in (*_SIGNS, _FSDP_FOLDER))
 
@@ -62,7 +62,7 @@ def read_accelerate(reader: ForeignReader) -> ImportedState:
     return state
 
 
-def _dcp_folders(source: Source, stem: str) -> list[str]:
+def _dcp_folders(source: CheckpointSource, stem: str) -> list[str]:
     found = source.matching(rf"({stem}_\d+)/{re.escape(METADATA)}")
     return sorted((groups[0] for groups in found), key=lambda name: int(name.rsplit("_", 1)[1]))
 
@@ -104,7 +104,7 @@ def _read_optimizers(reader: ForeignReader, state: ImportedState) -> set[str]:
     return set(files) | _inside(reader.source, folders)
 
 
-def _inside(source: Source, folders: list[str]) -> set[str]:
+def _inside(source: CheckpointSource, folders: list[str]) -> set[str]:
     return {name for name in source.names if name.split("/")[0] in folders}
 
 

@@ -16,7 +16,7 @@ from lockstep.compat.checkpoints.dcp import METADATA, read_dcp
 from lockstep.compat.checkpoints.deepspeed import read_deepspeed, tag_folder
 from lockstep.compat.checkpoints.reader import ForeignReader
 from lockstep.compat.checkpoints.roles import is_weights, sort_entries
-from lockstep.compat.checkpoints.source import Source
+from lockstep.compat.checkpoints.source import CheckpointSource
 from lockstep.compat.checkpoints.state import ImportedState
 from lockstep.errors import CheckpointError
 
@@ -72,7 +72,7 @@ def read_foreign(src: str | os.PathLike[str], skip: Iterable[str] = ()) -> Impor
         CheckpointError: it is of none of these forms, incomplete, damaged, or holds what is not allowed.
         UsageError: ``skip`` names something that is not there.
     """
-    source = Source(src, skip)
+    source = CheckpointSource(src, skip)
     reader = ForeignReader(source)
     if not source.is_folder:
         return read_single(reader, _pickled_file(source))
@@ -92,7 +92,7 @@ def read_foreign(src: str | os.PathLike[str], skip: Iterable[str] = ()) -> Impor
     return state
 
 
-def _pickled_file(source: Source) -> str:
+def _pickled_file(source: CheckpointSource) -> str:
     name = source.path.name
     if name.endswith(".safetensors"):
         raise CheckpointError(f"{source.path} is a safetensors file already. There is nothing to convert.")
@@ -104,7 +104,7 @@ def _pickled_file(source: Source) -> str:
     return name
 
 
-def _only_file(source: Source) -> str:
+def _only_file(source: CheckpointSource) -> str:
     """The one pickled file of a folder, such as ``pytorch_model.bin`` beside a configuration."""
     files = [name for name in source.below("") if name.endswith(SUFFIXES)]
     if PICKLED_WEIGHTS in files:

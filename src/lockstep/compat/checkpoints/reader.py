@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from lockstep.compat.checkpoints.isolated import RefusedError, unpickle
-from lockstep.compat.checkpoints.source import Source
+from lockstep.compat.checkpoints.source import CheckpointSource
 from lockstep.compat.checkpoints.tensors import MalformedError, MappedFile, Scratch, decode
 from lockstep.errors import CheckpointError
 
@@ -22,7 +22,7 @@ Piece = tuple[str, int, int]  # name, start, length
 class ForeignReader:
     """The values of the files of one source. What is read stays mapped as long as its tensors live."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: CheckpointSource) -> None:
         self.source = source
         self.scratch = Scratch()
 

@@ -13,7 +13,7 @@ from lockstep.errors import CheckpointError, UsageError
 MAX_NAMES = 100_000
 
 
-class Source:
+class CheckpointSource:
     """Names are relative to the folder, with ``/``; of a single file, its own name.
 
     A link, a device or anything else that is neither a regular file nor a folder is refused when it is opened.

@@ -7,10 +7,10 @@ from typing import Any
 from lockstep.config.sources import inherited_environment
 from lockstep.errors import UsageError
 from lockstep.observe.trackers.base import on_main_process, plain
-from lockstep.observe.trackers.hosted import HostedTracker
+from lockstep.observe.trackers.hosted import TableTracker
 
 
-class ClearMLTracker(HostedTracker):
+class ClearMLTracker(TableTracker):
     """ClearML; ``kwargs`` go to ``Task.init``. A task that the script opened itself is used and left open."""
 
     name, package, extra = "clearml", "clearml", "clearml"
@@ -54,21 +54,12 @@ class ClearMLTracker(HostedTracker):
                 title=title, series=series, iteration=step, image=image, **kwargs
             )
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Log a table, from ``columns`` and ``data`` (rows) or from ``dataframe``."""
+    def send_table(self, name: str, content: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+        columns, data, dataframe = content.values()
         if dataframe is None and data is None:
             raise UsageError("log_table got neither data nor dataframe. Pass one of them.")
         rows = dataframe if dataframe is not None else [columns, *(data or [])] if columns else data
-        title, series = self._title_and_series(table_name)
+        title, series = self._title_and_series(name)
         self.run.get_logger().report_table(
             title=title, series=series, table_plot=rows, iteration=step, **kwargs
         )

@@ -81,10 +81,8 @@ class _RunTracker(HostedTracker):
             self.run.log({key: [self.module.Image(image) for image in images]}, step=step, **kwargs)
 
 
-class WandBTracker(_RunTracker):
-    """Weights & Biases; ``kwargs`` go to ``wandb.init``."""
-
-    name, package, extra = "wandb", "wandb", "wandb"
+class TableTracker(HostedTracker):
+    """A service that shows tables, each by ``send_table``."""
 
     @on_main_process
     def log_table(
@@ -97,8 +95,20 @@ class WandBTracker(_RunTracker):
         **kwargs: Any,
     ) -> None:
         """Log a table, from ``columns`` and ``data`` (rows) or from ``dataframe``."""
-        table = self.module.Table(columns=columns, data=data, dataframe=dataframe)
-        self.run.log({table_name: table}, step=step, **kwargs)
+        content = {"columns": columns, "data": data, "dataframe": dataframe}
+        self.send_table(table_name, content, step=step, **kwargs)
+
+    def send_table(self, name: str, content: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+
+class WandBTracker(_RunTracker, TableTracker):
+    """Weights & Biases; ``kwargs`` go to ``wandb.init``."""
+
+    name, package, extra = "wandb", "wandb", "wandb"
+
+    def send_table(self, name: str, content: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+        self.run.log({name: self.module.Table(**content)}, step=step, **kwargs)
 
 
 class TrackioTracker(_RunTracker):

@@ -200,7 +200,7 @@ class HostSide:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _HostTensor:
     """A tensor that torch is not to move to the device of its parameter."""
 
     tensor: torch.Tensor
@@ -209,7 +209,9 @@ class _Kept:
 def keep_on_host(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state_dict whose tensors, numbers excepted, ``load_state_dict`` leaves where they are; see ``take_kept``."""
     state = {
-        index: {name: _Kept(v) if isinstance(v, torch.Tensor) and v.dim() else v for name, v in own.items()}
+        index: {
+            name: _HostTensor(v) if isinstance(v, torch.Tensor) and v.dim() else v for name, v in own.items()
+        }
         if isinstance(own, dict)
         else own
         for index, own in state_dict["state"].items()
@@ -220,7 +222,7 @@ def keep_on_host(state_dict: dict[str, Any]) -> dict[str, Any]:
 def take_kept(parameter: torch.Tensor, state: dict[str, Any]) -> None:
     """Bring a parameter's state to the host, with the dtypes that ``load_state_dict`` would give it."""
     for name, value in state.items():
-        if isinstance(value, _Kept):
+        if isinstance(value, _HostTensor):
             value = value.tensor
             if parameter.is_floating_point():
                 value = value.to(dtype=parameter.dtype)

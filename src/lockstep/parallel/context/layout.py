@@ -76,7 +76,7 @@ class SequenceLayout:
     def gather(self, local: Tensor, dim: int) -> Tensor:
         """The whole sequence, in order, from all ranks' chunks. Its gradient is the sum of all ranks' gradients."""
         if local.is_floating_point():
-            gathered: Tensor = _GatherSequence.apply(local, dim, self)
+            gathered: Tensor = _GatherShards.apply(local, dim, self)
             return gathered
         return self.joined(self.collect(local), dim)
 
@@ -111,7 +111,7 @@ def layout_on(mesh: DeviceMesh, method: CPMethod) -> SequenceLayout:
     return SequenceLayout(mesh.get_group(), mesh.size(), mesh.get_local_rank(), head_tail)
 
 
-class _GatherSequence(torch.autograd.Function):
+class _GatherShards(torch.autograd.Function):
     """An all-gather, and as its exact adjoint a reduce-scatter."""
 
     @staticmethod

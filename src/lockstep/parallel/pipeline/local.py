@@ -20,7 +20,7 @@ from lockstep.parallel.pipeline.options import PipelineOptions
 from lockstep.parallel.pipeline.plan import Plan
 from lockstep.parallel.pipeline.segment import Conversion, Pass
 from lockstep.parallel.pipeline.stage import Executed, Stage, StageModule
-from lockstep.parallel.pipeline.state import StepState
+from lockstep.parallel.pipeline.state import ForwardState
 from lockstep.parallel.pipeline.trace import Kind
 
 
@@ -42,7 +42,7 @@ class LocalStages:
         self.deposit = Deposit({})
         self.conversion = Conversion(_plain, lambda tensor: tensor)
         self.executed: list[Executed] = []
-        self.state = StepState(self.tell)
+        self.state = ForwardState(self.tell)
         self.named_modules: Callable[[], list[tuple[str, nn.Module]]] = list
         self._last_rank = dist.get_global_rank(group, self.rank_of(self.count - 1))
 

@@ -31,10 +31,9 @@ from lockstep.parallel.pipeline.passes import (
     Autocast,
     Batch,
     LossFunction,
+    Training,
     evaluate,
     forward_now,
-    train,
-    train_whole,
 )
 from lockstep.parallel.pipeline.plan import (
     Plan,
@@ -266,10 +265,9 @@ class PipelineModel(ModuleAround):
                         self._local, plan, batch, autocast, parameters, reduction, lambda: named("backward")
                     )
                 else:
-                    run = train_whole if reduction.word == "whole" else train
-                    done, why_not = run(
+                    done, why_not = Training(
                         self._local, plan, batch, loss_fn, self._options, autocast, parameters, reduction
-                    )
+                    ).run()
                 if why_not is None:
                     return done
                 reduction = derivation.another(why_not, plan, batch, loss_fn, autocast)

@@ -72,49 +72,83 @@ class Autocast:
         return torch.autocast(self._type, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
-def train(
-    stages: LocalStages,
-    plan: Plan,
-    batch: Batch,
-    loss_fn: LossFunction | None,
-    options: PipelineOptions,
-    autocast: Autocast,
-    parameters: Parameters,
-    reduction: Reduction,
-) -> tuple[Any, WhyNot | None]:
-    """Forward and backward of all micro-batches; gradients wait for the backward of the loss that is returned.
+@dataclass(frozen=True)
+class Training:
+    """A training call of a model that returns a loss."""
 
-    Returns:
-        The output, and why ``reduction`` does not hold for this batch: nothing has happened then.
-    """
-    assert plan.loss is not None
-    path, calls = plan.loss, batch.parts
-    scale = options.loss_scale() if options.loss_scale is not None else 1.0
+    stages: LocalStages
+    plan: Plan
+    batch: Batch
+    loss_fn: LossFunction | None
+    options: PipelineOptions
+    autocast: Autocast
+    parameters: Parameters
+    reduction: Reduction
+
+    def run(self) -> tuple[Any, WhyNot | None]:
+        """Forward and backward of all micro-batches; gradients wait for the backward of the loss that is returned.
+
+        Returns:
+            The output, and why ``reduction`` does not hold for this batch: nothing has happened then.
+        """
+        assert self.plan.loss is not None
+        scale = self.options.loss_scale() if self.options.loss_scale is not None else 1.0
+        self.reduction.undecided.begin()
+        train = _train_whole if self.reduction.word == "whole" else _train
+        return train(self, self.plan.loss, scale)
+
+    @property
+    def wants_outputs(self) -> bool:
+        """Beside the loss."""
+        return self.options.outputs == "all" and self.loss_fn is None
+
+    @property
+    def watched(self) -> Undecided | None:
+        return self.reduction.undecided if self.reduction.undecided.is_watched else None
+
+    def result(
+        self, value: Tensor, gradients: Gradients, scale: float, kept: Callable[[str, Kind], Tensor | None]
+    ) -> Any:
+        """The output: ``value`` as a loss whose backward adds ``gradients``, and what was ``kept``."""
+
+        def add(incoming: Tensor) -> None:
+            self.stages.deposit.add(gradients, self.parameters(), incoming / scale)
+            gradients.clear()
+
+        results = {self.plan.loss: attach(value, add)}
+        if self.wants_outputs:
+            for key, kind in self.plan.outputs.items():
+                if key != self.plan.loss:
+                    results[key] = self.stages.from_last(kept(key, kind), kind)
+        return _fill(self.plan.template, results)
+
+
+def _train(call: Training, path: str, scale: float) -> tuple[Any, WhyNot | None]:
+    """A loss that is the mean or the sum of those of micro-batches, in the order of the schedule."""
+    stages, plan, options, reduction = call.stages, call.plan, call.options, call.reduction
+    calls, undecided = call.batch.parts, reduction.undecided
     has_changed = reduction.settings is not None and reduction.settings.have_changed()
     share = 1 / plan.micro_batches if reduction.word == "mean" else 1.0
-    wanted = options.outputs == "all" and loss_fn is None
-    undecided = reduction.undecided
-    undecided.begin()
     kept: list[dict[str, Tensor]] = []
     losses: list[Tensor] = []
     counted: list[Any] = []
 
     def finish(index: int, output: Any) -> Tensor:
-        found = leaves(with_loss(output, calls[index], loss_fn))
+        found = leaves(with_loss(output, calls[index], call.loss_fn))
         losses.append(found[path].detach())
         if reduction.was_found:
             counted.append(denominators(found[path], once.ends))
             undecided.watch(found[path])
-        if wanted:
+        if call.wants_outputs:
             kept.append({key: leaf.detach() for key, leaf in found.items() if isinstance(leaf, Tensor)})
         loss: Tensor = found[path] * (share * scale)
         return loss
 
     if plan.schedule is None:
         plan.schedule = torch_schedule(options.schedule, stages.torch_stages(plan, 1), plan.micro_batches)
-    watched = undecided if undecided.is_watched else None
     once = stages.begin(
-        plan, Pass(calls, finish, autocast.inside, wants_ends=reduction.was_found, undecided=watched)
+        plan,
+        Pass(calls, finish, call.autocast.inside, wants_ends=reduction.was_found, undecided=call.watched),
     )
     with kept_apart(stages.parameters()) as gradients:
         run(plan.schedule, plan.micro_batches)
@@ -127,13 +161,11 @@ def train(
             return None, why_not
     stages.state.end_batch()
     value = stages.from_last(torch.stack(losses).sum(0) * share if losses else None, like)
-    results = {path: _deposited(stages, value, gradients, parameters, scale)}
-    if wanted:
-        for key, kind in plan.outputs.items():
-            if key != path:
-                joined = kind.join([each[key] for each in kept]) if kept else None
-                results[key] = stages.from_last(joined, kind)
-    return _fill(plan.template, results), None
+
+    def joined(key: str, kind: Kind) -> Tensor | None:
+        return kind.join([each[key] for each in kept]) if kept else None
+
+    return call.result(value, gradients, scale, joined), None
 
 
 def _whole_is_watched(reduction: Reduction) -> bool:
@@ -150,68 +182,36 @@ def _why_not(
     return "settings" if changed else "undecided" if moved else "rows" if differs else None
 
 
-def train_whole(
-    stages: LocalStages,
-    plan: Plan,
-    batch: Batch,
-    loss_fn: LossFunction | None,
-    options: PipelineOptions,
-    autocast: Autocast,
-    parameters: Parameters,
-    reduction: Reduction,
-) -> tuple[Any, WhyNot | None]:
-    """As ``train``, for a loss that is neither a mean nor a sum of those of micro-batches: all forwards come before all
-    backwards, and what comes after the last block is computed on the whole batch."""
-    assert plan.loss is not None
-    path = plan.loss
-    scale = options.loss_scale() if options.loss_scale is not None else 1.0
-    wanted = options.outputs == "all" and loss_fn is None
+def _train_whole(call: Training, path: str, scale: float) -> tuple[Any, WhyNot | None]:
+    """A loss that is neither a mean nor a sum of those of micro-batches: all forwards come before all backwards, and
+    what comes after the last block is computed on the whole batch."""
+    stages, plan, batch, reduction = call.stages, call.plan, call.batch, call.reduction
     kept: list[dict[str, Tensor]] = []
     roots: list[Tensor] = []
 
     def whole(outputs: dict[str, list[Any]]) -> Tensor:
         assert plan.tail is not None
         output = plan.tail.run(batch.whole, plan.tail.joined(outputs), whole=True)
-        found = leaves(with_loss(output, batch.whole, loss_fn))
+        found = leaves(with_loss(output, batch.whole, call.loss_fn))
         kept.append({key: leaf.detach() for key, leaf in found.items() if isinstance(leaf, Tensor)})
         roots.append(found[path] * scale)
         return roots[0]
 
     runner = FillDrain(stages.torch_stages(plan, 1), stages.rank_of, plan.micro_batches, keep=True)
-    undecided = reduction.undecided
-    undecided.begin()
-    watched = undecided if undecided.is_watched else None
     is_watched = _whole_is_watched(reduction)
     has_changed = is_watched and reduction.settings is not None and reduction.settings.have_changed()
-    stages.begin(plan, Pass(batch.parts, nothing, autocast.inside, whole=whole, undecided=watched))
+    stages.begin(plan, Pass(batch.parts, nothing, call.autocast.inside, whole=whole, undecided=call.watched))
     with kept_apart(stages.parameters()) as gradients:
         runner.fill()
         pulls = _all_from_first(roots[0], plan.micro_batches) if roots else []
         roots.clear()
         runner.drain(pulls)
-    if is_watched and (why_not := _why_not(stages, has_changed, undecided)) is not None:
+    if is_watched and (why_not := _why_not(stages, has_changed, reduction.undecided)) is not None:
         stages.state.forget_batch()
         return None, why_not
     stages.state.end_batch()
     value = stages.from_last(kept[0][path] if kept else None, Kind.of(leaves(plan.template)[path]))
-    results = {path: _deposited(stages, value, gradients, parameters, scale)}
-    if wanted:
-        for key, kind in plan.outputs.items():
-            if key != path:
-                results[key] = stages.from_last(kept[0][key] if kept else None, kind)
-    return _fill(plan.template, results), None
-
-
-def _deposited(
-    stages: LocalStages, value: Tensor, gradients: Gradients, parameters: Parameters, scale: float
-) -> Tensor:
-    """``value`` as a loss whose backward adds the gradients."""
-
-    def add(incoming: Tensor) -> None:
-        stages.deposit.add(gradients, parameters(), incoming / scale)
-        gradients.clear()
-
-    return attach(value, add)
+    return call.result(value, gradients, scale, lambda key, _: kept[0][key] if kept else None), None
 
 
 def forward_now(
@@ -226,7 +226,7 @@ def forward_now(
     """All forwards; the backwards run when the loop calls backward on what it makes of the outputs.
 
     Returns:
-        As ``train``.
+        As ``Training.run``.
     """
     outputs = plan.outputs
     with_gradient = [path for path, kind in outputs.items() if kind.requires_grad]

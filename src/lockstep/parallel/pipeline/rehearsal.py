@@ -21,7 +21,7 @@ from lockstep.parallel.pipeline.plan import Plan, Tail
 from lockstep.parallel.pipeline.reduction import found, kind_of, same_rows
 from lockstep.parallel.pipeline.refusals import mixes_rows, neither_mean_nor_sum
 from lockstep.parallel.pipeline.segment import Pass
-from lockstep.parallel.pipeline.state import StepState
+from lockstep.parallel.pipeline.state import ForwardState
 from lockstep.parallel.pipeline.undecided import Edge, Undecided, edges_without_gradient, is_same
 
 Outputs = dict[str, list[Any]]
@@ -146,7 +146,7 @@ class Rehearsal:
         plan, tail, batch = self.plan, self._tail, self.batch
         path = plan.loss
         assert path is not None
-        state: StepState = self.stages.state
+        state: ForwardState = self.stages.state
         without: list[set[Edge]] = []
 
         def gradient(call: Call, given: dict[str, Any], is_whole: bool) -> tuple[Tensor, dict[str, Tensor]]:

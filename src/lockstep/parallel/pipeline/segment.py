@@ -15,7 +15,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.absent import AbsentBlock, Instead, carried, carry, is_stand_in
 from lockstep.parallel.pipeline.carried import Exchange
 from lockstep.parallel.pipeline.micro_batch import Call
-from lockstep.parallel.pipeline.state import StepState
+from lockstep.parallel.pipeline.state import ForwardState
 from lockstep.parallel.pipeline.trace import RECEIVED, Argument, Cut, Kind
 from lockstep.parallel.pipeline.undecided import Undecided
 from lockstep.runtime.failure import is_consequence
@@ -39,7 +39,7 @@ class Pass:
     calls: list[Call]
     finish: Callable[[int, Any], Any]
     autocast: Callable[[], AbstractContextManager[Any]]
-    state: StepState = field(default_factory=StepState)
+    state: ForwardState = field(default_factory=ForwardState)
     whole: Callable[[dict[str, list[Any]]], Any] | None = None
     notes_whole: bool = True  # what ``whole`` changes counts
     ends: list[Tensor] = field(

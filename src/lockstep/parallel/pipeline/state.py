@@ -110,7 +110,7 @@ def entries_of(
                 yield Entry(f"{prefix}{key}", False, vars(module), key, value, copy.deepcopy(value))
 
 
-class StepState:
+class ForwardState:
     """What changes in the forwards of this rank. A batch that is to ``find`` it comes first; then each begins and ends.
 
     ``tell`` gathers what each rank says, ranks of later stages last.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .nodes import Items, Refused
+from .nodes import Items, RefusedFile
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Symbol:
 
 
 def needs(name: str, holds: bool) -> None:
-    """Raise Refused, with the name that is called, unless ``holds``."""
+    """Raise RefusedFile, with the name that is called, unless ``holds``."""
     if not holds:
-        raise Refused(f"its pickle calls {name} with arguments that torch, NumPy or Python never write")
+        raise RefusedFile(f"its pickle calls {name} with arguments that torch, NumPy or Python never write")
 
 
 def is_size(value: Any) -> bool:
@@ -30,6 +30,6 @@ def is_size(value: Any) -> bool:
 
 
 def sizes(name: str, value: Any) -> list[int]:
-    """The counts in a tuple. Raises Refused for anything else."""
+    """The counts in a tuple. Raises RefusedFile for anything else."""
     needs(name, isinstance(value, Items) and value.kind == "tuple" and all(map(is_size, value.items)))
     return list(value.items)

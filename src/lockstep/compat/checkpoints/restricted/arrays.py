@@ -6,7 +6,7 @@ import struct
 from typing import Any
 
 from .arguments import Symbol, needs, sizes
-from .nodes import Array, ArrayType, Items, Refused
+from .nodes import Array, ArrayType, Items, RefusedFile
 
 _NUMBERS = {"b1": "?", "i1": "b", "u1": "B", "i2": "h", "u2": "H", "i4": "i", "u4": "I", "i8": "q", "u8": "Q",
             "f2": "e", "f4": "f", "f8": "d"}  # fmt: skip
@@ -16,7 +16,7 @@ def array_type(arguments: list[Any]) -> ArrayType:
     """``numpy.dtype(code, align, copy)`` of plain numbers."""
     needs("numpy.dtype", 1 <= len(arguments) <= 3 and isinstance(arguments[0], str))
     if arguments[0] not in _NUMBERS:
-        raise Refused(f"it holds a NumPy array of {arguments[0][:40]!r}, but only plain numbers are read")
+        raise RefusedFile(f"it holds a NumPy array of {arguments[0][:40]!r}, but only plain numbers are read")
     return ArrayType(arguments[0])
 
 
@@ -51,7 +51,7 @@ def _set_array(array: Array, shape: Any, dtype: Any, fortran: Any, data: Any) ->
     for length in array.shape:
         count *= length
     if count * int(dtype.code[1:]) != len(data):
-        raise Refused(f"a NumPy array of shape {array.shape} has {len(data)} bytes")
+        raise RefusedFile(f"a NumPy array of shape {array.shape} has {len(data)} bytes")
     array.dtype, array.data, array.fortran = dtype.code, data, fortran
 
 

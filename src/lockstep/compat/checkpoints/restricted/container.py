@@ -15,7 +15,7 @@ from typing import Any
 
 from .arguments import Symbol
 from .machine import Machine
-from .nodes import Damaged, Items, Mapping, Refused, Storage
+from .nodes import Damaged, Items, Mapping, RefusedFile, Storage
 from .symbols import ITEM_BYTES
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -26,7 +26,7 @@ MAX_PICKLE_BYTES = 2**31
 BUFFER_BYTES = 2**20
 
 
-class Part(io.RawIOBase):
+class FileSlice(io.RawIOBase):
     """``length`` bytes of an open file from ``start``, as a file of its own; opens nothing."""
 
     def __init__(self, descriptor: int, start: int, length: int) -> None:
@@ -67,26 +67,28 @@ class Part(io.RawIOBase):
         return bytes(view[:filled])
 
 
-def load(part: Part) -> tuple[Any, int]:
-    """The value of the file, and how many bytes of pickle it came from. Raises Refused."""
+def load(part: FileSlice) -> tuple[Any, int]:
+    """The value of the file, and how many bytes of pickle it came from. Raises RefusedFile."""
     start = part.bytes_at(0, 2)
     if start == b"PK":
         return _load_zip(part)
     if not start:
         raise Damaged("it is empty")
     if part.bytes_at(257, 5) == b"ustar":
-        raise Refused("it is a tar file of torch before 0.4; load and save it again with that torch")
+        raise RefusedFile("it is a tar file of torch before 0.4; load and save it again with that torch")
     if start[:1] != b"\x80":
-        raise Refused(f"it starts with {part.bytes_at(0, 8)!r}, which neither torch.save nor pickle write")
+        raise RefusedFile(
+            f"it starts with {part.bytes_at(0, 8)!r}, which neither torch.save nor pickle write"
+        )
     if _MAGIC_BYTES in part.bytes_at(0, 32):
         return _load_legacy(part)
     return load_plain(part)
 
 
-def load_plain(part: Part) -> tuple[Any, int]:
+def load_plain(part: FileSlice) -> tuple[Any, int]:
     """The value of a file that is one pickle without tensors."""
     if part.length > MAX_PICKLE_BYTES:
-        raise Refused(f"its pickle has {part.length} bytes, more than any checkpoint needs")
+        raise RefusedFile(f"its pickle has {part.length} bytes, more than any checkpoint needs")
     data = io.BytesIO(part.bytes_at(0, part.length))
     value = Machine(data, _no_storages).run()
     if data.tell() != part.length:
@@ -95,20 +97,20 @@ def load_plain(part: Part) -> tuple[Any, int]:
 
 
 def _no_storages(identifier: Any) -> Any:
-    raise Refused("it refers to a storage, but has none")
+    raise RefusedFile("it refers to a storage, but has none")
 
 
 # -------------------------------------------------------------------------------------------------- zip
 
 
-def _load_zip(part: Part) -> tuple[Any, int]:
+def _load_zip(part: FileSlice) -> tuple[Any, int]:
     try:
         with zipfile.ZipFile(part) as archive:
             records = _records(archive)
             prefix = _prefix(records)
             order = _read(archive, records, f"{prefix}/byteorder")
             if order not in (None, b"little"):
-                raise Refused("it was written by a big-endian machine")
+                raise RefusedFile("it was written by a big-endian machine")
             data = _read(archive, records, f"{prefix}/data.pkl")
     except (
         zipfile.BadZipFile,
@@ -146,12 +148,12 @@ def _records(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
             or info.compress_size != info.file_size
             or info.flag_bits & 1
         ):
-            raise Refused(
+            raise RefusedFile(
                 f"its record {info.filename[:60]!r} is compressed or encrypted "
                 f"({info.compress_size} bytes for {info.file_size}), which torch.save never does"
             )
         if info.filename in records:
-            raise Refused(f"its record {info.filename[:60]!r} is there twice")
+            raise RefusedFile(f"its record {info.filename[:60]!r} is there twice")
         records[info.filename] = info
     return records
 
@@ -159,9 +161,11 @@ def _records(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
 def _prefix(records: dict[str, zipfile.ZipInfo]) -> str:
     found = [name.split("/")[0] for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(found) != 1:
-        raise Refused(f"it is a zip archive with {len(found)} records 'data.pkl', but torch.save writes one")
+        raise RefusedFile(
+            f"it is a zip archive with {len(found)} records 'data.pkl', but torch.save writes one"
+        )
     if f"{found[0]}/constants.pkl" in records:
-        raise Refused("it is a TorchScript archive; save the state_dict() of what torch.jit.load returns")
+        raise RefusedFile("it is a TorchScript archive; save the state_dict() of what torch.jit.load returns")
     return found[0]
 
 
@@ -169,11 +173,11 @@ def _read(archive: zipfile.ZipFile, records: dict[str, zipfile.ZipInfo], name: s
     if name not in records:
         return None
     if records[name].file_size > MAX_PICKLE_BYTES:
-        raise Refused(f"its pickle has {records[name].file_size} bytes, more than any checkpoint needs")
+        raise RefusedFile(f"its pickle has {records[name].file_size} bytes, more than any checkpoint needs")
     return archive.read(records[name])  # checks the crc32
 
 
-def _data_start(part: Part, info: zipfile.ZipInfo) -> int:
+def _data_start(part: FileSlice, info: zipfile.ZipInfo) -> int:
     header = part.bytes_at(info.header_offset, _LOCAL_HEADER)
     if len(header) < _LOCAL_HEADER or header[:4] != b"PK\x03\x04":
         raise Damaged(f"its record {info.filename[:60]!r} has no header")
@@ -187,7 +191,7 @@ def _data_start(part: Part, info: zipfile.ZipInfo) -> int:
 # ----------------------------------------------------------------------------------------------- legacy
 
 
-def _load_legacy(part: Part) -> tuple[Any, int]:
+def _load_legacy(part: FileSlice) -> tuple[Any, int]:
     part.seek(0)
     data = io.BufferedReader(part, BUFFER_BYTES)
 
@@ -195,10 +199,10 @@ def _load_legacy(part: Part) -> tuple[Any, int]:
         return Machine(data, persistent_load).run()
 
     if following() != LEGACY_MAGIC or following() != LEGACY_PROTOCOL:
-        raise Refused("it has an unknown version of the form of torch before 1.6")
+        raise RefusedFile("it has an unknown version of the form of torch before 1.6")
     system = following()
     if isinstance(system, Mapping) and ("little_endian", False) in system.pairs:
-        raise Refused("it was written by a big-endian machine")
+        raise RefusedFile("it was written by a big-endian machine")
     storages: dict[str, Storage] = {}
 
     def storage(identifier: Any) -> Storage:
@@ -231,16 +235,16 @@ def _storage_id(identifier: Any) -> tuple[str, str, int]:
     """dtype, key and number of elements of ``("storage", type, key, device, count)``."""
     fields = identifier.items if isinstance(identifier, Items) and identifier.kind == "tuple" else []
     if len(fields) not in (5, 6) or fields[0] != "storage" or not isinstance(fields[1], Symbol):
-        raise Refused("it refers to something other than a storage")
+        raise RefusedFile("it refers to something other than a storage")
     kind, key, count = fields[1].about, fields[2], fields[4]
     if len(fields) == 6 and fields[5] is not None:
-        raise Refused("it has views of storages as torch before 0.4 wrote them")
+        raise RefusedFile("it has views of storages as torch before 0.4 wrote them")
     if kind not in ITEM_BYTES or not isinstance(key, str) or type(count) is not int or not 0 <= count < 2**56:
-        raise Refused("it refers to a storage of an unknown type, name or size")
+        raise RefusedFile("it refers to a storage of an unknown type, name or size")
     return kind, key, count
 
 
 def _same(storage: Storage, dtype: str) -> Storage:
     if storage.dtype != dtype:
-        raise Refused(f"storage {storage.key[:40]!r} is used as {storage.dtype} and as {dtype}")
+        raise RefusedFile(f"storage {storage.key[:40]!r} is used as {storage.dtype} and as {dtype}")
     return storage

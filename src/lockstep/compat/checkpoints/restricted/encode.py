@@ -6,7 +6,7 @@ import base64
 import math
 from typing import Any
 
-from .nodes import Array, Items, Mapping, Record, Refused, Tensor, Word
+from .nodes import Array, Items, Mapping, Record, RefusedFile, Tensor, Word
 
 MAX_DEPTH = 60
 _FREE_UNITS = 200_000
@@ -22,10 +22,10 @@ class Encoder:
         self.left = self.limit
 
     def encode(self, value: Any, depth: int = 0) -> Any:
-        """Raises Refused for what is nested too deeply, is too much, or stands for a type only."""
+        """Raises RefusedFile for what is nested too deeply, is too much, or stands for a type only."""
         self._spend(1)
         if depth > MAX_DEPTH:
-            raise Refused(f"its values are nested more than {MAX_DEPTH} deep")
+            raise RefusedFile(f"its values are nested more than {MAX_DEPTH} deep")
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, str):
@@ -59,7 +59,7 @@ class Encoder:
             return {"$": "dtype", "value": value.dtype}
         if isinstance(value, Record):
             return {"$": "record", "name": value.name, "state": self.encode(value.state, depth + 1)}
-        raise Refused(f"it holds a {type(value).__name__} in the place of a value")
+        raise RefusedFile(f"it holds a {type(value).__name__} in the place of a value")
 
     def _tensor(self, value: Tensor) -> Any:
         storage = value.storage
@@ -74,4 +74,4 @@ class Encoder:
     def _spend(self, units: int) -> None:
         self.left -= units
         if self.left < 0:
-            raise Refused(f"its values unfold to more than {self.limit} pieces")
+            raise RefusedFile(f"its values unfold to more than {self.limit} pieces")

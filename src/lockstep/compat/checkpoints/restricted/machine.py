@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from .arguments import Symbol
-from .nodes import Damaged, Items, Mapping, Refused
+from .nodes import Damaged, Items, Mapping, RefusedFile
 from .symbols import build, symbol
 
 PersistentLoad = Callable[[Any], Any]
@@ -32,12 +32,12 @@ class Machine(_Reader):
         self.persistent_load = persistent_load
 
     def run(self) -> Any:
-        """The value. Raises Refused for anything that is malformed or not allowed."""
+        """The value. Raises RefusedFile for anything that is malformed or not allowed."""
         try:
             return self.load()
         except KeyError as error:
             opcode = bytes(error.args)
-            raise Refused(f"its pickle has the opcode {opcode!r}, which torch does not write") from None
+            raise RefusedFile(f"its pickle has the opcode {opcode!r}, which torch does not write") from None
         except (
             pickle.UnpicklingError, EOFError, IndexError, ValueError, struct.error, OverflowError
         ) as error:  # fmt: skip
@@ -52,21 +52,21 @@ class Machine(_Reader):
     def top(self, kind: type) -> Any:
         value = self.stack[-1]
         if not isinstance(value, kind):
-            raise Refused(f"its pickle fills a {type(value).__name__} as if it were a {kind.__name__}")
+            raise RefusedFile(f"its pickle fills a {type(value).__name__} as if it were a {kind.__name__}")
         return value
 
     def protocol(self) -> None:
         version = self.read(1)[0]
         if version > 5:
-            raise Refused(f"it is pickled with protocol {version}, but the newest known is 5")
+            raise RefusedFile(f"it is pickled with protocol {version}, but the newest known is 5")
 
     # what calls
 
     def call(self, target: Any, arguments: Any) -> None:
         if not isinstance(target, Symbol):
-            raise Refused(f"its pickle calls a {type(target).__name__}")
+            raise RefusedFile(f"its pickle calls a {type(target).__name__}")
         if not isinstance(arguments, Items) or arguments.kind != "tuple":
-            raise Refused(f"its pickle calls {target.name} with arguments that are not a tuple")
+            raise RefusedFile(f"its pickle calls {target.name} with arguments that are not a tuple")
         self.append(target.make(arguments.items))
 
     def _instantiate(self, target: Any, arguments: list[Any]) -> None:
@@ -80,7 +80,7 @@ class Machine(_Reader):
     def new_object_with_keywords(self) -> None:
         keywords = self.stack.pop()
         if not isinstance(keywords, Mapping) or keywords.pairs:
-            raise Refused("its pickle makes an object with keyword arguments")
+            raise RefusedFile("its pickle makes an object with keyword arguments")
         self.reduce()
 
     def build(self) -> None:
@@ -91,7 +91,7 @@ class Machine(_Reader):
 
     def put_pairs(self, items: list[Any]) -> None:
         if len(items) % 2:
-            raise Refused("its pickle has a key without a value")
+            raise RefusedFile("its pickle has a key without a value")
         self.top(Mapping).pairs.extend(zip(items[::2], items[1::2], strict=True))
 
     def set_item(self) -> None:
@@ -112,7 +112,7 @@ class Machine(_Reader):
         items = self.pop_mark()
         target = self.top(Items)
         if target.kind != "set":
-            raise Refused(f"its pickle adds to a {target.kind}")
+            raise RefusedFile(f"its pickle adds to a {target.kind}")
         target.items.extend(items)
 
     def items_to_mark(self, kind: str) -> None:

@@ -11,10 +11,10 @@ import json
 import os
 from typing import Any
 
-from .container import Part, load
+from .container import FileSlice, load
 from .encode import Encoder
 from .jail import lock
-from .nodes import Damaged, Refused
+from .nodes import Damaged, RefusedFile
 
 MAX_ANSWER_BYTES = 2**29
 DONE = 0
@@ -28,8 +28,8 @@ def main() -> None:
     answered = 0
     for descriptor, start, length in request["parts"]:
         try:
-            line = _answer(Part(descriptor, start, length))
-        except Refused as refusal:
+            line = _answer(FileSlice(descriptor, start, length))
+        except RefusedFile as refusal:
             _write(json.dumps({"refused": str(refusal), "damaged": isinstance(refusal, Damaged)}))
             os._exit(REFUSED)
         except MemoryError:
@@ -43,7 +43,7 @@ def main() -> None:
     os._exit(DONE)
 
 
-def _answer(part: Part) -> str:
+def _answer(part: FileSlice) -> str:
     value, pickle_bytes = load(part)
     return json.dumps({"value": Encoder(pickle_bytes).encode(value)}, allow_nan=False)
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-class Refused(Exception):
+class RefusedFile(Exception):
     """A file holds something that is not read; the text says what."""
 
 
-class Damaged(Refused):
+class Damaged(RefusedFile):
     """A file is not whole, or contradicts itself."""
 
 

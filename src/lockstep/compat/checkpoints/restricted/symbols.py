@@ -11,7 +11,7 @@ from typing import Any
 
 from .arguments import Symbol, is_size, needs, sizes
 from .arrays import array_of_buffer, array_type, byte_order, empty_array, fill_array, scalar
-from .nodes import Array, ArrayType, Items, Mapping, Record, Refused, Storage, Tensor, Word
+from .nodes import Array, ArrayType, Items, Mapping, Record, RefusedFile, Storage, Tensor, Word
 
 ITEM_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
@@ -44,10 +44,10 @@ _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 
 
 def symbol(module: str, name: str) -> Symbol | Word:
-    """The entry of the list. Raises Refused, by name, for anything else."""
+    """The entry of the list. Raises RefusedFile, by name, for anything else."""
     found = _ALLOWED.get((module, name))
     if found is None:
-        raise Refused(f"it needs {module}.{name}, which is not on the list of plain classes")
+        raise RefusedFile(f"it needs {module}.{name}, which is not on the list of plain classes")
     return found
 
 
@@ -63,9 +63,9 @@ def build(target: Any, state: Any) -> None:
         # Versions of modules, which torch adds.
         others = [key for key, _ in state.pairs if key != "_metadata"]
         if others:
-            raise Refused(f"its pickle gives a dict the attribute {str(others[0])[:60]!r}")
+            raise RefusedFile(f"its pickle gives a dict the attribute {str(others[0])[:60]!r}")
     else:
-        raise Refused(f"its pickle gives a {type(target).__name__} a state")
+        raise RefusedFile(f"its pickle gives a {type(target).__name__} a state")
 
 
 # ------------------------------------------------------------------------------------------ constructors
@@ -73,7 +73,7 @@ def build(target: Any, state: Any) -> None:
 
 def _constant(name: str) -> Callable[[list[Any]], Any]:
     def make(arguments: list[Any]) -> Any:
-        raise Refused(f"its pickle calls {name}, which is a name for a type only")
+        raise RefusedFile(f"its pickle calls {name}, which is a name for a type only")
 
     return make
 
@@ -88,7 +88,7 @@ def _tensor(name: str, storage: Any, dtype: str, offset: Any, size: Any, stride:
         last += (length - 1) * step
     held = storage.nbytes // ITEM_BYTES[dtype]
     if count > held or (count and last >= held):
-        raise Refused(f"a tensor of shape {shape} reaches beyond its {held} stored elements")
+        raise RefusedFile(f"a tensor of shape {shape} reaches beyond its {held} stored elements")
     return Tensor(storage, dtype, offset, shape, strides)
 
 
