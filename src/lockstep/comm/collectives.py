@@ -334,7 +334,7 @@ def raise_on_all_ranks(communicator: Communicator) -> Iterator[None]:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as a vector of bytes, a view where possible: every backend can move bytes."""
+    """The elements as uint8 [nbytes], a view where possible: every backend can move bytes."""
     if tensor.numel() == 0:  # its strides may be anything
         return tensor.new_empty(0, dtype=torch.uint8)
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)

@@ -29,7 +29,7 @@ class ShardRegion(NamedTuple):
     inside: tuple[int, ...]
 
     def of(self, part: torch.Tensor) -> torch.Tensor:
-        """This box of a rank's local part, as a view."""
+        """This box of a rank's local part (of any shape), as a view."""
         return _narrowed(part, self.inside, self.shape)
 
     def within(self, whole: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ class Copies(Protocol):
         """Copies that are given from now on run after ``event``."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Give the copy to the stream. Both tensors must be kept until it is done."""
+        """Give the copy to the stream, between tensors of one shape and dtype, which must be kept until it is done."""
 
     def copied(self) -> Event:
         """All copies that were given by now."""

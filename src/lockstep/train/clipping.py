@@ -34,7 +34,7 @@ def clip_norm(
     window_ended: bool,
     others: OtherStages | None = None,
 ) -> torch.Tensor:
-    """Scale gradients so that their total norm is at most ``max_norm``; returns the norm before (0-d).
+    """Scale the gradients, in place, so that their total norm is at most ``max_norm``; returns the norm before (0-d).
 
     The norm is that of the whole gradients, also where each rank holds a shard of them, or ``others`` hold other
     ones; then it is collective. Inside an accumulation window (``window_ended`` False) the partial gradients are left

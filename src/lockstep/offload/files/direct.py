@@ -114,7 +114,7 @@ class OffloadFile:
         return data.view(dtype).view(tuple(shape))
 
     def read(self, offset: int, buffer: torch.Tensor) -> None:
-        """Fill ``buffer`` (bytes; length, address and ``offset`` multiples of ``ALIGNMENT``) from the file.
+        """Fill ``buffer`` (uint8 [n]; n, address and ``offset`` multiples of ``ALIGNMENT``) from the file.
 
         Raises:
             OffloadError: The file cannot be read.
@@ -124,7 +124,7 @@ class OffloadFile:
             self.bytes_read += buffer.numel()
 
     def write(self, offset: int, buffer: torch.Tensor) -> None:
-        """Write ``buffer`` (bytes; length, address and ``offset`` multiples of ``ALIGNMENT``) to the file.
+        """Write ``buffer`` (uint8 [n]; n, address and ``offset`` multiples of ``ALIGNMENT``) to the file.
 
         Raises:
             OffloadError: The file cannot be written.
@@ -272,7 +272,7 @@ class FileWriter:
         os.close(self._file)
 
     def write(self, data: torch.Tensor) -> None:
-        """Append bytes (uint8, one dimension). Raises OSError."""
+        """Append bytes, uint8 [n]. Raises OSError."""
         for part in data.split(BUFFER_BYTES):
             while part.numel():
                 taken = part[: BUFFER_BYTES - self._filled]

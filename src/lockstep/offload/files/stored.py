@@ -50,7 +50,7 @@ def read(
 
 
 def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The elements of a tensor, in pieces of ``PIECE_BYTES``."""
+    """The elements of a tensor of any shape, as vectors of at most ``PIECE_BYTES`` each."""
     yield from tensor.detach().contiguous().view(-1).split(PIECE_BYTES // tensor.element_size())
 
 
@@ -170,7 +170,7 @@ class PickledTensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, as a view."""
+    """The bytes of a contiguous tensor, uint8 [nbytes], as a view."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 

@@ -147,7 +147,8 @@ class HostSide:
 
     @torch.no_grad()
     def fetch(self, parameter: torch.Tensor, watched: torch.Tensor, gradient: torch.Tensor) -> Fetched:
-        """Begin to copy a gradient to the host, unless that was done when it appeared. ``watched``: as in ``Entry``."""
+        """Begin to copy a gradient, of its parameter's shape, to the host, unless that was done when it appeared.
+        ``watched``: as in ``Entry``."""
         early = self._early.get(id(parameter))
         if (
             early is not None

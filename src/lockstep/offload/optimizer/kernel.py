@@ -77,6 +77,8 @@ def step_some(
 ) -> list[dict[str, Any]]:
     """Change ``values`` and ``states`` in place as the optimizer's step does; returns the states afterwards.
 
+    A gradient has its value's shape and dtype.
+
     Raises:
         OffloadError: A gradient was written to since ``step``.
     """

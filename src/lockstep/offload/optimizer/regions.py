@@ -25,7 +25,7 @@ class StepRegion:
     place: int = 0
 
     def within(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The tensor as it lies in a buffer."""
+        """The tensor as it lies in a buffer, uint8 [nbytes]: a view of its shape and dtype."""
         like = self.like
         data = buffer[self.place : self.place + like.numel() * like.element_size()].view(like.dtype)
         return torch.as_strided(data, like.shape, like.stride(), data.storage_offset())
@@ -63,13 +63,13 @@ def arrange(regions: list[StepRegion]) -> int:
 
 
 def read_all(regions: Iterable[StepRegion], buffer: torch.Tensor) -> None:
-    """Fill a buffer; regions that are neighbours in the file are read at once."""
+    """Fill a buffer, uint8 [nbytes]; regions that are neighbours in the file are read at once."""
     for first, nbytes in _runs(regions):
         first.file.read(first.offset, buffer[first.place : first.place + nbytes])
 
 
 def write_all(regions: Iterable[StepRegion], buffer: torch.Tensor) -> None:
-    """Write a buffer back; regions that are neighbours in the file are written at once."""
+    """Write a buffer, uint8 [nbytes], back; regions that are neighbours in the file are written at once."""
     for first, nbytes in _runs(regions):
         first.file.write(first.offset, buffer[first.place : first.place + nbytes])
 

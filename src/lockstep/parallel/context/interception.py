@@ -60,7 +60,8 @@ class SplitSequence(InBlock):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """``scaled_dot_product_attention`` over the whole sequence. Takes and returns this rank's positions."""
+        """``scaled_dot_product_attention`` over the whole sequence. Takes and returns this rank's positions:
+        [batch, heads, positions / N, head_dim], or without heads; the mask is that of the whole sequence."""
         if query.ndim == key.ndim == value.ndim == 3:  # without heads
             q, k, v = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
             mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.ndim == 3 else attn_mask

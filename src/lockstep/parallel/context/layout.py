@@ -63,7 +63,7 @@ class SequenceLayout:
         return [count - count // 2, count // 2] if self.head_tail else [count]
 
     def local(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's chunk. Its gradient is zero in the other ranks' positions."""
+        """This rank's chunk, [..., length / N, ...] along ``dim``. Its gradient is zero in others' positions."""
         pieces = self._pieces(whole, dim)
         parts = [pieces[number] for number in self.chunks_of(self.rank)]
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
@@ -74,7 +74,7 @@ class SequenceLayout:
         return whole.split([size for size in sizes for _ in range(self.size)], dim)
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
-        """The whole sequence, in order, from all ranks' chunks. Its gradient is the sum of all ranks' gradients."""
+        """The whole sequence [..., length, ...], in order, of all chunks. Its gradient is the sum of all ranks'."""
         if local.is_floating_point():
             gathered: Tensor = _GatherShards.apply(local, dim, self)
             return gathered
@@ -89,7 +89,7 @@ class SequenceLayout:
         return parts
 
     def joined(self, parts: Tensor, dim: int) -> Tensor:
-        """[N, ...local...] as the whole sequence, in order."""
+        """[N, ..., length / N, ...] as the whole sequence [..., length, ...], in order."""
         pieces: list[Tensor] = [parts[0]] * self.chunks
         for rank in range(self.size):
             mine = parts[rank].split(self.sizes(parts[rank].shape[dim]), dim)
@@ -98,7 +98,7 @@ class SequenceLayout:
         return torch.cat(pieces, dim)
 
     def shard_of(self, whole: Tensor, dim: int) -> Tensor:
-        """The inverse of ``joined``."""
+        """The inverse of ``joined``: [..., length, ...] to [N, ..., length / N, ...]."""
         pieces = self._pieces(whole, dim)
         return torch.stack(
             [torch.cat([pieces[n] for n in self.chunks_of(rank)], dim) for rank in range(self.size)]

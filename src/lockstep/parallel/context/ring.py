@@ -185,9 +185,9 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 Three = tuple[Tensor, Tensor, Tensor]
-"""q, k and v, or their gradients."""
+"""q, k and v, or their gradients: [batch, heads, positions, head_dim], of one dtype."""
 Merged = tuple[Tensor, Tensor]
-"""Output and log-sum-exp."""
+"""Output, of the shape of q, and log-sum-exp [batch, heads, positions], float32 or more."""
 
 
 class Kernel(Protocol):
@@ -195,7 +195,7 @@ class Kernel(Protocol):
         """Output and log-sum-exp over these keys."""
 
     def backward(self, gradient: Tensor, qkv: Three, merged: Merged, causal: bool, scale: float) -> Three:
-        """Gradients of q, k and v. ``merged`` is over all keys."""
+        """Gradients of q, k and v from that of the output, of its shape. ``merged`` is over all keys."""
 
 
 def kernel_for(q: Tensor) -> Kernel:

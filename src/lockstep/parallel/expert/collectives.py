@@ -32,7 +32,7 @@ class Ranks:
         return self  # groups cannot be copied, and a copied layer works in the same ones
 
     def gather_counts(self, counts: torch.Tensor) -> torch.Tensor:
-        """The counts (k, E) of all ranks: (R, k, E)."""
+        """The counts [k, E], int64, of all ranks: [R, k, E]."""
         if self.calls is not None:
             return self.calls.exchange(self.number, counts)
         ranks = self.data.size()
@@ -42,7 +42,7 @@ class Ranks:
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The sum of all ranks' tensors. Backward: the sum of all ranks' gradients.
+    """The sum of all ranks' tensors, of one shape. Backward: the sum of all ranks' gradients.
 
     So a rank's gradients are those of the sum of all ranks' losses, which averaging turns into those of the mean.
     """
@@ -60,7 +60,7 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows (n, ...): ``sent[p]`` of them to rank p, ``received[p]`` from it, in rank order. Backward: the way back."""
+    """Rows [n, ...]: ``sent[p]`` of them to rank p, ``received[p]`` from it, in rank order. Backward: the way back."""
 
     @staticmethod
     def forward(
@@ -75,7 +75,7 @@ class AllToAll(torch.autograd.Function):
 
 
 class ScaledGradient(torch.autograd.Function):
-    """The tensor as it is; backward multiplies its gradient by ``factor``."""
+    """The tensor, of any shape, as it is; backward multiplies its gradient by ``factor``."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:

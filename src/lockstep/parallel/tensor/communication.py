@@ -8,8 +8,9 @@
     gather_sequence   all-gather                reduce-scatter            g of sequence parallelism
     scatter_sequence  reduce-scatter            all-gather                f of sequence parallelism
 
-``split``, ``gather``: what lies on the whole side is computed alike by every rank. A part is that of
-``torch.chunk``, as in DTensor: the last may be smaller or empty.
+Tensors have any shape and dtype; the last four functions change the size of ``dim`` alone, by default 1 of
+[batch, sequence, features]. ``split``, ``gather``: what lies on the whole side is computed alike by every rank. A part is
+that of ``torch.chunk``, as in DTensor: the last may be smaller or empty.
 
 References: Shoeybi et al., Megatron-LM, 2019; Korthikanti et al., Reducing Activation Recomputation in Large
 Transformer Models, MLSys 2023.
@@ -34,7 +35,7 @@ def part_of(size: int, mesh: Any) -> tuple[int, int]:
 
 
 def part_of_pieces(x: Tensor, pieces: int, rank: int, ranks: int) -> Tensor:
-    """Of each of ``pieces`` equal pieces of the last dimension the part of one rank, concatenated."""
+    """[..., features] to [..., features / ranks]: of each of ``pieces`` equal pieces one rank's part, concatenated."""
     return torch.cat([piece.chunk(ranks, dim=-1)[rank] for piece in x.chunk(pieces, dim=-1)], dim=-1)
 
 
@@ -58,7 +59,7 @@ def reduce(x: Tensor, mesh: Any) -> Tensor:
 
 
 def gather(x: Tensor, mesh: Any, dim: int, size: int) -> Tensor:
-    """The ranks' parts of a dimension of ``size`` elements, concatenated."""
+    """The ranks' parts of dimension ``dim``, concatenated to [..., size, ...]."""
     return _Gather.apply(x, mesh, dim, size)
 
 
@@ -78,7 +79,7 @@ def scatter_sequence(x: Tensor, mesh: Any, dim: int = 1) -> Tensor:
 
 
 def all_reduce(x: Tensor, mesh: Any, operation: str = "sum") -> Tensor:
-    """The sum (or "max") over the ranks, without a gradient."""
+    """The sum (or "max") over the ranks, of the shape and dtype of ``x``, without a gradient."""
     operators = c10d.traced()
     return operators.wait_tensor(operators.all_reduce(x.contiguous(), operation, _group(mesh)))
 

@@ -63,7 +63,7 @@ class ColumnRowRegion(ParallelHook):
         self.end_parts()
 
     def send(self, x: Tensor, in_sequence: bool) -> Tensor:
-        """``x`` for a column layer, and for those after it that read the same."""
+        """``x`` [..., features] for a column layer, and for those after it that read the same."""
         if self.gathers and self.group.is_split:
             return x  # gathered as the module was entered
         if self._sent is None or self._sent[0] is not x:
@@ -75,7 +75,7 @@ class ColumnRowRegion(ParallelHook):
         return self._sent[1]
 
     def marked(self, output: Tensor) -> Tensor:
-        """What a column layer computed, known as this rank's where whole tensors meet it."""
+        """[..., features / N] of a column layer, known as this rank's where whole tensors meet it."""
         if self.meets and torch.is_grad_enabled():
             return RankFeatures.of(output, partial(communication.copy, mesh=self.group.mesh))
         return output
@@ -163,7 +163,7 @@ class SplitLayer(ParallelHook):
 
 
 class ColwiseParallel(SplitLayer):
-    """``y_r = x W_r^T + b_r``; with ``size``, ``y`` of that many features is gathered, or left as split logits."""
+    """``y_r = x W_r^T + b_r``, [..., in] to [..., out / N]; with ``size``, gathered, or left as split logits."""
 
     def __init__(self, name: str, group: Group, names: tuple[str, ...], region: ColumnRowRegion) -> None:
         super().__init__(name, group, names)
@@ -191,7 +191,7 @@ class ColwiseParallel(SplitLayer):
 
 
 class RowwiseParallel(SplitLayer):
-    """``y = sum_r x_r W_r^T + b``; a whole ``x`` is split."""
+    """``y = sum_r x_r W_r^T + b``, [..., in / N] to [..., out]; a whole ``x`` [..., in] is split."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class RowwiseParallel(SplitLayer):
 
 
 class VocabularyParallel(SplitLayer):
-    """An embedding whose rows are split: each rank looks up its own tokens, and the rest is zero."""
+    """An embedding whose rows are split, integers [...] to [..., width]: a rank looks up its own, others are zero."""
 
     def __init__(self, name: str, group: Group, rows: int) -> None:
         super().__init__(name, group, ("weight",))
@@ -268,7 +268,7 @@ class VocabularyParallel(SplitLayer):
 
 
 class ColwiseEmbedding(SplitLayer):
-    """An embedding whose columns are split: each rank looks up a part of each row."""
+    """An embedding whose columns are split, integers [...] to [..., width]: each rank looks up a part of each row."""
 
     def __init__(self, name: str, group: Group, width: int) -> None:
         super().__init__(name, group, ("weight",))

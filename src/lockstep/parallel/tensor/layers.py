@@ -52,7 +52,10 @@ class ParallelLayer(nn.Module):
 
 
 class ColumnParallelLinear(ParallelLayer):
-    """``y_r = x W_r^T + b_r``: rank r computes its part of the output features.
+    """``y_r = x W_r^T + b_r``: rank r of N computes its part of the output features.
+
+    Takes [..., in_features] (with ``sequence_parallel`` [batch, sequence / N, in_features]) and returns
+    [..., out_features / N], all with ``gather_output``. The weight is [out_features, in_features], in rows.
 
     Args:
         gather_output: Return all features, on all ranks alike; else this rank's part.
@@ -83,7 +86,7 @@ class ColumnParallelLinear(ParallelLayer):
         )
 
     def send(self, x: Tensor) -> Tensor:
-        """The input for ``part``; layers that read the same input can share what one of them sent."""
+        """The input [..., in_features] for ``part``; layers that read the same can share what one of them sent."""
         if self.mesh is None:
             return x
         if self.sequence_parallel:
@@ -91,7 +94,7 @@ class ColumnParallelLinear(ParallelLayer):
         return communication.copy(x, self.mesh)
 
     def part(self, sent: Tensor) -> Tensor:
-        """This rank's output features."""
+        """This rank's output features, [..., out_features / N], of what ``send`` returned."""
         return F.linear(sent, local_value(self.weight), local_value(self.bias))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,7 +105,10 @@ class ColumnParallelLinear(ParallelLayer):
 
 
 class RowParallelLinear(ParallelLayer):
-    """``y = sum_r x_r W_r^T + b``: rank r uses its part of the input features.
+    """``y = sum_r x_r W_r^T + b``: rank r of N uses its part of the input features.
+
+    Takes [..., in_features / N], all in_features unless ``input_is_parallel``, and returns [..., out_features] (with
+    ``sequence_parallel`` [batch, sequence / N, out_features]). The weight is [out_features, in_features], in columns.
 
     Args:
         input_is_parallel: The input is this rank's features; else all of them, alike on all ranks.
@@ -152,7 +158,11 @@ class RowParallelLinear(ParallelLayer):
 
 
 class VocabParallelEmbedding(ParallelLayer):
-    """An embedding of which each rank has a part of the rows; the vocabulary need not divide."""
+    """An embedding of which each rank has a part of the rows; the vocabulary need not divide.
+
+    Takes integers [...], alike on all ranks, and returns [..., embedding_dim]. The weight is
+    [num_embeddings, embedding_dim].
+    """
 
     def __init__(
         self,
@@ -193,7 +203,8 @@ class VocabParallelEmbedding(ParallelLayer):
 class ParallelMLP(nn.Module):
     """``down(activation(up(x)))``, or ``down(activation(gate(x)) * up(x))`` if ``gated``.
 
-    One all-reduce of [batch, sequence, width] in forward and one in backward.
+    Takes and returns [batch, sequence, width] (with ``sequence_parallel`` sequence / N), with one all-reduce of that in
+    forward and one in backward.
 
     Args:
         hidden: Features in between, which are split; 4 * width by default.
@@ -234,7 +245,8 @@ class ParallelMLP(nn.Module):
 class ParallelAttention(nn.Module):
     """Multi-head attention of which each rank has a share of the heads, on ``scaled_dot_product_attention``.
 
-    One all-reduce of [batch, sequence, width] in forward and one in backward.
+    Takes and returns [batch, sequence, width] (with ``sequence_parallel`` sequence / N), with one all-reduce of that in
+    forward and one in backward.
 
     Args:
         kv_heads: Heads of keys and values, each for ``heads / kv_heads`` of queries; ``heads`` by default.

@@ -16,7 +16,7 @@ from lockstep.parallel.tensor.modules import Group
 
 
 def leave_logits(local: Tensor, group: Group, size: int, stays_split: bool) -> Any:
-    """The ranks' features as one tensor: gathered, or a DTensor where the loss works on parts."""
+    """The ranks' features [..., size / N] as one [..., size]: gathered, or a DTensor where the loss works on parts."""
     if not (stays_split and group.loss and torch.is_grad_enabled()):
         return communication.gather(local, group.mesh, -1, size)
     from torch.distributed.tensor import DTensor, Shard
