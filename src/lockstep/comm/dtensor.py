@@ -135,7 +135,8 @@ def _refuse_partial(placements: Iterable[Any]) -> None:
 def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's part of ``tensor``, of which every rank has the whole, as a DTensor laid out as ``like``.
 
-    Both have one shape. Other dtypes and devices than those of ``like`` are kept on that device and in that dtype of ``tensor``.
+    Both have one shape. Other dtypes and devices than those of ``like`` are kept on that device and in that dtype of
+    ``tensor``.
     """
     if not is_dtensor(like) or is_dtensor(tensor):
         return tensor

@@ -9,8 +9,8 @@
     scatter_sequence  reduce-scatter            all-gather                f of sequence parallelism
 
 Tensors have any shape and dtype; the last four functions change the size of ``dim`` alone, by default 1 of
-[batch, sequence, features]. ``split``, ``gather``: what lies on the whole side is computed alike by every rank. A part is
-that of ``torch.chunk``, as in DTensor: the last may be smaller or empty.
+[batch, sequence, features]. ``split``, ``gather``: what lies on the whole side is computed alike by every rank. A part
+is that of ``torch.chunk``, as in DTensor: the last may be smaller or empty.
 
 References: Shoeybi et al., Megatron-LM, 2019; Korthikanti et al., Reducing Activation Recomputation in Large
 Transformer Models, MLSys 2023.
