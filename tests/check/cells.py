@@ -13,19 +13,9 @@ from torch import Tensor, nn
 
 from lockstep import Accelerator
 from lockstep.errors import LockstepError
+from tests.check.rows import Feedforward
 
 WORDS, WIDTH, LENGTH, ROWS = 32, 16, 8, 8
-
-
-class Feedforward(nn.Module):
-    def __init__(self, gated: bool) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.gate = nn.Linear(WIDTH, 1) if gated else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.relu(self.up(x))
-        return self.down(hidden if self.gate is None else hidden * self.gate(x).sigmoid())
 
 
 class LargerOnRankOne(torch.autograd.Function):
@@ -58,7 +48,7 @@ class Block(nn.Module):
         self.kind = kind
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.query, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.feedforward = Feedforward(kind == "gate")
+        self.feedforward = Feedforward(kind if kind == "gate" else "")
         self.drop = nn.Dropout(0.2)
         self.calls = 0
         self.rows = 0

@@ -7,10 +7,10 @@ import pytest
 from lockstep.cli.main import main
 
 
-def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     """Exit code, and what was printed to both streams."""
     with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
+        main([str(argument) for argument in arguments])
     captured = capsys.readouterr()
     assert isinstance(ended.value.code, int)
     return ended.value.code, captured.out, captured.err

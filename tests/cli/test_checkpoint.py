@@ -16,19 +16,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from cli import calling
 from lockstep import Accelerator, ProjectConfiguration
-from lockstep.cli.main import main
 
 COMMANDS = ("verify", "show", "merge", "convert", "import-pickle")
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["checkpoint", *(str(argument) for argument in arguments)])
-    captured = capsys.readouterr()
-    assert "Traceback" not in captured.err
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, captured.out, captured.err
+    code, out, err = calling.call(capsys, "checkpoint", *arguments)
+    assert "Traceback" not in err
+    return code, out, err
 
 
 @pytest.fixture(scope="module")

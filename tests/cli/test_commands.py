@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lockstep.cli.main import COMMANDS, main
+from cli.calling import call
+from lockstep.cli.main import COMMANDS
 from lockstep.compat.accelerate.config_file import load
 from tests.compat.accelerate_examples import TWO_PROCESSES
 
@@ -28,14 +29,6 @@ def script(tmp_path: Path) -> Path:
     path = tmp_path / "train.py"
     path.touch()
     return path
-
-
-def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, captured.out, captured.err
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lockstep.cli.main import main
+from cli.calling import call
 from lockstep.compat.accelerate.config_file import load
 from tests.compat.accelerate_examples import TWO_PROCESSES
 from tests.compat.deepspeed_examples import STAGE2, STAGE3
@@ -47,14 +47,6 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     return tmp_path
-
-
-def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, captured.out, captured.err
 
 
 def write(name: str, content: Any) -> Path:

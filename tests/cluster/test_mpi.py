@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 from tests.cluster.daemons import program
 from tests.launch import training
 from tests.launch.fakes import CANARY, canaries
-from tests.launch.helpers import alive, pids_in, run, start, wait_until
+from tests.launch.helpers import WAITING, check_ends_with, run, start
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -40,12 +39,5 @@ def test_two_ranks_train_together(tmp_path: Path) -> None:
 
 def test_killing_the_launcher_ends_the_ranks(tmp_path: Path) -> None:
     (tmp_path / "pids").mkdir()
-    script = "import os, time; open(f'pids/{os.getpid()}', 'w').close(); time.sleep(600)"
-    launcher = start("--mpi", "--nproc", 2, "--no-python", sys.executable, "-c", script)
-    try:
-        workers = pids_in(tmp_path / "pids", 2)
-        launcher.send_signal(signal.SIGKILL)
-        wait_until(lambda: not any(alive(pid) for pid in workers), 2)
-    finally:
-        launcher.kill()
-        launcher.communicate()
+    launcher = start("--mpi", "--nproc", 2, "--no-python", sys.executable, "-c", WAITING)
+    check_ends_with(launcher, tmp_path / "pids")

@@ -48,6 +48,12 @@ def call(cluster: dict[str, str], *words: object, **extra: str) -> subprocess.Co
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
 
 
+def job_of(*words: object) -> list[object]:
+    """The command that submits a job on two nodes."""
+    meeting = f"127.0.0.1:{training.free_port()}"
+    return [*COMMAND, "--slurm", "--nnodes", 2, "--nproc", 1, "--rdzv", meeting, "--cpu", *words]
+
+
 def test_a_step_on_two_nodes_trains(
     cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,21 +78,7 @@ def test_a_submitted_job_trains_and_slurm_keeps_no_secret(
     training.write_script(tmp_path)
     words = ["a b", "\n#SBATCH --nodes=9", "$HOME\t'\"", "é"]
     options = ["--slurm-option", "wait=", "--slurm-option", "output=job.out"]
-    meeting = f"127.0.0.1:{training.free_port()}"
-    line = [
-        *COMMAND,
-        "--slurm",
-        "--nnodes",
-        2,
-        "--nproc",
-        1,
-        *options,
-        "--rdzv",
-        meeting,
-        "--cpu",
-        "train.py",
-        *words,
-    ]
+    line = job_of(*options, "train.py", *words)
     done = call(cluster, *line, **canaries())
     assert done.returncode == training.EXIT_CODE, done.stderr
     assert "Submitted batch job" in done.stdout
@@ -103,20 +95,7 @@ def test_a_signal_to_the_job_saves_it_and_puts_it_back_into_the_queue(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "steps.py").write_text(STEPS)
     options = ["--slurm-option", "output=job.out", "--slurm-option", "after-stop=requeue"]
-    meeting = f"127.0.0.1:{training.free_port()}"
-    line = [
-        *COMMAND,
-        "--slurm",
-        "--nnodes",
-        2,
-        "--nproc",
-        1,
-        *options,
-        "--rdzv",
-        meeting,
-        "--cpu",
-        "steps.py",
-    ]
+    line = job_of(*options, "steps.py")
     job = call(cluster, *line).stdout.split()[-1]
     going = [tmp_path / f"going-{rank}" for rank in range(2)]
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from tests.cluster.daemons import program, sshd
 from tests.launch import training
 from tests.launch.fakes import CANARY, canaries
-from tests.launch.helpers import alive, pids_in, run, start, wait_until
+from tests.launch.helpers import WAITING, check_ends_with, run, start
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -53,18 +52,11 @@ def test_two_hosts_train_together(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("two_hosts")
 def test_killing_the_launcher_ends_the_workers(tmp_path: Path) -> None:
     (tmp_path / "pids").mkdir()
-    script = "import os, time; open(f'pids/{os.getpid()}', 'w').close(); time.sleep(600)"
     meeting = f"127.0.0.1:{training.free_port()}"
     launcher = start(
-        "--hosts", "hosta:1,hostb:1", "--rdzv", meeting, "--no-python", sys.executable, "-c", script
+        "--hosts", "hosta:1,hostb:1", "--rdzv", meeting, "--no-python", sys.executable, "-c", WAITING
     )
-    try:
-        workers = pids_in(tmp_path / "pids", 2)
-        launcher.send_signal(signal.SIGKILL)
-        wait_until(lambda: not any(alive(pid) for pid in workers), 2)
-    finally:
-        launcher.kill()
-        launcher.communicate()
+    check_ends_with(launcher, tmp_path / "pids")
 
 
 @pytest.mark.usefixtures("two_hosts")

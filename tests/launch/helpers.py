@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -45,6 +46,22 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return state not in "ZX"
+
+
+WAITING = "import os, time; open(f'pids/{os.getpid()}', 'w').close(); time.sleep(600)"
+"""A script that notes its process id in the folder ``pids``, and stays."""
+
+
+def check_ends_with(launcher: subprocess.Popen[str], directory: Path) -> None:
+    """Two workers that run ``WAITING`` end when their launcher is killed."""
+    try:
+        workers = pids_in(directory, 2)
+        assert all(alive(pid) for pid in workers)
+        launcher.send_signal(signal.SIGKILL)
+        wait_until(lambda: not any(alive(pid) for pid in workers), 2)
+    finally:
+        launcher.kill()
+        launcher.communicate()
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float) -> float:

@@ -20,7 +20,7 @@ from lockstep.launch.node import parse
 from lockstep.launch.plan import LaunchPlan
 from tests.launch import training
 from tests.launch.fakes import CANARY, Fakes, canaries
-from tests.launch.helpers import alive, pids_in, run, start, wait_until
+from tests.launch.helpers import WAITING, check_ends_with, run, start, wait_until
 
 HOSTILE = st.text(st.sampled_from(list(";$()`\"'\n\\ -o*?~#&|<>%{}!\t\r=ProxyCommandé")), max_size=30)
 REMOTE = shlex.join([sys.executable, "-m", "lockstep.launch.node"])
@@ -260,16 +260,8 @@ def test_killing_the_launcher_ends_the_workers_of_all_hosts(
     fakes.ssh()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pids").mkdir()
-    script = "import os, time; open(f'pids/{os.getpid()}', 'w').close(); time.sleep(600)"
     launcher = start(
         "--hosts", "hosta:1,hostb:1", "--rdzv", f"127.0.0.1:{training.free_port()}",
-        "--no-python", sys.executable, "-c", script, OMP_NUM_THREADS="1",
+        "--no-python", sys.executable, "-c", WAITING, OMP_NUM_THREADS="1",
     )  # fmt: skip
-    try:
-        workers = pids_in(tmp_path / "pids", 2)
-        assert all(alive(pid) for pid in workers)
-        launcher.send_signal(signal.SIGKILL)
-        wait_until(lambda: not any(alive(pid) for pid in workers), 2)
-    finally:
-        launcher.kill()
-        launcher.communicate()
+    check_ends_with(launcher, tmp_path / "pids")

@@ -14,7 +14,7 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.offload.copies import AtOnce
-from lockstep.offload.files.direct import ALIGNMENT, region_of
+from lockstep.offload.files.direct import region_of
 from lockstep.offload.optimizer.attach import offload_step
 from tests.offload.optimizer.test_offloaded import (
     OPTIMIZERS,
@@ -23,6 +23,7 @@ from tests.offload.optimizer.test_offloaded import (
     assert_same,
     batches,
     loss_of,
+    moved_bytes,
     train,
     units_of,
 )
@@ -127,14 +128,7 @@ def test_copies_of_parameters_on_disk_move_the_bytes_of_the_formula(tmp_path: Pa
     model = Model(width=64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step = offload_step(optimizer, units_of(model), tmp_path, copies=LateCopies())
-    stepped = [p for p in model.parameters() if p.requires_grad and p is not model.unused]
-    padded = sum(-(-p.numel() * 4 // ALIGNMENT) * ALIGNMENT for p in stepped)
-    moved = []
-    for tokens in batches(3):
-        loss_of(model, tokens).backward()
-        optimizer.step()
-        step.wait()
-        moved.append((step.bytes_read, step.bytes_written))
+    _, padded, moved = moved_bytes(model, optimizer, step)
     assert [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(moved)] == [(3 * padded, 3 * padded)] * 2
 
 

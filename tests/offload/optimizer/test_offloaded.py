@@ -248,10 +248,10 @@ def test_step_returns_before_it_is_made_and_the_forward_waits(monkeypatch: pytes
     assert type(optimizer) is torch.optim.SGD
 
 
-def test_state_on_disk_moves_the_bytes_of_the_formula(tmp_path: Path) -> None:
-    model = Model(width=64)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    step = offload_step(optimizer, units_of(model), tmp_path)
+def moved_bytes(
+    model: Model, optimizer: torch.optim.Optimizer, step: OffloadedStep
+) -> tuple[list[nn.Parameter], int, list[tuple[int, int]]]:
+    """The parameters that are stepped, the bytes in a file of one value of each, and (read, written) after a step."""
     stepped = [p for p in model.parameters() if p.requires_grad and p is not model.unused]
     padded = sum(-(-p.numel() * 4 // ALIGNMENT) * ALIGNMENT for p in stepped)
     moved = []
@@ -260,6 +260,14 @@ def test_state_on_disk_moves_the_bytes_of_the_formula(tmp_path: Path) -> None:
         optimizer.step()
         step.wait()
         moved.append((step.bytes_read, step.bytes_written))
+    return stepped, padded, moved
+
+
+def test_state_on_disk_moves_the_bytes_of_the_formula(tmp_path: Path) -> None:
+    model = Model(width=64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = offload_step(optimizer, units_of(model), tmp_path)
+    stepped, padded, moved = moved_bytes(model, optimizer, step)
     assert moved == [(0, 2 * padded), (2 * padded, 4 * padded), (4 * padded, 6 * padded)]
     for p in stepped:
         state = optimizer.state[p]

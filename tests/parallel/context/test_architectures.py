@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from lockstep import Accelerator, DistributedDataParallelKwargs
 from lockstep.errors import UsageError
+from parallel.context.comparing import fast_and_all, what_is_wrong
 from parallel.tensor.architectures import ARCHITECTURES, difference, make_batch, make_model
 
 BY_HAND = r"attention computed by hand.* transformers has no other attention for \w+: leave cp out"
@@ -70,32 +70,15 @@ def split(method: str, names: list[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(FAST, id="fast"),
-        pytest.param(
-            tuple(name for name in ARCHITECTURES if name not in FAST), id="all", marks=pytest.mark.exhaustive
-        ),
-    ],
-)
+@pytest.mark.parametrize("names", fast_and_all(FAST, ARCHITECTURES))
 def test_each_architecture_equals_itself_or_says_why_not(run_distributed, method: str, names: Any) -> None:
     refused = REFUSED | (REFUSED_BY_RING if method == "ring" else {})
     expected = {name: run(name, make_model(name)) for name in names if name not in refused}
     wrong = []
     for found in run_distributed(split, 2, method, list(names), timeout_s=240):
-        for name, result in zip(names, found, strict=True):
-            if name in refused:
-                if not isinstance(result, str) or not re.search(refused[name], result):
-                    wrong.append(f"{name} is not refused for its reason: {result}")
-                continue
-            if isinstance(result, str):
-                wrong.append(f"{name} is refused: {result}")
-                continue
-            loss, gradients = expected[name]
-            apart = difference(result[1], gradients)
-            if abs(result[0] - loss) > 1e-4 or apart > 1e-3:
-                wrong.append(f"{name}: loss {result[0]} instead of {loss}, gradients are off by {apart:.2g}")
+        wrong += what_is_wrong(
+            dict(zip(names, found, strict=True)), expected, refused, difference, 1e-4, 1e-3
+        )
     assert not wrong, "\n".join(wrong)
 
 

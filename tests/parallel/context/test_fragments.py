@@ -14,6 +14,7 @@ from lockstep import Accelerator
 from lockstep.errors import UsageError
 from lockstep.nn import MixtureOfExperts
 from lockstep.parallel.context import region
+from parallel.context.comparing import fast_and_all, what_is_wrong
 from parallel.tensor.problem import difference
 
 WIDTH, LENGTH = 16, 16
@@ -232,6 +233,14 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
 
 
+def alone(fragment: Fragment) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients in one process."""
+    model = Model(fragment)
+    loss = run(model)
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
 def split(method: str, names: list[str], between: bool, verify: str, rehearses: bool = True) -> list[Any]:
     """Of each fragment the message that refuses it, or the loss and all gradients."""
     torch.set_num_threads(1)
@@ -253,34 +262,15 @@ def split(method: str, names: list[str], between: bool, verify: str, rehearses: 
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(FAST, id="fast"),
-        pytest.param(
-            tuple(name for name in (*RIGHT, *MIXING) if name not in FAST),
-            id="all",
-            marks=pytest.mark.exhaustive,
-        ),
-    ],
-)
+@pytest.mark.parametrize("names", fast_and_all(FAST, (*RIGHT, *MIXING)))
 def test_a_fragment_is_right_or_refused_without_a_proof(run_distributed, method: str, names: Any) -> None:
+    refused = dict.fromkeys(MIXING, "lock 'blocks.1'")
+    expected = {name: alone(RIGHT[name]) for name in names if name not in refused}
     wrong = []
-    for results in run_distributed(split, 2, method, list(names), False, "off", timeout_s=240):
-        for name, result in zip(names, results, strict=True):
-            if name in MIXING:
-                if not isinstance(result, str) or "lock 'blocks.1'" not in result:
-                    wrong.append(f"{name} is not refused: {result if isinstance(result, str) else result[0]}")
-                continue
-            if isinstance(result, str):
-                wrong.append(f"{name} is refused: {result}")
-                continue
-            model = Model(RIGHT[name])
-            loss = run(model)
-            loss.backward()
-            apart = difference(result[1], gradients(model))
-            if abs(result[0] - loss.item()) > 1e-5 or apart > 1e-4:
-                wrong.append(f"{name}: loss {result[0]} instead of {loss.item()}, gradients off by {apart}")
+    for found in run_distributed(split, 2, method, list(names), False, "off", timeout_s=240):
+        wrong += what_is_wrong(
+            dict(zip(names, found, strict=True)), expected, refused, difference, 1e-5, 1e-4
+        )
     assert not wrong, "\n".join(wrong)
 
 

@@ -9,6 +9,15 @@ from torch import nn
 
 from tests.parallel.tensor import architectures as more
 
+ENCODER_DECODER = {
+    "d_model": 16,
+    "encoder_layers": 3,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+}
 SMALL = {
     "vocab_size": 37,
     "hidden_size": 16,
@@ -54,25 +63,13 @@ OWN: dict[str, dict[str, Any]] = {
         "decoder_start_token_id": 0,
     },
     "BartForConditionalGeneration": {
-        "d_model": 16,
-        "encoder_layers": 3,
-        "decoder_layers": 3,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "encoder_ffn_dim": 32,
-        "decoder_ffn_dim": 32,
+        **ENCODER_DECODER,
         "decoder_start_token_id": 2,
     },
     "DistilBertForMaskedLM": {"dim": 16, "hidden_dim": 32, "n_layers": 4, "n_heads": 2},
     "ViTForImageClassification": {"image_size": 8, "patch_size": 4, "num_labels": 5},
     "WhisperForConditionalGeneration": {
-        "d_model": 16,
-        "encoder_layers": 3,
-        "decoder_layers": 3,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "encoder_ffn_dim": 32,
-        "decoder_ffn_dim": 32,
+        **ENCODER_DECODER,
         "num_mel_bins": 8,
         "max_source_positions": 12,
         "max_target_positions": 16,

@@ -19,6 +19,20 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 KV = {"num_key_value_heads": 2}
+DEEPSEEK = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 T5_SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -97,27 +111,11 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], str]] = {
         "causal",
     ),
     "DeepseekV3ForCausalLM": (
-        {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
-        | {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "n_group": 1,
-            "topk_group": 1,
-        }
-        | {"first_k_dense_replace": 1, "num_key_value_heads": 4},
+        DEEPSEEK,
         "causal",
     ),
     "DeepseekV2ForCausalLM": (
-        {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
-        | {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "n_group": 1,
-            "topk_group": 1,
-        }
-        | {"first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": 4},
+        DEEPSEEK | {"head_dim": 4},
         "causal",
     ),
     "BertForMaskedLM": ({}, "masked"),

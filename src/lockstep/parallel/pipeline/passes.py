@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.comm.tree import leaves, map_leaves
 from lockstep.parallel.pipeline.gradients import Gradients, attach, attach_outputs, kept_apart, pull
 from lockstep.parallel.pipeline.local import LocalStages
-from lockstep.parallel.pipeline.micro_batch import Call
+from lockstep.parallel.pipeline.micro_batch import Call, Joined
 from lockstep.parallel.pipeline.options import PipelineOptions
 from lockstep.parallel.pipeline.orders import FillDrain, run, torch_schedule
 from lockstep.parallel.pipeline.plan import Plan
@@ -107,18 +107,23 @@ class Training:
         return self.reduction.undecided if self.reduction.undecided.is_watched else None
 
     def result(
-        self, value: Tensor, gradients: Gradients, scale: float, kept: Callable[[str, Kind], Tensor | None]
+        self,
+        path: str,
+        value: Tensor,
+        gradients: Gradients,
+        scale: float,
+        kept: Callable[[str, Joined], Tensor | None],
     ) -> Any:
-        """The output: ``value`` as a loss whose backward adds ``gradients``, and what was ``kept``."""
+        """The output: at ``path`` the ``value``, whose backward adds ``gradients``, and what was ``kept``."""
 
         def add(incoming: Tensor) -> None:
             self.stages.deposit.add(gradients, self.parameters(), incoming / scale)
             gradients.clear()
 
-        results = {self.plan.loss: attach(value, add)}
+        results = {path: attach(value, add)}
         if self.wants_outputs:
             for key, kind in self.plan.outputs.items():
-                if key != self.plan.loss:
+                if key != path:
                     results[key] = self.stages.from_last(kept(key, kind), kind)
         return _fill(self.plan.template, results)
 
@@ -162,10 +167,10 @@ def _train(call: Training, path: str, scale: float) -> tuple[Any, WhyNot | None]
     stages.state.end_batch()
     value = stages.from_last(torch.stack(losses).sum(0) * share if losses else None, like)
 
-    def joined(key: str, kind: Kind) -> Tensor | None:
+    def joined(key: str, kind: Joined) -> Tensor | None:
         return kind.join([each[key] for each in kept]) if kept else None
 
-    return call.result(value, gradients, scale, joined), None
+    return call.result(path, value, gradients, scale, joined), None
 
 
 def _whole_is_watched(reduction: Reduction) -> bool:
@@ -211,7 +216,7 @@ def _train_whole(call: Training, path: str, scale: float) -> tuple[Any, WhyNot |
         return None, why_not
     stages.state.end_batch()
     value = stages.from_last(kept[0][path] if kept else None, Kind.of(leaves(plan.template)[path]))
-    return call.result(value, gradients, scale, lambda key, _: kept[0][key] if kept else None), None
+    return call.result(path, value, gradients, scale, lambda key, _: kept[0][key] if kept else None), None
 
 
 def forward_now(
