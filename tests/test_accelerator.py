@@ -335,17 +335,49 @@ def test_objects_are_prepared_in_any_order_and_others_pass_through() -> None:
     assert accelerator.free_memory(*found[:2]) == [None, None]
 
 
+def prepare_again() -> list[bool]:
+    """Of each object whether a second ``prepare``, alone or beside a new one, returns what the first did."""
+    found = []
+    for parallel in ("ddp", "zero=2"):
+        accelerator = Accelerator(cpu=True, parallel=parallel)
+        model = problems.make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(TensorDataset(torch.zeros(4)))
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        first = accelerator.prepare(model, optimizer, loader, schedule)
+        found += [a is b for a, b in zip(first, accelerator.prepare(*first), strict=True)]
+        found += [accelerator.prepare(one) is one for one in first]
+        second = torch.optim.SGD(first[0].parameters(), lr=0.1)
+        again = accelerator.prepare(first[0], second)
+        found += [again[0] is first[0], again[1].optimizer is second]
+        accelerator.free_memory()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_prepare_returned_is_returned_by_a_second_call(run_distributed, world_size: int) -> None:
+    assert run_distributed(prepare_again, world_size) == [[True] * 20] * world_size
+
+
+def test_on_one_process_any_loss_may_run_backward() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        accelerator.prepare(other)  # nobody has called it
+    assert torch.equal(model.weight.grad, torch.ones(1, 2))
+
+
 def misuse(kind: str) -> str:
     accelerator = Accelerator(cpu=True)
     model = problems.make_model()
     rows, labels = problems.make_rows(0, 0, 4)
     try:
         if kind == "twice":
-            accelerator.prepare(accelerator.prepare(model))
+            accelerator.prepare(optimizer := torch.optim.SGD(model.parameters()))
+            accelerator.prepare(model, optimizer)
         elif kind == "empty":
             accelerator.prepare(DataLoader(TensorDataset(torch.zeros(2)), batch_size=4, drop_last=True))
-        elif kind == "too few":
-            accelerator.prepare(DataLoader(TensorDataset(torch.zeros(1))))
         elif kind == "no model":
             accelerator.backward(model(rows).sum())
         elif kind == "unprepared":
@@ -371,11 +403,10 @@ def misuse(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "world_size", "words"),
     [
-        ("twice", 1, ("Sequential was passed to prepare twice", "Prepare each object once")),
-        ("twice", 2, ("was passed to prepare twice",)),
+        ("twice", 1, ("SGD was passed to prepare twice", "Prepare each object once")),
+        ("twice", 2, ("SGD was passed to prepare twice",)),
         ("empty", 1, ("length 0", "Give it data")),
-        ("too few", 2, ("1 samples for 2 processes", "Use at most 1 processes or more data")),
-        ("no model", 1, ("no model was prepared", "Pass the model to accelerator.prepare()")),
+        ("no model", 2, ("no model was prepared", "Pass the model to accelerator.prepare()")),
         ("unprepared", 2, ("Call the model that accelerator.prepare() returned",)),
         ("placement", 1, ("1 objects and 2 values", "one value for each")),
         ("meta", 1, ("ParameterList is on the meta device", "Give them reset_parameters()")),

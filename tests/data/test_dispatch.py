@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lockstep import DataLoaderConfiguration, skip_first_batches
+from lockstep import Accelerator, DataLoaderConfiguration, skip_first_batches
 from lockstep.comm.collectives import Communicator
 from lockstep.data.prepare import prepare_loader
 from lockstep.data_loader import PreparedLoader, prepare_data_loader
@@ -71,7 +71,9 @@ def joined(ranks: list[list[Any]]) -> list[list[int]]:
 def test_streams_are_dispatched_by_default(run_distributed, world, split):
     ranks = run_distributed(stream_batches, world, 22, 8 if split else 8 // world, split, 0)
     assert joined(ranks) == chunks(list(range(22)), 8)
-    assert all(len(rows) == 8 // world for rank in ranks for rows, _, _ in rank)
+    assert [[len(rows) for rows, _, _ in rank] for rank in ranks] == [
+        [8 // world, 8 // world, -(-6 // world)]
+    ] * world
 
 
 def test_streams_are_dispatched_with_a_worker_process(run_distributed):
@@ -102,6 +104,34 @@ def plain_order(n: int, seed: int) -> list[int]:
 
 def test_map_style_data_can_be_dispatched(run_distributed):
     assert joined(run_distributed(shuffled_batches, 2)) == chunks(plain_order(10, 5), 4)
+
+
+def last_rounds(samples: int) -> list[tuple[list[list[int]], list[list[int]]]]:
+    """Of stream and map-style data, even or not: this rank's batches, and the metrics of all."""
+    found = []
+    for data in (Stream(samples), torch.arange(samples)):
+        for even in (True, False):
+            config = DataLoaderConfiguration(dispatch_batches=True, even_batches=even)
+            accelerator = Accelerator(cpu=True, dataloader_config=config)
+            batches, gathered = [], []
+            for batch in accelerator.prepare(DataLoader(data, batch_size=4)):
+                batches.append(batch.tolist())
+                gathered.append(accelerator.gather_for_metrics(batch).tolist())
+            found.append((batches, gathered))
+    end()
+    return found
+
+
+@pytest.mark.parametrize("samples", [12, 11, 9, 1])
+def test_what_is_left_for_the_last_round_is_cut_into_equal_slices(run_distributed, samples):
+    rows = chunks(list(range(samples)), 8)
+    each = [-(-len(left) // 2) for left in rows]
+    slices = [
+        [[*left, 0][rank * n : (rank + 1) * n] for left, n in zip(rows, each, strict=True)]
+        for rank in range(2)
+    ]
+    for rank, found in enumerate(run_distributed(last_rounds, 2, samples)):
+        assert found == [(slices[rank], rows)] * 4
 
 
 def texts(rows: list[int]) -> dict[str, Any]:
@@ -149,10 +179,10 @@ def test_a_failure_while_rank_0_reads_reaches_every_rank(run_distributed):
     assert "OSError: disk gone" in other[2]
 
 
-def refused(samples_of_main: int) -> str:
+def refused(samples_of_main: int, drop_last: bool = False) -> str:
     samples = samples_of_main if start(cpu=True).rank == 0 else 8
     try:
-        prepare(DataLoader(Numbers(samples)))
+        prepare(DataLoader(Numbers(samples), drop_last=drop_last))
     except Exception as error:
         end()
         return f"{type(error).__name__}: {error}"
@@ -160,8 +190,8 @@ def refused(samples_of_main: int) -> str:
 
 
 def test_a_loader_that_one_rank_refuses_is_refused_by_all(run_distributed):
-    for text in run_distributed(refused, 2, 1):
-        assert "1 samples for 2 processes" in text
+    for text in run_distributed(refused, 2, 1, True):
+        assert "drop_last=True 1 batches make no full round for 2 processes" in text
 
 
 def test_loaders_of_different_length_are_refused_by_all(run_distributed):

@@ -240,9 +240,14 @@ def test_an_empty_loader_is_refused():
         prepare(DataLoader(Numbers(6), batch_size=2, drop_last=True), world=4)
 
 
-def test_fewer_samples_than_processes_are_refused():
-    with pytest.raises(UsageError, match=r"3 samples for 4 processes\. Use at most 3"):
-        prepare(DataLoader(Numbers(3)), world=4)
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_fewer_samples_than_processes_are_repeated_and_counted_once(samples):
+    ranks = [consume(prepare(DataLoader(Numbers(samples), batch_size=2), rank, 4)) for rank in range(4)]
+    assert [[rows for rows, _, _ in batches] for batches in ranks] == [
+        [[(2 * rank + i) % samples for i in range(2)]] for rank in range(4)
+    ]
+    [counts] = {counts for batches in ranks for _, counts, _ in batches}
+    assert counts == BatchCounts((2, 2, 2, 2), tuple(min(max(samples - 2 * rank, 0), 2) for rank in range(4)))
 
 
 def test_preparing_twice_is_refused():

@@ -38,13 +38,13 @@ def test_the_last_round_is_completed_from_the_beginning():
     assert batches[-1] == ([1, 2], BatchCounts((2, 2), (1, 0)), True)
 
 
-def test_uneven_batches_are_left_uneven():
+def test_ranks_have_equally_many_batches_of_a_stream_whatever_is_asked():
     first, second = (
         consume(prepare(DataLoader(Stream(5), batch_size=2), rank, 2, even_batches=False))
         for rank in range(2)
     )
-    assert first[-1] == ([4], BatchCounts((1, 0), (1, 0)), True)
-    assert [rows for rows, _, _ in second] == [[2, 3]]
+    assert first[-1] == ([4, 0], BatchCounts((2, 2), (1, 0)), True)
+    assert second[-1] == ([1, 2], BatchCounts((2, 2), (1, 0)), True)
 
 
 def test_drop_last_drops_the_incomplete_round():
@@ -100,11 +100,6 @@ def test_a_generator_of_the_dataset_is_seeded_by_epoch():
         expected = torch.randperm(8, generator=torch.Generator().manual_seed(4 + epoch)).tolist()
         ours = [rows_of(a) + rows_of(b) for a, b in zip(first, second, strict=True)]
         assert ours == chunks(expected, 4)
-
-
-def test_uneven_ends_of_several_workers_are_refused():
-    with pytest.raises(ConfigError, match="2 workers"):
-        prepare(DataLoader(Stream(9), batch_size=2, num_workers=2), world=2, even_batches=False)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -156,7 +156,8 @@ class DataLoaderConfiguration:
 
     - ``split_batches``: the loader's batch is the global one; each rank takes a slice of it.
     - ``dispatch_batches``: rank 0 reads and sends the slices (None: only for iterable datasets).
-    - ``even_batches``: complete the last round with samples from the beginning.
+    - ``even_batches``: complete the last round with samples from the beginning. That of iterable data, and of what
+      rank 0 reads for all, always is, the latter to equal slices of what is left.
     - ``use_seedable_sampler``: a ``RandomSampler``, which is ``shuffle=True``, is seeded with seed + epoch in each
       epoch; the seed is ``data_seed``, or torch's on rank 0. Otherwise samplers draw as without Lockstep.
     - ``data_seed``: alone, it makes any order, and what workers draw, a function of this seed and the epoch.
@@ -171,13 +172,6 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
-
-    def __post_init__(self) -> None:
-        if self.dispatch_batches and not self.even_batches:
-            raise ConfigError(
-                "dispatch_batches=True sends every rank a slice of one batch and so needs even_batches=True, "
-                "but even_batches=False was given. Drop one of the two."
-            )
 
 
 @dataclass

@@ -24,7 +24,8 @@ class ShardPlan:
     """How batches are dealt to ``world_size`` ranks.
 
     ``batch_size`` is that of the user's loader (None: batches of varying size). ``drop_last`` drops the
-    last round if it lacks batches; else ``even_batches`` completes it with samples from the beginning.
+    last round if it lacks batches; else ``even_batches`` completes it with samples from the beginning: to full
+    batches, or where rank 0 has ``dispatched`` it to the fewest rows of which every rank gets equally many.
     """
 
     world_size: int
@@ -32,6 +33,7 @@ class ShardPlan:
     split_batches: bool = False
     even_batches: bool = True
     drop_last: bool = False
+    dispatched: bool = False
 
     def __post_init__(self) -> None:
         if self.split_batches and self.batch_size is not None and self.batch_size % self.world_size:
@@ -158,6 +160,8 @@ def _unpadded(sizes: tuple[int, ...]) -> BatchCounts:
 
 def _completed(held: list[list[T]], first: list[list[T]], plan: ShardPlan) -> GlobalBatch[T]:
     """Fill short batches with samples, or where sizes vary add whole batches, from the beginning."""
+    if plan.dispatched:
+        return _slices(list(chain.from_iterable(held)), list(chain.from_iterable(first)), 0, plan)
     real = _as_they_are(held, plan).counts.real
     parts: tuple[list[T], ...]
     if plan.batch_size is None:
@@ -177,12 +181,16 @@ def _rounds_of_slices(
     first: list[T] = list(beginning[0]) if beginning else []
     for batch in batches:
         first = first or list(batch)
-        # Batches of varying size are cut into the smallest equal slices that hold them.
-        per_rank = -(-max(plan.batch_size or 0, len(batch)) // plan.world_size)
-        row_starts = [rank * per_rank for rank in range(plan.world_size)]
-        rows = list(batch)
-        if plan.completes:
-            rows.extend(islice(cycle(first), per_rank * plan.world_size - len(rows)))
-        parts = tuple(rows[start : start + per_rank] for start in row_starts)
-        real = tuple(max(0, min(per_rank, len(batch) - start)) for start in row_starts)
-        yield GlobalBatch(parts, BatchCounts(rows=tuple(len(part) for part in parts), real=real))
+        yield _slices(list(batch), first, 0 if plan.dispatched else plan.batch_size or 0, plan)
+
+
+def _slices(rows: list[T], first: list[T], least: int, plan: ShardPlan) -> GlobalBatch[T]:
+    """``rows`` cut into the smallest equal slices that hold them and ``least`` rows, filled from ``first``."""
+    count = len(rows)
+    per_rank = -(-max(least, count) // plan.world_size)
+    if plan.completes:
+        rows = [*rows, *islice(cycle(first), per_rank * plan.world_size - count)]
+    starts = [rank * per_rank for rank in range(plan.world_size)]
+    parts = tuple(rows[start : start + per_rank] for start in starts)
+    real = tuple(max(0, min(per_rank, count - start)) for start in starts)
+    return GlobalBatch(parts, BatchCounts(rows=tuple(len(part) for part in parts), real=real))

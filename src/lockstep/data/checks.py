@@ -22,8 +22,8 @@ def decide(
     """How the loader is dealt, and whether rank 0 dispatches it. Raises UsageError or ConfigError if it cannot be."""
     check_loader(loader, axes.data)
     dispatch = should_dispatch(loader, config, axes)
-    plan = plan_for(loader, config, axes.data)
-    check_plan(loader, plan, dispatch)
+    plan = plan_for(loader, config, axes.data, dispatch)
+    check_plan(loader, plan)
     return plan, dispatch
 
 
@@ -38,12 +38,16 @@ def batches_by_sampler(loader: DataLoader[Any]) -> Any:
     return loader.sampler if isinstance(loader.sampler, BatchSampler) else None
 
 
-def plan_for(loader: DataLoader[Any], config: DataLoaderConfiguration, world_size: int) -> ShardPlan:
+def plan_for(
+    loader: DataLoader[Any], config: DataLoaderConfiguration, world_size: int, dispatch: bool
+) -> ShardPlan:
+    """How batches are dealt. Only map-style data that every rank reads can end unevenly, as in Accelerate."""
     sampler = None if is_iterable(loader) else batches_by_sampler(loader)
     plan = ShardPlan(
         world_size=world_size,
         batch_size=loader.batch_size,
-        even_batches=config.even_batches,
+        even_batches=config.even_batches or dispatch or is_iterable(loader),
+        dispatched=dispatch,
         drop_last=bool(getattr(sampler, "drop_last", loader.drop_last)),
     )
     if sampler is not None:
@@ -65,7 +69,7 @@ def should_dispatch(loader: DataLoader[Any], config: DataLoaderConfiguration, ax
     if axes.data == 1 and not axes.splits_model:
         return False
     if config.dispatch_batches is None:
-        return is_iterable(loader) and config.even_batches
+        return is_iterable(loader)
     return config.dispatch_batches
 
 
@@ -101,11 +105,6 @@ def check_loader(loader: object, world_size: int) -> None:
             f"The loader has length 0: {samples if samples is not None else 'no'} samples, batch size "
             f"{loader.batch_size}, drop_last={loader.drop_last}. Give it data, or set drop_last=False."
         )
-    if samples is not None and samples < world_size:
-        raise UsageError(
-            f"The loader has {samples} samples for {world_size} processes. "
-            f"Use at most {samples} processes or more data."
-        )
     if world_size == 1:
         return
     if find_distributed_sampler(loader) is not None:
@@ -120,23 +119,12 @@ def check_loader(loader: object, world_size: int) -> None:
         )
 
 
-def check_plan(loader: DataLoader[Any], plan: ShardPlan, dispatch: bool) -> None:
+def check_plan(loader: DataLoader[Any], plan: ShardPlan) -> None:
     batches, _ = lengths(loader)
     if batches is not None and plan.length(batches, 0) == 0:
         raise UsageError(
             f"With drop_last=True {batches} batches make no full round for {plan.world_size} processes. "
             f"Use drop_last=False, a smaller batch size than {plan.batch_size}, or fewer processes."
-        )
-    if (
-        plan.world_size > 1
-        and is_iterable(loader)
-        and not plan.even_batches
-        and not dispatch
-        and loader.num_workers > 1
-    ):
-        raise ConfigError(
-            f"even_batches=False with an iterable dataset and {loader.num_workers} workers: each worker ends with "
-            "a ragged round of its own, and processes fall out of step. Use even_batches=True or num_workers=1."
         )
 
 

@@ -17,24 +17,31 @@ class PreparedObjects:
     """The objects that ``prepare`` got and those that it made of them: each is prepared once."""
 
     def __init__(self) -> None:
-        self._objects: list[object] = []
+        self._given: list[object] = []
+        self._made: list[object] = []
 
-    def add(self, *objects: object) -> None:
-        self._objects += [item for item in objects if not self._has(item)]
+    def add(self, given: object, made: object) -> None:
+        self._given.append(given)
+        self._made.append(made)
 
-    def refuse(self, item: object) -> None:
-        """Raise UsageError if it was seen."""
-        if self._has(item):
+    def has_made(self, item: object) -> bool:
+        """Whether ``prepare`` returned it, and so returns it again.
+
+        Raises:
+            UsageError: it was prepared, and another object took its place.
+        """
+        if any(item is known for known in self._made):
+            return True
+        if any(item is known for known in self._given):
             raise UsageError(
                 f"A {type(item).__name__} was passed to prepare twice. Prepare each object once and use what prepare "
                 "returned."
             )
+        return False
 
     def clear(self) -> None:
-        self._objects.clear()
-
-    def _has(self, item: object) -> bool:
-        return any(item is known for known in self._objects)
+        self._given.clear()
+        self._made.clear()
 
 
 def refuse_replicas(model: nn.Module) -> None:
@@ -89,12 +96,12 @@ def check_trained(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> N
         )
 
 
-def check_called(models: Collection[Any], forward_was_seen: bool) -> None:
-    """Raise UsageError unless some prepared model's forward has run.
+def check_called(models: Collection[Any], forward_was_seen: bool, world_size: int) -> None:
+    """Raise UsageError unless some prepared model's forward has run, or there is one process.
 
     A loss of an unprepared model would train without averaging over ranks, and without a sign of it.
     """
-    if forward_was_seen:
+    if forward_was_seen or world_size == 1:
         return
     if not models:
         raise UsageError(

@@ -169,7 +169,8 @@ class Preparation:
         evaluation_mode: bool = False,
         init_weights: InitWeights | None = None,
     ) -> nn.Module:
-        self._seen.refuse(model)
+        if self._seen.has_made(model):
+            return model
         refuse_replicas(model)
         self._shards.refuse_shared_parameters(model)
         options = self._options
@@ -246,8 +247,9 @@ class Preparation:
         )
 
     def prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        self._seen.refuse(optimizer)
-        self._seen.add(optimizer)
+        if self._seen.has_made(optimizer):
+            assert isinstance(optimizer, PreparedOptimizer)
+            return optimizer
         complete_optimizer(optimizer)
         torch_optim.probe()
         self._shards.add_optimizer(optimizer)
@@ -267,13 +269,14 @@ class Preparation:
             before_step=self._before_step,
         )
         optimizer.register_step_post_hook(_after_step(self._backward_watch))
-        self._seen.add(prepared)
+        self._seen.add(optimizer, prepared)
         self.optimizers.append(prepared)
         return prepared
 
     def prepare_loader(self, loader: DataLoader[Any], device_placement: bool | None = None) -> PreparedLoader:
-        self._seen.refuse(loader)
-        self._seen.add(loader)
+        if self._seen.has_made(loader):
+            assert isinstance(loader, PreparedLoader)
+            return loader
         ranks = self._meshes.data_size if self._options.loaders.split_batches else 1
         check_micro_batch(loader, self._options.micro_batch_size, ranks)
         place = self._device_placement if device_placement is None else device_placement
@@ -287,13 +290,14 @@ class Preparation:
             rng_types=self._rng_types,
             axes=self._meshes.axes,
         )
-        self._seen.add(prepared)
+        self._seen.add(loader, prepared)
         self.loaders.append(prepared)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        self._seen.refuse(scheduler)
-        self._seen.add(scheduler)
+        if self._seen.has_made(scheduler):
+            assert isinstance(scheduler, PreparedScheduler)
+            return scheduler
         own = [o for o in self.optimizers if scheduler.optimizer is o or scheduler.optimizer is o.optimizer]
         one_step_a_call = (
             self._options.loaders.split_batches
@@ -312,7 +316,7 @@ class Preparation:
                 "%s Pass step_scheduler_with_optimizer=False to count its steps yourself.",
                 prepared.describe(),
             )
-        self._seen.add(prepared)
+        self._seen.add(scheduler, prepared)
         self.schedulers.append(prepared)
         return prepared
 
@@ -388,7 +392,7 @@ class Preparation:
 
     def check_backward(self) -> None:
         """See ``checks.check_called``."""
-        check_called(self.models, self._forward_seen)
+        check_called(self.models, self._forward_seen, self._runtime.world_size)
         self.own_gradients.before_backward()
 
     def _own_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -31,7 +31,6 @@ def refusals() -> dict[str, str]:
     found = {"shapes": refusal(accelerator.prepare, Net(outputs=3 + rank))}
     found["frozen"] = refusal(accelerator.prepare, Net().requires_grad_(rank == 0))
     model = accelerator.prepare(seeded(Net))
-    found["twice"] = refusal(accelerator.prepare, model)
     found["join"] = refusal(lambda: accelerator.join_uneven_inputs([model]).__enter__())
     half = Net()
     half.layers[1].up.half()
@@ -60,7 +59,6 @@ def test_what_cannot_be_sharded_is_refused_on_all_ranks_in_words(run_distributed
         "shapes": "differs between the ranks",
         "frozen": "differs between the ranks",
         "sparse": "is an Embedding with sparse=True",
-        "twice": "passed to prepare twice",
         "join": "that is sharded: every rank takes part",
         "types": "trainable parameters of types float16 and float32",
         "ddp": "prepare got a DistributedDataParallel",
