@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +27,7 @@ from torch.utils.data import (
 import lockstep.state
 import lockstep.utils
 from lockstep import Accelerator, DataLoaderConfiguration, PartialState
+from lockstep.config.handlers import AutocastKwargs
 from lockstep.errors import ConfigError, LockstepError, UsageError
 from lockstep.runtime.control import split_between
 from lockstep.state import AcceleratorState, GradientState
@@ -366,6 +369,23 @@ def test_on_one_process_any_loss_may_run_backward() -> None:
         accelerator.backward(model(torch.ones(1, 2)).sum())
         accelerator.prepare(other)  # nobody has called it
     assert torch.equal(model.weight.grad, torch.ones(1, 2))
+
+
+def test_a_pickled_accelerator_has_the_same_arguments_and_nothing_prepared() -> None:
+    config = DataLoaderConfiguration(even_batches=False)
+    plugins: dict[str, Any] = {
+        "dataloader_config": config,
+        "kwargs_handlers": [AutocastKwargs(enabled=False)],
+    }
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="bf16", gradient_accumulation_steps=3, verify="off", **plugins
+    )
+    accelerator.prepare(nn.Linear(2, 1))
+    for other in (pickle.loads(pickle.dumps(accelerator)), copy.deepcopy(accelerator)):
+        assert (other.mixed_precision, other.gradient_accumulation_steps) == ("bf16", 3)
+        assert other._options.parallel == accelerator._options.parallel
+        assert not other.even_batches and not other._options.autocast.enabled
+        assert other is not accelerator and other._preparation.models == []
 
 
 def misuse(kind: str) -> str:

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -146,6 +146,9 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         watch: bool | None = None,
         **further: Any,
     ) -> None:
+        given = dict(locals())
+        del given["self"]
+        self._arguments: dict[str, Any] = given | given.pop("further")
         process.watch_exceptions()
         options = resolve_options(
             mixed_precision=mixed_precision,
@@ -193,6 +196,10 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         self._registered: list[Any] = []
         self._trackers = TrackerSet(log_with, options.project.logging_dir, self.runtime.is_main)
         Accelerator._made.append(weakref.ref(self, Accelerator._made.remove))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, and what is unpickled, has the same arguments and nothing prepared."""
+        return partial(type(self), **self._arguments), ()
 
     @classmethod
     def latest(cls) -> Accelerator | None:

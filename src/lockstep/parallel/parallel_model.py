@@ -282,9 +282,13 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 def unwrap(module: nn.Module, keep_autocast: bool = True, keep_compile: bool = True) -> nn.Module:
     """The user's own model inside what the training loop calls."""
-    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel, ModuleAround)):
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel, ModuleAround)
+    if isinstance(module, wrappers):
         module = module.module
     inner: nn.Module = torch_compile.original(module)
+    if isinstance(inner, wrappers):  # compiled around what spreads it
+        inner = inner.module
+        module = torch_compile.compiled_alike(inner, module)
     if not keep_autocast:
         remove_autocast(inner)
     return module if keep_compile else inner

@@ -28,6 +28,12 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod")
 
 
+def compiled_alike(inner: nn.Module, module: Any) -> nn.Module:
+    """``inner`` in such a compiled module as ``module`` is. Relies on: its class takes a module and ``dynamo_ctx``."""
+    again: nn.Module = type(module)(inner, module.dynamo_ctx)
+    return again
+
+
 @probed("torch.compile", "wraps modules and functions")
 def probe() -> None:
     """Call a function that is left alone. To wrap a module would import the compiler, which takes seconds."""

@@ -349,6 +349,16 @@ def test_a_compiled_model_unwraps_to_the_users_object() -> None:
     assert list(accelerator.get_state_dict(model)) == list(plain.state_dict())
 
 
+def test_what_is_compiled_around_a_wrapper_is_unwrapped_and_stays_compiled() -> None:
+    plain = nn.Linear(2, 1)
+    compiled: Any = torch.compile(nn.DataParallel(plain), backend="eager")
+    inner: Any = extract_model_from_parallel(compiled)
+    assert is_compiled_module(inner) and inner._orig_mod is plain
+    assert isinstance(compiled._orig_mod, nn.DataParallel)
+    assert torch.equal(inner(torch.ones(1, 2)), plain(torch.ones(1, 2)))
+    assert extract_model_from_parallel(compiled, keep_torch_compile=False) is plain
+
+
 # -- uneven inputs --------------------------------------------------------------------------------------
 
 SAMPLES, BATCH = 11, 2
