@@ -61,6 +61,24 @@ def test_a_loaded_model_computes_what_the_saved_one_did(tmp_path: Path, form: st
     assert not any(mapped.holds(buffer) for buffer in model.buffers())
 
 
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_a_model_may_be_loaded_and_dispatched_again(tmp_path: Path, form: str) -> None:
+    model = empty()
+    for number, device_map in enumerate([{"": "disk"}, HALVES, {"": "cpu"}, HALVES, "auto", {"": "disk"}]):
+        saved = made()
+        with torch.no_grad():
+            saved.embed.weight.add_(number)
+        save(weights(saved), tmp_path / f"weights{number}", form)
+        folder = tmp_path / f"offload{number}" if form == "bin" else None
+        load_checkpoint_and_dispatch(model, tmp_path / f"weights{number}", device_map, offload_folder=folder)
+        with torch.no_grad():
+            assert torch.equal(model(TOKENS), saved(TOKENS))
+    before = model.state_dict()
+    with pytest.raises(CheckpointError):
+        load_checkpoint_and_dispatch(model, tmp_path / "nothing", {"": "cpu"})
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 @pytest.mark.parametrize("device_map", [{"": "cpu"}, {"": "disk"}, HALVES])
 def test_a_dtype_is_what_accelerate_makes_of_it(tmp_path: Path, device_map: Any) -> None:
     save(weights(made()), tmp_path / "weights", "safetensors")

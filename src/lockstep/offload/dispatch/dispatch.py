@@ -152,7 +152,7 @@ def load_checkpoint_and_dispatch(
 ) -> nn.Module:
     """``load_checkpoint_in_model`` and ``dispatch_model`` in one, with the device map of a strategy if it is a name.
 
-    After an error the model is as it was.
+    A model that was dispatched before is dispatched anew. After an error its tensors are as they were.
 
     Raises:
         CheckpointError, ConfigError, OffloadError, UsageError: as these two do.
@@ -170,12 +170,12 @@ def load_checkpoint_and_dispatch(
         output = model(torch.randn(2, 4))
         ```
     """
-    _refuse_dispatched(model)
     chosen_here = isinstance(device_map, str)
     if device_map is not None:
         device_map = resolve_device_map(
             model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers
         )
+    detach(model)
     with undone_on_error(model, detach):
         load_checkpoint_in_model(
             model,
