@@ -7,7 +7,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -62,6 +62,11 @@ def _external_settings(*asked: Any) -> ExternalSettings:
     return external_settings(*asked)
 
 
+def _forget(made: weakref.ref[Accelerator]) -> None:
+    with suppress(ValueError):  # ``forget_all`` was before
+        Accelerator._made.remove(made)
+
+
 class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, TrackingMethods):
     """Makes a plain training loop run on one process or on many.
 
@@ -72,6 +77,10 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         gradient_accumulation_steps: Micro-batches for each optimizer step.
         cpu: Compute on the CPU although there is an accelerator.
         dataloader_config: See ``DataLoaderConfiguration``.
+        deepspeed_plugin: A DeepSpeed configuration; see ``DeepSpeedPlugin``. It must agree with all other arguments.
+        fsdp_plugin: How models are sharded in FSDP's words; see ``FullyShardedDataParallelPlugin``.
+        torch_tp_plugin: Refused by name; it is ``parallel="tp=2"`` here.
+        megatron_lm_plugin: Refused by name.
         rng_types: Generators to make equal on all ranks at the start of each epoch.
         log_with: Names of trackers, tracker objects, or ``"all"``.
         project_dir: Where trackers and checkpoints write.
@@ -81,10 +90,9 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         kwargs_handlers: Options of DDP, loss scale, process group, autocast and profiler.
         dynamo_backend: A ``torch.compile`` backend to compile prepared models with.
         dynamo_plugin: The same with more of ``torch.compile``'s options; instead of the name.
+        deepspeed_plugins: A list or mapping with the one ``deepspeed_plugin``.
+        parallelism_config: The same as ``parallel`` in sizes of axes; see ``ParallelismConfig``.
         parallel: How models are spread: a line such as ``"zero=3 activation=full"``, a mapping, or a ``Parallel``.
-        fsdp_plugin: The same in FSDP's words; see ``FullyShardedDataParallelPlugin``.
-        deepspeed_plugin: A DeepSpeed configuration; see ``DeepSpeedPlugin``. It must agree with all other arguments.
-        deepspeed_plugins: A list or mapping with that one plugin.
         watch: Whether this process is watched for hangs and stop signals, see below (None: as flag, environment and
             file say, else yes).
         further: Fields of ``Parallel`` one by one (``zero=3``, ``blocks=rule``). Options of Accelerate that do not
@@ -129,7 +137,10 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         gradient_accumulation_steps: int | None = 1,
         cpu: bool | None = False,
         dataloader_config: DataLoaderConfiguration | None = None,
-        *,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: None = None,
+        megatron_lm_plugin: None = None,
         rng_types: list[str] | None = None,
         log_with: Any = None,
         project_dir: str | os.PathLike[str] | None = None,
@@ -139,10 +150,10 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         kwargs_handlers: list[KwargsHandler] | None = None,
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
-        parallel: str | Parallel | Mapping[str, Any] | None = None,
-        fsdp_plugin: Any = None,
-        deepspeed_plugin: Any = None,
         deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+        *,
+        parallel: str | Parallel | Mapping[str, Any] | None = None,
         watch: bool | None = None,
         **further: Any,
     ) -> None:
@@ -156,7 +167,11 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
             gradient_accumulation_plugin=gradient_accumulation_plugin,
             cpu=cpu,
             parallel=parallel,
-            parallel_fields=parallel_fields(further, inspect.signature(type(self)).parameters),
+            parallel_fields=parallel_fields(
+                {**further, "torch_tp_plugin": torch_tp_plugin, "megatron_lm_plugin": megatron_lm_plugin},
+                inspect.signature(type(self)).parameters,
+            ),
+            parallelism_config=parallelism_config,
             fsdp_plugin=fsdp_plugin,
             deepspeed_plugin=deepspeed_plugin,
             deepspeed_plugins=deepspeed_plugins,
@@ -181,7 +196,7 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         for text in options.config_warnings if self.runtime.is_main else ():
             warnings.warn(text, stacklevel=2)
         self._step = StepState(
-            accumulation_steps=options.accumulation.num_steps,
+            accumulation_steps=options.accumulation.num_steps or 1,
             sync_with_dataloader=options.accumulation.sync_with_dataloader,
             sync_each_batch=options.accumulation.sync_each_batch,
             adjust_scheduler=options.accumulation.adjust_scheduler,
@@ -195,7 +210,7 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         self._rng_types = rng_types
         self._registered: list[Any] = []
         self._trackers = TrackerSet(log_with, options.project.logging_dir, self.runtime.is_main)
-        Accelerator._made.append(weakref.ref(self, Accelerator._made.remove))
+        Accelerator._made.append(weakref.ref(self, _forget))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, and what is unpickled, has the same arguments and nothing prepared."""
@@ -205,6 +220,11 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
     def latest(cls) -> Accelerator | None:
         """The latest ``Accelerator`` that still exists: what ``lockstep.state`` shows."""
         return cls._made[-1]() if cls._made else None
+
+    @classmethod
+    def forget_all(cls) -> None:
+        """Let ``latest`` know none of those that were made so far."""
+        cls._made.clear()
 
     # Parts, each made when it is first used -------------------------------------------------------------
 
@@ -254,9 +274,24 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
         sharded = self.is_fsdp2 and self.runtime.world_size > 1
         return DistributedType.FSDP if sharded else super().distributed_type
 
-    @property
+    @cached_property
     def state(self) -> RunState:
-        return RunState(self.mixed_precision)
+        """This process and what the run was asked for, under the names that scripts read."""
+        return RunState(
+            self.mixed_precision,
+            self.distributed_type,
+            self._fsdp_plugin(),
+            self.deepspeed_plugin,
+            self.parallelism_config,
+        )
+
+    def _fsdp_plugin(self) -> Any:
+        """The plugin that was passed, or one that says how models are sharded; None: they are not."""
+        if not self.is_fsdp2:
+            return None
+        from lockstep.compat.fsdp.plugin import resolved_plugin
+
+        return resolved_plugin(self._options.fsdp_plugin, self.parallel)
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -269,7 +304,7 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        self._step.accumulation_steps = GradientAccumulationPlugin(num_steps=steps).num_steps
+        self._step.accumulation_steps = GradientAccumulationPlugin(num_steps=steps).num_steps or 1
 
     @property
     def sync_gradients(self) -> bool:
@@ -288,6 +323,24 @@ class Accelerator(ProcessControl, OptionsView, CollectiveMethods, FileMethods, T
     def optimizer_step_was_skipped(self) -> bool:
         """Whether any optimizer's last fp16 step was skipped, on all ranks alike."""
         return any(optimizer.step_was_skipped for optimizer in self._preparation.optimizers)
+
+    # Lists that other libraries look into.
+
+    @property
+    def _models(self) -> list[nn.Module]:
+        return [model.module for model in self._preparation.models]
+
+    @property
+    def _optimizers(self) -> list[PreparedOptimizer]:
+        return self._preparation.optimizers
+
+    @property
+    def _schedulers(self) -> list[PreparedScheduler]:
+        return self._preparation.schedulers
+
+    @property
+    def _dataloaders(self) -> list[PreparedLoader]:
+        return self._preparation.loaders
 
     # Prepare ----------------------------------------------------------------------------------------
 

@@ -8,8 +8,10 @@ from lockstep.offload.dispatch.dispatch import (
 )
 from lockstep.offload.dispatch.empty import init_empty_weights, init_on_device
 from lockstep.offload.dispatch.model_hook import cpu_offload_with_hook
+from lockstep.offload.dispatch.module_hooks import attach_layerwise_casting_hooks
 
 __all__ = [
+    "attach_layerwise_casting_hooks",
     "cpu_offload",
     "cpu_offload_with_hook",
     "disk_offload",

@@ -1,6 +1,31 @@
 """Names that scripts import from ``accelerate.hooks``. Re-exports only."""
 
 from lockstep.offload.dispatch.dispatch import remove_hook_from_submodules
-from lockstep.offload.dispatch.model_hook import UserCpuOffloadHook
+from lockstep.offload.dispatch.module_hooks import (
+    AlignDevicesHook,
+    CpuOffload,
+    LayerwiseCastingHook,
+    ModelHook,
+    SequentialHook,
+    UserCpuOffloadHook,
+    add_hook_to_module,
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+    attach_execution_device_hook,
+    remove_hook_from_module,
+)
 
-__all__ = ["UserCpuOffloadHook", "remove_hook_from_submodules"]
+__all__ = [
+    "AlignDevicesHook",
+    "CpuOffload",
+    "LayerwiseCastingHook",
+    "ModelHook",
+    "SequentialHook",
+    "UserCpuOffloadHook",
+    "add_hook_to_module",
+    "attach_align_device_hook",
+    "attach_align_device_hook_on_blocks",
+    "attach_execution_device_hook",
+    "remove_hook_from_module",
+    "remove_hook_from_submodules",
+]

@@ -10,28 +10,87 @@ from lockstep.errors import UsageError
 from lockstep.runtime.control import PartialState, RunState
 from lockstep.runtime.step import StepState
 
-__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState", "is_initialized"]
+__all__ = [
+    "AcceleratorState",
+    "DistributedType",
+    "GradientState",
+    "PartialState",
+    "do_nothing",
+    "is_initialized",
+]
+
+
+class _SharedByLatest:
+    """What the states of the latest ``Accelerator`` show, as a mapping; empty where there is none."""
+
+    def __get__(self, instance: object, owner: type) -> dict[str, Any]:
+        latest = Accelerator.latest()
+        if latest is None:
+            return {}
+        state = latest.state
+        return {
+            **PartialState._shared_state,
+            **{key: value for key, value in vars(state).items() if key[0] != "_"},
+        }
 
 
 class AcceleratorState(RunState):
     """The state of the latest ``Accelerator``.
 
     Raises:
-        UsageError: no ``Accelerator`` exists yet.
+        UsageError: no ``Accelerator`` exists yet, or it was made with another precision.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(_latest("AcceleratorState").mixed_precision)
+    _shared_state = _SharedByLatest()
+
+    def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any) -> None:
+        state = _latest("AcceleratorState").state
+        if mixed_precision is not None and mixed_precision != state.mixed_precision:
+            raise UsageError(
+                f"AcceleratorState(mixed_precision={mixed_precision!r}) was asked for, but the Accelerator computes "
+                f"with {state.mixed_precision!r}. Pass it to Accelerator, or leave it out here."
+            )
+        self.__dict__.update(vars(state))
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Forget which ``Accelerator`` was the latest; with ``reset_partial_state`` this process's place as well."""
+        Accelerator.forget_all()
+        if reset_partial_state:
+            PartialState._reset_state()
 
 
-def GradientState(**kwargs: Any) -> StepState:
-    """The ``StepState`` of the latest ``Accelerator``; UsageError if there is none."""
-    return _latest("GradientState").gradient_state
+class _OfLatest(type):
+    """Calls give the ``StepState`` of the latest ``Accelerator``, and each of these is an instance."""
+
+    def __call__(cls, gradient_accumulation_plugin: Any = None) -> StepState:
+        state = _latest("GradientState").gradient_state
+        if gradient_accumulation_plugin is not None:
+            for name, value in gradient_accumulation_plugin.to_kwargs().items():
+                setattr(state, {"num_steps": "accumulation_steps"}.get(name, name), value)
+        return state
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, StepState)
+
+
+class GradientState(metaclass=_OfLatest):
+    """``GradientState()`` is the ``StepState`` of the latest ``Accelerator``; UsageError if there is none."""
+
+    _shared_state = _SharedByLatest()
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Nothing is kept here: the state belongs to its ``Accelerator``."""
 
 
 def is_initialized() -> bool:
     """Whether there is an ``Accelerator`` whose state can be shown."""
     return Accelerator.latest() is not None
+
+
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Does nothing, whatever it is called with."""
 
 
 def _latest(name: str) -> Accelerator:

@@ -41,6 +41,7 @@ Examples:
   lockstep launch --nproc 2 train.py --epochs 3
   lockstep launch --nproc 4 --mixed-precision bf16 -m package.train
   lockstep launch --nproc 4 --parallel "zero=3 activation=full" train.py
+  lockstep launch --nproc 2 --as-accelerate train.py
   lockstep launch --nproc 2 --log-dir logs --dry-run train.py
   lockstep launch --config-file two_machines.yaml --node-rank 1 train.py
   lockstep launch --nnodes 1:4 --nproc 8 --rdzv 10.0.0.1:29500 train.py
@@ -58,7 +59,14 @@ def command_function(ctx: click.Context, script: str, arguments: tuple[str, ...]
     What is said by flags wins over the environment, and that over the configuration file.
     """
     in_pods = options["k8s"] is not None
-    program = Program(script, arguments, bool(options["module"]), bool(options["no_python"]), in_pods)
+    program = Program(
+        script,
+        arguments,
+        bool(options["module"]),
+        bool(options["no_python"]),
+        in_pods,
+        bool(options["as_accelerate"]),
+    )
     program.command()  # a missing script is refused before anything is read or imported
     environ = inherited_environment()
     said_by_file, loaded = _file(options["config_file"])

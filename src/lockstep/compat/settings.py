@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.compat.accelerate.sections import LAYOUT_KEYS, from_layout
 from lockstep.compat.deepspeed.config import finish, from_deepspeed
 from lockstep.compat.deepspeed.plugin import from_deepspeed_plugin, the_plugin
 from lockstep.compat.deepspeed.section import DEEPSPEED_KEYS, DEFAULT_STAGE, FILE_KEY
@@ -29,7 +30,11 @@ from lockstep.errors import ConfigError
 
 
 def external_settings(
-    config_file: str | None, fsdp_plugin: Any, deepspeed_plugin: Any, deepspeed_plugins: Any
+    config_file: str | None,
+    fsdp_plugin: Any,
+    deepspeed_plugin: Any,
+    deepspeed_plugins: Any,
+    parallelism_config: Any = None,
 ) -> ExternalSettings:
     """Everything that plugins, the JSON ``config_file`` and the variables of ``accelerate launch`` ask for.
 
@@ -48,11 +53,26 @@ def external_settings(
         raise ConfigError(
             f"fsdp_plugin ({_stage(found[0])}) and deepspeed_plugin ({_stage(found[1])}) were both given. Pass one."
         )
+    if parallelism_config is not None:
+        found.append(from_parallelism_config(parallelism_config, alone=not found))
     if config_file is not None:
         found.append(from_deepspeed(config_file))
     found.append(environment_settings())
     warnings = dict.fromkeys([text for part in found for text in part.warnings] + _unread_file())
     return ExternalSettings(merge_settings(*(part.settings for part in found)), tuple(warnings), plugin)
+
+
+def from_parallelism_config(config: Any, alone: bool = True) -> Translation:
+    """The sizes of axes that an object with the fields of ``ParallelismConfig`` has.
+
+    Raises:
+        ConfigError: it has none of these fields, or the sequence is split in two ways.
+    """
+    section = {key: getattr(config, key, None) for key in LAYOUT_KEYS}
+    section = {key: value for key, value in section.items() if value is not None}
+    if not section:
+        raise ConfigError(f"parallelism_config is of type {type(config).__name__}. Pass a ParallelismConfig.")
+    return from_layout(section, "parallelism_config", alone)
 
 
 def _unread_file() -> list[str]:

@@ -137,17 +137,19 @@ class DamageChecks(KwargsHandler):
 class GradientAccumulationPlugin(KwargsHandler):
     """How ``accumulate`` counts.
 
-    ``num_steps`` micro-batches make a step; with ``sync_with_dataloader`` the end of the loader
-    ends the window early; with ``sync_each_batch`` gradients are averaged at every micro-batch.
+    ``num_steps`` micro-batches make a step (None: as many as is said elsewhere, else one); with
+    ``sync_with_dataloader`` the end of the loader ends the window early; with ``sync_each_batch`` gradients are
+    averaged at every micro-batch.
     """
 
-    num_steps: int = 1
+    num_steps: int | None = None
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
-        check_positive("gradient_accumulation_steps", self.num_steps)
+        if self.num_steps is not None:
+            check_positive("gradient_accumulation_steps", self.num_steps)
 
 
 @dataclass

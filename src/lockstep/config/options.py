@@ -58,10 +58,6 @@ NOT_OPTIONS = {
         "Megatron-LM",
         "is not used here. Remove it, and write parallel='tp=2 pp=2', for instance",
     ),
-    "parallelism_config": (
-        "a layout of ranks",
-        "is one line here. Remove it, and write parallel='zero=3 replicate=2 tp=2 cp=2', for instance",
-    ),
     "torch_tp_plugin": (
         "tensor parallelism",
         "is a word here. Remove it, and write parallel='tp=2', for instance",
@@ -101,6 +97,8 @@ class Options:
     batch: BatchSizes = field(default_factory=BatchSizes)
     config_warnings: tuple[str, ...] = ()
     deepspeed_plugin: Any = None
+    fsdp_plugin: Any = None
+    parallelism_config: Any = None
     watch: bool = True
     grace_s: float = 30.0
 
@@ -123,6 +121,7 @@ def resolve_options(
     fsdp_plugin: Any = None,
     deepspeed_plugin: Any = None,
     deepspeed_plugins: Any = None,
+    parallelism_config: Any = None,
     watch: bool | None = None,
     external: Callable[..., ExternalSettings],
 ) -> Options:
@@ -139,10 +138,10 @@ def resolve_options(
             f"dynamo_backend={dynamo_backend!r} and dynamo_plugin were both given. Pass only one of them."
         )
     steps = gradient_accumulation_steps
-    if gradient_accumulation_plugin is not None and steps not in (
-        None,
-        1,
-        gradient_accumulation_plugin.num_steps,
+    if (
+        gradient_accumulation_plugin is not None
+        and gradient_accumulation_plugin.num_steps not in (None, steps)
+        and steps not in (None, 1)
     ):
         raise ConfigError(
             f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin.num_steps="
@@ -167,7 +166,13 @@ def resolve_options(
         project.set_directories(project_dir)
     handlers = handlers_by_type(kwargs_handlers or ())
     code = _said_by_code(settings, parallel_fields or {}, gradient_accumulation_plugin, handlers)
-    foreign = (settings["deepspeed_config_file"].value, fsdp_plugin, deepspeed_plugin, deepspeed_plugins)
+    foreign = (
+        settings["deepspeed_config_file"].value,
+        fsdp_plugin,
+        deepspeed_plugin,
+        deepspeed_plugins,
+        parallelism_config,
+    )
     launched = is_launched()
     has_unread_file = not launched and named_config_file() is not None
     others = (
@@ -177,9 +182,9 @@ def resolve_options(
     )
     asked = merge_settings(others.settings, code)
     value = {name: said.value for name, said in asked.items()}
-    accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin(
-        num_steps=value.get("gradient_accumulation_steps", 1)
-    )
+    accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin()
+    if accumulation.num_steps is None:
+        accumulation = replace(accumulation, num_steps=value.get("gradient_accumulation_steps", 1))
     return Options(
         mixed_precision=precision_of(asked),
         cpu=settings["cpu"].value,
@@ -207,6 +212,8 @@ def resolve_options(
         batch=BatchSizes.of(asked),
         config_warnings=(*others.warnings, *(() if launched else unknown_variables())),
         deepspeed_plugin=others.plugin,
+        fsdp_plugin=fsdp_plugin,
+        parallelism_config=parallelism_config,
         watch=settings["watch"].value,
         grace_s=settings["grace"].value,
     )
@@ -247,7 +254,7 @@ def _said_by_code(
     precision = settings["mixed_precision"]
     if precision.value == "no" and precision.source.endswith("ACCELERATE_MIXED_PRECISION"):
         given.pop("mixed_precision")
-    if accumulation is not None:
+    if accumulation is not None and accumulation.num_steps is not None:
         given["gradient_accumulation_steps"] = (accumulation.num_steps, "gradient_accumulation_plugin")
     scaler = {
         name: SettingValue(value, f"GradScalerKwargs({name}={value})")

@@ -14,9 +14,13 @@ class OptionsView:
 
     _options: Options
 
-    # Scripts ask for these; there are none.
-    parallelism_config: None = None
+    # Scripts ask for this; it is always False.
     is_composable_parallelism_enabled: bool = False
+
+    @property
+    def parallelism_config(self) -> Any:
+        """The sizes of axes that were passed."""
+        return self._options.parallelism_config
 
     @property
     def parallel(self) -> Parallel:

@@ -85,6 +85,7 @@ TOPICS: dict[str, tuple[Setting, ...]] = {
     "What runs": (
         _flag("module", kinds.SWITCH, "SCRIPT is a module, as in python -m.", "-m --module"),
         _flag("no_python", kinds.SWITCH, "SCRIPT is any program, run without python.", "--no-python"),
+        _flag("as_accelerate", kinds.SWITCH, "For SCRIPT, `import accelerate` means Lockstep.", "--as-accelerate"),
         _flag("config_file", kinds.FILE,
               "YAML, in Lockstep's or Accelerate's form (default: the one that `lockstep config` wrote).",
               "--config-file"),

@@ -26,7 +26,7 @@ from lockstep.errors import ConfigError
 from lockstep.launch.backend import Command, make_log_folder, say
 from lockstep.launch.guard_process import GuardProcess, run_guarded
 from lockstep.launch.network import LOOPBACK, Meeting, find_meeting, loopback_interface
-from lockstep.launch.plan import LaunchPlan
+from lockstep.launch.plan import ALIAS, LaunchPlan
 from lockstep.launch.signals import Interrupted, Signals
 
 if TYPE_CHECKING:
@@ -190,7 +190,11 @@ def _export(plan: LaunchPlan, meeting: Meeting) -> None:
 
 def _script(command: tuple[str, ...]) -> str:
     """What a command runs, for people: the script or module, not the interpreter."""
-    words = [word for word in command[1:] if word != "-m"] if command[0] == sys.executable else list(command)
+    words = (
+        [word for word in command[1:] if word not in ("-m", ALIAS)]
+        if command[0] == sys.executable
+        else list(command)
+    )
     return words[0] if words else command[0]
 
 

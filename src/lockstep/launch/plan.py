@@ -34,6 +34,8 @@ from lockstep.launch.machines import (
 )
 
 ELASTIC_RESTARTS = 1000
+ALIAS = "lockstep.compat.accelerate"
+"""The module that runs a script for which ``import accelerate`` means this library."""
 TEXTS = (kinds.PARALLEL, kinds.OPTIMIZER, kinds.SCHEDULER, kinds.GRAD_SCALER)
 """Kinds of values that travel on as the environment has them."""
 
@@ -42,7 +44,8 @@ TEXTS = (kinds.PARALLEL, kinds.OPTIMIZER, kinds.SCHEDULER, kinds.GRAD_SCALER)
 class Program:
     """What each worker runs: a script, a module (``-m``), or any command (``no_python``).
 
-    ``elsewhere``: it is looked for where it runs, not here.
+    ``elsewhere``: it is looked for where it runs, not here. ``as_accelerate``: for it, ``import accelerate`` means this
+    library.
     """
 
     target: str
@@ -50,6 +53,7 @@ class Program:
     module: bool = False
     no_python: bool = False
     elsewhere: bool = False
+    as_accelerate: bool = False
 
     def command(self) -> tuple[str, ...]:
         """The argument vector of a worker. Raises ConfigError when the script is not there."""
@@ -57,12 +61,15 @@ class Program:
             raise ConfigError("--module and --no-python exclude each other. Drop one of them.")
         if not self.target.strip():
             raise ConfigError(f"The script is {self.target[:40]!r}. Name a script, a module or a program.")
+        if self.as_accelerate and self.no_python:
+            raise ConfigError("--as-accelerate and --no-python exclude each other. Drop one of them.")
         if self.no_python:
             return (self.target, *self.arguments)
+        python = (sys.executable, *(("-m", ALIAS) if self.as_accelerate else ()))
         if self.module:
-            return (sys.executable, "-m", self.target, *self.arguments)
+            return (*python, "-m", self.target, *self.arguments)
         if self.elsewhere and self.target.isprintable() and Path(self.target).name:
-            return (sys.executable, self.target, *self.arguments)
+            return (*python, self.target, *self.arguments)
         try:
             kind = (
                 "missing"
@@ -79,7 +86,7 @@ class Program:
                 f"the script {self.target[:200]!r} {what}. Check the path, or use -m for a module or --no-python "
                 f"for another program."
             )
-        return (sys.executable, self.target, *self.arguments)
+        return (*python, self.target, *self.arguments)
 
 
 def _is_package(target: str) -> bool:

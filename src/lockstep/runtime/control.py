@@ -199,6 +199,25 @@ class ProcessControl:
         yield split_between(inputs, self.runtime.rank, self.runtime.world_size, apply_padding)
 
 
+class _SharedState:
+    """What every ``PartialState`` shows, as a mapping that is empty before the process has started.
+
+    Libraries ask by it whether there is a state; there is nothing behind it that could be written.
+    """
+
+    def __get__(self, instance: object, owner: type) -> dict[str, Any]:
+        runtime = process.current()
+        if runtime is None:
+            return {}
+        return {
+            "num_processes": runtime.world_size,
+            "process_index": runtime.rank,
+            "local_process_index": runtime.local_rank,
+            "device": runtime.device,
+            "backend": runtime.backend,
+        }
+
+
 class PartialState(ProcessControl):
     """This process among the others, without anything of training.
 
@@ -216,12 +235,35 @@ class PartialState(ProcessControl):
         ```
     """
 
+    _shared_state = _SharedState()
+
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         self.runtime = process.start(cpu, InitProcessGroupKwargs(**kwargs))
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Let the next ``PartialState`` look at the environment anew; the process group stays."""
+        process.forget()
 
     @property
     def initialized(self) -> bool:
         return True
+
+    @property
+    def fork_launched(self) -> bool:
+        """Whether a notebook's launcher started this process."""
+        return False
+
+    @property
+    def default_device(self) -> torch.device:
+        """The accelerator of this machine, else the CPU, wherever the run computes."""
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return torch.device("cpu") if accelerator is None else torch.device(accelerator.type)
+
+    def set_device(self) -> None:
+        """Make the device of this process torch's current one. Done already when the process started."""
+        if self.device.type not in ("cpu", "mps"):
+            torch.accelerator.set_device_index(self.device)
 
     @property
     def backend(self) -> str | None:
@@ -249,15 +291,47 @@ class PartialState(ProcessControl):
 
 
 class RunState(PartialState):
-    """``PartialState`` with the precision of a run. Scripts ask it for plugins; there are none."""
+    """``PartialState`` with the precision and the plugins of a run.
 
-    deepspeed_plugin: None = None
-    fsdp_plugin: None = None
+    Attributes:
+        fsdp_plugin: Where models are sharded, what says how.
+        deepspeed_plugin: The one that was passed.
+    """
+
+    dynamo_plugin: Any = None
     megatron_lm_plugin: None = None
+    torch_tp_plugin: None = None
 
-    def __init__(self, mixed_precision: str) -> None:
+    def __init__(
+        self,
+        mixed_precision: str,
+        distributed_type: DistributedType | None = None,
+        fsdp_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        parallelism_config: Any = None,
+    ) -> None:
         super().__init__()
         self.mixed_precision = mixed_precision
+        self.fsdp_plugin = fsdp_plugin
+        self.deepspeed_plugin = deepspeed_plugin
+        self.parallelism_config = parallelism_config
+        self._distributed_type = distributed_type
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        return super().distributed_type if self._distributed_type is None else self._distributed_type
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded, by torch's ``fully_shard``."""
+        return self.fsdp_plugin is not None
+
+    def get_deepspeed_plugin(self, name: str) -> Any:
+        """The one plugin, whatever the name: a run has one way of sharding."""
+        return self.deepspeed_plugin
+
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
+        """Nothing to choose from: a run has one plugin at most."""
 
     def __repr__(self) -> str:
         return super().__repr__() + f"\nMixed precision type: {self.mixed_precision}\n"

@@ -162,6 +162,11 @@ def start(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Runt
     return _Process.runtime
 
 
+def forget() -> None:
+    """Let the next ``start`` look at the environment anew; the process group, if there is one, stays."""
+    _Process.runtime = None
+
+
 def end() -> None:
     """Leave the run: destroy the process group if ``start`` made it, and forget the ``Runtime``."""
     functions, _Process.at_end = _Process.at_end, []

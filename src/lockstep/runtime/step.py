@@ -72,6 +72,33 @@ class StepState:
         return self.accumulation_steps
 
     @property
+    def initialized(self) -> bool:
+        return True
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """How windows are counted, as the arguments of ``GradientAccumulationPlugin``."""
+        return {
+            "num_steps": self.accumulation_steps,
+            "adjust_scheduler": self.adjust_scheduler,
+            "sync_with_dataloader": self.sync_with_dataloader,
+            "sync_each_batch": self.sync_each_batch,
+        }
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """Always False: there are no XLA devices."""
+        return False
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """The loaders over which loops run now, the outermost first."""
+        return [None, *(progress.loader for progress in self.running)]
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        self.sync_gradients = sync_gradients
+
+    @property
     def end_of_dataloader(self) -> bool:
         return self.end_of_data
 

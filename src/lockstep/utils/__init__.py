@@ -154,12 +154,24 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _EXTERNAL:
-        raise AttributeError(f"module 'lockstep.utils' has no attribute '{name}'")
-    value = getattr(import_module(_EXTERNAL[name]), name)
+    value = getattr(import_module(_EXTERNAL[name]), name) if name in _EXTERNAL else _of_accelerate(name)
     globals()[name] = value
     return value
 
 
+def _of_accelerate(name: str) -> Any:
+    """What ``accelerate.utils`` has under this name, from the module where it is here."""
+    from lockstep.compat.accelerate.interface import GATHERING, NotOffered, find
+
+    found = None if name.startswith("_") else find(GATHERING, name)
+    if found is None:
+        raise AttributeError(f"module 'lockstep.utils' has no attribute '{name}'")
+    if isinstance(found, NotOffered):
+        raise AttributeError(found.sentence(GATHERING, name))
+    return found.load()
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_EXTERNAL})
+    from lockstep.compat.accelerate.interface import GATHERING, names
+
+    return sorted({*globals(), *_EXTERNAL, *names(GATHERING)})

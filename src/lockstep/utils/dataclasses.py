@@ -1,5 +1,15 @@
 """Names that scripts import from ``accelerate.utils.dataclasses``."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.config.enums import StringEnum as BaseEnum
+from lockstep.errors import ConfigError
 from lockstep.utils import (
     AutocastKwargs,
     ComputeEnvironment,
@@ -24,10 +34,14 @@ from lockstep.utils import (
 
 __all__ = [
     "AutocastKwargs",
+    "BaseEnum",
+    "BnbQuantizationConfig",
     "ComputeEnvironment",
+    "CustomDtype",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DeepSpeedPlugin",
+    "DeepSpeedSequenceParallelConfig",
     "DistributedDataParallelKwargs",
     "DistributedType",
     "DynamoBackend",
@@ -41,5 +55,131 @@ __all__ = [
     "ProfileKwargs",
     "ProjectConfiguration",
     "RNGType",
+    "TensorInformation",
+    "TorchContextParallelConfig",
     "TorchDynamoPlugin",
+    "TorchTensorParallelConfig",
+    "TorchTensorParallelPlugin",
+    "get_module_class_from_name",
 ]
+
+
+class CustomDtype(BaseEnum):
+    """Types of weights that torch has no name for, where sizes are computed."""
+
+    FP8 = "fp8"
+    INT4 = "int4"
+    INT2 = "int2"
+
+
+@dataclass
+class TensorInformation:
+    """Shape and type of a tensor that another rank has."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@dataclass
+class TorchTensorParallelConfig:
+    """Options of ``ParallelismConfig.tp_size``."""
+
+    enable_async_tp: bool = False
+
+    def __post_init__(self) -> None:
+        if self.enable_async_tp:
+            raise ConfigError("enable_async_tp=True is not available. Leave it out.")
+
+
+@dataclass
+class TorchTensorParallelPlugin:
+    """Layers split over ``tp_size`` ranks. Pass ``parallel="tp=2"`` to ``Accelerator`` instead."""
+
+    tp_size: int = 1
+    torch_device_mesh: Any = None
+
+
+@dataclass
+class TorchContextParallelConfig:
+    """Options of ``ParallelismConfig.cp_size``. ``cp_comm_strategy``: ``allgather`` or ``alltoall``, as torch has them.
+
+    Both give the same numbers; keys and values travel around the ring here in either case.
+    """
+
+    cp_comm_strategy: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.cp_comm_strategy is None:
+            self.cp_comm_strategy = "allgather"
+        if self.cp_comm_strategy not in ("allgather", "alltoall"):
+            raise ConfigError(
+                f"cp_comm_strategy is {self.cp_comm_strategy!r}, but must be 'allgather' or 'alltoall'. Use one."
+            )
+
+
+@dataclass
+class DeepSpeedSequenceParallelConfig:
+    """Options of ``ParallelismConfig.sp_size``, which is Ulysses here; the sequence may have any length."""
+
+    sp_seq_length: int | None = None
+    sp_seq_length_is_variable: bool | None = None
+    sp_attn_implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.sp_seq_length_is_variable is None:
+            self.sp_seq_length_is_variable = True
+        if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
+            raise ConfigError("sp_seq_length_is_variable=False needs the length. Pass sp_seq_length.")
+        if self.sp_attn_implementation is None:
+            self.sp_attn_implementation = "sdpa"
+
+
+@dataclass
+class BnbQuantizationConfig:
+    """How ``load_and_quantize_model`` quantises linear layers with the package bitsandbytes.
+
+    Raises:
+        ValueError: neither 8 nor 4 bits, both, or an unknown type.
+    """
+
+    load_in_8bit: bool = False
+    llm_int8_threshold: float = 6.0
+    load_in_4bit: bool = False
+    bnb_4bit_quant_type: str = "fp4"
+    bnb_4bit_use_double_quant: bool = False
+    bnb_4bit_compute_dtype: Any = "fp16"
+    torch_dtype: torch.dtype | None = None
+    skip_modules: list[str] | None = None
+    keep_in_fp32_modules: list[str] | None = None
+    target_dtype: Any = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}, but must be True or False. Pass one of them."
+                )
+        if self.load_in_4bit == self.load_in_8bit:
+            raise ConfigError("load_in_8bit and load_in_4bit are both on, or both off. Choose one of them.")
+        if self.bnb_4bit_quant_type not in ("fp4", "nf4"):
+            raise ConfigError(
+                f"bnb_4bit_quant_type is {self.bnb_4bit_quant_type!r}, but must be 'fp4' or 'nf4'. Use one of them."
+            )
+        types = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+        if isinstance(self.bnb_4bit_compute_dtype, str):
+            if self.bnb_4bit_compute_dtype not in types:
+                raise ConfigError(
+                    f"bnb_4bit_compute_dtype is {self.bnb_4bit_compute_dtype!r}, but must be one of "
+                    f"{', '.join(types)}, or a torch.dtype. Pass one of them."
+                )
+            self.bnb_4bit_compute_dtype = types[self.bnb_4bit_compute_dtype]
+        self.skip_modules = [] if self.skip_modules is None else self.skip_modules
+        self.keep_in_fp32_modules = [] if self.keep_in_fp32_modules is None else self.keep_in_fp32_modules
+        self.target_dtype = CustomDtype.INT4 if self.load_in_4bit else torch.int8
+        if self.torch_dtype is None:
+            self.torch_dtype = torch.float16
+
+
+def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
+    """The class of this name among those of a model's modules; None: there is none."""
+    return next((type(part) for part in module.modules() if type(part).__name__ == name), None)

@@ -1,1 +1,5 @@
-"""Accelerate's YAML and flags."""
+"""Accelerate's YAML and flags, and its modules under the name ``accelerate`` (``install``)."""
+
+from lockstep.compat.accelerate.alias import install
+
+__all__ = ["install"]

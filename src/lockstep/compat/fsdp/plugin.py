@@ -9,6 +9,8 @@ from typing import Any
 from lockstep.compat.fsdp.section import KEYS, WRAP_WORDS, from_fsdp
 from lockstep.compat.rules import NoEffect, Table, Translation, Used, translate
 from lockstep.config import readers as read
+from lockstep.config.enums import Activation
+from lockstep.config.parallel import Parallel
 from lockstep.config.values import SettingValue
 from lockstep.errors import ConfigError
 
@@ -41,6 +43,28 @@ class FullyShardedDataParallelPlugin:
     cpu_ram_efficient_loading: bool | None = None
     transformer_cls_names_to_wrap: list[str] | None = None
     min_num_params: int | None = None
+
+
+def resolved_plugin(plugin: Any, parallel: Parallel) -> Any:
+    """The plugin with what it does not say itself filled in as a run has it; without one a new one.
+
+    Other libraries read it: the version, how states are saved, whether parameters are given up after forward.
+    """
+    known = FullyShardedDataParallelPlugin() if plugin is None else plugin
+    is_whole = parallel.zero == 3
+    said = {
+        "fsdp_version": 2,
+        "sharding_strategy": "FULL_SHARD" if is_whole else "SHARD_GRAD_OP",
+        "reshard_after_forward": is_whole,
+        "state_dict_type": "FULL_STATE_DICT",
+        "cpu_offload": parallel.offloads_params,
+        "activation_checkpointing": parallel.activation is not Activation.NONE,
+        "cpu_ram_efficient_loading": False,
+    }
+    for name, value in said.items():
+        if getattr(known, name, None) is None or name == "fsdp_version":
+            setattr(known, name, value)
+    return known
 
 
 def check_fsdp_plugin(plugin: Any) -> Any:

@@ -16,6 +16,7 @@ from lockstep.offload.device_map.sizes import class_names
 from lockstep.offload.device_map.ties import undone_on_error
 from lockstep.offload.dispatch.attach import attach, detach, is_dispatched
 from lockstep.offload.dispatch.loading import Path, load_checkpoint_in_model
+from lockstep.offload.dispatch.module_hooks import remove_hook_from_module
 from lockstep.offload.dispatch.storage import place_tensors
 from lockstep.offload.files.pages import read_ahead
 from lockstep.offload.weights.attach import streamer_of
@@ -262,8 +263,8 @@ def disk_offload(
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Stop streaming, and leave a plain model whose weights are where they are at rest."""
-    detach(module)
+    """Stop streaming, remove all hooks, and leave a plain model whose weights are where they are at rest."""
+    remove_hook_from_module(module, recurse=True)
 
 
 def _offload(

@@ -2,40 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
-from lockstep.comm.tree import send_to_device
-from lockstep.runtime.memory import clear_device_cache
-
-
-class UserCpuOffloadHook:
-    """Lets a model leave the device that it came to when it was called."""
-
-    def __init__(self, model: nn.Module, device: torch.device, previous: UserCpuOffloadHook | None) -> None:
-        self.model = model
-        self._device = device
-        self._previous = previous
-        self._handle = model.register_forward_pre_hook(self._come, prepend=True, with_kwargs=True)
-
-    def offload(self) -> None:
-        """Bring the model to the CPU."""
-        self.model.to("cpu")
-        if self._device.type != "cpu":
-            clear_device_cache()
-
-    def remove(self) -> None:
-        """Leave the model where it is from now on."""
-        self._handle.remove()
-
-    @torch.compiler.disable
-    def _come(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if self._previous is not None and self._previous.model is not self.model:
-            self._previous.offload()
-        self.model.to(self._device)
-        return send_to_device(args, self._device), send_to_device(kwargs, self._device)
+from lockstep.offload.dispatch.module_hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module
 
 
 def cpu_offload_with_hook(
@@ -54,12 +24,6 @@ def cpu_offload_with_hook(
     Returns:
         The model, and a hook with ``offload()`` (to the CPU) and ``remove()``.
     """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if execution_device is not None:
-        device = torch.device(execution_device)
-    elif accelerator is not None:
-        device = accelerator if accelerator.type == "mps" else torch.device(accelerator.type, 0)
-    else:
-        device = torch.device("cpu")
-    model.to("cpu")
-    return model, UserCpuOffloadHook(model, device, prev_module_hook)
+    hook = CpuOffload(execution_device, prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)

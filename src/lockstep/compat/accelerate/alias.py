@@ -1,0 +1,126 @@
+"""``import accelerate`` means this library from ``install()`` on; what it has is in ``interface``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import import_module
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from lockstep.compat.accelerate import interface
+from lockstep.compat.accelerate.interface import NotOffered, Offered
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution, DistributionFinder
+
+ROOT = "accelerate"
+
+
+def install() -> None:
+    """From now on ``import accelerate``, and all that is below it, gives what Lockstep offers under these names.
+
+    It does not matter whether Accelerate is installed. A second call changes nothing.
+
+    Raises:
+        UsageError: Accelerate itself was imported before.
+
+    Examples:
+        ```python
+        from lockstep.compat.accelerate import install
+
+        install()
+
+        import accelerate
+
+        import lockstep
+
+        assert accelerate.Accelerator is lockstep.Accelerator
+        ```
+    """
+    if is_installed():
+        return
+    others = sorted(name for name in sys.modules if name == ROOT or name.startswith(f"{ROOT}."))
+    if others:
+        place = getattr(sys.modules[others[0]], "__file__", None)
+        raise UsageError(
+            f"Accelerate itself was imported before{f' (from {place})' if place else ''}, and one process cannot use "
+            "both. Call install() before the first import of accelerate, transformers, trl, peft or diffusers, or "
+            "start the script with: lockstep launch --as-accelerate"
+        )
+    sys.meta_path.insert(0, AliasFinder())
+
+
+def is_installed() -> bool:
+    """Whether ``import accelerate`` means this library in this process."""
+    return any(isinstance(finder, AliasFinder) for finder in sys.meta_path)
+
+
+class AliasFinder:
+    """Finds the modules of ``interface.MODULES``, and the distribution to which they would belong."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname in interface.MODULES:
+            # Each is a package, so that `from module import name` asks here for what it does not find.
+            return ModuleSpec(fullname, AliasLoader(), origin="lockstep.compat.accelerate", is_package=True)
+        module, _, name = fullname.rpartition(".")
+        found = interface.find(module, name) if module in interface.MODULES else None
+        if isinstance(found, NotOffered):
+            raise ImportError(found.sentence(module, name), name=fullname)
+        return None
+
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
+        if context is not None and context.name not in (None, ROOT):
+            return []
+        from lockstep.compat.accelerate.metadata import InterfaceDistribution
+
+        return [InterfaceDistribution()]
+
+    def invalidate_caches(self) -> None:
+        """There are none."""
+
+
+class AliasLoader(Loader):
+    """Makes a module whose names are looked up when they are asked for."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return AliasModule(spec.name, f"What Lockstep offers of ``{spec.name}``.")
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__path__ = []
+        if module.__name__ == ROOT:
+            module.__dict__["__version__"] = interface.VERSION
+
+
+class AliasModule(ModuleType):
+    """A module of the interface."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__all__":
+            return list(interface.names(self.__name__))
+        found = None if name.startswith("__") else interface.find(self.__name__, name)
+        if isinstance(found, Offered):
+            value = found.load()
+            self.__dict__[name] = value
+            return value
+        if f"{self.__name__}.{name}" in interface.MODULES:
+            return import_module(f"{self.__name__}.{name}")
+        if isinstance(found, NotOffered):
+            raise AttributeError(found.sentence(self.__name__, name), name=name, obj=self)
+        raise AttributeError(f"module '{self.__name__}' has no attribute '{name}'", name=name, obj=self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # An import sets the module as an attribute of its package, where a function may have that name.
+        if not (isinstance(value, AliasModule) and isinstance(interface.find(self.__name__, name), Offered)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> Iterator[str]:
+        below = {
+            name.rpartition(".")[2] for name in interface.MODULES if name.rpartition(".")[0] == self.__name__
+        }
+        return iter(sorted({*self.__dict__, *interface.names(self.__name__), *below}))

@@ -1,0 +1,82 @@
+"""Which names of Accelerate there are here, and where. Nothing is imported to find out, least of all torch.
+
+``import accelerate`` by alias (see ``alias``), what ``lockstep.utils`` finds beyond its own names, the tables in
+``docs/migrating-from-accelerate.md`` and the tests of the interface all ask here. The names are in ``names``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from lockstep.compat.accelerate.names import NOT_OFFERED, OFFERED
+
+VERSION = "1.15.0"
+"""The version of Accelerate whose interface is offered."""
+
+GATHERING = "accelerate.utils"
+"""The module that has the names of all modules below it."""
+
+
+@dataclass(frozen=True)
+class Offered:
+    """Where a name of Accelerate is here: ``attribute`` of ``module``."""
+
+    module: str
+    attribute: str
+
+    def load(self) -> Any:
+        return getattr(import_module(self.module), self.attribute)
+
+
+@dataclass(frozen=True)
+class NotOffered:
+    """Why a name of Accelerate is not here, and what to do instead."""
+
+    reason: str
+
+    def sentence(self, module: str, name: str) -> str:
+        return f"{module}.{name} is not offered by Lockstep: {self.reason}"
+
+
+Names = dict[str, Offered | NotOffered]
+
+
+def _read() -> dict[str, Names]:
+    found: dict[str, Names] = {}
+    for module, homes in OFFERED.items():
+        names = found.setdefault(module, {})
+        for home, text in homes.items():
+            for word in text.split():
+                name, _, other = word.partition("=")
+                names[name] = Offered(home, other or name)
+    for reason, modules in NOT_OFFERED.items():
+        for module, text in modules.items():
+            found.setdefault(module, {}).update(dict.fromkeys(text.split(), NotOffered(reason)))
+    gathered = found[GATHERING]
+    for module, names in found.items():
+        if module.startswith(f"{GATHERING}."):
+            for name, known in names.items():
+                gathered.setdefault(name, known)
+    for module in list(found):
+        package = module.rpartition(".")[0]
+        while package:
+            found.setdefault(package, {})
+            package = package.rpartition(".")[0]
+    return found
+
+
+MODULES = _read()
+"""Module of Accelerate -> its names."""
+
+
+def find(module: str, name: str) -> Offered | NotOffered | None:
+    """What is known of a name; None: nothing."""
+    return MODULES.get(module, {}).get(name)
+
+
+def names(module: str) -> Iterator[str]:
+    """The names that a module offers."""
+    return (name for name, known in MODULES[module].items() if isinstance(known, Offered))

@@ -1,0 +1,177 @@
+"""``ParallelismConfig``, the sizes of axes, under the module name that scripts import from ``accelerate``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config.sources import inherited_environment
+from lockstep.config.values import parse_integer
+from lockstep.errors import ConfigError
+from lockstep.runtime import process
+from lockstep.utils.dataclasses import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ParallelismConfig"]
+
+AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+"""Of the mesh, outermost first."""
+
+
+@dataclass
+class ParallelismConfig:
+    """How many ranks each axis of the mesh has; a size that is not given is the launcher's, else 1.
+
+    ``Accelerator(parallelism_config=...)`` takes it as the words of ``parallel``: ``dp_replicate_size`` is
+    ``replicate``, ``dp_shard_size`` shards as ``zero=3``, ``tp_size`` is ``tp``, ``cp_size`` is ``cp``, and ``sp_size``
+    is ``cp`` with ``cp_method=ulysses``.
+
+    Raises:
+        ConfigError: a size is no positive integer, or the sequence is split in two ways.
+    """
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    cp_backend: str | None = None
+    sp_size: int | None = None
+    sp_backend: str | None = None
+    tp_handler: TorchTensorParallelConfig | None = None
+    cp_handler: TorchContextParallelConfig | None = None
+    sp_handler: DeepSpeedSequenceParallelConfig | None = None
+
+    def __post_init__(self) -> None:
+        self.device_mesh: DeviceMesh | None = None
+        environ = inherited_environment()
+        for axis in AXES:
+            name = f"{axis}_size"
+            variable = f"PARALLELISM_CONFIG_{name.upper()}"
+            said = getattr(self, name)
+            value = environ.get(variable) or 1 if said is None else said
+            origin = name if said is not None else variable
+            setattr(self, name, parse_integer(value, origin, at_least=1))
+        self.cp_backend = self.cp_backend or environ.get("PARALLELISM_CONFIG_CP_BACKEND") or "torch"
+        self.sp_backend = self.sp_backend or environ.get("PARALLELISM_CONFIG_SP_BACKEND") or "deepspeed"
+        for name, known in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
+            if getattr(self, name) != known:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, but must be {known!r}. Leave it out.")
+        if self.tp_size > 1 and self.tp_handler is None:  # type: ignore[operator]
+            self.tp_handler = TorchTensorParallelConfig()
+        if self.cp_size > 1 and self.cp_handler is None:  # type: ignore[operator]
+            self.cp_handler = TorchContextParallelConfig()
+        if self.sp_size > 1 and self.sp_handler is None:  # type: ignore[operator]
+            self.sp_handler = DeepSpeedSequenceParallelConfig()
+        if self.cp_enabled and self.sp_enabled:
+            raise ConfigError(
+                f"cp_size={self.cp_size} and sp_size={self.sp_size} both split the sequence. Set one of them to 1."
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain values."""
+        return asdict(self)
+
+    # -- which axes there are --------------------------------------------------------------------------
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        return self._size("dp_replicate") > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        return self._size("dp_shard") > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        return self._size("tp") > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        return self._size("cp") > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        return self._size("sp") > 1
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """Axes of more than one rank, in the mesh's order."""
+        return [axis for axis in AXES if self._size(axis) > 1]
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        return self._active("dp_replicate", "dp_shard")
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        return self._active("tp", "cp", "sp")
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        return self._active("dp_shard", "cp")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        return self._active("dp_replicate", "dp_shard", "cp")
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """What ``fully_shard`` gets: replicas, and all that shares shards."""
+        return [*self._active("dp_replicate"), "dp_shard_cp"]
+
+    # -- how many ranks --------------------------------------------------------------------------------
+
+    @property
+    def total_size(self) -> int:
+        return math.prod(map(self._size, AXES))
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self._size("dp_replicate") * self._size("dp_shard")
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        return self._size("tp") * self._size("cp") * self._size("sp")
+
+    # -- the mesh --------------------------------------------------------------------------------------
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """A mesh of the axes with several ranks, of torch's own; None where there is none. Collective.
+
+        Raises:
+            ConfigError: there are more or fewer processes than ranks in it.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        names = self.active_mesh_dims
+        if not names:
+            return None
+        world = process.start().world_size
+        if self.total_size != world:
+            sizes = " x ".join(f"{name}={self._size(name)}" for name in names)
+            raise ConfigError(
+                f"The mesh has {self.total_size} ranks ({sizes}), but there are {world} processes. Make them equal."
+            )
+        self.device_mesh = init_device_mesh(
+            device_type, tuple(map(self._size, names)), mesh_dim_names=tuple(names)
+        )
+        return self.device_mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """The mesh, built when it is first asked for with a ``device_type``."""
+        if self.device_mesh is None and device_type is not None:
+            return self.build_device_mesh(device_type)
+        return self.device_mesh
+
+    def _size(self, axis: str) -> int:
+        return int(getattr(self, f"{axis}_size"))
+
+    def _active(self, *axes: str) -> list[str]:
+        return [axis for axis in axes if self._size(axis) > 1]

@@ -1,0 +1,323 @@
+"""Names that scripts import from ``accelerate.utils.fsdp_utils``: states of sharded models in files.
+
+The files are those of ``torch.save`` (whole states) or of ``torch.distributed.checkpoint`` (sharded ones), as other
+libraries look for them. ``Accelerator.save_state`` writes neither: its own format is checked when it is read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from lockstep.config.sources import export_environment
+from lockstep.errors import CheckpointError, UsageError
+from lockstep.parallel.parallel_model import unwrap
+from lockstep.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from lockstep.utils.modeling import get_grad_scaler, is_peft_model
+
+__all__ = [
+    "FSDP_MODEL_NAME",
+    "OPTIMIZER_NAME",
+    "SAFE_WEIGHTS_NAME",
+    "WEIGHTS_NAME",
+    "disable_fsdp_ram_efficient_loading",
+    "enable_fsdp_ram_efficient_loading",
+    "ensure_weights_retied",
+    "fsdp2_canonicalize_names",
+    "fsdp2_load_full_state_dict",
+    "get_fsdp2_grad_scaler",
+    "get_parameters_from_modules",
+    "load_fsdp_model",
+    "load_fsdp_optimizer",
+    "merge_fsdp_weights",
+    "save_fsdp_model",
+    "save_fsdp_optimizer",
+]
+
+RAM_VARIABLE = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+
+
+def _is_whole(fsdp_plugin: Any) -> bool:
+    """Whether states are to be saved whole, not in shards. Raises UsageError for a kind that there is not."""
+    kind = getattr(fsdp_plugin, "state_dict_type", None)
+    word = str(getattr(kind, "name", kind) or "FULL_STATE_DICT").upper()
+    if word not in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+        raise UsageError(
+            f"state_dict_type={word} cannot be saved. Use FULL_STATE_DICT or SHARDED_STATE_DICT."
+        )
+    return word == "FULL_STATE_DICT"
+
+
+def _numbered(name: str, index: int) -> str:
+    return f"{name}_{index}" if index else name
+
+
+def save_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: nn.Module,
+    output_dir: str | os.PathLike[str],
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Write a model's state: ``pytorch_model_fsdp.bin`` by rank 0, or ``pytorch_model_fsdp_0/`` by all ranks.
+
+    Which of them, ``fsdp_plugin.state_dict_type`` says. ``adapter_only``: of a model of peft its adapters alone.
+    """
+    os.makedirs(output_dir, exist_ok=True)
+    whole = _is_whole(fsdp_plugin)
+    state = _model_state(model, whole, adapter_only)
+    if whole:
+        if accelerator.is_main_process:
+            torch.save(state, os.path.join(output_dir, f"{_numbered(FSDP_MODEL_NAME, model_index)}.bin"))
+        accelerator.wait_for_everyone()
+        return
+    _save_sharded({"model": state}, os.path.join(output_dir, f"{FSDP_MODEL_NAME}_{model_index}"))
+
+
+def load_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: nn.Module,
+    input_dir: str | os.PathLike[str],
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> Any:
+    """Read what ``save_fsdp_model`` wrote, on any number of ranks; returns the missing and unexpected keys."""
+    accelerator.wait_for_everyone()
+    plain = unwrap(model, keep_compile=False)
+    adapters = adapter_only and is_peft_model(plain)
+    if _is_whole(fsdp_plugin):
+        path = os.path.join(input_dir, f"{_numbered(FSDP_MODEL_NAME, model_index)}.bin")
+        if not os.path.isfile(path):
+            raise CheckpointError(f"{path} is not there. Name the directory that save_fsdp_model wrote.")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if adapters:
+            state = _with_adapter_names(plain, state)
+        options = StateDictOptions(full_state_dict=True, strict=not adapters)
+        return set_model_state_dict(plain, state, options=options)
+    state = _model_state(model, False, adapter_only)
+    folder = os.path.join(input_dir, f"{FSDP_MODEL_NAME}_{model_index}")
+    if not os.path.isdir(folder):
+        folder = os.fspath(input_dir)
+    _load_sharded({"model": state}, folder)
+    if adapters:
+        state = _with_adapter_names(plain, state)
+    return set_model_state_dict(plain, state, options=StateDictOptions(strict=not adapters))
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Optimizer,
+    model: nn.Module,
+    output_dir: str | os.PathLike[str],
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """Write an optimizer's state, by names of parameters: ``optimizer.bin``, or the folder ``optimizer_0/``."""
+    os.makedirs(output_dir, exist_ok=True)
+    whole = _is_whole(fsdp_plugin)
+    options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
+    plain, inner = unwrap(model, keep_compile=False), getattr(optimizer, "optimizer", optimizer)
+    state = get_optimizer_state_dict(plain, inner, options=options)
+    if whole:
+        if accelerator.is_main_process:
+            torch.save(state, os.path.join(output_dir, f"{_numbered(OPTIMIZER_NAME, optimizer_index)}.bin"))
+        accelerator.wait_for_everyone()
+        return
+    _save_sharded({"optimizer": state}, os.path.join(output_dir, f"{OPTIMIZER_NAME}_{optimizer_index}"))
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Optimizer,
+    model: nn.Module,
+    input_dir: str | os.PathLike[str],
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Read what ``save_fsdp_optimizer`` wrote, on any number of ranks."""
+    accelerator.wait_for_everyone()
+    plain, inner = unwrap(model, keep_compile=False), getattr(optimizer, "optimizer", optimizer)
+    if _is_whole(fsdp_plugin):
+        path = os.path.join(input_dir, f"{_numbered(OPTIMIZER_NAME, optimizer_index)}.bin")
+        if not os.path.isfile(path):
+            raise CheckpointError(f"{path} is not there. Name the directory that save_fsdp_optimizer wrote.")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        set_optimizer_state_dict(plain, inner, state, options=StateDictOptions(full_state_dict=True))
+        return
+    state = get_optimizer_state_dict(plain, inner)
+    folder = os.path.join(input_dir, f"{OPTIMIZER_NAME}_{optimizer_index}")
+    _load_sharded({"optimizer": state}, folder if os.path.isdir(folder) else os.fspath(input_dir))
+    set_optimizer_state_dict(plain, inner, state)
+
+
+def _model_state(model: nn.Module, whole: bool, adapter_only: bool) -> dict[str, Any]:
+    plain = unwrap(model, keep_compile=False)
+    state = get_model_state_dict(plain, options=StateDictOptions(full_state_dict=whole, cpu_offload=whole))
+    if not (adapter_only and is_peft_model(plain)):
+        return dict(state)
+    from peft import get_peft_model_state_dict
+
+    adapters: dict[str, Any] = get_peft_model_state_dict(
+        plain, state_dict=state, adapter_name=plain.active_adapter, save_embedding_layers=False
+    )
+    return adapters
+
+
+def _with_adapter_names(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The names under which a model of peft has its adapters: files leave out which of them it is."""
+    adapter = model.active_adapter
+    names = {
+        name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}"): name for name in model.state_dict()
+    }
+    return {names.get(name, name): value for name, value in state.items()}
+
+
+def _save_sharded(state: dict[str, Any], folder: str) -> None:
+    state_dict_saver.save(state, checkpoint_id=folder, no_dist=not _has_group())
+
+
+def _load_sharded(state: dict[str, Any], folder: str) -> None:
+    if not os.path.isfile(os.path.join(folder, ".metadata")):
+        raise CheckpointError(
+            f"{folder} is no sharded checkpoint (it has no .metadata). Name the one that was saved."
+        )
+    state_dict_loader.load(state, checkpoint_id=folder, no_dist=not _has_group())
+
+
+def _has_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Join the shards of ``save_fsdp_model`` in ``checkpoint_dir`` into one file in the folder ``output_path``.
+
+    ``model.safetensors``, or ``pytorch_model.bin`` without ``safe_serialization``. One process does it alone.
+
+    Raises:
+        ValueError: ``checkpoint_dir`` is no sharded checkpoint; the message has folders in it that are.
+    """
+    folder, output = Path(checkpoint_dir), Path(output_path)
+    if not (folder / ".metadata").is_file():
+        inner = sorted(path.name for path in folder.glob("*") if (path / ".metadata").is_file())
+        near = (
+            f" It has {', '.join(inner)}: name one of them."
+            if inner
+            else " Name the folder of a saved model."
+        )
+        raise ValueError(f"{folder} is no sharded checkpoint (it has no .metadata).{near}")
+    output.mkdir(parents=True, exist_ok=True)
+    joined = output / f"{WEIGHTS_NAME}.partial"
+    try:
+        dcp_to_torch_save(folder, joined)
+        state = torch.load(joined, map_location="cpu", weights_only=True)
+    finally:
+        joined.unlink(missing_ok=True)
+    state = state.get("model", state)
+    if safe_serialization:
+        from safetensors.torch import save_file
+
+        save_file(
+            {name: value.clone() for name, value in state.items()},
+            output / SAFE_WEIGHTS_NAME,
+            {"format": "pt"},
+        )
+    else:
+        torch.save(state, output / WEIGHTS_NAME)
+    if remove_checkpoint_dir:
+        shutil.rmtree(folder)
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Let transformers load weights on rank 0 alone (``FSDP_CPU_RAM_EFFICIENT_LOADING`` in this process)."""
+    export_environment({"ACCELERATE_USE_FSDP": "True", RAM_VARIABLE: "True"})
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Undo ``enable_fsdp_ram_efficient_loading``."""
+    export_environment({RAM_VARIABLE: "False"})
+
+
+def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: torch.device) -> Any:
+    """``param_init_fn`` that gives tied weights one value again after it has made the second of them."""
+    from lockstep.offload.device_map.ties import find_tied_parameters
+
+    groups = find_tied_parameters(model)
+    if not groups:
+        return param_init_fn
+    holders = {
+        name.rpartition(".")[0]: (name.rpartition(".")[2], group) for group in groups for name in group
+    }
+    path_of = {id(module): path for path, module in model.named_modules(remove_duplicate=False)}
+    made: dict[int, nn.Parameter] = {}
+
+    def init(module: nn.Module) -> Any:
+        result = param_init_fn(module)
+        key, group = holders.get(path_of.get(id(module), ""), ("", []))
+        if group:
+            setattr(module, key, made.setdefault(id(group), getattr(module, key)))
+        return result
+
+    return init
+
+
+def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
+    """The names without what compiling and recomputing put into them."""
+    words = r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\."
+    return {re.sub(words, "", name): value for name, value in named_params.items()}
+
+
+def fsdp2_load_full_state_dict(
+    accelerator: Any, model: nn.Module, full_sd: Mapping[str, torch.Tensor], cpu_offload: bool = False
+) -> None:
+    """Fill a sharded model from a whole state dict, which rank 0 alone must have."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload)
+    set_model_state_dict(unwrap(model, keep_compile=False), dict(full_sd), options=options)
+
+
+def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
+    """A ``torch.amp.GradScaler`` for this process's device."""
+    return get_grad_scaler(**kwargs)
+
+
+def get_parameters_from_modules(
+    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
+) -> set[nn.Parameter]:
+    """All parameters of these modules, which go to ``device``; a text is a pattern of whole names of modules."""
+    if modules is None:
+        return set()
+    if isinstance(modules, str):
+        pattern = re.compile(modules)
+        modules = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    found: set[nn.Parameter] = set()
+    for module in modules:
+        found.update(module.to(device).parameters())
+    return found

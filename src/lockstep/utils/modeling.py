@@ -1,0 +1,365 @@
+"""Names that scripts import from ``accelerate.utils.modeling``: tensors of a module one by one, and device maps."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.config.enums import DistributedType
+from lockstep.config.handlers import AutocastKwargs
+from lockstep.config.sizes import bytes_of
+from lockstep.offload.device_map.infer import infer_auto_device_map
+from lockstep.offload.device_map.memory import get_balanced_memory, get_max_memory
+from lockstep.offload.device_map.placement import check_device_map
+from lockstep.offload.device_map.sizes import (
+    compute_module_sizes,
+    compute_module_total_buffer_size,
+    dtype_of,
+    get_max_layer_size,
+)
+from lockstep.offload.device_map.ties import find_tied_parameters, like
+from lockstep.offload.dispatch.loading import load_checkpoint_in_model
+from lockstep.offload.dispatch.state import (
+    align_module_device,
+    get_state_dict_offloaded_model,
+    has_offloaded_params,
+)
+from lockstep.offload.files.offload_folder import regions_of
+from lockstep.offload.files.stored import MappedFiles
+from lockstep.parallel.autocast import autocast
+from lockstep.parallel.parallel_model import unwrap
+from lockstep.runtime import process
+from lockstep.runtime.available import is_peft_available
+from lockstep.torch_internals import modules as torch_modules
+from lockstep.utils.constants import SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from lockstep.utils.dataclasses import CustomDtype
+from lockstep.utils.offload import read_region
+
+__all__ = [
+    "SAFE_WEIGHTS_NAME",
+    "WEIGHTS_INDEX_NAME",
+    "WEIGHTS_NAME",
+    "align_module_device",
+    "calculate_maximum_sizes",
+    "check_device_map",
+    "check_device_same",
+    "check_tied_parameters_in_config",
+    "check_tied_parameters_on_same_device",
+    "clean_device_map",
+    "compute_module_sizes",
+    "compute_module_total_buffer_size",
+    "convert_file_size_to_int",
+    "dtype_byte_size",
+    "find_tied_parameters",
+    "get_balanced_memory",
+    "get_grad_scaler",
+    "get_max_layer_size",
+    "get_max_memory",
+    "get_mixed_precision_context_manager",
+    "get_module_leaves",
+    "get_non_persistent_buffers",
+    "get_state_dict_from_offload",
+    "get_state_dict_offloaded_model",
+    "has_offloaded_params",
+    "id_tensor_storage",
+    "infer_auto_device_map",
+    "is_peft_model",
+    "load_checkpoint_in_model",
+    "load_offloaded_weights",
+    "load_state_dict",
+    "named_module_tensors",
+    "retie_parameters",
+    "set_module_tensor_to_device",
+]
+
+Device = torch.device | str | int
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Bytes of a number, or of a text such as ``"5GB"`` or ``"200MiB"``."""
+    return bytes_of(size, "size")
+
+
+def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
+    """Bytes of one number; less than 1 for ``CustomDtype.INT4`` and ``INT2``."""
+    if isinstance(dtype, torch.dtype):
+        return dtype.itemsize
+    return {CustomDtype.FP8: 1.0, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}[CustomDtype(dtype)]
+
+
+def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
+    """(device, address, bytes) of a tensor's storage: equal for tensors that share one. Any shape."""
+    storage = tensor.untyped_storage()
+    address = tensor.data_ptr() if tensor.device.type == "xla" else storage.data_ptr()
+    return tensor.device, address, storage.nbytes()
+
+
+def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
+    """Whether both are one device; ``cuda`` without an index is ``cuda:0``."""
+    first, second = torch.device(first_device), torch.device(second_device)
+    if first.type in ("cpu", "meta"):
+        return first.type == second.type
+    return (first.type, first.index or 0) == (second.type, second.index or 0)
+
+
+def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+    """Names of buffers that a state dict leaves out; with ``recurse`` of all modules below, whole with ``fqns``."""
+    found = set()
+    for path, part in module.named_modules() if recurse else [("", module)]:
+        for name in torch_modules.buffers_of(part):
+            if not torch_modules.is_persistent(part, name):
+                found.add(f"{path}.{name}" if fqns and path else name)
+    return found
+
+
+def named_module_tensors(
+    module: nn.Module,
+    include_buffers: bool = True,
+    recurse: bool = False,
+    remove_non_persistent: bool = False,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of parameters, then of buffers; by default the module's own."""
+    yield from module.named_parameters(recurse=recurse)
+    if include_buffers:
+        left_out = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else set()
+        yield from (item for item in module.named_buffers(recurse=recurse) if item[0] not in left_out)
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: Device,
+    value: torch.Tensor | None = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: torch.Tensor | None = None,
+    tied_params_map: dict[int, dict[torch.device, torch.Tensor]] | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Put one parameter or buffer on a device, with another value or type if asked for.
+
+    Args:
+        module: Holds the tensor, itself or in a module below it.
+        tensor_name: Its name in ``module``, of any depth.
+        value: Of the tensor's shape. Without it a tensor on the meta device can only stay there.
+        dtype: Of floating-point values; else that which the tensor has.
+        fp16_statistics: Of bitsandbytes' 8-bit weights; refused.
+        tied_params_map: Address of a value -> device -> the tensor that is there already, for tied weights.
+        clear_cache: Ignored: nothing is kept that torch's cache would have to give back.
+
+    Raises:
+        ValueError: no such tensor, no value for it, or one of another shape.
+    """
+    path, _, key = tensor_name.rpartition(".")
+    try:
+        holder = module.get_submodule(path)
+    except AttributeError as error:
+        raise ValueError(f"{type(module).__name__} has no module '{path}'. Check the name.") from error
+    parameters, buffers = torch_modules.parameters_of(holder), torch_modules.buffers_of(holder)
+    if key not in parameters and key not in buffers:
+        raise ValueError(
+            f"{type(holder).__name__} does not have a parameter or a buffer named {key}. Check the name."
+        )
+    if fp16_statistics is not None:
+        raise ValueError("fp16_statistics belongs to 8-bit weights of bitsandbytes. Leave it out for others.")
+    registered = parameters if key in parameters else buffers
+    old = registered[key]
+    target = torch.device(device) if not isinstance(device, int) else _indexed(device)
+    if old is None and value is None:
+        return
+    if value is None and old.is_meta and target.type != "meta":
+        raise ValueError(
+            f"{tensor_name} is on the meta device, so there is nothing to put on {target}. Pass its value."
+        )
+    if value is not None and old is not None and old.shape != value.shape:
+        raise ValueError(
+            f'Trying to set a tensor of shape {value.shape} in "{key}" (which has shape {old.shape}). '
+            "Pass a value of that shape."
+        )
+    source = old.detach() if value is None else value.detach()
+    wanted = _type_for(source, old, dtype if dtype is None else dtype_of(dtype), is_new=value is not None)
+    known = None if tied_params_map is None else tied_params_map.get(source.data_ptr())
+    if known is not None and target in known:
+        registered[key] = known[target]
+        return
+    moved = source.to(target, wanted, non_blocking=non_blocking)
+    if registered is parameters:
+        if value is None and old is not None and moved.data_ptr() == old.data_ptr() and not old.is_meta:
+            return
+        registered[key] = like(old, moved) if old is not None else nn.Parameter(moved)
+    else:
+        registered[key] = moved
+    if known is not None:
+        known[target] = registered[key]
+
+
+def _indexed(index: int) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cuda" if accelerator is None else accelerator.type, index)
+
+
+def _type_for(
+    source: torch.Tensor, old: torch.Tensor | None, dtype: torch.dtype | None, is_new: bool
+) -> torch.dtype:
+    """What a value becomes: integers and truth values stay as they are."""
+    if not (source.is_floating_point() or source.is_complex()):
+        return source.dtype
+    if dtype is not None:
+        return dtype
+    return old.dtype if is_new and old is not None else source.dtype
+
+
+def check_tied_parameters_in_config(model: nn.Module) -> bool:
+    """Whether a transformers model is configured to tie weights."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return False
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    words = hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None  # type: ignore[operator]
+    if words and getattr(text, "tie_word_embeddings", False):
+        return True
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_encoder_decoder", False):
+        return True
+    return any(hasattr(module, "_tie_weights") for module in model.modules())
+
+
+def check_tied_parameters_on_same_device(
+    tied_params: Iterable[Iterable[str]], device_map: Mapping[str, Any]
+) -> None:
+    """Warn of tied weights that a device map places on several devices."""
+    for names in tied_params:
+        places = {name: _place_of(name, device_map) for name in names}
+        if len(set(map(str, places.values()))) > 1:
+            warnings.warn(
+                f"Tied parameters are on different devices: {places}. Place them on one, in the device map.",
+                stacklevel=2,
+            )
+
+
+def _place_of(name: str, device_map: Mapping[str, Any]) -> Any:
+    while name not in device_map and name:
+        name = name.rpartition(".")[0]
+    return device_map.get(name)
+
+
+def clean_device_map(device_map: MutableMapping[str, Any], module_name: str = "") -> MutableMapping[str, Any]:
+    """Join the entries of modules whose parts are all on one device, in place."""
+    prefix = f"{module_name}." if module_name else ""
+    below = [name for name in device_map if name.startswith(prefix)]
+    places = [device_map[name] for name in below]
+    if len(below) > 1 and all(place == places[0] for place in places):
+        for name in below:
+            del device_map[name]
+        device_map[module_name] = places[0]
+        return device_map
+    for child in dict.fromkeys(prefix + name[len(prefix) :].partition(".")[0] for name in below):
+        if child != module_name and any(name.startswith(f"{child}.") for name in below):
+            clean_device_map(device_map, child)
+    return device_map
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
+    """(bytes of the model, (bytes of its largest layer, names of layers of that size))."""
+    sizes = compute_module_sizes(model)
+    undivided = getattr(model, "_no_split_modules", None) or []
+    parts = [*model.named_parameters(recurse=False), *model.named_children()]
+    return sizes[""], get_max_layer_size(parts, sizes, undivided)  # type: ignore[arg-type]
+
+
+def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
+    """Names in ``module_sizes`` below which there is no other."""
+    parents = {name.rpartition(".")[0] for name in module_sizes if name}
+    return [name for name in module_sizes if name not in parents]
+
+
+def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> None:
+    """Let all names of each group stand for one parameter again: the one that has values, if one has."""
+    for names in map(list, tied_params):
+        holders = [(model.get_submodule(path), key) for path, _, key in (n.rpartition(".") for n in names)]
+        tensors = [getattr(module, key) for module, key in holders]
+        kept = next((tensor for tensor in tensors if not tensor.is_meta), tensors[0])
+        for module, key in holders:
+            torch_modules.parameters_of(module)[key] = kept
+
+
+def load_offloaded_weights(
+    model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
+) -> None:
+    """Put the weights of an offload folder into the model."""
+    if not index:
+        return
+    files = MappedFiles()
+    for name, region in regions_of(index, os.fspath(offload_folder)).items():
+        set_module_tensor_to_device(model, name, "cpu", value=read_region(region, files))
+
+
+def load_state_dict(
+    checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Any] | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, or of one that torch pickled (read with ``weights_only``).
+
+    ``device_map``: where they go, by module; else, and those on the disk, the CPU.
+    """
+    path = os.fspath(checkpoint_file)
+    if not path.endswith(".safetensors"):
+        loaded: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    else:
+        from safetensors.torch import load_file
+
+        loaded = load_file(path)
+    if device_map is None:
+        return loaded
+    places = {name: _place_of(name, device_map) for name in loaded}
+    return {
+        name: value if places[name] in (None, "cpu", "disk") else value.to(places[name])
+        for name, value in loaded.items()
+    }
+
+
+def get_state_dict_from_offload(
+    module: nn.Module,
+    module_name: str,
+    state_dict: dict[str, Any],
+    device_to_put_offload: Device = "cpu",
+) -> dict[str, Any]:
+    """``state_dict`` with the values of an offloaded module's own tensors, on ``device_to_put_offload``."""
+    prefix = module_name.rpartition(".")[0]
+    with align_module_device(module, device_to_put_offload):
+        for name, tensor in module.named_parameters(recurse=False):
+            key = f"{prefix}.{name}" if prefix else name
+            if key in state_dict:
+                state_dict[key] = tensor.detach().to(device_to_put_offload)
+    return state_dict
+
+
+def is_peft_model(model: Any) -> bool:
+    """Whether it is a model of the package peft."""
+    if not is_peft_available():
+        return False
+    from peft import PeftModel
+
+    return isinstance(unwrap(model, keep_compile=False) if isinstance(model, nn.Module) else model, PeftModel)
+
+
+def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
+    """A ``torch.amp.GradScaler`` for this process's device. Sharded models need no other."""
+    return torch.amp.GradScaler(process.start().device.type, **kwargs)
+
+
+def get_mixed_precision_context_manager(
+    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
+) -> AbstractContextManager[Any]:
+    """Autocast as the latest ``Accelerator`` uses it; without ``native_amp`` nothing."""
+    from lockstep.accelerator import Accelerator
+
+    latest = Accelerator.latest()
+    precision = "no" if latest is None else latest.mixed_precision
+    if not native_amp or precision == "no":
+        return nullcontext()
+    return autocast(precision, process.start().device, autocast_kwargs or AutocastKwargs())

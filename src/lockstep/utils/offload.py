@@ -1,0 +1,138 @@
+"""Names that scripts import from ``accelerate.utils.offload``: weights in a folder, one by one or as a mapping."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.errors import ConfigError
+from lockstep.offload.dispatch.state import offload_state_dict
+from lockstep.offload.files.offload_folder import INDEX, index_of, regions_of
+from lockstep.offload.files.stored import FileRegion, MappedFiles, as_bytes, read
+
+__all__ = [
+    "OffloadedWeightsLoader",
+    "PrefixedDataset",
+    "extract_submodules_state_dict",
+    "load_offloaded_weight",
+    "offload_state_dict",
+    "offload_weight",
+    "save_offload_index",
+]
+
+Folder = str | os.PathLike[str]
+
+
+def offload_weight(
+    weight: torch.Tensor,
+    weight_name: str,
+    offload_folder: Folder,
+    index: MutableMapping[str, Any] | None = None,
+) -> MutableMapping[str, Any] | None:
+    """Write one tensor, of any shape, to ``<weight_name>.dat`` as raw bytes, and add it to ``index``."""
+    data = weight.detach().to("cpu").contiguous()
+    if index is not None:
+        index[weight_name] = {"dtype": str(data.dtype).removeprefix("torch."), "shape": list(data.shape)}
+    Path(offload_folder, f"{weight_name}.dat").write_bytes(as_bytes(data).numpy().tobytes())
+    return index
+
+
+def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -> torch.Tensor:
+    """The tensor that ``offload_weight`` wrote to this file; its bytes are mapped, and read when they are used."""
+    dtype = getattr(torch, str(weight_info["dtype"]))
+    region = FileRegion(os.fspath(weight_file), 0, dtype, torch.Size(weight_info["shape"]))
+    return read_region(region, MappedFiles())
+
+
+def read_region(region: FileRegion, files: MappedFiles) -> torch.Tensor:
+    if not region.nbytes:
+        return torch.empty(region.shape, dtype=region.dtype)
+    mapped = region.mapped(files)
+    return read(region, files, region.dtype) if mapped is None else mapped
+
+
+def save_offload_index(index: Mapping[str, Any] | None, offload_folder: Folder) -> None:
+    """Add these entries to the folder's ``index.json``."""
+    if not index:
+        return
+    entries = {**index_of(os.fspath(offload_folder)), **index}
+    Path(offload_folder, INDEX).write_text(json.dumps(entries, indent=2), encoding="utf-8")
+
+
+class PrefixedDataset(Mapping[str, Any]):
+    """The entries of ``dataset`` whose names begin with ``prefix``, without it."""
+
+    def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> Any:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name in self.dataset if name.startswith(self.prefix)])
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class OffloadedWeightsLoader(Mapping[str, Any]):
+    """Weights by name: those of ``state_dict``, then those of an offload folder, which are mapped when asked for.
+
+    Args:
+        state_dict: Weights in memory.
+        save_folder: An offload folder; its index is read unless ``index`` is given.
+        index: Entries of an offload folder's index.
+        device: Where weights go; else they stay on the CPU.
+
+    Raises:
+        ValueError: neither ``state_dict`` nor ``save_folder`` nor ``index`` is given.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        save_folder: Folder | None = None,
+        index: Mapping[str, Mapping[str, Any]] | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ConfigError(
+                "There are no weights to load from. Pass a state_dict, a save_folder or an index."
+            )
+        self.state_dict = dict(state_dict or {})
+        self.save_folder = save_folder
+        self.index = dict(index if index is not None else index_of(os.fspath(save_folder or "")))
+        self.all_keys = [*self.state_dict, *(name for name in self.index if name not in self.state_dict)]
+        self.device = device
+        self._files = MappedFiles()
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        folder = None if self.save_folder is None else os.fspath(self.save_folder)
+        tensor = read_region(regions_of({key: self.index[key]}, folder)[key], self._files)
+        return tensor if self.device is None else tensor.to(self.device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, torch.Tensor], submodule_names: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """The entries of a state dict that belong to one of these modules."""
+    names = list(submodule_names)
+    return {
+        key: value
+        for key, value in state_dict.items()
+        if any(key == name or key.startswith(f"{name}.") for name in names)
+    }
