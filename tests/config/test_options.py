@@ -14,6 +14,7 @@ from lockstep import Accelerator, GradientAccumulationPlugin, GradScalerKwargs
 from lockstep.compat.settings import external_settings
 from lockstep.config.options import Options, fit_to_world, resolve_options
 from lockstep.errors import ConfigError
+from lockstep.parallelism_config import ParallelismConfig
 from lockstep.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, Parallel
 from tests.compat.deepspeed_examples import STAGE2, STAGE3
 
@@ -64,7 +65,12 @@ def test_fields_of_parallel_are_keywords_of_their_own() -> None:
         ({"activation": "ful"}, ["'ful'", "'full'"]),
         ({"replicate": 2}, ["replicate needs a stage of ZeRO"]),
         ({"parallel": "zer=3"}, ["Accelerator(parallel=...)", "Did you mean 'zero'?"]),
-        ({"parallelism_config": object()}, ["parallelism_config was given"]),
+        ({"parallelism_config": object()}, ["parallelism_config is of type object"]),
+        (
+            {"parallelism_config": ParallelismConfig(dp_shard_size=2)},
+            ["2 ranks", "dp_shard_size=2", "1 processes"],
+        ),
+        ({"torch_tp_plugin": object()}, ["torch_tp_plugin was given"]),
         ({"deepspeed_plugin": 3}, ["deepspeed_plugin is of type int"]),
         ({"deepspeed_plugins": {}}, ["0 plugins"]),
         ({"deepspeed_plugins": [DeepSpeedPlugin(), DeepSpeedPlugin()]}, ["2 plugins"]),

@@ -66,13 +66,24 @@ def from_parallelism_config(config: Any, alone: bool = True) -> Translation:
     """The sizes of axes that an object with the fields of ``ParallelismConfig`` has.
 
     Raises:
-        ConfigError: it has none of these fields, or the sequence is split in two ways.
+        ConfigError: it has none of these fields, the sequence is split in two ways, or the ranks are not as many as
+            there are processes.
     """
     section = {key: getattr(config, key, None) for key in LAYOUT_KEYS}
     section = {key: value for key, value in section.items() if value is not None}
     if not section:
         raise ConfigError(f"parallelism_config is of type {type(config).__name__}. Pass a ParallelismConfig.")
-    return from_layout(section, "parallelism_config", alone)
+    found = from_layout(section, "parallelism_config", alone)
+    settings = dict(found.settings)
+    ranks = settings.pop("processes", None)
+    here = process_environment(need_rendezvous=False).world_size
+    if (1 if ranks is None else ranks.value) not in (1, here):
+        assert ranks is not None
+        raise ConfigError(
+            f"parallelism_config describes {ranks.value} ranks ({ranks.source}), but there are {here} processes. Start "
+            f"{ranks.value}, or change the sizes."
+        )
+    return Translation(settings, found.warnings, found.rows)
 
 
 def _unread_file() -> list[str]:
