@@ -1166,15 +1166,20 @@ def sharpness_by_hand(run: Run) -> Values:
 # Hooks -----------------------------------------------------------------------------------------------
 
 
-def a_hook_that_scales(run: Run) -> Values:
-    model = make(Net)
-    model.layers[1].up.weight.register_hook(lambda gradient: gradient * 20)
-    model.head.weight.register_hook(lambda gradient: gradient * 20)
+def _trained(run: Run, model: nn.Module) -> Values:
+    """Four steps of the loop that most scripts have."""
     model, optimizer = run.prepare(model, sgd(model))
     for step in range(4):
         run.backward(run.mean(mse(model), step))
         run.step(optimizer)
     return values(run, model=model)
+
+
+def a_hook_that_scales(run: Run) -> Values:
+    model = make(Net)
+    model.layers[1].up.weight.register_hook(lambda gradient: gradient * 20)
+    model.head.weight.register_hook(lambda gradient: gradient * 20)
+    return _trained(run, model)
 
 
 def a_hook_that_clips(run: Run) -> Values:
@@ -1251,11 +1256,7 @@ def twentyfold(parameter: Any) -> None:
 def a_post_accumulate_hook(run: Run) -> Values:
     model = make(Net)
     model.layers[1].up.weight.register_post_accumulate_grad_hook(twentyfold)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
+    return _trained(run, model)
 
 
 def a_post_accumulate_hook_after_prepare(run: Run) -> Values:
@@ -1290,11 +1291,7 @@ def hooks_of_modules(run: Run) -> Values:
     model.layers[0].register_forward_hook(lambda module, args, out: out * 1.5)
     model.head.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
     model.layers[2].up.register_full_backward_pre_hook(lambda module, after: (after[0] * 2,))
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
+    return _trained(run, model)
 
 
 def hooks_of_modules_after_prepare(run: Run) -> Values:
@@ -1314,22 +1311,14 @@ def weight_norm(run: Run) -> Values:
     model = make(Net)
     nn.utils.parametrizations.weight_norm(model.layers[0].up)
     nn.utils.parametrizations.weight_norm(model.head)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
+    return _trained(run, model)
 
 
 def checkpointed(run: Run) -> Values:
     model = make(Net)
     for layer in model.layers:
         layer.forward = _checkpointed(layer.forward)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
+    return _trained(run, model)
 
 
 def _checkpointed(forward: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -1463,11 +1452,7 @@ class Clamping(Net):
 
 def weights_clamped_in_forward(run: Run) -> Values:
     model = make(Clamping)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
+    return _trained(run, model)
 
 
 def weights_clamped_in_forward_in_windows(run: Run) -> Values:
@@ -1488,11 +1473,7 @@ def weights_normalised_by_a_hook(run: Run) -> Values:
 
     model = make(Net)
     model.layers[1].register_forward_pre_hook(normalise)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
+    return _trained(run, model)
 
 
 class NormalisingHead(nn.Linear):
@@ -1572,11 +1553,7 @@ class Codebooks(Net):
 
 def weights_that_follow_the_ranks_rows(run: Run) -> Values:
     model = make(Codebooks)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
+    return _trained(run, model)
 
 
 def _changed_in_windows(run: Run, change: Callable[[Any], Any]) -> Values:
