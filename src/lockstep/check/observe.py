@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.dtensor import local
 from lockstep.comm.tree import leaves
+from lockstep.model.contents import is_ours
 from lockstep.torch_internals import autograd as torch_autograd
 
 TOLERANCE = 1e-4
@@ -100,7 +101,7 @@ def observed(model: nn.Module | None) -> Iterator[Observed]:
     entered: dict[str, list[Tensor]] = {}
     handles = []
     for name, module in model.named_modules() if model is not None else ():
-        if type(module).__module__.startswith("lockstep."):  # stands for a block of another rank
+        if is_ours(module):  # stands for a block of another rank
             continue
         handles.append(module.register_forward_pre_hook(_before(found, name, entered), with_kwargs=True))
         handles.append(module.register_forward_hook(_after(found, name, entered)))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.dtensor import local
-from lockstep.model.contents import saved
+from lockstep.model.contents import is_ours, saved, saved_attributes
 from lockstep.parallel.pipeline.absent import is_stand_in
 from lockstep.runtime.seed import rng_state, set_rng_state
 from lockstep.torch_internals import modules as torch_modules
@@ -29,17 +29,12 @@ class Snapshot:
             for name, buffer in torch_modules.buffers_of(module).items()
             if buffer is not None
         }
-        self._attributes = [(module, attributes(module)) for module in _of_the_user(model)]
-        self._objects = [
-            (module, name, value, restore)
-            for module in _of_the_user(model)
-            for name, value in vars(module).items()
-            if name not in torch_modules.OWN_ATTRIBUTES and not isinstance(value, Tensor)
-            if (restore := saved(value)) is not None
-        ]
+        own = [module for module in model.modules() if not is_ours(module)]
+        self._attributes = [(module, attributes(module)) for module in own]
+        self._restore_objects = saved_attributes(own)
         self._around_hooks = [
             restore
-            for module in _of_the_user(model)
+            for module in own
             for hooks in torch_modules.hooks_of(module)
             for hook in hooks.values()
             if (restore := saved(hook)) is not None
@@ -82,9 +77,7 @@ class Snapshot:
                     del vars(module)[name]
             for name, (value, copy) in before.items():
                 _put_back(module, name, value, copy)
-        for module, name, value, restore in self._objects:
-            restore()
-            vars(module)[name] = value
+        self._restore_objects()
         for restore in self._around_hooks:
             restore()
         for part, copy in self._written.values():
@@ -123,7 +116,7 @@ def numbers(model: nn.Module) -> dict[str, Any]:
     return {
         f"{prefix}.{name}" if prefix else name: value
         for prefix, module in model.named_modules()
-        if not type(module).__module__.startswith("lockstep.")
+        if not is_ours(module)
         for name, value in [*_copies(module), ("training", module.training)]
         if isinstance(value, _PLAIN)
     }
@@ -150,7 +143,3 @@ def _put_back(module: nn.Module, name: str, value: Any, copy: Any) -> None:
     if isinstance(value, Tensor) and value.shape == copy.shape:
         value.copy_(copy)
     vars(module)[name] = value
-
-
-def _of_the_user(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if not type(module).__module__.startswith("lockstep.")]

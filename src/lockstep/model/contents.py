@@ -6,7 +6,7 @@ import copy
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,29 @@ def set_contents(container: Any, contents: Any) -> None:
 def saved(value: Any) -> Callable[[], None] | None:
     """What puts back all that ``value`` holds now, in place; None if it holds nothing that can change."""
     return _saved(value, set(), 0)
+
+
+def is_ours(module: nn.Module) -> bool:
+    """Whether it is one of this package's: these keep their own state right."""
+    return type(module).__module__.startswith("lockstep.")
+
+
+def saved_attributes(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """What puts back the objects that modules keep as attributes, tensors excepted, with all that these hold now."""
+    kept = [
+        (vars(module), name, value, restore)
+        for module in modules
+        for name, value in vars(module).items()
+        if name not in torch_modules.OWN_ATTRIBUTES and not isinstance(value, Tensor)
+        if (restore := saved(value)) is not None
+    ]
+
+    def restore_all() -> None:
+        for attributes, name, value, restore in kept:
+            restore()
+            attributes[name] = value
+
+    return restore_all
 
 
 def around(function: Any) -> list[Any]:

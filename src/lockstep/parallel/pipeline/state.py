@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.dtensor import local
-from lockstep.model.contents import is_container, is_plain, saved, set_contents
+from lockstep.model.contents import is_container, is_ours, is_plain, saved_attributes, set_contents
 from lockstep.parallel.pipeline.absent import is_stand_in
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals import tensors as torch_tensors
@@ -92,7 +92,7 @@ def entries_of(
     ``wanted(entries, key, name)``: which; otherwise all.
     """
     for name, module in modules:
-        if type(module).__module__.startswith("lockstep."):
+        if is_ours(module):
             continue
         prefix = f"{name}." if name else ""
         buffers = torch_modules.buffers_of(module)
@@ -232,13 +232,7 @@ def untouched(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
     """What forwards inside change is put back."""
     modules = list(modules)
     entries = list(entries_of(modules))
-    held = [
-        (vars(module), key, value, saved(value))
-        for _, module in modules
-        if not type(module).__module__.startswith("lockstep.")
-        for key, value in vars(module).items()
-        if key not in torch_modules.OWN_ATTRIBUTES and not isinstance(value, Tensor)
-    ]
+    restore_objects = saved_attributes(module for _, module in modules if not is_ours(module))
     known = {id(module): set(vars(module)) for _, module in modules}
     nones = [
         (vars(module), key) for _, module in modules for key, value in vars(module).items() if value is None
@@ -248,10 +242,7 @@ def untouched(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
     finally:
         for entry in entries:
             entry.put(entry.copy)
-        for attributes, key, value, restore in held:
-            if restore is not None:
-                restore()
-                attributes[key] = value
+        restore_objects()
         for attributes, key in nones:
             attributes[key] = None
         for _, module in modules:
