@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.check.compare import compare, tolerance_of
 from lockstep.check.observe import Observations, Observed, observed
-from lockstep.check.passes import ComparedBatch, PassResult, run
+from lockstep.check.passes import ComparedBatch, PassResult, run_pass
 from lockstep.check.reference import Reference
 from lockstep.check.snapshot import Snapshot, numbers
 from lockstep.errors import UsageError
@@ -220,5 +220,7 @@ def _observations(split: nn.Module, whole: nn.Module) -> Observations:
 
 def _observed(model: nn.Module, x: torch.Tensor) -> Observed:
     with observed(model) as seen:
-        run(lambda batch: model(*batch.args), ComparedBatch((x,), {}), lambda objective: objective.backward())
+        run_pass(
+            lambda batch: model(*batch.args), ComparedBatch((x,), {}), lambda objective: objective.backward()
+        )
     return seen

@@ -25,7 +25,7 @@ from lockstep.config.values import SettingValue
 from lockstep.errors import ConfigError
 from lockstep.launch.backend import backend
 from lockstep.launch.kubernetes import MAKE_SECRET, as_yaml, launch, manifests
-from lockstep.launch.kubernetes.options import name_of
+from lockstep.launch.kubernetes.options import job_name_of
 from lockstep.launch.plan import LaunchPlan, Program, make_plan, merge
 
 IMAGE = "ghcr.io/me/train:1"
@@ -349,7 +349,7 @@ def test_a_job_without_a_name_has_that_of_its_script() -> None:
         "__.py": "train",
         "a" * 99: "a" * 40,
     }
-    assert {script: name_of(script) for script in names} == names
+    assert {script: job_name_of(script) for script in names} == names
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import signal
 
-from lockstep.launch.report import Failure, describe, exit_code, first_failure
-from lockstep.runtime.failure import describe as report_of
+from lockstep.launch.report import Failure, describe_failure, exit_code, first_failure
+from lockstep.runtime.failure import report_of
 
 
 def reported(rank: int, consequence: bool, time_ns: int) -> Failure:
@@ -34,7 +34,7 @@ def test_exit_codes_are_those_of_a_shell() -> None:
 
 
 def test_the_last_line_names_rank_error_and_the_rest() -> None:
-    text = describe(reported(1, False, 0), num_processes=4)
+    text = describe_failure(reported(1, False, 0), num_processes=4)
     assert (
         text
         == "lockstep launch: rank 1 failed first (ValueError: of rank 1); the other 3 processes were ended."

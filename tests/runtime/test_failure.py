@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from lockstep.runtime.failure import describe, is_consequence
+from lockstep.runtime.failure import is_consequence, report_of
 
 FAIL = "from lockstep.runtime.failure import install_excepthook; install_excepthook(); raise {error}"
 
@@ -58,7 +58,7 @@ def test_only_torchs_words_for_a_lost_peer_are_a_consequence(error: Exception, e
 
 
 def test_the_report_is_json_with_the_time_in_nanoseconds() -> None:
-    data = json.loads(json.dumps(describe(ValueError("x"), False, 5_000_000_001)))
+    data = json.loads(json.dumps(report_of(ValueError("x"), False, 5_000_000_001)))
     assert data["message"]["extraInfo"]["timestamp"] == "5"
     own = data["message"]["extraInfo"]["lockstep"]
     assert own == {"consequence": False, "time_ns": 5_000_000_001, "digest": own["digest"]}

@@ -49,7 +49,7 @@ class PassResult:
     observed: Observed = field(default_factory=Observed)
 
 
-def run(
+def run_pass(
     call: Callable[[ComparedBatch], Any], batch: ComparedBatch, backward: Callable[[Tensor], None]
 ) -> PassResult:
     """Forward and backward: of the loss that the model returns, or else of a fixed combination of its outputs.

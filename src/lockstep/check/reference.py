@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.check.observe import observed
-from lockstep.check.passes import ComparedBatch, PassResult, run
+from lockstep.check.passes import ComparedBatch, PassResult, run_pass
 from lockstep.check.snapshot import Snapshot, numbers, set_numbers
 from lockstep.errors import UsageError
 from lockstep.model.contents import copy_of
@@ -134,7 +134,9 @@ class Reference:
             try:
                 notes = BeforeWrites(snapshot.before_write)
                 with observed(model if look else None) as seen, notes, WithoutCollectives():
-                    result = run(_call_of(model), batch.detached(), lambda objective: objective.backward())
+                    result = run_pass(
+                        _call_of(model), batch.detached(), lambda objective: objective.backward()
+                    )
                 result.observed = seen
                 _complete(result, model, snapshot)
                 _forget_notes(result, model, batch)

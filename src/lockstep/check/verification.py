@@ -19,7 +19,7 @@ from lockstep.check.chunks import Chunks, shapes_of
 from lockstep.check.collect import Collector
 from lockstep.check.compare import Comparison, Rounded, compare, tolerance_of
 from lockstep.check.observe import observed
-from lockstep.check.passes import ComparedBatch, PassResult, in_full_precision, run
+from lockstep.check.passes import ComparedBatch, PassResult, in_full_precision, run_pass
 from lockstep.check.reference import Live, Reference
 from lockstep.check.snapshot import Snapshot, numbers
 from lockstep.comm.collectives import Communicator
@@ -234,7 +234,7 @@ class Verification:
 
         try:
             with observed(model if look else None) as seen, prepared.synchronised():
-                result = run(call, batch, backward)
+                result = run_pass(call, batch, backward)
         except LockstepError:
             raise
         except Exception as error:  # whatever a user's forward raises once it is split

@@ -16,7 +16,7 @@ from lockstep.checkpoint.global_state import GlobalNames
 from lockstep.checkpoint.optimizer_state import OptimizerPlaces
 from lockstep.checkpoint.reader import Checkpoint, ReadItem, create_read_items, create_read_items_as
 from lockstep.checkpoint.sources import Sources
-from lockstep.checkpoint.state import ParameterNames, is_extra, place_of
+from lockstep.checkpoint.state import ParameterNames, is_extra, memory_key
 from lockstep.checkpoint.window import decoded, plan_window
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import CheckpointError, LockstepError
@@ -228,7 +228,7 @@ def _ties(places: dict[str, torch.Tensor]) -> dict[str, set[str]]:
     """For each name, all names of tensors at the same place."""
     names: dict[Any, set[str]] = {}
     for name, tensor in places.items():
-        names.setdefault(place_of(tensor) if tensor.numel() else name, set()).add(name)
+        names.setdefault(memory_key(tensor) if tensor.numel() else name, set()).add(name)
     return {name: tied for tied in names.values() for name in tied}
 
 

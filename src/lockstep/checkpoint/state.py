@@ -129,7 +129,7 @@ def collect_weights(
         if not isinstance(value, torch.Tensor) or is_extra(name):
             document["extra"][name] = encode(value, found.of_first, f"extra.{number}.{name}")
             continue
-        here = first_names.setdefault(place_of(value), name) if value.numel() else name
+        here = first_names.setdefault(memory_key(value), name) if value.numel() else name
         first = ties.get(here, here)  # may be another rank's
         if first != name:
             document["ties"][name] = first
@@ -147,7 +147,7 @@ def is_extra(name: str) -> bool:
     return name.split(".")[-1] == torch_modules.EXTRA_STATE
 
 
-def place_of(tensor: torch.Tensor) -> Any:
+def memory_key(tensor: torch.Tensor) -> Any:
     """Equal for tensors that are the same elements of memory."""
     part = local(tensor)
     return torch_tensors.storage_key(part), part.storage_offset(), tensor.shape, part.stride(), part.dtype

@@ -306,10 +306,10 @@ def import_command(source: str, out: str, skip: tuple[str, ...]) -> None:
     """
     from lockstep.compat.checkpoints.convert import read_foreign
     from lockstep.compat.checkpoints.result import write_imported
-    from lockstep.compat.checkpoints.state import describe
+    from lockstep.compat.checkpoints.state import describe_state
 
     state = read_foreign(source, skip)
-    print_table(("part", "number", "became"), describe(state))
+    print_table(("part", "number", "became"), describe_state(state))
     write_imported(state, out)
     if state.weights_only:
         click.echo(f"Wrote {out}: weights, as save_model writes them.")

@@ -249,7 +249,7 @@ def _print(plan: LaunchPlan) -> None:
     from rich.console import Console
 
     from lockstep.launch.backend import backend
-    from lockstep.launch.plan import describe
+    from lockstep.launch.plan import describe_plan
 
     if plan.reach.backend == "k8s":
         from lockstep.launch.kubernetes import manifests
@@ -261,5 +261,5 @@ def _print(plan: LaunchPlan) -> None:
         for line in command.lines():
             console.print(line, markup=False, style=None if line.startswith(" ") else "bold")
     console.print("from the configuration:", style="bold")
-    for name, value, origin in describe(plan):
+    for name, value, origin in describe_plan(plan):
         console.print(f"  {name:<28} {value:<12} {origin}", markup=False)

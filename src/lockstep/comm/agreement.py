@@ -49,7 +49,7 @@ class CollectiveCall:
         return replace(self, line=line)
 
 
-def describe(leaf: Any, at_least_1d: bool = False) -> LeafSpec:
+def leaf_spec(leaf: Any, at_least_1d: bool = False) -> LeafSpec:
     if not isinstance(leaf, torch.Tensor):
         return LeafSpec((), type(leaf).__name__, "")
     shape = tuple(leaf.shape) or ((1,) if at_least_1d else ())

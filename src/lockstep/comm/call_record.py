@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.agreement import CollectiveCall, LeafSpec, describe
+from lockstep.comm.agreement import CollectiveCall, LeafSpec, leaf_spec
 from lockstep.comm.call_signatures import Signature
 
 RECORD_BYTES = 512
@@ -96,7 +96,7 @@ def checked_call(
         values.append(f"{signature.root[1]}={root_in_group(signature.root, given, group)}")
     operation = f"{name}({', '.join(values)})"
     shown = [
-        describe(one) for part in signature.tensors + signature.exchanged for one in parts(given.get(part))
+        leaf_spec(one) for part in signature.tensors + signature.exchanged for one in parts(given.get(part))
     ]
     text = f"{operation} of {', '.join(map(str, shown))}" if shown else operation
     tensors = [
@@ -111,7 +111,7 @@ def checked_call(
         group=group.group_name,
         recorded_as=RUN_AS.get(name, name),
         sizes=", ".join(str(list(one.shape)) for one in source),
-        dtype=describe(source[0]).kind if source else "",
+        dtype=leaf_spec(source[0]).kind if source else "",
         line=line,
         is_async=bool(given.get("async_op")),
     )
@@ -133,7 +133,7 @@ def agreed_leaves(signature: Signature, given: Mapping[str, Any]) -> dict[str, L
 
 
 def sized(leaf: Any, has_size: bool) -> LeafSpec:
-    spec = describe(leaf)
+    spec = leaf_spec(leaf)
     return LeafSpec(
         (leaf.numel(),) if has_size and isinstance(leaf, torch.Tensor) else (), spec.kind, spec.device
     )

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.agreement import CollectiveCall, check_same, describe, line_of_user, tensors_only
+from lockstep.comm.agreement import CollectiveCall, check_same, leaf_spec, line_of_user, tensors_only
 from lockstep.comm.tree import leaves, map_leaves
 from lockstep.errors import (
     CheckpointError,
@@ -87,7 +87,7 @@ class Communicator:
             return tree
         found = leaves(tree)
         call = CollectiveCall(
-            "gather", {path: describe(leaf, at_least_1d=True) for path, leaf in found.items()}
+            "gather", {path: leaf_spec(leaf, at_least_1d=True) for path, leaf in found.items()}
         )
         calls = self._meet(call, tensors_only("gather", found, "gather_object"), free_dim=0)
         results = {}
@@ -111,7 +111,7 @@ class Communicator:
             return tree
         found = leaves(tree)
         name = f"reduce(reduction={reduction!r}, scale={scale!r})"
-        call = CollectiveCall(name, {path: describe(leaf) for path, leaf in found.items()})
+        call = CollectiveCall(name, {path: leaf_spec(leaf) for path, leaf in found.items()})
         self._meet(call, tensors_only("reduce", found, "gather_object"))
         results = {path: self._reduce_tensor(found[path], reduction, scale) for path in sorted(found)}
         return map_leaves(lambda path, _: results[path], tree)
@@ -123,7 +123,7 @@ class Communicator:
         self._check_rank(from_process)
         found = leaves(tree)
         call = CollectiveCall(
-            f"broadcast(from_process={from_process})", {p: describe(leaf) for p, leaf in found.items()}
+            f"broadcast(from_process={from_process})", {p: leaf_spec(leaf) for p, leaf in found.items()}
         )
         self._meet(call, tensors_only("broadcast", found, "broadcast_object_list"))
         for path in sorted(found):
@@ -147,7 +147,7 @@ class Communicator:
             return tree
         found = leaves(tree)
         call = CollectiveCall(
-            f"pad_across_processes(dim={dim})", {p: describe(leaf) for p, leaf in found.items()}
+            f"pad_across_processes(dim={dim})", {p: leaf_spec(leaf) for p, leaf in found.items()}
         )
         problem = tensors_only("pad_across_processes", found, "gather_object")
         calls = self._meet(call, problem, any_shape=True)

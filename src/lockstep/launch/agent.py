@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.rendezvous import CoordinatorLost, Over, Rendezvous, Round, over_of, verb_of
-from lockstep.launch.report import Failure, count_alike, describe, exit_code, first_failure
+from lockstep.launch.report import Failure, count_alike, describe_failure, exit_code, first_failure
 from lockstep.launch.signals import Interrupted, Signals
 from lockstep.launch.workers import Starter, Workers
 from lockstep.runtime.exit_codes import PREEMPTED, of_signal
@@ -184,7 +184,7 @@ class Agent:
         if over.code == 0:
             return 0
         if self._own is not None and self._own.rank == over.rank:
-            self._say(describe(self._own, self._world_size, self._alike))
+            self._say(describe_failure(self._own, self._world_size, self._alike))
         else:
             ended = "" if over.code == PREEMPTED else "; all processes were ended"
             self._say(f"lockstep launch: {over.cause.rstrip('.')}{ended}.")

@@ -347,7 +347,7 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def describe(plan: LaunchPlan) -> Sequence[tuple[str, str, str]]:
+def describe_plan(plan: LaunchPlan) -> Sequence[tuple[str, str, str]]:
     """Rows (name, value, origin) of a plan's settings, for ``--dry-run``."""
     return [
         (name, str(setting.value), setting.source)

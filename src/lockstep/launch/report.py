@@ -88,7 +88,7 @@ def count_alike(failure: Failure, failures: list[Failure]) -> int:
     return sum(one.own.get("digest") == digest for one in failures) if digest else 1
 
 
-def describe(failure: Failure, num_processes: int, num_alike: int = 1) -> str:
+def describe_failure(failure: Failure, num_processes: int, num_alike: int = 1) -> str:
     """What the launcher prints at the end. A traceback is included only if it went to a log file.
 
     ``num_alike``: ranks of this machine that failed with the same traceback, this one included.

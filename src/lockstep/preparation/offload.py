@@ -19,7 +19,7 @@ from lockstep.offload.weights.attach import stop_streaming, stream_weights
 from lockstep.offload.weights.events import listen
 from lockstep.offload.weights.groups import WeightGroup, find_weight_groups
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parallel.zero.sharding import Sharding, name_of
+from lockstep.parallel.zero.sharding import Sharding, name_of_shard
 from lockstep.torch_internals import fsdp2
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def _sharded_units(model: nn.Module, sharding: Sharding) -> list[WeightGroup]:
     units = []
     for module in sharding.modules:
         shards = {
-            name_of(record, names): fsdp2.sharded_param(record)
+            name_of_shard(record, names): fsdp2.sharded_param(record)
             for group in fsdp2.param_groups(module)
             for record in fsdp2.params(group)
         }

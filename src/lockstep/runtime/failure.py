@@ -194,7 +194,7 @@ def call_of_user(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
     return call, line
 
 
-def describe(
+def report_of(
     error: BaseException, consequence: bool, time_ns: int, sentence: str | None = None
 ) -> dict[str, Any]:
     """The report: torch's fields, and ours under ``lockstep``."""
@@ -214,7 +214,7 @@ def _write_report(path: str, error: BaseException, consequence: bool, sentence: 
     try:
         # written aside and renamed: the agent never reads half a report
         with open(path + ".part", "w") as file:
-            json.dump(describe(error, consequence, time.time_ns(), sentence), file)
+            json.dump(report_of(error, consequence, time.time_ns(), sentence), file)
         os.replace(path + ".part", path)
     except OSError as problem:  # the traceback itself is still printed
         sys.stderr.write(f"lockstep: cannot write the error report {path}: {problem}\n")

@@ -17,7 +17,7 @@ from torch import Tensor
 from lockstep.checkpoint.format.codec import decode, encode
 from lockstep.compat.checkpoints.convert import read_foreign
 from lockstep.compat.checkpoints.result import write_imported
-from lockstep.compat.checkpoints.state import ImportedState, describe
+from lockstep.compat.checkpoints.state import ImportedState, describe_state
 from lockstep.errors import UsageError
 from lockstep.runtime.seed import rng_state, set_rng_state
 
@@ -173,7 +173,7 @@ def test_what_is_to_be_left_out_must_be_there() -> None:
 
 def test_a_table_names_each_part_with_its_size() -> None:
     state, _, _ = read("accelerate-bin")
-    rows = describe(state)
+    rows = describe_state(state)
     assert ("model", "0", "9 tensors (8 float32, 1 int64), 292 bytes") in rows
     assert ("optimizer", "0", "5 numbered parameters in 2 groups, 15 tensors (15 float32), 380 bytes") in rows
     assert ("loss scale", "", "scale 512.0") in rows

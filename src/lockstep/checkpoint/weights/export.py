@@ -16,11 +16,11 @@ from torch import nn
 
 from lockstep.checkpoint.contents import FullModelSpec
 from lockstep.checkpoint.format.tensorfile import check_key, dtype_name
-from lockstep.checkpoint.state import place_of
+from lockstep.checkpoint.state import memory_key
 from lockstep.checkpoint.weights.folder import local_directory, write_folder
 from lockstep.checkpoint.weights.names import parse_size
 from lockstep.checkpoint.weights.stages import collect_stages
-from lockstep.checkpoint.weights.weightfile import described
+from lockstep.checkpoint.weights.weightfile import without_elements
 from lockstep.comm.collectives import Communicator, as_bytes, raise_on_all_ranks
 from lockstep.comm.dtensor import whole
 from lockstep.errors import CheckpointError, UsageError
@@ -74,7 +74,7 @@ def named_to_save(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list
     tied = [re.compile(pattern) for pattern in _tied_patterns(model)]
     kept: dict[Any, str] = {}
     for name, tensor in tensors.items():
-        place = place_of(tensor) if tensor.numel() else name
+        place = memory_key(tensor) if tensor.numel() else name
         if name not in ignored and (place not in kept or (_any(tied, kept[place]) and not _any(tied, name))):
             kept[place] = name
     chosen = set(kept.values())
@@ -171,7 +171,7 @@ def _write(
         assert tensor is not None
         yield memoryview(as_bytes(tensor.detach().cpu()).numpy())  # type: ignore[arg-type]
 
-    write_folder(directory, described(tensors), elements, limit, documents)
+    write_folder(directory, without_elements(tensors), elements, limit, documents)
 
 
 def checked_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint.contents import NO_TIES, FullModelSpec
-from lockstep.checkpoint.state import place_of
+from lockstep.checkpoint.state import memory_key
 from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.comm.dtensor import whole as gathered
 from lockstep.comm.transfer import transfer
@@ -61,7 +61,7 @@ def _described(
         if not isinstance(value, torch.Tensor):
             entries.append((name, name, value))
             continue
-        first = places.setdefault(place_of(value), name) if value.numel() else name
+        first = places.setdefault(memory_key(value), name) if value.numel() else name
         first = whole.ties.get(first, first)
         tensors.setdefault(first, value)
         entries.append((name, first, torch.empty(value.shape, dtype=value.dtype, device="meta")))

@@ -15,7 +15,7 @@ Elements = Callable[[str], Iterable[Chunk]]
 """The elements of a tensor by its name, in order, as bytes. Asked for once, in the order of the files."""
 
 
-def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def without_elements(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors without elements, which say dtype and shape."""
     return {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()

@@ -60,7 +60,7 @@ class ImportedState:
 Row = tuple[str, str, str]
 
 
-def describe(state: ImportedState) -> list[Row]:
+def describe_state(state: ImportedState) -> list[Row]:
     """Rows ``(part, number, content)`` for a table, then the notes as ``("note", "", text)``."""
     rows: list[Row] = []
     for i, model in enumerate(state.models):

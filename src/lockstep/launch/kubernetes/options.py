@@ -75,11 +75,11 @@ def parse_options(said: Mapping[str, str], script: str) -> KubernetesOptions:
         raise ConfigError(
             "--k8s needs the container image with your script and Lockstep. Add --k8s-option image=REGISTRY/NAME:TAG."
         )
-    complete = {"name": name_of(script), **said}
+    complete = {"name": job_name_of(script), **said}
     return KubernetesOptions(**{key: READERS[key](key, value) for key, value in complete.items()})
 
 
-def name_of(script: str) -> str:
+def job_name_of(script: str) -> str:
     """A name for the job, from that of a script or module: ``my/Train_it.py`` gives ``train-it``."""
     stem = script.rstrip("/").rpartition("/")[2].removesuffix(".py").lower()
     words = re.findall(r"[a-z0-9]+", stem)

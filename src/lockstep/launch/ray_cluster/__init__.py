@@ -29,7 +29,7 @@ from lockstep.launch.ray_cluster.cluster import (
 from lockstep.launch.ray_cluster.console import Console
 from lockstep.launch.ray_cluster.record import RayEnded, RunRecord
 from lockstep.launch.ray_cluster.worker import Job, train_loop
-from lockstep.launch.report import Failure, describe, exit_code, first_failure
+from lockstep.launch.report import Failure, describe_failure, exit_code, first_failure
 from lockstep.launch.signals import received_by, stop_and_end
 from lockstep.runtime.exit_codes import PREEMPTED, of_signal
 
@@ -214,7 +214,7 @@ def _outcome(results: list[RayEnded], error: Exception | None, plan: LaunchPlan,
         console.say(f"Ray ended the run: {first[:500]}")
         return 1
     worst = first_failure(failures)
-    console.say_lines(describe(worst, plan.nproc * plan.num_machines))
+    console.say_lines(describe_failure(worst, plan.nproc * plan.num_machines))
     return exit_code(worst)
 
 

@@ -76,8 +76,8 @@ def look_at(thread: int) -> StackSummary:
     checked = next(filter(None, map(compared_in, below)), None)
     names = [checked.name] if checked is not None else [function_name(one) for one in reversed(engine)]
     return StackSummary(
-        place=place_of(frames[at], loader_wait(below)),
-        text=text_of(frames),
+        place=source_line_of(frames[at], loader_wait(below)),
+        text=stack_text(frames),
         waits=bool(engine) or called in WAITING,
         call=called or next(filter(None, names), ""),
         operation=operation,
@@ -109,7 +109,7 @@ def is_users(file: str) -> bool:
     return not file.startswith(("<frozen", *STANDARD_LIBRARY))
 
 
-def place_of(frame: FrameType, doing: str = "") -> SourceLine:
+def source_line_of(frame: FrameType, doing: str = "") -> SourceLine:
     name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name).rsplit("<locals>.", 1)[-1]
     return SourceLine(short_path(frame.f_code.co_filename), frame.f_lineno or 0, name, doing)
 
@@ -126,7 +126,7 @@ def short_path(file: str) -> str:
     return os.path.basename(file) if inside.startswith("..") else inside
 
 
-def text_of(frames: Sequence[FrameType]) -> str:
+def stack_text(frames: Sequence[FrameType]) -> str:
     """One line per frame, innermost last; the outermost are left out where it would be longer than 8 KiB."""
     lines: list[str] = []
     size = 0

@@ -21,7 +21,7 @@ from lockstep.torch_internals.parameter_hooks import (
     TENSOR,
     call_around_others,
     has_hook,
-    hooks_of,
+    hooks_of_parameter,
     kinds_of_hooks,
 )
 from lockstep.torch_internals.tensors import version
@@ -34,7 +34,9 @@ def average_before_hooks(replica: Any, parameters: Sequence[nn.Parameter], devic
     have = torch.tensor([has_hook(p, TENSOR) for p in parameters], dtype=torch.uint8, device=device)
     dist.all_reduce(have, dist.ReduceOp.MIN, group=replica.process_group)
     for parameter, is_everywhere in zip(parameters, have.tolist(), strict=True):
-        if is_everywhere and not any(isinstance(hook, _Average) for hook in hooks_of(parameter, TENSOR)):
+        if is_everywhere and not any(
+            isinstance(hook, _Average) for hook in hooks_of_parameter(parameter, TENSOR)
+        ):
             call_around_others(parameter, TENSOR, _Average(replica), None, _OURS)
 
 
@@ -42,7 +44,7 @@ def guard_hooks(replica: Any, parameters: Sequence[nn.Parameter]) -> None:
     """Refuse what other hooks of these parameters change, when they do."""
     for parameter in parameters:
         for kind in kinds_of_hooks(parameter):
-            hooks = hooks_of(parameter, kind)
+            hooks = hooks_of_parameter(parameter, kind)
             if isinstance(hooks[0], _Average) or (
                 isinstance(hooks[0], _Before) and hooks[-1] is hooks[0].after
             ):

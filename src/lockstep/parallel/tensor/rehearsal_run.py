@@ -110,7 +110,7 @@ def example_of(
     return Example(x, outputs, keywords, rank, argument=argument)
 
 
-def run(rehearsal: Any, attributes: Mapping[str, int], example: Example) -> Run:
+def forward_of_part(rehearsal: Any, attributes: Mapping[str, int], example: Example) -> Run:
     """Forward, with gradients."""
     module = without_weights(rehearsal, example.trains)
     noted = Run(example.argument, example.trains)

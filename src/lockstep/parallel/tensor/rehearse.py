@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.tensor.rehearsal_run import Example, Run, example_of, run
+from lockstep.parallel.tensor.rehearsal_run import Example, Run, example_of, forward_of_part
 from lockstep.parallel.tensor.rehearsed_gradients import GradientsDifferError, meetings
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -118,7 +118,7 @@ def _compare(
     rehearsal: TensorRehearsal, attributes: Mapping[str, int], reports_width: bool, call: _Call
 ) -> Passed:
     example = example_of(rehearsal, call)
-    whole = run(rehearsal, {}, example)
+    whole = forward_of_part(rehearsal, {}, example)
     if not whole.given:
         raise _DifferentError(f"'{rehearsal.rows[0]}' was not called")
     parts = _ranks(rehearsal, attributes, reports_width, call, whole)
@@ -141,7 +141,7 @@ def _in_training(rehearsal: TensorRehearsal, example: Example) -> Run | None:
     """The whole run in training mode, where that is the same each time."""
     example = replace(example, trains=True)
     try:
-        first, again = run(rehearsal, {}, example), run(rehearsal, {}, example)
+        first, again = forward_of_part(rehearsal, {}, example), forward_of_part(rehearsal, {}, example)
     except Exception:  # whatever a user's forward raises
         return None
     is_same = len(first.given) == len(again.given) and all(map(torch.equal, first.given, again.given))
@@ -160,7 +160,7 @@ def _ranks(
         if reports_width:
             example = replace(example, width=example.x.shape[-1] // ranks)
         try:
-            part = run(rehearsal, attributes, example)
+            part = forward_of_part(rehearsal, attributes, example)
         except Exception as error:  # whatever a user's forward raises of a part
             raise _DifferentError(f"with a rank's part of its features it raises {_line(error)}") from error
         _check_values(whole, part, rank, ranks)
@@ -209,7 +209,7 @@ def _of_heads(
     for dims in (4, 3):
         given = (name, dims)
         try:
-            whole = run(rehearsal, {}, example_of(rehearsal, call, argument=given))
+            whole = forward_of_part(rehearsal, {}, example_of(rehearsal, call, argument=given))
         except Exception:  # it takes no such thing
             continue
         if len(whole.given) != len(without.given) or all(map(torch.equal, whole.given, without.given)):

@@ -90,7 +90,7 @@ class Sharding:
         """(name, shard) of each sharded parameter; ``names`` by ``id`` of what stands in the model now."""
         for group in self.parameter_groups():
             for parameter in fsdp2.params(group):
-                yield name_of(parameter, names), fsdp2.sharded_param(parameter)
+                yield name_of_shard(parameter, names), fsdp2.sharded_param(parameter)
 
     @contextmanager
     def inside_window(self) -> Iterator[None]:
@@ -216,7 +216,7 @@ class Sharding:
         for group in self.parameter_groups():
             for parameter in fsdp2.params(group):
                 for number, gradient in enumerate(fsdp2.unreduced_grads(parameter)):
-                    yield name_of(parameter, names) + "'" * number, local(gradient)
+                    yield name_of_shard(parameter, names) + "'" * number, local(gradient)
         for whole in self._whole:
             if whole.grad is not None:
                 yield names[id(whole)], whole.grad
@@ -279,7 +279,7 @@ def send_shards_home(module: Any, homes: OffloadedParameters) -> None:
             fsdp2.move_shard(parameter, homes.keep)
 
 
-def name_of(parameter: Any, names: Mapping[int, str]) -> str:
+def name_of_shard(parameter: Any, names: Mapping[int, str]) -> str:
     """The name of torch's record of one sharded parameter, whichever of its forms stands in the model now."""
     found = (names.get(id(form)) for form in fsdp2.forms(parameter))
     return next(name for name in found if name is not None)

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import torch
 
 from lockstep.errors import CheckpointError
-from lockstep.parallel.zero.sharding import Sharding, name_of
+from lockstep.parallel.zero.sharding import Sharding, name_of_shard
 from lockstep.torch_internals import fsdp2
 
 
@@ -49,11 +49,11 @@ def take_unreduced(
         for parameter in fsdp2.params(group):
             found = [gradient.detach() for gradient in fsdp2.unreduced_grads(parameter)]
             if found:
-                local[name_of(parameter, names)] = found[0] if len(found) == 1 else found[0] + found[1]
+                local[name_of_shard(parameter, names)] = found[0] if len(found) == 1 else found[0] + found[1]
         output = fsdp2.partial_reduce_output(group)
         if output is not None:
             mesh = fsdp2.mesh_of(group)
-            partial[name_of(fsdp2.params(group)[0], names)] = {
+            partial[name_of_shard(fsdp2.params(group)[0], names)] = {
                 "sum": output.detach(),
                 "rows": _rows(group, names, sharding),
                 "factor": mean_factor(output.dtype, mesh.shards, mesh.replicas),
@@ -76,7 +76,7 @@ def put_unreduced(
     """
     for module in sharding.modules:
         for group in fsdp2.param_groups(module):
-            named = {name_of(parameter, names): parameter for parameter in fsdp2.params(group)}
+            named = {name_of_shard(parameter, names): parameter for parameter in fsdp2.params(group)}
             given = partial.get(next(iter(named)))
             if given is not None:
                 _put_partial(group, named, given)
@@ -132,7 +132,7 @@ def _rows(group: Any, names: Mapping[int, str], sharding: Sharding) -> list[Unre
             return []  # cut in another way as well, as by tensor parallelism
         start = min(mesh.own_shard * most, shape[0])
         count = min(most, shape[0] - start)
-        name, used = name_of(parameter, names), sharding.unused.is_used(parameter)
+        name, used = name_of_shard(parameter, names), sharding.unused.is_used(parameter)
         rows.append({"name": name, "offset": offset, "start": start, "count": count, "used": used})
     return rows
 

@@ -13,7 +13,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lockstep.errors import OffloadError, UsageError
 from lockstep.offload.copies import Copies, Event, Staging, copies_of, view_of
 from lockstep.offload.weights.device.gradients import HostGradients
-from lockstep.offload.weights.device.saved import AtEnd, Forwards, SavedCast, SavedView, hooks_of, own_mode
+from lockstep.offload.weights.device.saved import (
+    AtEnd,
+    Forwards,
+    SavedCast,
+    SavedView,
+    own_mode,
+    saved_tensors_hooks_of,
+)
 from lockstep.offload.weights.device.slots import Slot, Slots
 from lockstep.offload.weights.device.working import Working, WorkingWeights, lay_out, write_back
 from lockstep.offload.weights.groups import WeightGroup
@@ -134,7 +141,7 @@ class DeviceMover:
 
     def forward_begins(self, unit: WeightGroup) -> None:
         self._settle_what_failed()
-        hooks = hooks_of(self) if torch.is_grad_enabled() else None
+        hooks = saved_tensors_hooks_of(self) if torch.is_grad_enabled() else None
         if hooks is not None:
             hooks.__enter__()
         self._forward.stack.append((unit, hooks, torch.is_autocast_cache_enabled()))

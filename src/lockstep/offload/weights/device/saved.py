@@ -79,7 +79,7 @@ class SavedWeights(Protocol):
     def cast(self, saved: SavedCast) -> torch.Tensor: ...
 
 
-def hooks_of(weights: SavedWeights) -> saved_tensors_hooks:
+def saved_tensors_hooks_of(weights: SavedWeights) -> saved_tensors_hooks:
     """Replace what autograd saves of ``weights``. Other tensors are left to the hooks around these, if any."""
     outer = torch_autograd.saved_tensors_hooks_now()
 
