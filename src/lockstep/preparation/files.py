@@ -52,6 +52,7 @@ class FileMethods:
         def _preparation(self) -> Preparation: ...
         @property
         def _window(self) -> AccumulationState: ...
+        def end_training(self) -> None: ...
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole model's ``state_dict``, under the names of the unwrapped model.
@@ -239,3 +240,14 @@ class FileMethods:
         loaders do it whenever the loop asks for a batch after an optimizer step.
         """
         self._step.clock.boundary()
+
+    def _save_before_stop(self) -> str | None:
+        """Save where the next ``load_state`` will look; None where there is no such place."""
+        if self._preemption_hook is not None:
+            place: str | None = self._preemption_hook()
+        elif self._options.project.automatic_checkpoint_naming:
+            place = self.save_state()
+        else:
+            place = None
+        self.end_training()
+        return place

@@ -1,0 +1,297 @@
+"""What a script does inside of a step, as methods of ``Accelerator``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lockstep.config.handlers import AutocastKwargs
+from lockstep.config.options import Options
+from lockstep.observe.state_bytes import StateBytes, count_state
+from lockstep.parallel.autocast import autocast
+from lockstep.parallel.ddp.join import join_replicas
+from lockstep.parallel.parallel_model import PipelinedModel, call_of
+from lockstep.preparation.prepare import Preparation
+from lockstep.runtime.mesh import DeviceMeshes
+from lockstep.runtime.process import Runtime
+from lockstep.runtime.step import StepState
+from lockstep.train import clipping
+from lockstep.train.accumulation import Accumulation, trigger_sync
+from lockstep.train.loss_scale import LossScaler
+
+
+class TrainingMethods:
+    """Methods that need the prepared objects, and where the step is."""
+
+    runtime: Runtime
+    _options: Options
+    _step: StepState
+    _scaler: LossScaler | None
+
+    if TYPE_CHECKING:  # each made when it is first used
+
+        @property
+        def meshes(self) -> DeviceMeshes: ...
+        @property
+        def _preparation(self) -> Preparation: ...
+        @property
+        def _accumulation(self) -> Accumulation: ...
+
+    def backward(
+        self, loss: torch.Tensor, *, weight: torch.Tensor | float | None = None, **kwargs: Any
+    ) -> None:
+        """Add the gradient of this micro-batch.
+
+        Without ``weight``, the window's gradient is the mean over its micro-batches and ranks of
+        ``loss`` (as in Accelerate). With it, it is the gradient of ``sum(weight * loss) / sum(weight)``
+        over all of them: exactly that of one big batch when the weights are sample or token counts.
+
+        Args:
+            loss: 0-d, or with ``weight`` unreduced losses of any shape.
+            weight: What a 0-d loss is the mean of, or a weight for each element of ``loss``
+                (see ``sample_weights``). All ranks must pass one, or none.
+            kwargs: Of ``torch.Tensor.backward``.
+
+        Raises:
+            UsageError: no prepared model was called, or weights do not fit.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = accelerator.prepare(torch.nn.Linear(4, 1))
+            loss = model(torch.randn(8, 4)).square().mean()
+            accelerator.backward(loss)  # in place of loss.backward()
+            ```
+        """
+        self._preparation.check_backward()
+        self._step.clock.backward_begins()
+        loss = self._accumulation.scale(loss, weight, self._preparation.gradients())
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        self._preparation.backward(loss, **kwargs)
+
+    def train_step(
+        self,
+        model: nn.Module,
+        loss_function: Callable[..., torch.Tensor],
+        inputs: Any,
+        targets: Any = (),
+        *,
+        weight: torch.Tensor | float | None = None,
+    ) -> torch.Tensor:
+        """Forward, loss and backward of one micro-batch; with a pipeline in the order of its schedule.
+
+        Where the loss is computed outside of the model, this is the way to have another schedule than GPipe's. Other
+        models do the same as three lines would.
+
+        Args:
+            loss_function: Called with the model's output and ``targets``; a mean over the batch, 0-d.
+            inputs: What the model is called with: one value, a tuple of them, or a mapping of keywords. Tensors
+                are [batch, ...] where a pipeline cuts them, else of any shape.
+            targets: One value or a tuple of them, cut into the pipeline's micro-batches as the inputs are.
+            weight: See ``backward``; a number or 0-d.
+
+        Returns:
+            The loss, 0-d and detached, on every rank.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = torch.nn.Linear(4, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            loss = accelerator.train_step(model, torch.nn.functional.mse_loss, torch.randn(8, 4), torch.randn(8, 1))
+            optimizer.step()
+            ```
+        """
+        parallel = self._preparation.parallel_of(model)
+        if isinstance(parallel, PipelinedModel):
+            self._preparation.verifications.before_step(model, loss_function, *call_of(inputs, targets))
+        loss = parallel.loss_of(loss_function, inputs, targets, self.autocast)
+        self.backward(loss, weight=weight)
+        return loss.detach()
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """One micro-batch of ``gradient_accumulation_steps``; gradients are averaged after the last.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator(gradient_accumulation_steps=4)
+            model = torch.nn.Linear(4, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for batch in torch.randn(8, 2, 4):  # 8 micro-batches, so 2 steps
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            ```
+        """
+        return self._accumulation.accumulate(models)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Backward inside adds to this rank's gradients without averaging them.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = accelerator.prepare(torch.nn.Linear(4, 1))
+            first, second = torch.randn(2, 8, 4)
+            with accelerator.no_sync(model):
+                accelerator.backward(model(first).square().mean())
+            accelerator.backward(model(second).square().mean())  # averages the sum of both over the ranks
+            ```
+        """
+        return self._accumulation.no_sync([model])
+
+    def alone(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Each rank trains this model by itself inside: gradients, and weights of ``backward``, are its own."""
+        return self._accumulation.alone([model])
+
+    @staticmethod
+    def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, backward averages gradients although the last forward ran in ``no_sync``."""
+        return trigger_sync(model)
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Run other code in the precision in which prepared models run.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator(mixed_precision="bf16")
+            x = torch.randn(4, 4, device=accelerator.device)
+            with accelerator.autocast():
+                product = x @ x
+            assert product.dtype == torch.bfloat16
+            ```
+        """
+        return autocast(
+            self._options.mixed_precision, self.runtime.device, autocast_handler or self._options.autocast
+        )
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """With fp16, divide gradients by the loss scale before looking at them (all optimizers, or these)."""
+        if self._scaler is None or not self._step.sync_gradients:
+            return
+        optimizers = self._preparation.optimizers if optimizer is None else optimizer
+        for item in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+            self._scaler.unscale(getattr(item, "optimizer", item))
+
+    def clip_grad_norm_(
+        self, parameters: clipping.Parameters, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Clip the total norm of whole windows' gradients; returns the norm before (0-d).
+
+        Parameters have any shape: one or an iterable. Inside an accumulation window nothing is clipped.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = torch.nn.Linear(4, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            accelerator.backward(model(torch.randn(8, 4)).square().mean())
+            norm = accelerator.clip_grad_norm_(model.parameters(), max_norm=1.0)  # between backward and step
+            optimizer.step()
+            ```
+        """
+        parameters = self._preparation.shards_of(clipping.as_list(parameters))
+        self._unscale_owners(parameters)
+        return self._preparation.clip_norm(parameters, max_norm, norm_type, self._step.sync_gradients)
+
+    def clip_grad_value_(self, parameters: clipping.Parameters, clip_value: float) -> None:
+        """Clamp whole windows' gradients, of parameters of any shape, to [-clip_value, clip_value]."""
+        parameters = self._preparation.shards_of(clipping.as_list(parameters))
+        self._unscale_owners(parameters)
+        clipping.clip_value(parameters, clip_value, self._step.sync_gradients)
+
+    def _unscale_owners(self, parameters: list[torch.Tensor]) -> None:
+        if self._scaler is not None and self._step.sync_gradients:
+            self._scaler.unscale_owners(parameters)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Train although ranks have different numbers of batches.
+
+        ``even_batches`` overrides that of the prepared loaders inside, where they read map-style data on
+        every rank; others are warned about. Several micro-batches a step are refused inside.
+        """
+        loaders = list(self._preparation.loaders)
+        before = [loader.even_batches for loader in loaders]
+        try:
+            if even_batches is not None and self.runtime.world_size > 1:
+                self._preparation.override_even_batches(even_batches)
+            with join_replicas(joinables, self.runtime.world_size), self._accumulation.uneven_inputs():
+                yield
+        finally:
+            for loader, value in zip(loaders, before, strict=True):
+                loader.even_batches = value
+
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[Any]:
+        """Inside, these tensors are this rank's chunks of the sequence, and models work on chunks throughout.
+
+        Then not even logits are whole on any rank. Everything that depends on the position must be among the buffers:
+        inputs, ``position_ids``, and labels that were shifted before. The loss is the mean over the chunk. Without
+        ``cp`` nothing happens.
+
+        Args:
+            buffers: Tensors of any shape, all of one length along their dim of the sequence: [batch, sequence, ...].
+            buffer_seq_dims: That dim of each of them.
+            no_restore_buffers: Those that keep their chunk, [batch, sequence / cp, ...], afterwards.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()  # on 4 ranks for example Accelerator(parallel="cp=4")
+            model = accelerator.prepare(torch.nn.Embedding(100, 16))
+            tokens = torch.randint(100, (2, 32))  # [batch, sequence]
+            with accelerator.maybe_context_parallel(buffers=[tokens], buffer_seq_dims=[1]):
+                output = model(tokens)  # [batch, sequence / cp, width]
+            ```
+        """
+        if self.meshes.axes.cp == 1:
+            return nullcontext()
+        from lockstep.parallel.context.split import split_sequence
+
+        return split_sequence(
+            [model.module for model in self._preparation.models],
+            buffers or [],
+            buffer_seq_dims or [],
+            no_restore_buffers or set(),
+        )
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether any optimizer's last fp16 step was skipped, on all ranks alike."""
+        return any(optimizer.step_was_skipped for optimizer in self._preparation.optimizers)
+
+    def state_bytes(self) -> StateBytes:
+        """Bytes of the prepared models' weights and gradients and of their optimizers' state, on this rank."""
+        self._preparation.offload.finish()
+        return count_state(self._preparation.models, self._preparation.optimizers)
