@@ -174,6 +174,14 @@ PLAIN_MODELS = {
     ),
     "an MLP": (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), ["0", "2"]),
     "an MLP in a module": (lambda: Holder(net=Mlp(), scale=nn.Linear(4, 4)), ["net.0", "net.2"]),
+    "embeddings with positions, and layers": (
+        lambda: Holder(
+            source=nn.Sequential(Holder(table=nn.Embedding(4, 4)), nn.Dropout()),
+            target=nn.Sequential(Holder(table=nn.Embedding(4, 4)), nn.Dropout()),
+            layers=stack(2),
+        ),
+        ["layers.0", "layers.1"],
+    ),
     "a module that appears four times": (lambda: Holder(layers=nn.ModuleList([Block()] * 4)), ["layers.0"]),
     "a single layer": (lambda: nn.Linear(4, 4), []),
     "layers as attributes": (lambda: Holder(first=nn.Linear(4, 4), second=nn.Linear(4, 4)), []),

@@ -205,9 +205,12 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _has_layers(module: nn.Module) -> bool:
-    """Whether it is more than a single layer; what reparametrises a weight is no layer."""
+    """Whether it is more than a single layer; what reparametrises a weight is no layer, and a table of embeddings
+    with a scale or positions is still one."""
     return any(
-        _has_parameters(child) for name, child in module.named_children() if name != "parametrizations"
+        _has_parameters(child) and not isinstance(child, (nn.Embedding, nn.EmbeddingBag))
+        for name, child in module.named_children()
+        if name != "parametrizations"
     )
 
 
