@@ -5,7 +5,8 @@ Ranks draw other random numbers than one process does, so that only without them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -95,6 +96,33 @@ def without_capacities(modules: list[nn.Module]) -> Iterator[None]:
     finally:
         for module, factor in zip(changed, before, strict=True):
             module.capacity_factor = factor
+
+
+@contextmanager
+def without_constants(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Parameters that are constant, as those of new norms and layers that begin at zero, have other values inside: they
+    would hide what a forward computes with them."""
+    constant = [
+        (p.data, p.data.flatten()[0].clone())
+        for p in parameters
+        if type(p.data) is Tensor and p.is_floating_point() and p.numel() > 0 and not p.is_meta
+        if bool((p.data == p.data.flatten()[0]).all())
+    ]
+    try:
+        for values, value in constant:
+            width = values.shape[-1] if values.ndim > 1 else 1
+            scale = value.abs() if bool(value) else values.new_tensor(1 / math.sqrt(width))
+            values.copy_(value + (numbers(tuple(values.shape)).to(values) - 1) * scale / 4)
+        yield
+    finally:
+        for values, value in constant:
+            values.fill_(value)
+
+
+def numbers(shape: tuple[int, ...]) -> Tensor:
+    """From [0, 2), as if they were random, but without a generator, which may be off where a model is verified."""
+    places = torch.arange(1, math.prod(shape) + 1, dtype=torch.float64)
+    return (torch.frac(torch.sin(places * 12.9898) * 43758.5453).abs() * 2).reshape(shape)
 
 
 def _with_argument(
