@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.parallel.split.alike import ALIKE
 from tests.parallel.split.attention import ATTENTION
 from tests.parallel.split.host import Fragment
 from tests.parallel.split.layers import LAYERS
@@ -17,6 +18,7 @@ FRAGMENTS: dict[str, Fragment] = {
     **{f"loss: {name}": fragment for name, fragment in LOSSES.items()},
     **{f"state: {name}": fragment for name, fragment in STATE.items()},
     **{f"structure: {name}": fragment for name, fragment in STRUCTURE.items()},
+    **{f"alike: {name}": fragment for name, fragment in ALIKE.items()},
 }
 
 MLPS = (
@@ -50,6 +52,7 @@ FAST: dict[str, tuple[str, ...]] = {
         ),
         *("mlp: orthogonal", "state: buffer made late", "state: counter in a list", "between: mean pooling"),
         *("block: pad", "structure: rows as many as the length", "structure: deep supervision"),
+        *("alike: a function mixes positions", "alike: positions in training"),
     ),
     "ulysses": (
         *(
@@ -72,6 +75,8 @@ FAST: dict[str, tuple[str, ...]] = {
         *("state: counter in a list", "state: running mean of weights", "state: annealed temperature"),
         *("state: running mean", "model: positions", "structure: class token", "structure: two lists"),
         *("structure: features as many as rows", "mlp: experts that choose rows"),
+        *("alike: experts by where, their routers' losses", "alike: nodes of one graph"),
+        "alike: zero times zero times rows",
     ),
     "ep": (
         *(

@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm.tree import leaves
-from lockstep.errors import UsageError
+from lockstep.errors import LockstepError, UsageError
+from lockstep.parallel.determinism import without_constants
 from lockstep.parallel.pipeline.failing import consequence_of, text_of
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import BatchDims, Call, batch_size
 from lockstep.parallel.pipeline.options import PipelineOptions
 from lockstep.parallel.pipeline.passes import Autocast, Batch, LossFunction, Reduction, WhyNot
 from lockstep.parallel.pipeline.plan import Plan, used_arguments
-from lockstep.parallel.pipeline.refusals import batch_norm, follows_rows, sees_micro_batches
+from lockstep.parallel.pipeline.refusals import batch_norm, follows_rows, runs_only_whole, sees_micro_batches
 from lockstep.parallel.pipeline.rehearsal import Rehearsal, without_chance
 from lockstep.parallel.pipeline.rows import (
     argument_names,
@@ -200,27 +201,32 @@ class Derivation:
         is_open = word == "auto" and plan.loss is not None and plan.micro_batches > 1
         rehearsal = Rehearsal(stages, plan, batch, loss_fn, autocast, is_open, self._title)
         whole = None
-        if has_numbers and (is_open or word == "whole" or plan.loss is None):
-            whole = Plan.of(plan.whole, plan.whole, 1, plan.dims)
-            whole.build_segments(self._module, stages.layout, stages.indices, stages.conversion)
+        if plan.micro_batches > 1 and (is_open or word == "whole" or plan.loss is None):
+            whole = self._whole_plan(plan)
         modules = dict(self._module.named_modules())
+        own = {id(p): p for _, m in stages.layout.own_modules() for p in m.parameters()}.values()
         with untouched_generators(stages.device), without_chance(modules):
-            rehearsal.run(whole)
+            with without_constants(own):
+                rehearsal.run(whole, has_numbers)
             undecided = self._still_undecided(rehearsal)
             entry, changed = stages.state.differing(), stages.state.changed()
             mine = None if entry is None else (entry.kind, entry.name)
             if (parameter := stages.state.written_parameter()) is not None:
                 mine = ("parameter", parameter)
             stages.state.forget_batch()
-        failures = [(dist.get_rank(), text_of(error)) for error in rehearsal.failures[:1]]
+            failures = self._failures(rehearsal, plan)
         is_watched = bool(undecided.places or undecided.edges)
         told = stages.tell((rehearsal.word, mine, rehearsal.refusal, changed, failures, is_watched))
         undecided.is_watched = any(one[-1] for one in told)
-        if rehearsal.failures:
-            raise rehearsal.failures[0]
         for _, _, _, _, others, _ in told:
-            if others:
-                raise consequence_of(others[0][0], self._title, others[0][1])
+            for rank, text, is_by_cut in others:
+                if is_by_cut:
+                    cut = described(plan.dims, argument_names(self._module, batch.whole))
+                    cause = next(iter(rehearsal.failures), None)
+                    raise runs_only_whole(self._title, text, plan.micro_batches, cut) from cause
+                if rehearsal.failures:
+                    raise rehearsal.failures[0]
+                raise consequence_of(rank, self._title, text)
         wrong = next((one for _, one, *_ in told if one is not None), None)
         if wrong is not None:
             raise follows_rows(self._title, *wrong)
@@ -238,6 +244,22 @@ class Derivation:
             undecided.edges = set()
         self.is_new = True
         return Reduction(found, is_open, undecided=undecided)
+
+    def _whole_plan(self, plan: Plan) -> Plan:
+        """Of the whole batch as one micro-batch."""
+        whole = Plan.of(plan.whole, plan.whole, 1, plan.dims)
+        whole.build_segments(self._module, self._stages.layout, self._stages.indices, self._stages.conversion)
+        return whole
+
+    def _failures(self, rehearsal: Rehearsal, plan: Plan) -> list[tuple[int, str, bool]]:
+        """This rank, what its forwards raised first, and whether they raise it of micro-batches alone."""
+        own = rehearsal.failures[:1]
+        told = self._stages.tell([isinstance(error, LockstepError) for error in own])
+        is_by_cut = False
+        if plan.micro_batches > 1 and any(told) and not any(map(any, told)):
+            raises = rehearsal.raises_on_whole(self._whole_plan(plan))
+            is_by_cut = not any(self._stages.tell(raises))
+        return [(dist.get_rank(), text_of(error), is_by_cut) for error in own]
 
     def _still_undecided(self, rehearsal: Rehearsal) -> Undecided:
         """What is to be watched from now on.

@@ -63,6 +63,10 @@ class Autocast:
         self._type = device_type
         self.state = (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
 
+    @property
+    def is_on(self) -> bool:
+        return self.state[0]
+
     def outside(self) -> AbstractContextManager[Any]:
         return torch.autocast(self._type, enabled=False)
 

@@ -307,7 +307,7 @@ class Tail:
     def source(self, name: str, path: str) -> str:
         """What a tensor is that a block returned (``name``) or that was received."""
         if name != RECEIVED:
-            return f"what the block '{name}' returns at {path}"
+            return f"what the block '{name}' returns{f' at {path}' if path else ''}"
         cut = self._plan.traced.cuts[-1]
         number = int(path.strip("[]")) - len(cut.paths)
         if number < 0:

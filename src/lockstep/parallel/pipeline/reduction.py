@@ -17,6 +17,11 @@ from lockstep.torch_internals import autograd as torch_autograd
 
 TOLERANCE, TOLERANCE_ROUNDED = 1e-3, 0.02
 TOLERANCE_OF_NUMBERS = 1e-4
+TOLERANCE_OF_ROWS, TOLERANCE_OF_ROUNDED_ROWS = (
+    (1e-3, 1e-2),
+    0.1,
+)  # the second on GPUs, which may compute in TF32
+"""After all blocks: products of larger matrices are rounded in another order. The proof finds what is mixed less."""
 MOST_NODES = 2000
 
 
@@ -59,16 +64,17 @@ def kind_of(whole: Tensor, parts: Sequence[Tensor]) -> str:
     return ""
 
 
-def same_rows(whole: Tensor, parts: Sequence[Tensor], dim: int) -> bool:
-    """Whether the rows of micro-batches are those of the batch."""
+def same_rows(whole: Tensor, parts: Sequence[Tensor], dim: int, is_autocast: bool) -> bool:
+    """Whether the rows of micro-batches are those of the batch. ``is_autocast``: what made them was rounded."""
     rows = torch.cat([part.detach() for part in parts], dim)
     if rows.shape != whole.shape:
         return False
     if not whole.is_floating_point():
         return True
-    rounded = whole.dtype in (torch.float16, torch.bfloat16)
+    rounded = is_autocast or whole.dtype in (torch.float16, torch.bfloat16)
     a, b = rows.double().nan_to_num(), whole.detach().double().nan_to_num()
-    return bool((a - b).norm() <= (TOLERANCE_ROUNDED if rounded else TOLERANCE) * b.norm())
+    tolerance = TOLERANCE_OF_ROUNDED_ROWS if rounded else TOLERANCE_OF_ROWS[whole.is_cuda]
+    return bool((a - b).norm() <= tolerance * b.norm())
 
 
 def _close(a: Tensor, b: Tensor, limit: Tensor) -> bool:

@@ -39,6 +39,26 @@ def follows_rows(title: str, kind: str, name: str) -> UsageError:
     )
 
 
+def runs_only_whole(title: str, text: str, micro_batches: int, names: str) -> UsageError:
+    """For a forward that raises what ``text`` says of micro-batches, but not of the batch."""
+    return UsageError(
+        f"The forward of {title} runs on the whole batch, but raises {text.rstrip('.')} on one of the {micro_batches} "
+        f"micro-batches of a pipeline, each of which gets its rows of {names}. If one of these must not be cut, say "
+        "batch_dims=NAME=none in parallel='pp=...'. If samples depend on each other (nodes of one graph, bags that "
+        "begin at offsets), give the batch a dimension of its own in all arguments, or leave pp out."
+    )
+
+
+def unknown_result(block: str, where: str, text: str) -> UsageError:
+    """For a forward that raises what ``text`` says, after a block whose results are not known without values."""
+    return UsageError(
+        f"The forward of the block '{block}' branches on values or asks for one. A pipeline looks at blocks without "
+        "values first, and takes such a block to return its first argument, changed, and to keep nothing; with that "
+        f"the forward of {where} raises {text.rstrip('.')}. Let the block return one tensor only, or choose by masks "
+        "(torch.where, x[mask], index_add) instead of by if, .item() or .tolist()."
+    )
+
+
 def neither_mean_nor_sum(title: str, name: str, path: str, source: str) -> UsageError:
     """For a tensor without rows that micro-batches make otherwise than the batch; ``source``: where it comes from."""
     return UsageError(
@@ -52,7 +72,8 @@ def neither_mean_nor_sum(title: str, name: str, path: str, source: str) -> Usage
 def mixes_rows(title: str, name: str) -> UsageError:
     """For what comes out of blocks otherwise for the batch than for its micro-batches."""
     return UsageError(
-        f"The blocks of {title} mix the rows of the batch before or in '{name}' (such as by subtracting a mean over "
-        "the batch), but a pipeline shows them one micro-batch at a time. Let blocks compute each row of its own, and "
-        "do what needs all rows before the first block or after the last one."
+        f"The blocks of {title} give other rows for the batch than for its micro-batches, before or in '{name}': they "
+        "mix the rows (such as by subtracting a mean over the batch), look at how many there are, or change from call "
+        "to call (a count in an object), but a pipeline shows them one micro-batch at a time. Let blocks compute each "
+        "row of its own, and do what needs all rows before the first block or after the last one."
     )

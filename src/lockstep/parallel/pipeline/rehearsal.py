@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,8 +45,9 @@ class Rehearsal:
     failures: list[Exception] = field(default_factory=list)
     undecided: Undecided = field(default_factory=Undecided)
 
-    def run(self, whole_plan: Plan | None) -> None:
-        """``whole_plan``: of the whole batch as one micro-batch, where tensors without rows come to the last stage.
+    def run(self, whole_plan: Plan | None, needs_whole: bool) -> None:
+        """``whole_plan``: of the whole batch as one micro-batch, to compare what comes to the last stage. It may take
+        too much memory, unless it ``needs_whole`` because something comes there that has no rows.
 
         ``word`` is what the loss is, ``refusal`` why it cannot be right, where the last stage is; "" elsewhere.
         ``failures``: what forwards of this rank's stages have raised.
@@ -55,9 +56,25 @@ class Rehearsal:
             once = self._pass([self.batch.whole], nothing, self._note_whole)
             fill_only(self.stages, whole_plan, once, find=True)
             self.stages.state.forget_batch()
+            if not needs_whole and any(self.stages.tell(bool(self.failures))):
+                self.failures.clear()  # what is no matter of memory comes again
+                self.whole = {}
         looks = self._look if self.looks_at_loss or whole_plan is not None else None
         once = self._pass(self.batch.parts, self._finish, looks)
         fill_only(self.stages, self.plan, once, find=True)
+
+    def raises_on_whole(self, plan: Plan) -> bool:
+        """Whether forwards of this rank's stages raise something of the whole batch too."""
+        failures: list[Exception] = []
+
+        def finish(_: int, output: Any) -> tuple[Tensor, ...]:
+            with_loss(output, self.batch.whole, self.loss_fn)
+            return ()
+
+        once = replace(self._pass([self.batch.whole], finish, None), failures=failures)
+        fill_only(self.stages, plan, once, find=True)
+        self.stages.state.forget_batch()
+        return bool(failures)
 
     def _pass(self, calls: list[Call], finish: Any, whole: Any) -> Pass:
         return Pass(
@@ -111,7 +128,7 @@ class Rehearsal:
                 dim = self.plan.row_dim(name, path)
                 mine = [part[path] for part in parts]
                 if dim is not None:
-                    if not same_rows(value, mine, dim):
+                    if not same_rows(value, mine, dim, self.autocast.is_on):
                         raise mixes_rows(self.title, name or self.plan.traced.cuts[-1].block)
                     continue
                 kind = kind_of(value, mine)

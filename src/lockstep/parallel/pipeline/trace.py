@@ -16,16 +16,19 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lockstep.comm.tree import leaves, map_leaves
-from lockstep.errors import UsageError
+from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.pipeline.absent import StandIns, carried, carry, is_stand_in
 from lockstep.parallel.pipeline.carried import OUTPUT, Fetch, Source, Values, calling
-from lockstep.parallel.pipeline.failing import note_module
+from lockstep.parallel.pipeline.failing import note_module, text_of
+from lockstep.parallel.pipeline.refusals import unknown_result
 from lockstep.parallel.pipeline.replay import Replays
 from lockstep.torch_internals import tensors as torch_tensors
 from lockstep.torch_internals.dispatch import TorchDispatchMode, changes_arguments
 from lockstep.torch_internals.fake import UNKNOWN_VALUE, without_values
 
 _REAL = (Tensor, nn.Parameter)
+SOME = 4
+"""How many elements a mask without values is taken to choose."""
 RECEIVED = ""
 """Stands among the names of the last stage's blocks for all that it receives."""
 
@@ -144,6 +147,7 @@ class Tracer(TorchDispatchMode):
         self.alike: Callable[[str, nn.Module], Hashable] | None = None
         self.followed = 0  # calls that were taken to be like another
         self._seen: dict[Any, Any] = {}
+        self._guessed: list[str] = []  # blocks whose results are not known without values
         self._replays: Replays | None = None
 
     def replay_equal_blocks(self) -> Replays:
@@ -164,7 +168,7 @@ class Tracer(TorchDispatchMode):
             return self._followed(func, args, kwargs or {})
 
     def _followed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        func, args = _with_known_places(func, args)
+        func, args = self._with_places(func, args)
         called_with = leaves((args, kwargs))
         if self._replays is not None:
             self._replays.operation(func, called_with)
@@ -206,6 +210,27 @@ class Tracer(TorchDispatchMode):
             )
         return without_values(func, args, kwargs)
 
+    def _with_places(self, func: Any, args: Any) -> Any:
+        """Elements that a mask chooses, chosen by their places instead: by those of a mask of the inputs, which are
+        known; else by as many as any, such as those of the tokens of an expert."""
+        if func is torch.ops.aten.nonzero.default and is_stand_in(args[0]):
+            return self._some_places, args
+        if func is torch.ops.aten.masked_select.default:
+            func, args = torch.ops.aten.index.Tensor, (args[0], [args[1].expand(args[0].shape)])
+        if func is not torch.ops.aten.index.Tensor or not any(map(is_stand_in, (args[0], *args[1]))):
+            return func, args
+        places: list[Any] = []
+        for index in args[1]:
+            is_mask = isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+            if is_mask and is_stand_in(index):
+                places += self._some_places(index).unbind(1)
+            else:
+                places += index.nonzero(as_tuple=True) if is_mask else [index]
+        return func, (args[0], places)
+
+    def _some_places(self, mask: Tensor) -> Tensor:
+        return self._stand_ins.of(torch.zeros(SOME, mask.ndim, dtype=torch.int64, device=mask.device))
+
     def _emptied(self, tensor: Tensor) -> Tensor:
         """A real tensor without its values, once: torch remembers the shapes that come of it."""
         known, empty = self._empty.get(id(tensor), (None, tensor))
@@ -231,6 +256,8 @@ class Tracer(TorchDispatchMode):
             ) from error
         except Exception as error:  # whatever a user's forward raises
             note_module(error, self._where())
+            if self._guessed and not isinstance(error, LockstepError):
+                raise unknown_result(self._guessed[0], self._where(), text_of(error)) from error
             raise
         if self._called < len(self._order):
             raise UsageError(
@@ -348,6 +375,7 @@ class Tracer(TorchDispatchMode):
             )
             if first is None:
                 raise
+            self._guessed.append(self._names.get(id(module), ""))
             return self._new(first)
         finally:
             self._empty.clear()  # tensors of a block are to go with it
@@ -428,20 +456,6 @@ class Tracer(TorchDispatchMode):
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def _with_known_places(func: Any, args: Any) -> Any:
-    """Where elements without values are chosen by a mask of the inputs: chosen by their places, which are known."""
-    if func is torch.ops.aten.masked_select.default and not is_stand_in(args[1]):
-        func, args = torch.ops.aten.index.Tensor, (args[0], [args[1].expand(args[0].shape)])
-    if func is not torch.ops.aten.index.Tensor or not is_stand_in(args[0]):
-        return func, args
-    places: list[Any] = []
-    for index in args[1]:
-        is_mask = isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
-        known = is_mask and not is_stand_in(index)
-        places += index.nonzero(as_tuple=True) if known else [index]
-    return func, (args[0], places)
 
 
 def _shape(leaf: Any) -> Any:
