@@ -140,7 +140,7 @@ class Accelerator(
         torch_tp_plugin: None = None,
         megatron_lm_plugin: None = None,
         rng_types: list[str] | None = None,
-        log_with: Any = None,
+        log_with: object = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
@@ -153,7 +153,7 @@ class Accelerator(
         *,
         parallel: str | Parallel | Mapping[str, Any] | None = None,
         watch: bool | None = None,
-        **further: Any,
+        **further: object,
     ) -> None:
         given = dict(locals())
         del given["self"]
@@ -206,7 +206,7 @@ class Accelerator(
             else None
         )
         self._rng_types = rng_types
-        self._registered: list[Any] = []
+        self._registered: list[object] = []
         self._trackers = TrackerSet(log_with, options.project.logging_dir, self.runtime.is_main)
         Accelerator._made.append(weakref.ref(self, _forget))
 
@@ -337,7 +337,7 @@ class Accelerator(
 
     # Prepare ----------------------------------------------------------------------------------------
 
-    def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
+    def prepare(self, *args: object, device_placement: list[bool | None] | None = None) -> Any:
         """Make models, optimizers, loaders and schedulers ready, in any order and number.
 
         Objects of other types pass through. Returns them in the order given (one alone: itself).
@@ -384,12 +384,12 @@ class Accelerator(
         return prepared
 
     def prepare_data_loader(
-        self, data_loader: DataLoader[Any], device_placement: bool | None = None
+        self, data_loader: DataLoader[object], device_placement: bool | None = None
     ) -> PreparedLoader:
         """``prepare`` for one loader."""
         return self._preparation.prepare_loader(data_loader, device_placement)
 
-    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+    def prepare_scheduler(self, scheduler: object) -> PreparedScheduler:
         """``prepare`` for one scheduler."""
         return self._preparation.prepare_scheduler(scheduler)
 
@@ -428,7 +428,7 @@ class Accelerator(
         """
         return skip_first_batches(dataloader, num_batches)
 
-    def free_memory(self, *objects: Any) -> list[Any]:
+    def free_memory(self, *objects: object) -> list[Any]:
         """Forget all prepared objects, and return None for each given one, so that memory can be freed."""
         self._preparation.clear()
         self._accumulation.reset()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -18,8 +18,8 @@ def prepare_pippy(
     model: nn.Module,
     split_points: Literal["auto"] | Sequence[str] = "auto",
     no_split_module_classes: Sequence[str] | None = None,
-    example_args: Sequence[Any] = (),
-    example_kwargs: Mapping[str, Any] | None = None,
+    example_args: Sequence[object] = (),
+    example_kwargs: Mapping[str, object] | None = None,
     num_chunks: int | None = None,
     gather_output: bool = False,
 ) -> nn.Module:

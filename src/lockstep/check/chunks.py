@@ -39,7 +39,7 @@ class Chunks:
         """With the whole of each tensor that is in ``buffers``."""
         known, dims = self._region.split or {}, self._region.split_dims
 
-        def replaced(path: str, leaf: Any) -> Any:
+        def replaced(path: str, leaf: object) -> object:
             if isinstance(leaf, Tensor) and id(leaf) in known:
                 self._dims[path] = dims[id(leaf)]
                 return known[id(leaf)]
@@ -61,7 +61,7 @@ class Chunks:
         wholes: dict[int, Tensor] = {}
         dims: dict[int, int] = {}
 
-        def cut(path: str, leaf: Any) -> Any:
+        def cut(path: str, leaf: Any) -> object:
             dim = self._dims.get(path)
             if dim is None:
                 return leaf
@@ -77,10 +77,10 @@ class Chunks:
         finally:
             region.split, region.split_dims, region.split_length = before
 
-    def joined(self, output: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+    def joined(self, output: object, shapes: Mapping[str, tuple[int, ...]]) -> object:
         """The model's output with whole tensors, which have these ``shapes``. Collective."""
 
-        def join(path: str, leaf: Any) -> Any:
+        def join(path: str, leaf: Any) -> object:
             if not isinstance(leaf, Tensor) or leaf.is_nested:
                 return leaf
             if leaf.ndim == 0 and leaf.is_floating_point():

@@ -23,7 +23,7 @@ class Collector:
 
     def __init__(self, model: nn.Module, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._numbers: dict[str, Any] = {}
+        self._numbers: dict[str, object] = {}
         self._whole = FullModelSpec((), ties_of(model))
 
     def is_ready(self, model: ParallelModel) -> bool:
@@ -40,7 +40,7 @@ class Collector:
         weights, trained = self._weights(model, snapshot)
         return Live(weights, trained, self._changed_numbers(model))
 
-    def _changed_numbers(self, model: nn.Module) -> dict[str, Any]:
+    def _changed_numbers(self, model: nn.Module) -> dict[str, object]:
         """Those that are other ones since, of all ranks' modules. Collective."""
         before = self._numbers
         mine = {name: v for name, v in numbers(model).items() if name in before and before[name] != v}
@@ -61,7 +61,7 @@ class Collector:
         return collect_stages(state, self._communicator, self._whole), trained
 
     def gather(
-        self, model: nn.Module, result: PassResult, before: dict[str, Any]
+        self, model: nn.Module, result: PassResult, before: dict[str, object]
     ) -> tuple[list[Digest], list[Observed]]:
         """Complete what the pass of the split model found, on rank 0. Collective.
 

@@ -199,7 +199,7 @@ def _of_buffers(
             yield Difference("buffer", name, _number(found), _number(expected))
 
 
-def _of_attributes(split: Mapping[str, Any], whole: Mapping[str, Any]) -> Iterator[Difference]:
+def _of_attributes(split: Mapping[str, object], whole: Mapping[str, object]) -> Iterator[Difference]:
     for name, expected in whole.items():
         found = split.get(name, expected)
         if isinstance(expected, float) and isinstance(found, (int, float)):
@@ -210,7 +210,7 @@ def _of_attributes(split: Mapping[str, Any], whole: Mapping[str, Any]) -> Iterat
             yield Difference("attribute", name, found, expected)
 
 
-def _number(tensor: Tensor) -> Any:
+def _number(tensor: Tensor) -> object:
     return tensor.item() if tensor.numel() == 1 else None
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -171,7 +170,7 @@ def _is_inside(name: str, other: str) -> bool:
     return name != other and (not other or name.startswith(f"{other}."))
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _tensors(value: object) -> list[Tensor]:
     return [
         leaf
         for leaf in leaves(value).values()
@@ -184,8 +183,8 @@ def _has_values(tensor: Tensor) -> bool:
     return not tensor.is_meta and not hasattr(tensor, "fake_mode")
 
 
-def _before(found: Observed, name: str, entered: dict[str, list[Tensor]]) -> Any:
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+def _before(found: Observed, name: str, entered: dict[str, list[Tensor]]) -> object:
+    def hook(module: nn.Module, args: object, kwargs: object) -> None:
         if torch_autograd.is_in_backward():
             return
         tensors = _tensors((args, kwargs))
@@ -201,8 +200,8 @@ def _before(found: Observed, name: str, entered: dict[str, list[Tensor]]) -> Any
     return hook
 
 
-def _after(found: Observed, name: str, entered: dict[str, list[Tensor]]) -> Any:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
+def _after(found: Observed, name: str, entered: dict[str, list[Tensor]]) -> object:
+    def hook(module: nn.Module, args: object, output: object) -> None:
         if torch_autograd.is_in_backward():
             return
         entered.pop(name, None)

@@ -25,7 +25,7 @@ class ComparedBatch:
     args: Sequence[Any]
     kwargs: dict[str, Any]
     loss_function: Callable[..., Tensor] | None = None
-    targets: Sequence[Any] = ()
+    targets: Sequence[object] = ()
 
     def detached(self, device: torch.device | None = None) -> ComparedBatch:
         """The same values apart from every graph, maybe on another device."""
@@ -45,7 +45,7 @@ class PassResult:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    attributes: dict[str, Any] = field(default_factory=dict)
+    attributes: dict[str, object] = field(default_factory=dict)
     observed: Observed = field(default_factory=Observed)
 
 

@@ -31,7 +31,7 @@ class Live:
 
     tensors: Mapping[str, Tensor]
     trained: Mapping[str, bool]
-    numbers: Mapping[str, Any]
+    numbers: Mapping[str, object]
 
 
 class Reference:
@@ -42,7 +42,7 @@ class Reference:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        memo: dict[int, Any] = {
+        memo: dict[int, object] = {
             id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
             for p in model.parameters()
         }
@@ -78,8 +78,8 @@ class Reference:
     ) -> Iterator[nn.Module]:
         """The model with these weights and buffers (by full name) inside, on ``device``; afterwards without any."""
         made: dict[int, nn.Parameter] = {}
-        empty: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        buffers: list[tuple[dict[str, Any], str, Any]] = []
+        empty: list[tuple[dict[str, object], str, nn.Parameter]] = []
+        buffers: list[tuple[dict[str, object], str, Any]] = []
         for prefix, module in self.model.named_modules(remove_duplicate=False):
             registered = torch_modules.parameters_of(module)
             for name, parameter in registered.items():
@@ -166,7 +166,7 @@ class _Rounding(Mapping[str, Tensor]):
         return len(self._live.tensors)
 
 
-def _call_of(model: nn.Module) -> Callable[[ComparedBatch], Any]:
+def _call_of(model: nn.Module) -> Callable[[ComparedBatch], object]:
     def call(given: ComparedBatch) -> Any:
         output = model(*given.args, **given.kwargs)
         return output if given.loss_function is None else given.loss_function(output, *given.targets)

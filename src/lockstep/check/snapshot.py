@@ -52,7 +52,7 @@ class Snapshot:
             if (id(module), name) in self._buffers
         }
 
-    def changed_numbers(self) -> dict[str, Any]:
+    def changed_numbers(self) -> dict[str, object]:
         """Full name -> value now of each number or text that modules keep and that is another one since."""
         before = {id(module): values for module, values in self._attributes}
         return {
@@ -95,7 +95,7 @@ class Snapshot:
             self._written[place] = (part, part.clone())
 
 
-def attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+def attributes(module: nn.Module) -> dict[str, tuple[object, object]]:
     """Name -> (value, a copy) of numbers, texts and tensors that the module keeps as attributes.
 
     Tensors without values stand for parameters of another stage of a pipeline.
@@ -111,7 +111,7 @@ def attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-def numbers(model: nn.Module) -> dict[str, Any]:
+def numbers(model: nn.Module) -> dict[str, object]:
     """Full name -> value of each number and text that a module of the user keeps as an attribute."""
     return {
         f"{prefix}.{name}" if prefix else name: value
@@ -135,11 +135,11 @@ def _copies(module: nn.Module) -> list[tuple[str, Any]]:
     return [(name, copy) for name, (_, copy) in attributes(module).items()]
 
 
-def _same(before: Any, now: Any) -> bool:
+def _same(before: object, now: object) -> bool:
     return bool(before == now) or (before != before and now != now)
 
 
-def _put_back(module: nn.Module, name: str, value: Any, copy: Any) -> None:
+def _put_back(module: nn.Module, name: str, value: object, copy: Any) -> None:
     if isinstance(value, Tensor) and value.shape == copy.shape:
         value.copy_(copy)
     vars(module)[name] = value

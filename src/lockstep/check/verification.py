@@ -115,7 +115,7 @@ class Verification:
         )
 
     def _after_derivation(
-        self, args: Sequence[Any], kwargs: dict[str, Any], loss_function: Any, targets: Sequence[Any]
+        self, args: Sequence[object], kwargs: dict[str, object], loss_function: Any, targets: Sequence[object]
     ) -> None:
         """Verify with this batch, as what its settings mean was not known before. Collective."""
         if self._is_running or self._has_ended:
@@ -187,7 +187,7 @@ class Verification:
         batch: ComparedBatch,
         chunks: Chunks | None,
         live: Live,
-        before: dict[str, Any],
+        before: dict[str, object],
         look: bool,
     ) -> tuple[Comparison | None, str]:
         """On rank 0, or why there is none. To ``look`` at modules costs more, and shows where a difference begins."""
@@ -215,12 +215,12 @@ class Verification:
         model: nn.Module,
         batch: ComparedBatch,
         look: bool,
-        joined: Callable[[Any], Any] = lambda output: output,
+        joined: Callable[[object], object] = lambda output: output,
     ) -> PassResult:
         assert self._prepared is not None
         prepared, module = self._prepared, self._prepared.module
 
-        def call(given: ComparedBatch) -> Any:
+        def call(given: ComparedBatch) -> object:
             if given.loss_function is not None and isinstance(prepared, PipelinedModel):
                 pipeline: Any = module
                 return pipeline.train_step(given.loss_function, given.targets, given.args, given.kwargs)
@@ -295,7 +295,7 @@ class Verification:
 
     # What ranks tell each other -----------------------------------------------------------------------
 
-    def _shared(self, values: list[Any]) -> list[Any]:
+    def _shared(self, values: list[object]) -> list[Any]:
         """Those of rank 0."""
         return self._communicator.broadcast_object_list(values)
 
@@ -353,7 +353,7 @@ class _BeforeForward:
         self._verification = verification
 
     @torch_compile.disable
-    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, object] | None = None) -> None:
         if kwargs is not None:  # else a pipeline's train_step, which is verified with its loss
             self._verification.before_call(ComparedBatch(args, kwargs))
 
@@ -365,7 +365,7 @@ def _copy_of_hook() -> Callable[..., None]:
     return _ignore
 
 
-def _ignore(module: nn.Module, args: Any, kwargs: Any = None) -> None:
+def _ignore(module: nn.Module, args: object, kwargs: object = None) -> None:
     """What is left of ``_BeforeForward`` in a copy."""
 
 

@@ -22,7 +22,7 @@ from lockstep.torch_internals.optim import GROWTH_TRACKER
 NUMPY_WORDS = 624
 
 
-def check_scheduler(saved: Any, scheduler: Any, what: str) -> None:
+def check_scheduler(saved: object, scheduler: object, what: str) -> None:
     """Raise CheckpointError if a scheduler's saved state would replace methods of it, or has other kinds of values."""
     scheduler = getattr(scheduler, "scheduler", scheduler)
     if not isinstance(scheduler, LRScheduler):
@@ -53,7 +53,7 @@ def check_scaler(saved: Any, scaler: Any, what: str) -> None:
             raise CheckpointError(f"{what}.{key} is saved as {saved[key]!r}. Load another checkpoint.")
 
 
-def check_kinds(saved: Any, present: Mapping[str, Any], needed: Set[str], what: str) -> None:
+def check_kinds(saved: object, present: Mapping[str, object], needed: Set[str], what: str) -> None:
     """Raise CheckpointError unless ``saved`` has the ``needed`` keys, and values of the kinds of ``present``."""
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"{what} is saved as a {type(saved).__name__}. Load another checkpoint.")
@@ -66,7 +66,7 @@ def check_kinds(saved: Any, present: Mapping[str, Any], needed: Set[str], what: 
         check_kind(saved[key], present[key], f"{what}.{key}")
 
 
-def check_kind(saved: Any, present: Any, what: str) -> None:
+def check_kind(saved: Any, present: object, what: str) -> None:
     """Raise CheckpointError if a number stands for text, a list for a number, and so on; None may become anything."""
     fits = True
     if isinstance(present, bool):  # choices that may be left to torch
@@ -88,7 +88,7 @@ def check_kind(saved: Any, present: Any, what: str) -> None:
         )
 
 
-def check_buffers(buffers: Any, present: Mapping[str, Any], what: str) -> None:
+def check_buffers(buffers: object, present: Mapping[str, Any], what: str) -> None:
     """Raise CheckpointError unless ``buffers`` are tensors of the shapes that those of the same names have."""
     if not isinstance(buffers, Mapping):
         raise CheckpointError(f"{what} has no buffers by name. Load another checkpoint.")
@@ -140,7 +140,7 @@ def check_rng(state: Any, what: str) -> None:
         ) from error
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
@@ -151,7 +151,7 @@ Group = tuple[Mapping[str, Any], list[tuple[str, Mapping[str, Any], tuple[int, .
 """Options of a group, and of each of its parameters the name, the saved state and the shape."""
 
 
-def keeps_shapes(optimizer: Any) -> bool:
+def keeps_shapes(optimizer: torch.optim.Optimizer) -> bool:
     """Whether each tensor of its state is a number or has the shape of its parameter."""
     kind = type(_inner(optimizer))
     return kind.__module__.startswith("torch.optim.") and kind.__name__ not in ("Adafactor", "LBFGS")
@@ -172,16 +172,16 @@ def try_optimizer(optimizer: Any, groups: list[Group], what: str) -> None:
     dtype = next((p.dtype for g in optimizer.param_groups for p in g["params"]), torch.float32)
     if not dtype.is_floating_point or dtype.itemsize < 4:
         dtype = torch.float32
-    tried: list[list[tuple[str, Mapping[str, Any]]]] = []
+    tried: list[list[tuple[str, Mapping[str, object]]]] = []
     for _, members in groups:
-        alike: dict[str, tuple[str, Mapping[str, Any]]] = {}
+        alike: dict[str, tuple[str, Mapping[str, object]]] = {}
         for name, held, shape in members:
             small = {key: _small(value, shape) for key, value in held.items()}
             alike.setdefault(repr(sorted((str(k), _described(v)) for k, v in small.items())), (name, small))
         tried.append(list(alike.values()))
     names: list[str] = []
-    state: dict[int, dict[str, Any]] = {}
-    saved_groups: list[dict[str, Any]] = []
+    state: dict[int, dict[str, object]] = {}
+    saved_groups: list[dict[str, object]] = []
     given: list[dict[str, Any]] = []
     for (options, _), distinct in zip(groups, tried, strict=True):
         numbers = range(len(names), len(names) + len(distinct))
@@ -219,7 +219,7 @@ def try_optimizer(optimizer: Any, groups: list[Group], what: str) -> None:
             )
 
 
-def _small(value: Any, shape: tuple[int, ...]) -> Any:
+def _small(value: object, shape: tuple[int, ...]) -> object:
     if not isinstance(value, torch.Tensor):
         return value
     if value.is_meta:
@@ -227,13 +227,13 @@ def _small(value: Any, shape: tuple[int, ...]) -> Any:
     return value.detach().cpu()
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)} {value.item() if value.numel() == 1 else ''}"
     return repr(value)[:200]
 
 
-def try_scheduler(scheduler: Any, saved: Any, what: str) -> None:
+def try_scheduler(scheduler: object, saved: Any, what: str) -> None:
     """Step a copy of one of torch's schedulers once with this state.
 
     Raises:
@@ -279,5 +279,5 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
-def _inner(optimizer: Any) -> Any:
+def _inner(optimizer: torch.optim.Optimizer) -> object:
     return getattr(optimizer, "optimizer", optimizer)

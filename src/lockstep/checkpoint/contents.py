@@ -27,7 +27,7 @@ class Hooks:
     load: OrderedDict[int, LoadHook] = field(default_factory=OrderedDict)
 
     @staticmethod
-    def add(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
+    def add(hooks: OrderedDict[int, Any], hook: object) -> RemovableHandle:
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
         return handle
@@ -110,7 +110,7 @@ class CheckpointContents:
         return {"model": len(self.models), **counts}
 
 
-def checked_stateful(objects: Iterable[Any]) -> list[Any]:
+def checked_stateful(objects: Iterable[object]) -> list[object]:
     """The objects, if all of them can be saved and loaded; else UsageError."""
     objects = list(objects)
     for item in objects:
@@ -133,7 +133,7 @@ def refuse_pickle(method: str, safe_serialization: bool) -> None:
         )
 
 
-def refuse_options(method: str, options: Mapping[str, Any], known: Collection[str] = ()) -> None:
+def refuse_options(method: str, options: Mapping[str, object], known: Collection[str] = ()) -> None:
     """Raise UsageError for options that other libraries take, but which mean nothing here."""
     unknown = sorted(options.keys() - set(known))
     if unknown:

@@ -30,13 +30,13 @@ class LoadPlan:
     checkpoint: Checkpoint
     left: list[str] = field(default_factory=list)
     items: list[ReadItem] = field(default_factory=list)
-    models: list[tuple[int, nn.Module, dict[str, Any]]] = field(default_factory=list)
-    loaders: list[tuple[Any, Any]] = field(default_factory=list)
-    states: list[tuple[Any, Any]] = field(default_factory=list)
-    objects: list[tuple[Any, Any]] = field(default_factory=list)
-    window: tuple[Any, list[Any], int] | None = None
+    models: list[tuple[int, nn.Module, dict[str, object]]] = field(default_factory=list)
+    loaders: list[tuple[object, Any]] = field(default_factory=list)
+    states: list[tuple[Any, object]] = field(default_factory=list)
+    objects: list[tuple[Any, object]] = field(default_factory=list)
+    window: tuple[Any, list[object], int] | None = None
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    rng: Mapping[str, Any] | None = None
+    rng: Mapping[str, object] | None = None
 
     def apply(self) -> None:
         """Change the run. The user's objects come last: their ``load_state_dict`` may count on loaded models."""
@@ -132,7 +132,7 @@ def create_load_plan(
     return plan
 
 
-def _part(checkpoint: Checkpoint, document: dict[str, Any], name: str) -> Any:
+def _part(checkpoint: Checkpoint, document: dict[str, Any], name: str) -> object:
     if name not in document:
         raise CheckpointError(f"{checkpoint.root} has no state of {name}. Load another checkpoint.")
     return document[name]
@@ -147,7 +147,7 @@ def _tensors_of(models: list[tuple[int, nn.Module, dict[str, Any]]]) -> dict[str
     }
 
 
-def _load(item: Any, state: Any) -> None:
+def _load(item: Any, state: object) -> None:
     try:
         item.load_state_dict(state)
     except LockstepError:

@@ -39,12 +39,12 @@ def _check_form(document: Any, what: str) -> None:
         raise CheckpointError(f"{what} has a form in which no optimizer is saved. Load another checkpoint.")
 
 
-def _is_group(group: Any) -> bool:
+def _is_group(group: object) -> bool:
     names = group.get("params") if isinstance(group, dict) else None
     return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
-def _steps_on_whole(optimizer: Any) -> bool:
+def _steps_on_whole(optimizer: torch.optim.Optimizer) -> bool:
     """Whether every rank has the whole of state that is not of a parameter's shape."""
     return whole_step_of(getattr(optimizer, "optimizer", optimizer)) is not None
 
@@ -61,7 +61,7 @@ class OptimizerPlaces:
     def __init__(
         self,
         document: Any,
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer,
         names: list[list[str]],
         index: Index,
         what: str,
@@ -168,7 +168,7 @@ class OptimizerPlaces:
                 self._parameters[name] = (found, mine[found])
                 number += 1
 
-    def _of_this_rank(self) -> dict[str, Any]:
+    def _of_this_rank(self) -> dict[str, object]:
         """The saved value without the parameters of other ranks."""
         value: dict[str, Any] = self._value
         groups = [

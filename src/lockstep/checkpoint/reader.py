@@ -157,7 +157,7 @@ class Checkpoint:
         checked(CommonState, document, f"{self.root}/{STATE}")
         return document
 
-    def of_rank(self, rank: int) -> dict[str, Any]:
+    def of_rank(self, rank: int) -> dict[str, object]:
         """What this rank alone had."""
         return self._document(rank_file(rank))
 
@@ -237,7 +237,7 @@ class Checkpoint:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}. Load another checkpoint.") from error
 
-    def _document(self, name: str) -> dict[str, Any]:
+    def _document(self, name: str) -> dict[str, object]:
         document = parse_json(self._content(name), f"{self.root}/{name}")
         if not isinstance(document, dict):
             raise CheckpointError(f"{self.root}/{name} is no JSON object. Load another checkpoint.")

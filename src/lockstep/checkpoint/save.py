@@ -18,7 +18,6 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,7 +48,7 @@ def save(
     checkpointer: Checkpointer,
     output_dir: str | os.PathLike[str] | None,
     list_contents: Callable[[], CheckpointContents],
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     blocking: bool = True,
 ) -> str:
     """Write a checkpoint and return its directory. Every rank calls it, and all raise alike.
@@ -222,7 +221,7 @@ def write_checkpoint(
 def _run_hooks(
     hooks: Iterable[SaveHook],
     contents: CheckpointContents,
-    weights: list[dict[str, Any]],
+    weights: list[dict[str, object]],
     state: RankState,
     staging: str,
 ) -> None:
@@ -246,7 +245,7 @@ def _stage(
     plan: SavePlan,
     tensors: Mapping[str, torch.Tensor],
     state: RankState,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     checkpointer: Checkpointer,
 ) -> StagedState:
     """What this rank will write; tensors are not copied."""

@@ -48,7 +48,7 @@ class Sources:
         else:
             self.rank = checkpoint.ranks[0]
 
-    def documents(self) -> list[dict[str, Any]]:
+    def documents(self) -> list[dict[str, object]]:
         """What each rank that saved alone had, as far as it matters to the others."""
         first = self._heads[self._checkpoint.ranks[0]]
         return [self._heads.get(other, first) for other in self._told()]
@@ -88,7 +88,7 @@ class Sources:
         return places
 
 
-def _head(document: Mapping[str, Any]) -> dict[str, Any]:
+def _head(document: Mapping[str, object]) -> dict[str, object]:
     """What other ranks look at: its place, and its open window."""
     return {
         key: value

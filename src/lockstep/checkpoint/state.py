@@ -47,7 +47,7 @@ class RankState:
     ties: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     """Of models whose ranks have different blocks."""
 
-    def replace_model(self, number: int, weights: dict[str, Any] | None) -> None:
+    def replace_model(self, number: int, weights: dict[str, object] | None) -> None:
         """Save these whole weights of a model, or none of it, in place of what was collected."""
         prefixes = (f"model.{number}.", f"extra.{number}.")
         for tensors in (self.tensors, self.of_first):
@@ -97,7 +97,7 @@ def collect(contents: CheckpointContents, rank: int) -> RankState:
     return found
 
 
-def _collect_of_rank(item: Any, name: str, rank: int, found: RankState) -> Any:
+def _collect_of_rank(item: Any, name: str, rank: int, found: RankState) -> object:
     tensors: dict[str, torch.Tensor] = {}
     document = encode(item.state_dict(), tensors, name)
     is_window = name.startswith("window.")
@@ -120,9 +120,9 @@ def _collect_of_rank(item: Any, name: str, rank: int, found: RankState) -> Any:
 
 def collect_weights(
     weights: dict[str, Any], parameters: set[str], number: int, found: RankState
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Names of tied weights by the first name of each, and what is no tensor, as JSON."""
-    first_names: dict[Any, str] = {}
+    first_names: dict[object, str] = {}
     ties = found.ties.get(number, {})
     document: dict[str, Any] = {"ties": {}, "extra": {}}
     for name, value in weights.items():
@@ -153,7 +153,7 @@ def memory_key(tensor: torch.Tensor) -> Any:
     return torch_tensors.storage_key(part), part.storage_offset(), tensor.shape, part.stride(), part.dtype
 
 
-def rename_tensors(document: Any, names: dict[str, str]) -> Any:
+def rename_tensors(document: object, names: dict[str, str]) -> object:
     """What ``codec.encode`` returned, with its tensors under other names."""
     if isinstance(document, list):
         return [rename_tensors(item, names) for item in document]
@@ -194,8 +194,8 @@ class ParameterNames:
 
 
 def encode_optimizer(
-    optimizer: Any, names: list[list[str]], tensors: dict[str, torch.Tensor], path: str
-) -> Any:
+    optimizer: torch.optim.Optimizer, names: list[list[str]], tensors: dict[str, torch.Tensor], path: str
+) -> object:
     """The optimizer's ``state_dict`` with parameters by name; of another shape than torch's as it is."""
     state = optimizer.state_dict()
     if not is_standard(state):
@@ -213,6 +213,6 @@ def encode_optimizer(
     return {"by_name": True, "value": encode(named, tensors, path)}
 
 
-def is_standard(state: Any) -> bool:
+def is_standard(state: object) -> bool:
     """Whether an optimizer's ``state_dict`` has torch's form."""
     return isinstance(state, Mapping) and {"state", "param_groups"} <= state.keys()

@@ -133,7 +133,7 @@ def _owner(name: str) -> str:
     return kind if kind == "rank" else f"{kind}.{rest.partition('.')[0]}"
 
 
-def _natural(name: str) -> list[Any]:
+def _natural(name: str) -> list[object]:
     order = ("model", "optimizer", "scheduler", "scaler", "object")
     kind = name.partition(".")[0]
     place = order.index(kind) if kind in order else len(order)

@@ -20,7 +20,7 @@ GRADIENTS = ("local", "reduced", "partial")
 
 def plan_window(
     checkpoint: Checkpoint, item: Any, name: str, sources: Sources, spread: set[int]
-) -> tuple[Any, list[Any], int] | None:
+) -> tuple[object, list[Any], int] | None:
     """One state for each rank with gradients of its own when it was saved, and the number of this rank's.
 
     Where as many go on that are spread alike, each needs its own alone: the tensors of the others are not read. Of the
@@ -60,16 +60,16 @@ def plan_window(
     return item, joined, sources.gradient_rank
 
 
-def _each(documents: list[dict[str, Any]], work: Callable[[dict[str, Any]], Any]) -> list[Any]:
+def _each(documents: list[dict[str, object]], work: Callable[[dict[str, object]], object]) -> list[Any]:
     """``work`` of each document; of one that stands for several ranks once."""
-    done: dict[int, Any] = {}
+    done: dict[int, object] = {}
     for document in documents:
         if id(document) not in done:
             done[id(document)] = work(document)
     return [done[id(document)] for document in documents]
 
 
-def _checked(state: Any, checkpoint: Checkpoint) -> Any:
+def _checked(state: object, checkpoint: Checkpoint) -> object:
     """The state of a window, if it has the form that one can have; see ``preparation.window``."""
     try:
         _check_form(state)
@@ -142,7 +142,7 @@ def _check_partial(what: str, group: Any) -> None:
             raise ValueError(f"{what} has rows outside of its sum")
 
 
-def _check_gradient(what: str, gradient: Any) -> None:
+def _check_gradient(what: str, gradient: torch.Tensor) -> None:
     if not isinstance(gradient, torch.Tensor) or not (gradient.is_floating_point() or gradient.is_complex()):
         raise TypeError(f"{what} is no gradient")
 
@@ -162,7 +162,7 @@ def _check_sparse(what: str, parts: Any) -> None:
         raise ValueError(f"{what} is no sparse gradient")
 
 
-def _has(value: Any, what: str, fields: Mapping[str, Any]) -> None:
+def _has(value: object, what: str, fields: Mapping[str, Any]) -> None:
     """Raise TypeError unless ``value`` is a dict of exactly these fields, of these types."""
     if not isinstance(value, dict) or value.keys() != fields.keys():
         raise TypeError(f"{what} has not the fields {', '.join(fields)}")
@@ -172,7 +172,7 @@ def _has(value: Any, what: str, fields: Mapping[str, Any]) -> None:
             raise TypeError(f"{what}.{key} is {str(value[key])[:60]!r}")
 
 
-def _joined(states: list[dict[str, Any]], numbers: list[int]) -> list[dict[str, Any]]:
+def _joined(states: list[dict[str, Any]], numbers: list[int]) -> list[dict[str, object]]:
     """Of ranks with the same number the first one's state, with the gradients of all their blocks."""
     joined: dict[int, dict[str, Any]] = {}
     for number, state in zip(numbers, states, strict=True):

@@ -51,7 +51,7 @@ Examples:
 @click.option("--yes", "-y", is_flag=True, help="Ask nothing: the defaults for whatever no flag says.")
 @click.option("--force", is_flag=True, help="Overwrite an existing file without asking.")
 @click.pass_context
-def command(ctx: click.Context, config_file: str | None, yes: bool, force: bool, **flags: Any) -> None:
+def command(ctx: click.Context, config_file: str | None, yes: bool, force: bool, **flags: object) -> None:
     """Write a configuration file. Without flags it asks."""
     given = {name: value for name, value in flags.items() if value is not None}
     if ctx.invoked_subcommand is not None:
@@ -78,7 +78,7 @@ def command(ctx: click.Context, config_file: str | None, yes: bool, force: bool,
     )
 
 
-def _ask() -> dict[str, Any]:
+def _ask() -> dict[str, object]:
     """The answers to the questions that matter for the machine at hand."""
     answers: dict[str, Any] = {
         "num_machines": click.prompt("How many machines", default=1, type=IntegerRange(1, MAX_MACHINES))

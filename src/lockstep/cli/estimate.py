@@ -106,7 +106,7 @@ def _as_data(
     inference: Sequence[InferenceRow],
     training: Sequence[TrainingRow],
     optimizer: str,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     from lockstep.plan.estimate import suggestions
 
     name, largest = facts.largest()
@@ -130,7 +130,7 @@ def _as_data(
     }
 
 
-def _training_data(row: TrainingRow) -> dict[str, Any]:
+def _training_data(row: TrainingRow) -> dict[str, object]:
     data = asdict(row)
     state = data.pop("state")
     return data | {"state": state and {name: state[name] for name in ("weights", "gradients", "optimizer")}}

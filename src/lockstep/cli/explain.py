@@ -130,7 +130,7 @@ def _case(plan: Parallel, ranks: int, state: Callable[[Parallel, int], MemoryRow
         return ExplainedRow(plan, ranks, None, str(error))
 
 
-def _facts(case: ExplainedRow) -> dict[str, Any]:
+def _facts(case: ExplainedRow) -> dict[str, object]:
     facts: dict[str, Any] = {"parallel": str(case.parallel), "ranks": case.ranks}
     if case.row is None:
         return facts | {"reason": case.reason}
@@ -141,7 +141,7 @@ def _facts(case: ExplainedRow) -> dict[str, Any]:
 
 
 def _print_memory(
-    console: Console, cases: Sequence[ExplainedRow], said: dict[str, Any], compared: bool
+    console: Console, cases: Sequence[ExplainedRow], said: dict[str, object], compared: bool
 ) -> None:
     rows = [case.row for case in cases if case.row is not None]
     columns = {

@@ -122,7 +122,7 @@ command = LaunchCommand(
 )
 
 
-def _flags(ctx: click.Context, options: dict[str, Any]) -> dict[str, SettingValue]:
+def _flags(ctx: click.Context, options: dict[str, object]) -> dict[str, SettingValue]:
     """The settings that were given as flags."""
     given = {
         name: SettingValue(value, f"flag --{dashes(name)}")
@@ -185,7 +185,7 @@ def _described(setting: SettingValue) -> Translation:
 
 def _without_effect(
     ctx: click.Context,
-    options: dict[str, Any],
+    options: dict[str, object],
     program: Program,
     plan: LaunchPlan,
     loaded: LoadedConfig | None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -17,11 +16,11 @@ from lockstep.errors import ConfigError
 class Checked(click.ParamType):
     """A value read by a function that raises ConfigError."""
 
-    def __init__(self, name: str, parse: Callable[[Any], Any]) -> None:
+    def __init__(self, name: str, parse: Callable[[object], object]) -> None:
         self.name = name
         self._parse = parse
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
         try:
             return self._parse(value)
         except ConfigError as error:

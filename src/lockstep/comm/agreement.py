@@ -59,7 +59,7 @@ def leaf_spec(leaf: Any, at_least_1d: bool = False) -> LeafSpec:
     return LeafSpec(shape, kind, leaf.device.type)
 
 
-def tensors_only(operation: str, found: dict[str, Any], instead: str) -> TypeError | None:
+def tensors_only(operation: str, found: dict[str, object], instead: str) -> TypeError | None:
     """The error for the first leaf that is not a dense tensor, if there is one."""
     for path, leaf in found.items():
         if not isinstance(leaf, torch.Tensor):

@@ -53,11 +53,11 @@ class CallCheck:
 
     def __init__(self, cuda: bool = False) -> None:
         self._cuda = cuda
-        self._originals: dict[str, Callable[..., Any]] = {}
-        self._checked: dict[str, Callable[..., Any]] = {}
+        self._originals: dict[str, Callable[..., object]] = {}
+        self._checked: dict[str, Callable[..., object]] = {}
         self._unequal_lines: set[str] = set()
-        self._meetings: weakref.WeakKeyDictionary[Any, Meetings] = weakref.WeakKeyDictionary()
-        self._stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._meetings: weakref.WeakKeyDictionary[object, Meetings] = weakref.WeakKeyDictionary()
+        self._stores: weakref.WeakKeyDictionary[object, object] = weakref.WeakKeyDictionary()
 
     @property
     def is_installed(self) -> bool:
@@ -86,7 +86,7 @@ class CallCheck:
         self, signature: Signature, name: str, original: Callable[..., Any]
     ) -> Callable[..., Any]:
         @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             if torch.compiler.is_compiling() or not self._originals or WithoutCollectives.is_active():
                 return original(*args, **kwargs)
             caller = sys._getframe(1)
@@ -167,7 +167,7 @@ class CheckedWork(dist.Work):
         self._work = work
         self._compare: Callable[[], None] | None = compare
 
-    def wait(self, *args: Any, **kwargs: Any) -> Any:
+    def wait(self, *args: object, **kwargs: object) -> Any:
         compare, self._compare = self._compare, None
         if compare is not None:
             compare()

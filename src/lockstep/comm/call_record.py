@@ -89,7 +89,7 @@ class CallRecord:
 
 
 def checked_call(
-    signature: Signature, name: str, given: Mapping[str, Any], group: Any, caller: FrameType
+    signature: Signature, name: str, given: Mapping[str, object], group: dist.ProcessGroup, caller: FrameType
 ) -> CheckedCall:
     values = [f"op={op_name(given.get('op', dist.ReduceOp.SUM))}"] if signature.has_op else []
     if signature.root is not None:
@@ -117,7 +117,7 @@ def checked_call(
     )
 
 
-def agreed_leaves(signature: Signature, given: Mapping[str, Any]) -> dict[str, LeafSpec]:
+def agreed_leaves(signature: Signature, given: Mapping[str, object]) -> dict[str, LeafSpec]:
     """What must be equal of the tensors; a shape stands for the number of elements alone."""
     lists = [given.get(part) for part in signature.tensors if isinstance(given.get(part), (list, tuple))]
     is_uneven = any(len({one.numel() for one in tensors_in(some)}) > 1 for some in lists)
@@ -139,7 +139,7 @@ def sized(leaf: Any, has_size: bool) -> LeafSpec:
     )
 
 
-def all_to_all_splits(signature: Signature, given: Mapping[str, Any], size: int) -> tuple[int, ...]:
+def all_to_all_splits(signature: Signature, given: Mapping[str, object], size: int) -> tuple[int, ...]:
     """Elements taken from each rank of the group, then elements sent to each."""
     if not signature.exchanged or 2 * size > MOST_SPLITS:
         return ()
@@ -151,7 +151,7 @@ def all_to_all_splits(signature: Signature, given: Mapping[str, Any], size: int)
     return splits if len(splits) == 2 * size else ()
 
 
-def elements_per_rank(value: Any, splits: Any, size: int) -> list[int]:
+def elements_per_rank(value: object, splits: Any, size: int) -> list[int]:
     if isinstance(value, (list, tuple)):
         return [one.numel() for one in tensors_in(value)]
     if not isinstance(value, torch.Tensor):
@@ -172,7 +172,7 @@ def splits_fit(records: Sequence[CallRecord]) -> bool:
     )
 
 
-def root_in_group(names: tuple[str, str], given: Mapping[str, Any], group: Any) -> str:
+def root_in_group(names: tuple[str, str], given: Mapping[str, Any], group: dist.ProcessGroup) -> str:
     by_global, by_group = names
     if given.get(by_group) is not None:
         return str(given[by_group])
@@ -185,16 +185,16 @@ def root_in_group(names: tuple[str, str], given: Mapping[str, Any], group: Any) 
         return f"global rank {root}, not in the group"
 
 
-def op_name(op: Any) -> str:
+def op_name(op: object) -> str:
     kind = getattr(op, "op", op)
     return str(getattr(kind, "name", type(kind).__name__))
 
 
-def parts(value: Any) -> Sequence[Any]:
+def parts(value: Any) -> Sequence[object]:
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: object) -> list[torch.Tensor]:
     return [one for one in parts(value) if isinstance(one, torch.Tensor)]
 
 

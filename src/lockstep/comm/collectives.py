@@ -77,7 +77,7 @@ class Communicator:
         # "cpu:gloo,cuda:nccl" names the devices whose tensors the group takes; "gloo" takes cpu.
         self._devices = {pair.split(":")[0] for pair in pairs if ":" in pair} or {runtime.control_device.type}
 
-    def gather(self, tree: Any) -> Any:
+    def gather(self, tree: object) -> Any:
         """Every tensor replaced by the concatenation along dim 0 of all ranks' tensors, in rank order.
 
         (n_r, ...) on rank r becomes (sum of n_r, ...); a 0-d tensor counts as one row. The n_r may
@@ -96,7 +96,7 @@ class Communicator:
             results[path] = self._gather_tensor(found[path], rows)
         return map_leaves(lambda path, _: results[path], tree)
 
-    def reduce(self, tree: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
+    def reduce(self, tree: object, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
         """Every tensor replaced by its sum, mean or maximum over the ranks, times ``scale``, with its dtype.
 
         float16 and bfloat16 are summed in float32 and rounded once. The mean of integers is
@@ -116,7 +116,7 @@ class Communicator:
         results = {path: self._reduce_tensor(found[path], reduction, scale) for path in sorted(found)}
         return map_leaves(lambda path, _: results[path], tree)
 
-    def broadcast(self, tree: Any, from_process: int = 0) -> Any:
+    def broadcast(self, tree: object, from_process: int = 0) -> Any:
         """Overwrite every tensor, in place, with that of rank ``from_process``; returns the tree."""
         if self.world_size == 1:
             return tree
@@ -136,8 +136,8 @@ class Communicator:
         return tree
 
     def pad_across_processes(
-        self, tree: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
-    ) -> Any:
+        self, tree: object, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+    ) -> object:
         """Every tensor padded with ``pad_index`` along ``dim`` to the largest size on any rank.
 
         Padding goes to the end, or to the beginning with ``pad_first``. Tensors without such a dim
@@ -167,7 +167,7 @@ class Communicator:
 
         return map_leaves(pad, tree)
 
-    def gather_object(self, value: Any) -> list[Any]:
+    def gather_object(self, value: object) -> list[Any]:
         """The lists of all ranks joined in rank order; a value that is no list counts as one element.
 
         Values travel as pickles.
@@ -271,7 +271,7 @@ class Communicator:
             call, line = failure.call_of_user(reversed(list(traceback.walk_stack(sys._getframe(1)))))
             raise CollectiveMismatchError(failure.ended_without(gone, call, line)) from None
 
-    def _exchange(self, value: Any) -> list[Any]:
+    def _exchange(self, value: object) -> list[Any]:
         values: list[Any] = [None] * self.world_size
         all_gather_object(values, value, group=self._group)
         return values
@@ -340,7 +340,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
-def pickled(values: list[Any], operation: str) -> tuple[bytes, Exception | None]:
+def pickled(values: list[object], operation: str) -> tuple[bytes, Exception | None]:
     """The pickle, or empty bytes and the error to agree on."""
     try:
         return pickle.dumps(values), None

@@ -39,7 +39,7 @@ def whole(tree: Any, keep: bool = True) -> Any:
     One tensor at a time is on the device, also of those whose shards are in host memory. Tensors that share memory
     do so afterwards. Ranks that don't ``keep`` get None in place of each.
     """
-    gathered: dict[Any, torch.Tensor | None] = {}
+    gathered: dict[object, torch.Tensor | None] = {}
 
     def gather(tensor: torch.Tensor) -> torch.Tensor | None:
         if not is_dtensor(tensor):
@@ -53,7 +53,7 @@ def whole(tree: Any, keep: bool = True) -> Any:
     return map_tensors(gather, tree)
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     """Equal for tensors that share memory. All ranks agree on which, also where a shard is empty."""
     part = local(tensor)
     return torch_tensors.storage_key(part), part.storage_offset(), tensor.shape, part.dtype
@@ -71,7 +71,9 @@ def full(tensor: Any) -> torch.Tensor:
     return gathered
 
 
-def _gathered(part: torch.Tensor, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> torch.Tensor:
+def _gathered(
+    part: torch.Tensor, shape: Sequence[int], mesh: Any, placements: Sequence[object]
+) -> torch.Tensor:
     """The tensor of which each rank has ``part``: torch's ``full_tensor`` mixes some up that fully_shard has cut."""
     cut = [axis for axis, placement in enumerate(placements) if dim_of(placement) is not None]
     coordinates = []
@@ -123,7 +125,7 @@ def boxes_of(tensor: torch.Tensor) -> list[ShardRegion]:
     return boxes(tensor.shape, mesh.shape, placements, coordinate)
 
 
-def _refuse_partial(placements: Iterable[Any]) -> None:
+def _refuse_partial(placements: Iterable[object]) -> None:
     if any(is_partial(placement) for placement in placements):
         raise UsageError(
             f"A tensor is spread as {tuple(placements)}: its ranks hold addends, whose sum is not taken yet. "
@@ -196,7 +198,7 @@ def total_norm(
     )
 
 
-def _norm_over_shards(norm: torch.Tensor, norm_type: float, mesh: Any, placements: Any) -> torch.Tensor:
+def _norm_over_shards(norm: torch.Tensor, norm_type: float, mesh: Any, placements: object) -> torch.Tensor:
     if norm_type == float("inf"):
         return _over_shards(norm, dist.ReduceOp.MAX, mesh, placements)
     power = norm.to(torch.promote_types(norm.dtype, torch.float32)) ** norm_type  # of fp16 it would overflow
@@ -213,7 +215,7 @@ def max_over_shards(number: torch.Tensor, tensors: Iterable[torch.Tensor]) -> to
     return number
 
 
-def _over_shards(number: torch.Tensor, op: Any, mesh: Any, placements: Any) -> torch.Tensor:
+def _over_shards(number: torch.Tensor, op: object, mesh: Any, placements: Any) -> torch.Tensor:
     # Shards may be in host memory, where the group cannot reduce.
     reduced = number.to(mesh.device_type, copy=True)
     for dim, placement in enumerate(placements):

@@ -17,22 +17,22 @@ def _communicator() -> Communicator:
     return Communicator(process.start())
 
 
-def gather(tensor: Any) -> Any:
+def gather(tensor: torch.Tensor) -> Any:
     """Nested tensors of all ranks, concatenated on dim 0: [n_r, ...] to [sum of n_r, ...], 0-d ones to [ranks]."""
     return _communicator().gather(tensor)
 
 
-def gather_object(object: Any) -> Any:
+def gather_object(object: object) -> Any:
     """The lists of all ranks as one list, in rank order."""
     return _communicator().gather_object(object)
 
 
-def broadcast(tensor: Any, from_process: int = 0) -> Any:
+def broadcast(tensor: torch.Tensor, from_process: int = 0) -> Any:
     """Rank ``from_process``'s nested tensors, in place: any shape, the same on all ranks."""
     return _communicator().broadcast(tensor, from_process)
 
 
-def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+def broadcast_object_list(object_list: list[object], from_process: int = 0) -> list[Any]:
     """Rank ``from_process``'s objects, in place."""
     return _communicator().broadcast_object_list(object_list, from_process)
 
@@ -42,7 +42,9 @@ def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> An
     return _communicator().reduce(tensor, reduction, scale)
 
 
-def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+def pad_across_processes(
+    tensor: torch.Tensor, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+) -> Any:
     """Nested tensors of any shape padded along ``dim`` to the longest of any rank."""
     return _communicator().pad_across_processes(tensor, dim, pad_index, pad_first)
 
@@ -52,17 +54,17 @@ def wait_for_everyone() -> None:
     PartialState().wait_for_everyone()
 
 
-def is_torch_tensor(value: Any) -> bool:
+def is_torch_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
 def recursively_apply(
-    func: Callable[..., Any],
-    data: Any,
-    *args: Any,
-    test_type: Callable[[Any], bool] = is_torch_tensor,
+    func: Callable[..., object],
+    data: object,
+    *args: object,
+    test_type: Callable[[object], bool] = is_torch_tensor,
     error_on_other_type: bool = False,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Any:
     """``func(leaf, *args, **kwargs)`` on each leaf of ``data`` that ``test_type`` accepts.
 
@@ -70,7 +72,7 @@ def recursively_apply(
         TypeError: with ``error_on_other_type``, for any other leaf.
     """
 
-    def apply(path: str, leaf: Any) -> Any:
+    def apply(path: str, leaf: object) -> Any:
         if test_type(leaf):
             return func(leaf, *args, **kwargs)
         if error_on_other_type:
@@ -84,7 +86,7 @@ def recursively_apply(
 
 
 def slice_tensors(
-    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+    data: object, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
     """``tensor[tensor_slice]`` of each tensor: [n, ...] to [rows of the slice, ...]."""
     return map_tensors(lambda tensor: tensor[tensor_slice], data)

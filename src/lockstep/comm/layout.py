@@ -37,7 +37,7 @@ class ShardRegion(NamedTuple):
         return _narrowed(whole, self.offsets, self.shape)
 
 
-def dim_of(placement: Any) -> int | None:
+def dim_of(placement: object) -> int | None:
     """The tensor dimension that a placement cuts, strided or not; None where it cuts none."""
     dim: int | None = getattr(placement, "dim", None)
     return dim
@@ -55,7 +55,7 @@ def whole_box(shape: Sequence[int]) -> ShardRegion:
 
 
 def boxes(
-    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Any], coordinate: Sequence[int]
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[object], coordinate: Sequence[int]
 ) -> list[ShardRegion]:
     """What the rank at ``coordinate`` of the mesh holds, in boxes that together are its local part; none is empty."""
     ranges = held(shape, mesh_shape, placements, coordinate)
@@ -70,7 +70,7 @@ def boxes(
 
 
 def local_shape(
-    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Any], coordinate: Sequence[int]
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[object], coordinate: Sequence[int]
 ) -> tuple[int, ...]:
     """The shape of the local part of the rank at ``coordinate``."""
     ranges = held(shape, mesh_shape, placements, coordinate)
@@ -78,7 +78,7 @@ def local_shape(
 
 
 def held(
-    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Any], coordinate: Sequence[int]
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[object], coordinate: Sequence[int]
 ) -> list[list[Range]]:
     """By tensor dimension, the indices that the rank at ``coordinate`` holds, in the order of its local part."""
     ranges: list[list[Range]] = [[(0, size)] if size else [] for size in shape]
@@ -92,7 +92,7 @@ def held(
     return ranges
 
 
-def is_plain(placements: Sequence[Any]) -> bool:
+def is_plain(placements: Sequence[object]) -> bool:
     """Whether no tensor dimension is cut twice, nor strided: torch's own functions handle the rest."""
     dims = [dim for dim in map(dim_of, placements) if dim is not None]
     return len(set(dims)) == len(dims) and all(_factor(placement) == 1 for placement in placements)
@@ -116,7 +116,7 @@ def _in_order(mesh_shape: Sequence[int], placements: Sequence[Any]) -> list[tupl
     return order
 
 
-def _factor(placement: Any) -> int:
+def _factor(placement: object) -> int:
     return int(getattr(placement, "split_factor", 1))
 
 

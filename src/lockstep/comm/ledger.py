@@ -103,7 +103,7 @@ class _Recorder(dispatch.TorchDispatchMode):
         self.records = records
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         # DTensor, whose import takes most of a second.
         if any(hasattr(kind, "device_mesh") for kind in types):
@@ -139,11 +139,11 @@ class CommunicationLedger:
     def __exit__(self, *exception: object) -> None:
         self._exits.close()
 
-    def _recorded_elsewhere(self, original: Callable[..., Any], owner: int) -> Callable[..., Any]:
+    def _recorded_elsewhere(self, original: Callable[..., object], owner: int) -> Callable[..., object]:
         """``original``, recorded when called in a thread other than ``owner``'s."""
 
         @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             if threading.get_ident() == owner:
                 return original(*args, **kwargs)
             with _Recorder(self.records):
@@ -178,7 +178,7 @@ class CommunicationLedger:
 
 
 def record(
-    func: Any, known: tuple[str, str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: object, known: tuple[str, str, bool], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> CollectiveRecord:
     operation, name, is_part = known
     names = dispatch.argument_names(func)
@@ -190,7 +190,7 @@ def record(
     return CollectiveRecord(operation, payload * size if is_part else payload, dtype, size)
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

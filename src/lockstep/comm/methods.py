@@ -18,7 +18,7 @@ from lockstep.runtime.step import StepState
 
 
 def gather_for_metrics(
-    communicator: Communicator, step: StepState, data: Any, rank: int, use_gather_object: bool = False
+    communicator: Communicator, step: StepState, data: object, rank: int, use_gather_object: bool = False
 ) -> Any:
     """Gather ``data`` from all ranks, without the rows that only pad the current batch.
 
@@ -71,7 +71,7 @@ def _kept(length: int, rows: int, real: int) -> int:
     return length // rows * real if rows and length % rows == 0 else length
 
 
-def _all_tensors(data: Any) -> bool:
+def _all_tensors(data: object) -> bool:
     """Whether every leaf is a tensor, and there is one."""
     found = leaves(data).values()
     return len(found) > 0 and all(isinstance(leaf, torch.Tensor) for leaf in found)
@@ -94,7 +94,7 @@ class CollectiveMethods:
     def _communicator(self) -> Communicator:
         return Communicator(self.runtime)
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: torch.Tensor) -> Any:
         """Nested tensors of all ranks, concatenated in rank order on dim 0: [n_r, ...] to [sum of n_r, ...].
 
         A 0-d tensor counts as one row. The n_r may differ.
@@ -111,7 +111,7 @@ class CollectiveMethods:
         """
         return self._communicator.gather(tensor)
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+    def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
         """``gather`` without the rows that pad the last batch: each sample exactly once.
 
         Nested tensors [rows, ...], or any number k of entries for each row of the batch: [k * rows, ...].
@@ -154,7 +154,7 @@ class CollectiveMethods:
         return self._communicator.reduce(tensor, reduction, scale)
 
     def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+        self, tensor: torch.Tensor, dim: int = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
         """Nested tensors of any shape padded along ``dim`` to the longest of any rank."""
         return self._communicator.pad_across_processes(tensor, dim, pad_index, pad_first)

@@ -26,7 +26,7 @@ _LEAVES = (
 )  # the last is a tuple that takes nothing but numbers
 
 
-def children(tree: Any) -> list[tuple[str, Any]] | None:
+def children(tree: object) -> list[tuple[str, Any]] | None:
     """The parts of a container, each with its step of the path; None for a leaf."""
     if isinstance(tree, _LEAVES):
         return None
@@ -60,7 +60,7 @@ def rebuild(tree: Any, parts: Iterable[Any]) -> Any:
     return new
 
 
-def map_leaves(fn: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
+def map_leaves(fn: Callable[[str, Any], object], tree: object, path: str = "") -> Any:
     """``tree`` with every leaf replaced by ``fn(path, leaf)``."""
     parts = children(tree)
     if parts is None:
@@ -68,19 +68,19 @@ def map_leaves(fn: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
     return rebuild(tree, [map_leaves(fn, part, path + step) for step, part in parts])
 
 
-def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+def map_tensors(fn: Callable[[torch.Tensor], object], tree: object) -> Any:
     """``tree`` with every tensor replaced by ``fn(tensor)``; other leaves pass through."""
     return map_leaves(lambda _, leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
-def leaves(tree: Any) -> dict[str, Any]:
+def leaves(tree: object) -> dict[str, Any]:
     """Path and leaf of every leaf, depth first."""
     found: dict[str, Any] = {}
     map_leaves(found.__setitem__, tree)
     return found
 
 
-def find_batch_size(tree: Any) -> int:
+def find_batch_size(tree: object) -> int:
     """Size of dim 0 of the first tensor that has one: n of [n, ...].
 
     Raises:
@@ -95,7 +95,7 @@ def find_batch_size(tree: Any) -> int:
     )
 
 
-def concatenate(trees: Sequence[Any], dim: int = 0) -> Any:
+def concatenate(trees: Sequence[object], dim: int = 0) -> Any:
     """Trees of one structure joined into one: tensors along ``dim``, 0-d tensors into a vector.
 
     Shapes may differ in ``dim`` only: [n_i, ...] become [sum of n_i, ...].
@@ -130,7 +130,7 @@ def concatenate(trees: Sequence[Any], dim: int = 0) -> Any:
 
 
 def send_to_device(
-    tree: Any,
+    tree: object,
     device: torch.device | str | int,
     non_blocking: bool = False,
     skip_keys: str | Iterable[str] | None = None,
@@ -161,12 +161,12 @@ def send_to_device(
     )
 
 
-def to_float32(tree: Any) -> Any:
+def to_float32(tree: object) -> Any:
     """float16 and bfloat16 tensors, of any shape, become float32."""
     half = (torch.float16, torch.bfloat16)
     return map_tensors(lambda tensor: tensor.float() if tensor.dtype in half else tensor, tree)
 
 
-def listify(tree: Any) -> Any:
+def listify(tree: object) -> Any:
     """Tensors of any shape become (nested) lists of numbers, 0-d ones numbers."""
     return map_tensors(lambda tensor: tensor.tolist(), tree)

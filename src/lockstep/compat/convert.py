@@ -45,7 +45,7 @@ class ConvertedConfig:
     """``settings`` are those of ``RunConfig``, in plain data; ``error`` is why there are none."""
 
     rows: tuple[Row, ...]
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     warnings: tuple[str, ...] = ()
     error: str | None = None
 
@@ -114,13 +114,13 @@ def _accelerate_rows(file: YamlFile) -> Iterator[Row]:
 
 def _settings(
     asked: Mapping[str, SettingValue], given: Mapping[str, Any], ranks: int | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The settings of a file of ours that say the same.
 
     Raises:
         ConfigError: they contradict each other, or the batch sizes need the number of processes.
     """
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     processes = given.get("num_processes")
     if ranks is not None and processes is not None and ranks != processes:
         raise ConfigError(f"--ranks is {ranks}, but num_processes is {processes}. Leave out --ranks.")

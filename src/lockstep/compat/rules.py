@@ -28,7 +28,7 @@ class Used:
     """
 
     to: str
-    read: Callable[[Any, str], Any]
+    read: Callable[[object, str], Any]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class NoEffect:
     """Accepted; ``why`` is said when the value asks for something other than ``default``."""
 
     why: str
-    default: tuple[Any, ...] = ()
+    default: tuple[object, ...] = ()
     read: Callable[[Any, str], Any] | None = None
 
 
@@ -77,7 +77,7 @@ class Row(NamedTuple):
     value: Any
     outcome: Outcome
     text: str
-    settings: Mapping[str, Any] = {}
+    settings: Mapping[str, object] = {}
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def section(rule: NoEffect | Refused, *keys: str) -> Table:
     return {"enabled": rule, **{key: Detail("enabled") for key in keys}}
 
 
-def is_off(value: Any) -> bool:
+def is_off(value: object) -> bool:
     """Whether a value asks for nothing: empty, null, off, or a section of such."""
     if isinstance(value, Mapping):
         return all(is_off(item) for item in value.values())
@@ -103,7 +103,7 @@ def is_off(value: Any) -> bool:
     return value is None or value is False or value == []
 
 
-def walk(table: Table, data: Any, prefix: str = "") -> Iterator[Row]:
+def walk(table: Table, data: object, prefix: str = "") -> Iterator[Row]:
     """One row for each key of ``data``."""
     if not isinstance(data, Mapping):
         yield Row(
@@ -126,14 +126,14 @@ def walk(table: Table, data: Any, prefix: str = "") -> Iterator[Row]:
             yield _row(rule, path, value)
 
 
-def _row(rule: Rule, path: str, value: Any) -> Row:
+def _row(rule: Rule, path: str, value: object) -> Row:
     try:
         return _apply(rule, path, value)
     except ConfigError as error:
         return Row(path, value, Outcome.REFUSED, str(error).removeprefix(f"{path}"))
 
 
-def _apply(rule: Rule, path: str, value: Any) -> Row:
+def _apply(rule: Rule, path: str, value: object) -> Row:
     if isinstance(value, str) and value == AUTO:
         if isinstance(rule, Used):
             return Row(path, value, Outcome.AUTO, "what the code says")
@@ -159,23 +159,23 @@ def _apply(rule: Rule, path: str, value: Any) -> Row:
     return Row(path, value, Outcome.OFF, NOTHING)
 
 
-def _asks(value: Any, default: tuple[Any, ...]) -> bool:
+def _asks(value: object, default: tuple[object, ...]) -> bool:
     if isinstance(value, Mapping) and "enabled" in value:  # a section with a switch
         value = value["enabled"]
     return not _is_one_of(value, default) if default else not is_off(value)
 
 
-def _is_one_of(value: Any, known: Iterable[Any]) -> bool:
+def _is_one_of(value: object, known: Iterable[object]) -> bool:
     text = value.lower() if isinstance(value, str) else value
     return any(type(text) in (bool, int, float, str, list) and text == item for item in known)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = str(getattr(value, "type", value))  # of a described optimizer or schedule
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def translate(table: Table, data: Any, where: str, prefix: str = "") -> Translation:
+def translate(table: Table, data: object, where: str, prefix: str = "") -> Translation:
     """Apply a table; ``where`` begins the messages. Keys of one setting must agree.
 
     Raises:

@@ -30,7 +30,7 @@ ONLY_WITH = {
 }
 
 
-def backend_of(settings: Mapping[str, Any]) -> str:
+def backend_of(settings: Mapping[str, object]) -> str:
     """How the machines are reached: ``local``, ``hosts``, ``slurm``, ``mpi``, ``ray`` or ``k8s``.
 
     Raises:

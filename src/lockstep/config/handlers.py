@@ -20,10 +20,10 @@ from lockstep.errors import ConfigError
 class KwargsHandler:
     """Base of the objects that ``Accelerator(kwargs_handlers=[...])`` takes."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
-    def to_kwargs(self) -> dict[str, Any]:
+    def to_kwargs(self) -> dict[str, object]:
         """The fields that differ from their defaults."""
         default = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if default[name] != value}
@@ -187,7 +187,7 @@ class TorchDynamoPlugin(KwargsHandler):
     options: dict[str, Any] | None = None
     disable: bool = False
 
-    def compile_options(self) -> dict[str, Any]:
+    def compile_options(self) -> dict[str, object]:
         """Keyword arguments of ``torch.compile`` besides the backend."""
         return {name: value for name, value in self.to_kwargs().items() if name != "backend"}
 

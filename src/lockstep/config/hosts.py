@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep.config.regular_file import read_regular_file
 from lockstep.config.values import parse_host, parse_integer, repr_short
@@ -38,7 +37,7 @@ class Host:
         return named if self.slots is None else f"{named}:{self.slots}"
 
 
-def parse_hosts(value: Any) -> tuple[Host, ...]:
+def parse_hosts(value: object) -> tuple[Host, ...]:
     """``a,me@b:8,[::1]:2``, or a list of such; after the colon the number of processes.
 
     Raises:
@@ -50,7 +49,7 @@ def parse_hosts(value: Any) -> tuple[Host, ...]:
     return _distinct([parse_one(part) for part in parts])
 
 
-def parse_one(value: Any) -> Host:
+def parse_one(value: object) -> Host:
     """One host, with its user and its slots; raises ConfigError."""
     if not isinstance(value, str) or len(value) > 400:
         raise ConfigError(f"{repr_short(value)} is not a host name or IP address")
@@ -124,7 +123,7 @@ def _distinct(hosts: Sequence[Host]) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def parse_filter(value: Any) -> tuple[str, ...]:
+def parse_filter(value: object) -> tuple[str, ...]:
     """Host names joined by ``@``, as DeepSpeed's filters have them; raises ConfigError for lists of slots."""
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{repr_short(value)} is not a list of hosts such as host1@host2")

@@ -15,7 +15,7 @@ MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16
 
 
-def read_json(path: str | Path) -> dict[str, Any]:
+def read_json(path: str | Path) -> dict[str, object]:
     """Read a file that holds one JSON object.
 
     Raises:
@@ -27,7 +27,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     return parse_json(text, name)
 
 
-def parse_json(text: str, name: str) -> dict[str, Any]:
+def parse_json(text: str, name: str) -> dict[str, object]:
     """Like :func:`read_json`, from a text; ``name`` appears in messages."""
     try:
         data = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
@@ -48,7 +48,7 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
     return data
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     data: dict[str, Any] = {}
     for key, value in pairs:
         if key in data:
@@ -61,7 +61,7 @@ def _constant(word: str) -> NoReturn:
     raise ConfigError(f"{word} is not a value of JSON")
 
 
-def check_depth(data: Any, where: str, depth: int = 0) -> None:
+def check_depth(data: object, where: str, depth: int = 0) -> None:
     """Raise ConfigError when mappings and lists are nested too deep, as one that contains itself is."""
     if depth > MAX_DEPTH:
         raise ConfigError(f"{where}: nested deeper than {MAX_DEPTH}. Give a flat configuration.")

@@ -62,11 +62,11 @@ class ValueKind:
     on_flag: Callable[[Any], Any] | None = None
     is_section: bool = False
 
-    def for_worker(self, value: Any, origin: str) -> Any:
+    def for_worker(self, value: object, origin: str) -> object:
         """The value as an ``Accelerator`` takes it."""
         return (self.in_worker or self.read)(value, origin)
 
-    def as_data(self, value: Any) -> Any:
+    def as_data(self, value: object) -> object:
         """The value as plain data, as files and plans have it; raises ConfigError without the name of a key."""
         if value is None:
             return None
@@ -76,10 +76,10 @@ class ValueKind:
         return asdict(found) if is_dataclass(found) and not isinstance(found, type) else found
 
 
-def _kind(read: Callable[[Any], Any], **other: Any) -> ValueKind:
+def _kind(read: Callable[[object], object], **other: Any) -> ValueKind:
     """Of a reader whose messages need a name before them and what to do after them."""
 
-    def with_origin(value: Any, origin: str) -> Any:
+    def with_origin(value: object, origin: str) -> Any:
         try:
             return read(value)
         except ConfigError as error:
@@ -100,7 +100,7 @@ def integer(at_least: int, at_most: int) -> ValueKind:
 def one_of(*words: str) -> ValueKind:
     """Some words."""
 
-    def read(value: Any, origin: str) -> str:
+    def read(value: object, origin: str) -> str:
         if value not in words:
             near = suggestion(value, words) if isinstance(value, str) else ""
             raise ConfigError(f"{repr_short(value)} is not one of {', '.join(words)}.{near}")
@@ -109,7 +109,7 @@ def one_of(*words: str) -> ValueKind:
     return ValueKind(read, words=words)
 
 
-def _precision(value: Any, origin: str) -> PrecisionType:
+def _precision(value: object, origin: str) -> PrecisionType:
     if value is False:  # YAML reads an unquoted `no` as false
         return PrecisionType.NO
     if not isinstance(value, str) or len(value) > 40:
@@ -117,39 +117,39 @@ def _precision(value: Any, origin: str) -> PrecisionType:
     return parse_precision(value, origin or "mixed_precision")
 
 
-def _truth(value: Any, origin: str) -> bool:
+def _truth(value: object, origin: str) -> bool:
     if not isinstance(value, (bool, str)):
         raise refused(value, origin, "a truth value", "Use 'true' or 'false'.")
     return parse_bool(value, origin)
 
 
-def _path(value: Any) -> str:
+def _path(value: object) -> str:
     if not isinstance(value, str) or not value or "\0" in value:
         raise ConfigError(f"{repr_short(value)} is not the path of a file")
     return value
 
 
-def _flag_path(value: Any) -> str:
+def _flag_path(value: object) -> str:
     if not str(value).strip():
         raise ConfigError(f"{repr_short(value)} is not a path")
     return str(value)
 
 
-def _readable(value: Any, origin: str) -> str | None:
+def _readable(value: object, origin: str) -> str | None:
     if value == "none":  # Accelerate writes it
         return None
     check_readable(str(value), origin)
     return os.path.expanduser(str(value))
 
 
-def _norm_of_flag(value: Any) -> float:
+def _norm_of_flag(value: object) -> float:
     try:
         return readers.number(value, "")
     except ConfigError:
         raise ConfigError(f"{repr_short(value)} is not a number of at least 0") from None
 
 
-def _norm_in_worker(value: Any, origin: str) -> float | None:
+def _norm_in_worker(value: object, origin: str) -> float | None:
     return None if value in ("auto", "none") else readers.number(value, origin)
 
 
@@ -166,7 +166,7 @@ def _parallel_of_flag(value: Any) -> str:
     return str(Parallel.parse(value))
 
 
-def _section(read: Callable[[Any, str], Any]) -> ValueKind:
+def _section(read: Callable[[object, str], object]) -> ValueKind:
     """A section, which the environment has as JSON."""
     return ValueKind(
         read,
@@ -178,7 +178,7 @@ def _section(read: Callable[[Any, str], Any]) -> ValueKind:
     )
 
 
-def _backend(value: Any, origin: str) -> Any:
+def _backend(value: object, origin: str) -> object:
     """The name of a backend of ``torch.compile``; in code any that torch knows there, or a function."""
     if callable(value):
         return value

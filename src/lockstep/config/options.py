@@ -109,7 +109,7 @@ def resolve_options(
     gradient_accumulation_steps: int | None,
     gradient_accumulation_plugin: GradientAccumulationPlugin | None,
     cpu: bool | None,
-    parallel: str | Parallel | Mapping[str, Any] | None,
+    parallel: str | Parallel | Mapping[str, object] | None,
     dynamo_backend: str | None,
     dynamo_plugin: TorchDynamoPlugin | None,
     split_batches: bool | None,
@@ -240,7 +240,7 @@ def fit_to_world(options: Options, world_size: int) -> Options:
 
 def _said_by_code(
     settings: Mapping[str, SettingValue],
-    parallel_fields: Mapping[str, Any],
+    parallel_fields: Mapping[str, object],
     accumulation: GradientAccumulationPlugin | None,
     handlers: Mapping[type, Any],
 ) -> dict[str, SettingValue]:
@@ -264,7 +264,7 @@ def _said_by_code(
 
 
 def _parallel_values(
-    settings: Mapping[str, SettingValue], given: Mapping[str, Any]
+    settings: Mapping[str, SettingValue], given: Mapping[str, object]
 ) -> dict[str, SettingValue]:
     """``parallel`` and its fields; those win over a ``parallel`` of the environment."""
     given = {name: value for name, value in given.items() if value is not None}
@@ -298,7 +298,7 @@ def handlers_by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
     return {kind: found.get(kind, kind()) for kind in HANDLERS}
 
 
-def parallel_fields(options: Mapping[str, Any], known: Iterable[str] = ()) -> dict[str, Any]:
+def parallel_fields(options: Mapping[str, object], known: Iterable[str] = ()) -> dict[str, object]:
     """The fields of ``Parallel`` among further options; others of Accelerate are refused by name.
 
     Raises:

@@ -32,8 +32,8 @@ def known_word(name: str, known: Collection[str]) -> str:
     return name
 
 
-def _word(kind: Any) -> Callable[[Any, str], Any]:
-    def parse(value: Any, origin: str) -> Any:
+def _word(kind: Any) -> Callable[[object, str], Any]:
+    def parse(value: Any, origin: str) -> object:
         if isinstance(value, kind):
             return value
         if str(value) not in kind.list():
@@ -44,15 +44,15 @@ def _word(kind: Any) -> Callable[[Any, str], Any]:
     return parse
 
 
-def _optional(parse: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+def _optional(parse: Callable[[object, str], object]) -> Callable[[object, str], Any]:
     return lambda value, origin: None if value in (None, "no", "none") else parse(value, origin)
 
 
-def _between(low: int, high: int) -> Callable[[Any, str], int]:
+def _between(low: int, high: int) -> Callable[[object, str], int]:
     return lambda value, origin: parse_integer(value, origin, low, high)
 
 
-def _weights_type(value: Any, origin: str) -> QuantizedType | None:
+def _weights_type(value: object, origin: str) -> QuantizedType | None:
     if isinstance(value, bool):
         value = QuantizedType.INT8 if value else None
     kind: QuantizedType | None = _optional(_word(QuantizedType))(value, origin)
@@ -61,7 +61,7 @@ def _weights_type(value: Any, origin: str) -> QuantizedType | None:
     return kind
 
 
-def _blocks(value: Any, origin: str) -> tuple[str, ...] | BlockRule:
+def _blocks(value: object, origin: str) -> tuple[str, ...] | BlockRule:
     if callable(value):
         rule: BlockRule = value
         return rule
@@ -73,7 +73,7 @@ def _blocks(value: Any, origin: str) -> tuple[str, ...] | BlockRule:
     return tuple(names)
 
 
-def _names(value: Any, origin: str) -> tuple[str, ...]:
+def _names(value: object, origin: str) -> tuple[str, ...]:
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name for name in names):
         raise ConfigError(
@@ -82,7 +82,7 @@ def _names(value: Any, origin: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _batch_dims(value: Any, origin: str) -> tuple[str, ...]:
+def _batch_dims(value: object, origin: str) -> tuple[str, ...]:
     """``ids=0,pos=none``, in code also ``{"ids": 0, "pos": None}``, as ``("ids=0", "pos=none")``."""
     if isinstance(value, Mapping):
         value = [f"{name}={'none' if dim is None else dim}" for name, dim in value.items()]
@@ -100,7 +100,7 @@ def _batch_dims(value: Any, origin: str) -> tuple[str, ...]:
     return tuple(f"{name}={dim}" for name, dim in found.items())
 
 
-def _loss(value: Any, origin: str) -> str:
+def _loss(value: object, origin: str) -> str:
     if str(value) not in LOSSES:
         raise ConfigError(
             f"{origin}={repr_short(value)} is not known.{suggestion(str(value), LOSSES)} Say mean or sum: what the "
@@ -109,7 +109,7 @@ def _loss(value: Any, origin: str) -> str:
     return str(value)
 
 
-def _offload(value: Any, origin: str) -> Offload:
+def _offload(value: object, origin: str) -> Offload:
     """One of the words; a truth value is all or nothing."""
     if isinstance(value, str) and value in Offload.list():
         return Offload(value)
@@ -122,7 +122,7 @@ def _offload(value: Any, origin: str) -> Offload:
         ) from None
 
 
-def _offload_to(value: Any, origin: str) -> str:
+def _offload_to(value: object, origin: str) -> str:
     """``cpu``, or a folder as a text that stays one word in a line."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str) or not text or text.lower() in NOT_FOLDERS:
@@ -153,7 +153,7 @@ def _tp_plan(value: Any, origin: str) -> str | tuple[tuple[str, str], ...] | Non
     return tuple(entries)
 
 
-def _verify(value: Any, origin: str) -> str:
+def _verify(value: object, origin: str) -> str:
     """``first_step``, ``off``, or ``every:N`` (in code also "every N")."""
     if isinstance(value, bool):
         return "first_step" if value else "off"
@@ -169,7 +169,7 @@ def _verify(value: Any, origin: str) -> str:
     return text
 
 
-def text_of(value: Any) -> str:
+def text_of(value: object) -> str:
     """A field's value as ``parse`` reads it."""
     if isinstance(value, tuple) and value and isinstance(value[0], tuple):
         return f"{len(value)}_entries"
@@ -178,7 +178,7 @@ def text_of(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-PARSERS: dict[str, Callable[[Any, str], Any]] = {
+PARSERS: dict[str, Callable[[Any, str], object]] = {
     "strategy": _word(Strategy),
     "zero": _between(0, 3),
     "replicate": _between(1, MOST_RANKS),

@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError
 MAX_SCALE_POWER = 32
 
 
-def integer(at_least: int, at_most: int | None = None) -> Callable[[Any, str], int]:
+def integer(at_least: int, at_most: int | None = None) -> Callable[[object, str], int]:
     return lambda value, key: parse_integer(value, key, at_least, at_most)
 
 
@@ -26,47 +26,47 @@ def number(value: Any, key: str) -> float:
     return result
 
 
-def positive(value: Any, key: str) -> float | None:
+def positive(value: object, key: str) -> float | None:
     """A number; 0 is nothing said."""
     return number(value, key) or None
 
 
-def truth(value: Any, key: str) -> bool:
+def truth(value: object, key: str) -> bool:
     if not isinstance(value, (bool, int, str)):
         raise ConfigError(f"{key}={repr_short(value)} is not a truth value. Use true or false.")
     return parse_bool(value, key)
 
 
-def switch(value: Any, key: str) -> bool | None:
+def switch(value: object, key: str) -> bool | None:
     """True, or nothing said."""
     return truth(value, key) or None
 
 
-def several(value: Any, key: str) -> int | None:
+def several(value: object, key: str) -> int | None:
     """A number of ranks; 0 and 1 are nothing said."""
     ranks = integer(0, 2**20)(value, key)
     return ranks if ranks > 1 else None
 
 
-def ulysses(value: Any, key: str) -> dict[str, Any]:
+def ulysses(value: object, key: str) -> dict[str, object]:
     """A number of ranks that share each sequence by all-to-all; 0 and 1 are nothing said."""
     ranks = several(value, key)
     return {} if ranks is None else {"cp": ranks, "cp_method": "ulysses"}
 
 
-def int8(value: Any, key: str) -> str | None:
+def int8(value: object, key: str) -> str | None:
     """Quantised, or nothing said."""
     return "int8" if truth(value, key) else None
 
 
-def power_of_two(value: Any, key: str) -> float:
+def power_of_two(value: object, key: str) -> float:
     return 2.0 ** integer(0, MAX_SCALE_POWER)(value, key)
 
 
-def word(known: Mapping[str, Any]) -> Callable[[Any, str], Any]:
+def word(known: Mapping[str, object]) -> Callable[[object, str], object]:
     """What a word stands for, in any case; numbers count as words."""
 
-    def read(value: Any, key: str) -> Any:
+    def read(value: object, key: str) -> object:
         text = str(value).lower() if isinstance(value, (str, int)) else ""
         if text not in known:
             near = suggestion(text, known)
@@ -97,17 +97,17 @@ offload_device = word({"none": None, "cpu": "cpu", "nvme": "nvme"})
 """DeepSpeed's places for offloaded state; ``none`` says nothing."""
 
 
-def offloaded_to_host(value: Any, key: str) -> str | None:
+def offloaded_to_host(value: object, key: str) -> str | None:
     """DeepSpeed's older switches, as a device."""
     return "cpu" if truth(value, key) else None
 
 
-def offload_all(value: Any, key: str) -> str | None:
+def offload_all(value: object, key: str) -> str | None:
     """FSDP's switch: where parameters rest, gradients and optimizer state do."""
     return "all" if truth(value, key) else None
 
 
-def folder(value: Any, key: str) -> str | None:
+def folder(value: object, key: str) -> str | None:
     """A path; an empty one and ``none`` are nothing said."""
     if value in ("", "none"):
         return None
@@ -137,7 +137,7 @@ def scheduler(value: Any, key: str) -> SchedulerConfig | None:
     return SchedulerConfig(*described) if described else None
 
 
-SCALER_FIELDS: dict[str, Callable[[Any, str], Any]] = {
+SCALER_FIELDS: dict[str, Callable[[object, str], Any]] = {
     "init_scale": number,
     "growth_factor": number,
     "backoff_factor": number,
@@ -145,7 +145,7 @@ SCALER_FIELDS: dict[str, Callable[[Any, str], Any]] = {
 }
 
 
-def grad_scaler(value: Any, key: str) -> dict[str, float] | None:
+def grad_scaler(value: object, key: str) -> dict[str, float] | None:
     """Fields of ``GradScalerKwargs``."""
     if not isinstance(value, Mapping):
         raise ConfigError(
@@ -158,7 +158,7 @@ def grad_scaler(value: Any, key: str) -> dict[str, float] | None:
     return {name: SCALER_FIELDS[name](item, f"{key}.{name}") for name, item in value.items()} or None
 
 
-def _described(value: Any, key: str, off: tuple[str, ...] = ()) -> tuple[str, dict[str, Any]] | None:
+def _described(value: object, key: str, off: tuple[str, ...] = ()) -> tuple[str, dict[str, object]] | None:
     """Type and parameters of an object that a file describes."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{key}={repr_short(value)} is not a section. Write its type and params.")

@@ -20,7 +20,7 @@ def _field(setting: Setting) -> Any:
     return Annotated[annotation, BeforeValidator(partial(_read, setting))], default
 
 
-def _read(setting: Setting, value: Any) -> Any:
+def _read(setting: Setting, value: object) -> object:
     return setting.default if value is None else setting.kind.as_data(value)
 
 
@@ -41,7 +41,7 @@ class RunConfig(_Fields):
 
     @model_validator(mode="before")
     @classmethod
-    def _range_of_machines(cls, data: Any) -> Any:
+    def _range_of_machines(cls, data: Any) -> object:
         """``num_machines: "1:4"`` says both ends."""
         said = data.get("num_machines") if isinstance(data, dict) else None
         if not isinstance(said, str) or ":" not in said:
@@ -61,7 +61,7 @@ class RunConfig(_Fields):
         checks.check_topology(self.model_dump())
         return self
 
-    def given(self) -> dict[str, Any]:
+    def given(self) -> dict[str, object]:
         """The settings that were said, not defaulted."""
         found: dict[str, Any] = self.model_dump(exclude_unset=True)
         return found

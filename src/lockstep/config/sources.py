@@ -10,7 +10,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from lockstep.config.place import Environ, ProcessEnvironment, place_in
 from lockstep.config.regular_file import check_readable
@@ -76,7 +75,7 @@ def control_endpoint(environ: Environ | None = None) -> ControlEndpoint | None:
 
 
 def worker_settings(
-    code: Mapping[str, Any] | None = None, environ: Environ | None = None
+    code: Mapping[str, object] | None = None, environ: Environ | None = None
 ) -> dict[str, SettingValue]:
     """What an ``Accelerator`` needs: ``code`` (None says nothing), the environment and the defaults, merged.
 

@@ -25,7 +25,7 @@ OPTION = re.compile(r"[A-Za-z][A-Za-z0-9._/-]{0,127}")
 HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.(?!-)[A-Za-z0-9_-]{1,63})*\.?")
 
 
-def repr_short(value: Any, limit: int = 40) -> str:
+def repr_short(value: object, limit: int = 40) -> str:
     """``value`` as text for a message, cut at ``limit`` characters."""
     try:
         text = repr(value)[: limit * 8] if not isinstance(value, str) else repr(value[: limit * 2])
@@ -48,7 +48,7 @@ class SettingValue(NamedTuple):
     words: Mapping[str, str] = {}
 
 
-def refused(value: Any, origin: str, what: str, instead: str) -> ConfigError:
+def refused(value: object, origin: str, what: str, instead: str) -> ConfigError:
     """The error for a value that is not ``what``: a sentence and ``instead``, or what follows the name of a key."""
     if origin:
         return ConfigError(f"{origin}={plain(value)} is not {what}. {instead}")
@@ -62,7 +62,7 @@ def join_names(names: Iterable[str], most: int = 3, none: str = "none") -> str:
     return (", ".join(every[:most]) or none) + rest
 
 
-def parse_host(value: Any) -> str | None:
+def parse_host(value: object) -> str | None:
     """A host name or IP address; raises ConfigError."""
     import ipaddress  # here, because workers read this module without needing it
 
@@ -78,7 +78,7 @@ def parse_host(value: Any) -> str | None:
     raise ConfigError(f"{repr_short(value)} is not a host name or IP address")
 
 
-def parse_gpus(value: Any) -> str | None:
+def parse_gpus(value: object) -> str | None:
     """``all``, or GPU numbers joined by commas, from a list or a text; raises ConfigError."""
     if value is None or value == "all":
         return value
@@ -98,7 +98,7 @@ def parse_gpus(value: Any) -> str | None:
     return ",".join(names)
 
 
-def parse_precision(value: Any, origin: str) -> PrecisionType:
+def parse_precision(value: object, origin: str) -> PrecisionType:
     """``no``, ``fp16`` or ``bf16``, in any case; raises ConfigError."""
     word, known = str(value).lower(), PrecisionType.list()
     if word == "fp8":
@@ -110,7 +110,7 @@ def parse_precision(value: Any, origin: str) -> PrecisionType:
     return PrecisionType(word)
 
 
-def parse_bool(value: Any, origin: str) -> bool:
+def parse_bool(value: object, origin: str) -> bool:
     """True or False from a bool or from words such as ``yes`` and ``0``; raises ConfigError."""
     word = str(value).strip().lower()
     if word in TRUE_WORDS:
@@ -120,7 +120,7 @@ def parse_bool(value: Any, origin: str) -> bool:
     raise refused(value, origin, "a truth value", "Use 'true' or 'false'.")
 
 
-def parse_integer(value: Any, origin: str, at_least: int, at_most: int | None = None) -> int:
+def parse_integer(value: object, origin: str, at_least: int, at_most: int | None = None) -> int:
     """An integer within bounds; raises ConfigError."""
     try:
         text = str(value).strip()
@@ -149,7 +149,7 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     return f" Did you mean {by_lower[near[0]]!r}?" if near else ""
 
 
-def decimal_number(value: Any) -> float:
+def decimal_number(value: object) -> float:
     """A number, or a text of one in the digits 0 to 9; NaN for everything else."""
     if isinstance(value, str):
         # float() also reads 1_0, and digits of other scripts
@@ -160,7 +160,7 @@ def decimal_number(value: Any) -> float:
         return math.nan
 
 
-def parse_machines(value: Any) -> tuple[int, int]:
+def parse_machines(value: object) -> tuple[int, int]:
     """(least, most) machines from ``N`` or ``MIN:MAX``; raises ConfigError."""
     text = str(value).strip() if type(value) in (int, str) else ""
     least, _, most = text.partition(":")
@@ -174,7 +174,7 @@ def parse_machines(value: Any) -> tuple[int, int]:
     return low, high
 
 
-def parse_endpoint(value: Any) -> tuple[str, int]:
+def parse_endpoint(value: object) -> tuple[str, int]:
     """(host, port) from ``HOST:PORT`` or ``[IPV6]:PORT``; raises ConfigError."""
     host, colon, port = str(value).rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -186,14 +186,14 @@ def parse_endpoint(value: Any) -> tuple[str, int]:
         raise ConfigError(f"{repr_short(value)} is not HOST:PORT, such as 10.0.0.1:29500") from None
 
 
-def parse_interface(value: Any) -> str | None:
+def parse_interface(value: object) -> str | None:
     """The name of a network interface, such as ``eth0``; raises ConfigError."""
     if value is None or (isinstance(value, str) and INTERFACE.fullmatch(value)):
         return value
     raise ConfigError(f"{repr_short(value)} is not the name of a network interface, such as eth0")
 
 
-def parse_names(value: Any) -> tuple[str, ...]:
+def parse_names(value: object) -> tuple[str, ...]:
     """Names of environment variables, from a list or joined by commas; raises ConfigError."""
     parts = value.split(",") if isinstance(value, str) else value
     if isinstance(parts, (list, tuple)):
@@ -203,7 +203,7 @@ def parse_names(value: Any) -> tuple[str, ...]:
     raise ConfigError(f"{repr_short(value)} is not a list of names of environment variables")
 
 
-def parse_pairs(value: Any) -> dict[str, str]:
+def parse_pairs(value: object) -> dict[str, str]:
     """Options ``KEY=VALUE``, from a mapping or a list of such texts; raises ConfigError."""
     if isinstance(value, str):
         value = [value]
@@ -225,7 +225,7 @@ def parse_pairs(value: Any) -> dict[str, str]:
     return {key: str(item) for key, item in value.items()}
 
 
-def parse_seconds(value: Any) -> float:
+def parse_seconds(value: object) -> float:
     """A time in seconds, from 0 to 10 million; raises ConfigError."""
     number = decimal_number(value)
     if not 0 <= number <= MAX_SECONDS:

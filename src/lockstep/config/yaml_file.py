@@ -93,7 +93,7 @@ class _BoundedLoader(yaml.SafeLoader):
     depth = 0
     nodes = 0
 
-    def fetch_flow_collection_start(self, token_class: Any) -> None:
+    def fetch_flow_collection_start(self, token_class: object) -> None:
         # here, because the scanner looks far ahead, in a time that grows with the square of the depth
         if self.flow_level > MAX_DEPTH:
             raise yaml.MarkedYAMLError(
@@ -120,7 +120,7 @@ class _BoundedLoader(yaml.SafeLoader):
         return node
 
 
-def _mapping(node: MappingNode, path: Path_, name: str, lines: dict[Path_, int]) -> dict[str, Any]:
+def _mapping(node: MappingNode, path: Path_, name: str, lines: dict[Path_, int]) -> dict[str, object]:
     data: dict[str, Any] = {}
     _check_tag(node, name)
     for key_node, value_node in node.value:
@@ -139,7 +139,7 @@ def _mapping(node: MappingNode, path: Path_, name: str, lines: dict[Path_, int])
     return data
 
 
-def _value(node: Node, path: Path_, name: str, lines: dict[Path_, int]) -> Any:
+def _value(node: Node, path: Path_, name: str, lines: dict[Path_, int]) -> object:
     if isinstance(node, MappingNode):
         return _mapping(node, path, name, lines)
     _check_tag(node, name)

@@ -9,7 +9,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 from lockstep.control import handshake
 from lockstep.control.frames import encode
@@ -40,7 +39,7 @@ class Client:
         self._timeout_s = timeout_s
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
-        self._received: deque[dict[str, Any]] = deque()
+        self._received: deque[dict[str, object]] = deque()
         self._lost: LinkError | None = None
         deadline = time.monotonic() + timeout_s
         self._socket = self._connected(deadline)
@@ -68,7 +67,7 @@ class Client:
             self.close()
             raise
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, object]) -> None:
         """Send a message.
 
         Raises:
@@ -83,7 +82,7 @@ class Client:
             except (OSError, LinkError) as error:
                 raise self._give_up(error) from None  # a part of a frame may have left
 
-    def receive(self, timeout_s: float | None) -> dict[str, Any] | None:
+    def receive(self, timeout_s: float | None) -> dict[str, object] | None:
         """The next message; None when there is none within ``timeout_s`` (None: wait as long as it takes).
 
         Raises:

@@ -86,7 +86,7 @@ class FrameReader:
         self._number = 0
         self._received = bytearray()
 
-    def messages(self, received: bytes) -> Iterator[dict[str, Any]]:
+    def messages(self, received: bytes) -> Iterator[dict[str, object]]:
         """The messages that are complete with these bytes; the rest waits for the next call.
 
         Raises:

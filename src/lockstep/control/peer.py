@@ -29,7 +29,7 @@ class ControlConnection:
         self._connection = connection
         self._in_dispatcher = in_dispatcher
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, object]) -> None:
         """Queue a message; from any thread. A peer that is gone, or does not read what it was sent, is dropped.
 
         Raises:
@@ -49,7 +49,7 @@ class ControlConnection:
 class Handler(Protocol):
     """What a server does with messages. All calls come from one thread, so a handler needs no locks."""
 
-    def received(self, peer: ControlConnection, message: Mapping[str, Any]) -> None:
+    def received(self, peer: ControlConnection, message: Mapping[str, object]) -> None:
         """A message whose ``kind`` is ``<this handler's name>.<verb>``."""
 
     def lost(self, peer: ControlConnection) -> None:
@@ -94,7 +94,7 @@ class Connection:
     def wants_to_write(self) -> bool:
         return bool(self._outgoing)
 
-    def read(self) -> Iterator[dict[str, Any]]:
+    def read(self) -> Iterator[dict[str, object]]:
         """The messages that are complete with what arrived.
 
         Raises:

@@ -13,7 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lockstep.control.handshake import OtherSecretError
 from lockstep.control.peer import Connection
@@ -176,7 +176,7 @@ class Server:
         except (OSError, LinkError):
             connection.end()
 
-    def _deliver(self, connection: Connection, message: Mapping[str, Any]) -> None:
+    def _deliver(self, connection: Connection, message: Mapping[str, object]) -> None:
         kind = message.get("kind")
         name, _, verb = kind.partition(".") if isinstance(kind, str) else ("", "", "")
         handler = self._handlers.get(name)

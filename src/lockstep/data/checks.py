@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError, UsageError
 
 
 def decide(
-    loader: DataLoader[Any], config: DataLoaderConfiguration, axes: ParallelDims
+    loader: DataLoader[object], config: DataLoaderConfiguration, axes: ParallelDims
 ) -> tuple[ShardPlan, bool]:
     """How the loader is dealt, and whether rank 0 dispatches it. Raises UsageError or ConfigError if it cannot be."""
     check_loader(loader, axes.data)
@@ -27,11 +27,11 @@ def decide(
     return plan, dispatch
 
 
-def is_iterable(loader: DataLoader[Any]) -> bool:
+def is_iterable(loader: DataLoader[object]) -> bool:
     return isinstance(loader.dataset, IterableDataset)
 
 
-def batches_by_sampler(loader: DataLoader[Any]) -> Any:
+def batches_by_sampler(loader: DataLoader[object]) -> Any:
     """The sampler whose items are batches of indices, or None if the dataset makes batches itself."""
     if loader.batch_sampler is not None:
         return loader.batch_sampler
@@ -64,7 +64,7 @@ def plan_for(
     return replace(plan, split_batches=config.split_batches)
 
 
-def should_dispatch(loader: DataLoader[Any], config: DataLoaderConfiguration, axes: ParallelDims) -> bool:
+def should_dispatch(loader: DataLoader[object], config: DataLoaderConfiguration, axes: ParallelDims) -> bool:
     """Streams are read once, because ranks that share one model need the same rows too."""
     if axes.data == 1 and not axes.splits_model:
         return False
@@ -73,7 +73,7 @@ def should_dispatch(loader: DataLoader[Any], config: DataLoaderConfiguration, ax
     return config.dispatch_batches
 
 
-def lengths(loader: DataLoader[Any]) -> tuple[int | None, int | None]:
+def lengths(loader: DataLoader[object]) -> tuple[int | None, int | None]:
     """Numbers of batches and of samples in one pass over the whole order (None: not known)."""
     try:
         if is_iterable(loader):

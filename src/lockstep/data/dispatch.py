@@ -52,7 +52,7 @@ def dispatched(
         yield dealt._replace(batches=[parts[rank]])
 
 
-def _next_round(source: GlobalBatches, device: torch.device) -> tuple[list[Any], Announcement]:
+def _next_round(source: GlobalBatches, device: torch.device) -> tuple[list[object], Announcement]:
     following: ReadBatch | None = next(source, None)
     if following is None:
         return [], ("end",)
@@ -62,7 +62,9 @@ def _next_round(source: GlobalBatches, device: torch.device) -> tuple[list[Any],
     return parts, ("round", following._replace(batches=skeleton))
 
 
-def _share(parts: list[Any], skeleton: Any, communicator: Communicator, device: torch.device) -> list[Any]:
+def _share(
+    parts: list[object], skeleton: object, communicator: Communicator, device: torch.device
+) -> list[object]:
     """The parts of rank 0 on every rank: its tensors are broadcast, the rest is in the skeleton."""
     tensors = [leaf for leaf in leaves(parts or skeleton).values() if isinstance(leaf, torch.Tensor)]
     if parts:
@@ -72,5 +74,5 @@ def _share(parts: list[Any], skeleton: Any, communicator: Communicator, device: 
     if tensors:
         tensors = list(communicator.broadcast(tensors, from_process=0))
     received = iter(tensors)
-    rebuilt: list[Any] = map_tensors(lambda _: next(received), skeleton)
+    rebuilt: list[object] = map_tensors(lambda _: next(received), skeleton)
     return rebuilt

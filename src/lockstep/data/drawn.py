@@ -66,7 +66,7 @@ class SeedableRandomSampler(Sampler[int]):
         return len(self.sampler)
 
 
-def with_seedable(sampler: Any, seed: int) -> tuple[Any, SeedableRandomSampler | None]:
+def with_seedable(sampler: Any, seed: int) -> tuple[object, SeedableRandomSampler | None]:
     """``sampler``, or a copy of it, in which a ``RandomSampler`` is seeded for each epoch; and what does that."""
     if isinstance(sampler, RandomSampler):
         seedable = SeedableRandomSampler(sampler, seed)
@@ -257,7 +257,7 @@ class DrawnOrder:
         self._is_cut = is_cut_anew(sampler)
         # torch's loader calls iter now, and asks for the first batch later. That of a BatchSampler draws nothing.
         self._source = None if self._is_cut else iter(sampler)
-        self._opened_source: Iterator[Any] | None = None
+        self._opened_source: Iterator[object] | None = None
         self._items = self._drawn()
         self._given = 0
 
@@ -331,7 +331,7 @@ class DrawnOrder:
         self.drawing.first_is_asked_for()
         return iter(self.sampler.sampler) if self._source is None else self._source
 
-    def _checked(self, items: Iterable[Any]) -> Iterator[Any]:
+    def _checked(self, items: Iterable[Any]) -> Iterator[object]:
         for item in items:
             # By samples: another batch size cuts the same ones.
             for index in [item] if self._is_cut or self.opaque else item:

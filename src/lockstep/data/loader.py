@@ -36,7 +36,7 @@ class LoaderParts:
     rank 0 into this rank's. ``before_epoch`` runs first in each epoch that is not continued.
     """
 
-    original: DataLoader[Any]
+    original: DataLoader[object]
     reader: Reader
     plan: ShardPlan
     rank: int
@@ -242,7 +242,7 @@ class PreparedLoader(DataLoader[Any]):
         """Raise CheckpointError for what ``load_state_dict`` would refuse; changes nothing."""
         read_state(state_dict, self._setup(), self._parts.keeps_inner_state)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Make the next iteration continue at the position that ``state_dict`` says, on any number of ranks.
 
         With as many ranks as it was saved with, each rank gets its own state, otherwise that of rank 0.

@@ -54,12 +54,12 @@ class ShardedBatches(Sampler[Any]):
         self.is_empty = False
 
     @property
-    def batch_sampler(self) -> Any:
+    def batch_sampler(self) -> object:
         """The user's sampler."""
         return self.order.sampler
 
     @property
-    def sampler(self) -> Any:
+    def sampler(self) -> object:
         return getattr(self.order.sampler, "sampler", self.order.sampler)
 
     @property
@@ -102,7 +102,7 @@ class ShardedBatches(Sampler[Any]):
         indices = chain((batch[0] if self.order.opaque else batch for batch in again), dealt)
         return self._with_states(indices, len(again), restored)
 
-    def _with_states(self, indices: Iterator[Any], turn: int, restored: WorkerStates) -> Iterator[Any]:
+    def _with_states(self, indices: Iterator[object], turn: int, restored: WorkerStates) -> Iterator[object]:
         """``indices`` of which the first ones behind ``turn`` bring the workers' generators to where they stood."""
         yield from islice(indices, turn)
         for i in range(turn, turn + self.workers):
@@ -119,12 +119,12 @@ class ShardedBatches(Sampler[Any]):
 
     def _dealt(
         self,
-        dealt: Iterator[GlobalBatch[Any]],
+        dealt: Iterator[GlobalBatch[object]],
         samples: int,
         begin: Begin,
         announced: deque[PendingBatch],
         order: DrawnOrder | None,
-    ) -> Iterator[Any]:
+    ) -> Iterator[object]:
         for left_out in islice(dealt, begin.left_out):
             samples += left_out.counts.total
         base, done = (samples,), 0
@@ -142,8 +142,8 @@ class ShardedBatches(Sampler[Any]):
                 yield self._for_worker(index, begin, start + sum(this.counts.rows[:rank]), done)
 
     def _with_ends(
-        self, dealt: Iterator[GlobalBatch[Any]], samples: int, order: DrawnOrder | None
-    ) -> Iterator[tuple[GlobalBatch[Any], bool, bool, int | None]]:
+        self, dealt: Iterator[GlobalBatch[object]], samples: int, order: DrawnOrder | None
+    ) -> Iterator[tuple[GlobalBatch[object], bool, bool, int | None]]:
         """Each round, whether the epoch is over with it, whether these ranks have a batch in the next one, a digest."""
         if order is not None and self.plan.world_size == 1 and order.is_over(samples) is not None:
             # To look ahead would draw what the next batch needs before this one is trained on.
@@ -158,7 +158,7 @@ class ShardedBatches(Sampler[Any]):
             this, following = following, next(dealt, None)
             yield this, following is None, bool(self._own_parts(following)), digest
 
-    def _for_worker(self, index: Any, begin: Begin, place: int, number: int) -> Any:
+    def _for_worker(self, index: object, begin: Begin, place: int, number: int) -> object:
         """``index``, or what arrives in a worker as such, of the batch that begins at ``place`` in the order."""
         if not self.workers:
             return index
@@ -168,7 +168,7 @@ class ShardedBatches(Sampler[Any]):
             return SeededIndex(index, (begin.seed, begin.epoch, place), epoch)
         return index if epoch is None else SeededIndex(index, None, epoch)
 
-    def _own_parts(self, dealt: GlobalBatch[Any] | None) -> list[tuple[int, list[Any]]]:
+    def _own_parts(self, dealt: GlobalBatch[object] | None) -> list[tuple[int, list[object]]]:
         """Rank and rows, for those of ``ranks`` that have a batch in this round."""
         return (
             [] if dealt is None else [(rank, dealt.parts[rank]) for rank in self.ranks if dealt.parts[rank]]
@@ -179,7 +179,7 @@ class ShardedBatches(Sampler[Any]):
         return sum(self.plan.length(batches, rank, sample_count(self.order.sampler)) for rank in self.ranks)
 
 
-def sample_count(batch_sampler: Any) -> int | None:
+def sample_count(batch_sampler: object) -> int | None:
     """Number of indices a batch sampler draws in an epoch, where it can be known."""
     sampler = getattr(batch_sampler, "sampler", None)
     return len(sampler) if isinstance(sampler, Sized) else None
@@ -188,11 +188,11 @@ def sample_count(batch_sampler: Any) -> int | None:
 class DrawnBatches(Iterator[Any]):
     """The batches that ``make`` gives, which goes through what is behind them first: now, or with the first batch."""
 
-    def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
+    def __init__(self, make: Callable[[], Iterator[object]]) -> None:
         self._make = make
-        self._batches: Iterator[Any] | None = None
+        self._batches: Iterator[object] | None = None
 
-    def come(self) -> Iterator[Any]:
+    def come(self) -> Iterator[object]:
         if self._batches is None:
             self._batches = self._make()
         return self._batches
@@ -210,7 +210,7 @@ class MapReader:
 
     def __init__(
         self,
-        inner: DataLoader[Any],
+        inner: DataLoader[object],
         batches: ShardedBatches,
         keeps_inner_state: bool,
         own: torch.Generator | None = None,
@@ -242,7 +242,7 @@ class MapReader:
         source = iter(self.inner) if begin.drawing is None else self._begun(begin, begin.drawing)
         return self._dealt(source, self.batches.announced, loaded)
 
-    def _dealt(self, source: Iterator[Any], announced: deque[PendingBatch], loaded: int) -> GlobalBatches:
+    def _dealt(self, source: Iterator[object], announced: deque[PendingBatch], loaded: int) -> GlobalBatches:
         width = len(self.batches.ranks)
         exact = self.has_position and not self.batches.order.opaque
         alone = self.batches.plan.world_size == 1
@@ -275,7 +275,7 @@ class MapReader:
         fits = states is not None and self.tells and len(states.states) == self.inner.num_workers
         self._loaded = states if fits else None
 
-    def _begun(self, begin: Begin, drawing: Drawing) -> Iterator[Any]:
+    def _begun(self, begin: Begin, drawing: Drawing) -> Iterator[object]:
         persist = self.inner.persistent_workers
         loaded, self._loaded = self._loaded, None
         if not (drawing.is_replay or persist):
@@ -317,7 +317,7 @@ class MapReader:
         self.batches.is_empty = False
         self._are_made, self._made_at = True, born
 
-    def _received(self, source: Iterator[Any]) -> Iterator[Any]:
+    def _received(self, source: Iterator[object]) -> Iterator[object]:
         for message in source:
             if isinstance(message, FromWorker):
                 self._workers.received(message)

@@ -72,7 +72,7 @@ def is_cut_anew(sampler: Any) -> bool:
     return type(sampler) is BatchSampler
 
 
-def one_batch(item: Any, opaque: bool) -> Any:
+def one_batch(item: object, opaque: bool) -> object:
     return [item] if opaque else item
 
 
@@ -101,9 +101,9 @@ def skip_batches(batches: Iterator[Any], behind: int, name: str, kept: int = 1) 
     return skipped
 
 
-def seeded_copy(sampler: Any, generator: torch.Generator) -> Any:
+def seeded_copy(sampler: Any, generator: torch.Generator) -> object:
     """``sampler`` with every ``generator`` in it replaced, on shallow copies; itself if it has none."""
-    changes: dict[str, Any] = {}
+    changes: dict[str, object] = {}
     own = getattr(sampler, "generator", sampler)
     if own is None or isinstance(own, torch.Generator):
         changes["generator"] = generator
@@ -121,7 +121,7 @@ def seeded_copy(sampler: Any, generator: torch.Generator) -> Any:
     return duplicate
 
 
-def samplers_of(loader: DataLoader[Any]) -> list[Any]:
+def samplers_of(loader: DataLoader[object]) -> list[Any]:
     """The loader's samplers and those inside them, each once."""
     found: list[Any] = []
     pending = [loader.batch_sampler, loader.sampler]
@@ -134,11 +134,11 @@ def samplers_of(loader: DataLoader[Any]) -> list[Any]:
     return found
 
 
-def find_distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:
+def find_distributed_sampler(loader: DataLoader[object]) -> DistributedSampler[object] | None:
     return next((s for s in samplers_of(loader) if isinstance(s, DistributedSampler)), None)
 
 
-def initial_seed_of(loader: DataLoader[Any]) -> int:
+def initial_seed_of(loader: DataLoader[object]) -> int:
     """The seed of the loader's or its sampler's generator, else of torch's global generator."""
     for holder in (loader, *samplers_of(loader)):
         generator = getattr(holder, "generator", None)
@@ -147,7 +147,7 @@ def initial_seed_of(loader: DataLoader[Any]) -> int:
     return torch.initial_seed()
 
 
-def announce_epoch(loader: DataLoader[Any], seed: int, epoch: int, seeded: bool) -> None:
+def announce_epoch(loader: DataLoader[object], seed: int, epoch: int, seeded: bool) -> None:
     """Call ``set_epoch`` of the dataset and the samplers that have it.
 
     Where the order is ``seeded``, a dataset without ``set_epoch`` that holds a torch generator gets it seeded with

@@ -144,7 +144,9 @@ class Epochs:
         return begin, self.latest
 
 
-def state_of(position: Position, seed: int, setup: LoaderSetup, draws: SavedDraws | None) -> dict[str, Any]:
+def state_of(
+    position: Position, seed: int, setup: LoaderSetup, draws: SavedDraws | None
+) -> dict[str, object]:
     """Plain values, tensors of generators, and torchdata's state: what ``read_state`` reads."""
     behind = position.behind
     state = {
@@ -161,7 +163,7 @@ def state_of(position: Position, seed: int, setup: LoaderSetup, draws: SavedDraw
 
 
 # Key of a state -> the types it may have; "counts" is a list of whole numbers from 0.
-FIELDS: dict[str, tuple[Any, ...]] = {
+FIELDS: dict[str, tuple[object, ...]] = {
     "epoch": (int,),
     "seed": (int,),
     "samples": ("counts",),
@@ -215,7 +217,7 @@ MOST_SAMPLES = 2**48
 """More than any run reads in an epoch."""
 
 
-def _check_fields(state: Any) -> None:
+def _check_fields(state: object) -> None:
     if not isinstance(state, Mapping):
         raise CheckpointError(
             f"The state of a loader is a {type(state).__name__} instead of a dict. Pass what state_dict() returned."
@@ -238,7 +240,7 @@ def _check_fields(state: Any) -> None:
             )
 
 
-def _is_a(value: Any, kind: Any) -> bool:
+def _is_a(value: object, kind: Any) -> bool:
     if kind == "counts":
         return isinstance(value, list) and bool(value) and all(_is_a(n, int) and n >= 0 for n in value)
     if kind is int:

@@ -46,7 +46,7 @@ CARRIED_OPTIONS = (
 
 
 def prepare_loader(
-    loader: DataLoader[Any],
+    loader: DataLoader[object],
     *,
     runtime: Runtime,
     step: StepState,
@@ -133,16 +133,16 @@ def prepare_loader(
 
 
 def prepare_data_loader(
-    dataloader: DataLoader[Any],
+    dataloader: DataLoader[object],
     device: torch.device | None = None,
     num_processes: int | None = None,
     process_index: int | None = None,
     split_batches: bool = False,
     put_on_device: bool = False,
-    rng_types: Sequence[Any] | None = None,
+    rng_types: Sequence[object] | None = None,
     dispatch_batches: bool | None = None,
     even_batches: bool = True,
-    slice_fn_for_dispatch: Any = None,
+    slice_fn_for_dispatch: object = None,
     use_seedable_sampler: bool = False,
     data_seed: int | None = None,
     non_blocking: bool = False,
@@ -186,7 +186,7 @@ def states_of_rank_0(communicator: Communicator, states: States) -> States:
     return common
 
 
-def draws_order(loader: DataLoader[Any], config: DataLoaderConfiguration) -> bool:
+def draws_order(loader: DataLoader[object], config: DataLoaderConfiguration) -> bool:
     """Whether the loader's samplers draw the order, as without Lockstep; else it is a function of seed and epoch."""
     if config.data_seed is not None and not config.use_seedable_sampler:
         return False
@@ -194,22 +194,22 @@ def draws_order(loader: DataLoader[Any], config: DataLoaderConfiguration) -> boo
     return not (loader_class(loader, config) is not DataLoader and saves_itself(loader.dataset))
 
 
-def seed_of(loader: DataLoader[Any], config: DataLoaderConfiguration, draws: bool) -> int:
+def seed_of(loader: DataLoader[object], config: DataLoaderConfiguration, draws: bool) -> int:
     if config.data_seed is not None:
         return config.data_seed
     # Accelerate's seedable sampler does not ask for the loader's generator.
     return torch.initial_seed() if draws and config.use_seedable_sampler else initial_seed_of(loader)
 
 
-def order_sampler(loader: DataLoader[Any]) -> Any:
+def order_sampler(loader: DataLoader[object]) -> Any:
     """The sampler of batches of indices, or of indices where the dataset makes batches itself."""
     sampler = batches_by_sampler(loader)
     return loader.sampler if sampler is None else sampler
 
 
 def make_reader(
-    loader: DataLoader[Any],
-    sampler: Any,
+    loader: DataLoader[object],
+    sampler: object,
     plan: ShardPlan,
     seed: int,
     ranks: Sequence[int],
@@ -249,11 +249,11 @@ def make_reader(
     return MapReader(inner, batches, stateful, loader.generator, torch_seeds)
 
 
-def saves_itself(dataset: Any) -> bool:
+def saves_itself(dataset: object) -> bool:
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
-def carried_options(loader: DataLoader[Any]) -> dict[str, Any]:
+def carried_options(loader: DataLoader[object]) -> dict[str, Any]:
     """Those of ``CARRIED_OPTIONS`` that the loader has and that mean something for it."""
     options = {name: getattr(loader, name) for name in CARRIED_OPTIONS if hasattr(loader, name)}
     if loader.num_workers == 0:
@@ -262,7 +262,7 @@ def carried_options(loader: DataLoader[Any]) -> dict[str, Any]:
     return options
 
 
-def loader_class(loader: DataLoader[Any], config: DataLoaderConfiguration) -> type[DataLoader[Any]]:
+def loader_class(loader: DataLoader[object], config: DataLoaderConfiguration) -> type[DataLoader[Any]]:
     """torchdata's ``StatefulDataLoader`` if asked for or given, else torch's ``DataLoader``."""
     if not (config.use_stateful_dataloader or hasattr(loader, "load_state_dict")):
         return DataLoader

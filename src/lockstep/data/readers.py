@@ -45,11 +45,11 @@ class ReadBatch(NamedTuple):
     up to it, where one is needed, ``states`` those of the generators that read it where it was read privately.
     """
 
-    batches: list[Any]
+    batches: list[object]
     counts: BatchCounts | None
     last: bool
     behind: Progress | None
-    inner: dict[str, Any] | None = None
+    inner: dict[str, object] | None = None
     digest: int | None = None
     states: States | None = None
 
@@ -78,7 +78,7 @@ class Reader(Protocol):
         """Let the next iteration go on with workers in these states."""
 
 
-def seed_workers(inner: DataLoader[Any], begin: Begin, own: torch.Generator | None) -> None:
+def seed_workers(inner: DataLoader[object], begin: Begin, own: torch.Generator | None) -> None:
     """Let ``inner`` draw the seed of its workers as torch does for the user's loader, whose generator is ``own``.
 
     Where the order is a function of seed and epoch that seed is one too, and no global generator is drawn from.
@@ -89,7 +89,7 @@ def seed_workers(inner: DataLoader[Any], begin: Begin, own: torch.Generator | No
         inner.generator = torch.Generator().manual_seed(mixed_seed(begin.seed, begin.epoch))
 
 
-def row_count(batch: Any) -> int | None:
+def row_count(batch: object) -> int | None:
     """Rows of a collated batch; None if it holds no tensor that tells."""
     try:
         return find_batch_size(batch)
@@ -97,7 +97,7 @@ def row_count(batch: Any) -> int | None:
         return None
 
 
-def measured(batch: Any) -> BatchCounts | None:
+def measured(batch: object) -> BatchCounts | None:
     """Counts of one rank's batch in a world of one, read off its tensors."""
     size = row_count(batch)
     return None if size is None else BatchCounts(rows=(size,), real=(size,))

@@ -61,12 +61,12 @@ def draw_privately(
             return
 
 
-def generator_states() -> dict[str, Any]:
+def generator_states() -> dict[str, object]:
     """The states of the global CPU generators as tensors and plain values, for ``set_generator_states``."""
     return plain_states(Generators().read())
 
 
-def set_generator_states(states: Mapping[str, Any]) -> None:
+def set_generator_states(states: Mapping[str, object]) -> None:
     Generators().write(states_of(states))
 
 
@@ -160,7 +160,7 @@ def same_state(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def plain_states(states: States) -> dict[str, Any]:
+def plain_states(states: States) -> dict[str, object]:
     """``states`` as tensors and plain values; ``states_of`` reads them."""
     version, words, gauss = states[1]
     numpy_kind, numpy_words, *numpy_rest = states[2]
@@ -224,7 +224,7 @@ def _no_states(error: Exception) -> CheckpointError:
 
 
 @contextmanager
-def _states(inner: dict[str, Any]) -> Iterator[None]:
+def _states(inner: dict[str, object]) -> Iterator[None]:
     outer = _read_states()
     _write_states(inner)
     try:
@@ -242,7 +242,7 @@ def _default_device(device: str | None) -> Iterator[None]:
         yield
 
 
-def _seeded_states(seed: int) -> dict[str, Any]:
+def _seeded_states(seed: int) -> dict[str, object]:
     return {
         "torch": torch.Generator(device="cpu").manual_seed(seed).get_state(),
         "python": random.Random(seed).getstate(),
@@ -250,7 +250,7 @@ def _seeded_states(seed: int) -> dict[str, Any]:
     }
 
 
-def _read_states() -> dict[str, Any]:
+def _read_states() -> dict[str, object]:
     return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
 
 

@@ -13,7 +13,7 @@ from lockstep.data.loader import PreparedLoader, check_skip
 from lockstep.data.prepare import carried_options
 
 
-def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+def skip_first_batches(dataloader: DataLoader[object], num_batches: int = 0) -> DataLoader[object]:
     """``dataloader`` without its first ``num_batches`` batches, in every iteration.
 
     Of a map-style dataset the left out batches are not read; an iterable one is read and discarded up to

@@ -91,12 +91,12 @@ class ShardedStream(IterableDataset[Any]):
 
     def __init__(
         self,
-        dataset: Iterable[Any],
+        dataset: Iterable[object],
         plan: ShardPlan,
         ranks: Sequence[int],
         sample_batch_size: int | None,
         drop_last: bool,
-        collate_fn: Callable[[Any], Any],
+        collate_fn: Callable[[object], Any],
         workers: int,
     ) -> None:
         self._dataset = dataset
@@ -118,7 +118,7 @@ class ShardedStream(IterableDataset[Any]):
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in self._own:
             object.__setattr__(self, name, value)
         else:
@@ -161,7 +161,7 @@ class ShardedStream(IterableDataset[Any]):
                 Generators().write(states)
 
     def _messages(
-        self, number: int, behind: Progress, samples: Iterator[Any], begun: Told | None
+        self, number: int, behind: Progress, samples: Iterator[object], begun: Told | None
     ) -> Iterator[Message]:
         if begun is not None:
             yield number, 0, begun, None
@@ -178,18 +178,18 @@ class ShardedStream(IterableDataset[Any]):
         if begun is not None:
             yield number, 0, Told(Generators().read()), None
 
-    def _rounds(self, behind: int, samples: Iterator[Any]) -> Iterator[GlobalBatch[Any]]:
+    def _rounds(self, behind: int, samples: Iterator[object]) -> Iterator[GlobalBatch[object]]:
         size = self._sample_batch_size or 1
         first, rest = later(samples, behind, self._plan.beginning * size)
         beginning = list(grouped(first, size, drop_last=False))
         return rounds(grouped(rest, size, self._drop_last), self._plan, beginning)
 
-    def _samples(self) -> Iterator[Any]:
+    def _samples(self) -> Iterator[object]:
         return iter(self._dataset)
 
     def _collated(
-        self, parts: list[Any], this: GlobalBatch[Any]
-    ) -> tuple[list[Any] | None, BatchCounts | None]:
+        self, parts: list[Any], this: GlobalBatch[object]
+    ) -> tuple[list[object] | None, BatchCounts | None]:
         if not all(parts):
             return None, None
         if self._sample_batch_size is not None:
@@ -208,7 +208,7 @@ class ResumableStream(ShardedStream):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._source: Any = None
+        self._source: object = None
         self._ended = False
         self._loaded: dict[str, Any] | None = None
 
@@ -228,10 +228,10 @@ class ResumableStream(ShardedStream):
             "generators": generator_states(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         self._loaded = state
 
-    def _samples(self) -> Iterator[Any]:
+    def _samples(self) -> Iterator[object]:
         loaded, self._loaded = self._loaded, None
         if loaded is not None and loaded["dataset"] is not None:
             self._dataset.load_state_dict(loaded["dataset"])  # type: ignore[attr-defined]
@@ -252,7 +252,7 @@ class ResumableStream(ShardedStream):
                 yield sample
 
 
-def _opaque_counts(this: GlobalBatch[Any]) -> BatchCounts | None:
+def _opaque_counts(this: GlobalBatch[object]) -> BatchCounts | None:
     """Counts of a round whose parts hold one ready-made batch each."""
     sizes = [row_count(part[0]) if part else 0 for part in this.parts]
     rows = tuple(size for size in sizes if size is not None)
@@ -262,7 +262,7 @@ def _opaque_counts(this: GlobalBatch[Any]) -> BatchCounts | None:
     return BatchCounts(rows=rows, real=real)
 
 
-def as_it_is(message: Any) -> Any:
+def as_it_is(message: object) -> object:
     """The ``collate_fn`` of a loader whose dataset collates."""
     return message
 
@@ -275,7 +275,7 @@ class StreamReader:
 
     def __init__(
         self,
-        inner: DataLoader[Any],
+        inner: DataLoader[object],
         stream: ShardedStream,
         keeps_inner_state: bool,
         own: torch.Generator | None = None,
@@ -309,14 +309,14 @@ class StreamReader:
             source, draws = self._begun(begin, begin.drawing)
             messages = self._drawn(source, begin.drawing, draws)
             return self._shown(self._dealt(messages, begin), draws)
-        seeded: Iterator[tuple[Message, Any]] = self._messages()
+        seeded: Iterator[tuple[Message, object]] = self._messages()
         if self.inner.num_workers == 0:
             # Reading ahead must not draw numbers that the loop draws too, nor must reading again.
             seed = mixed_seed(begin.seed, begin.epoch, 0)
             seeded = draw_privately(seeded, seed, block_size=1, device=None)
         return self._dealt(((message, inner, None) for message, inner in seeded), begin)
 
-    def _messages(self) -> Iterator[tuple[Message, Any]]:
+    def _messages(self) -> Iterator[tuple[Message, object]]:
         for message in self.inner:
             yield message, self.inner.state_dict() if self.keeps_inner_state else None  # type: ignore[attr-defined]
 
@@ -373,7 +373,7 @@ class StreamReader:
 
     def _drawn(
         self, source: Iterator[Message], drawing: Drawing, draws: PrivateDraws | None
-    ) -> Iterator[tuple[Message, Any, States | None]]:
+    ) -> Iterator[tuple[Message, object, States | None]]:
         if draws is None:
             for message in source:
                 yield message, None, None

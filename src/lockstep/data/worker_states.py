@@ -38,11 +38,11 @@ class FromWorker(NamedTuple):
 class TellingCollate:
     """``collate``, whose results a worker process hands over as ``FromWorker``."""
 
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
+    def __init__(self, collate: Callable[[object], object]) -> None:
         self.collate = collate
         self.told: States | None = None
 
-    def __call__(self, rows: Any) -> Any:
+    def __call__(self, rows: object) -> Any:
         batch = self.collate(rows)
         worker = get_worker_info()
         if worker is None:
@@ -123,7 +123,7 @@ class SeededIndex:
 
     def __init__(
         self,
-        index: Any,
+        index: object,
         key: tuple[int, ...] | None,
         announced_epoch: int | None,
         states: States | None = None,
@@ -138,8 +138,8 @@ class SeededIndex:
 
 
 def _arrive(
-    index: Any, key: tuple[int, ...] | None, announced_epoch: int | None, states: States | None
-) -> Any:
+    index: object, key: tuple[int, ...] | None, announced_epoch: int | None, states: States | None
+) -> object:
     worker = get_worker_info()
     # Copies made elsewhere must leave the generators alone.
     if worker is not None:

@@ -27,7 +27,7 @@ class NodeConnection(Protocol):
 
     data: dict[str, Any]
 
-    def send(self, message: Mapping[str, Any]) -> None: ...
+    def send(self, message: Mapping[str, object]) -> None: ...
 
 
 class Watch(Protocol):
@@ -93,7 +93,7 @@ class LaunchCoordinator:
         self._suspect: tuple[float, RoundFailure] | None = None
         self._stop: tuple[float, str] | None = None
         self._reform: float | None = None
-        self._over: dict[str, Any] | None = None
+        self._over: dict[str, object] | None = None
 
     # -- link.Handler --------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class LaunchCoordinator:
         if whom and self._members.round is None and request.machine in self._members.members:
             peer.send({"kind": "rendezvous.waiting", "whom": whom})
 
-    def _heartbeat(self, machine: str, peer: NodeConnection, message: Mapping[str, Any]) -> None:
+    def _heartbeat(self, machine: str, peer: NodeConnection, message: Mapping[str, object]) -> None:
         self._step(m.Heartbeat(machine))
         peer.send({"kind": "rendezvous.beat"})
         states = message.get("states")
@@ -259,7 +259,7 @@ class LaunchCoordinator:
         else:
             self._end_round()
 
-    def _failed(self, message: Mapping[str, Any]) -> None:
+    def _failed(self, message: Mapping[str, object]) -> None:
         current = self._members.round
         if current is None or _non_negative_int(message, "round") != current.number:
             return
@@ -330,7 +330,7 @@ class LaunchCoordinator:
         self._tell(tuple(self._peers), self._over)
         self._step(m.Closed())
 
-    def _tell(self, machines: tuple[str, ...], message: Mapping[str, Any]) -> None:
+    def _tell(self, machines: tuple[str, ...], message: Mapping[str, object]) -> None:
         if self._over is not None and message is not self._over:
             return  # they were told something more important
         for machine in machines:
@@ -338,7 +338,7 @@ class LaunchCoordinator:
                 self._peers[machine].send(message)
 
 
-def offer_of(message: Mapping[str, Any]) -> m.JoinRequest:
+def offer_of(message: Mapping[str, object]) -> m.JoinRequest:
     """The offer in a message. Raises LinkError when it does not have the form of one."""
     rank = message.get("rank")
     request = m.JoinRequest(
@@ -366,7 +366,7 @@ def signal_code(name: str) -> int:
     return of_signal(int(getattr(signal, name, signal.SIGTERM)) if name.startswith("SIG") else signal.SIGTERM)
 
 
-def _text(message: Mapping[str, Any], name: str) -> str:
+def _text(message: Mapping[str, object], name: str) -> str:
     value = message.get(name)
     if not isinstance(value, str) or len(value) > 1000:
         raise LinkError(
@@ -375,7 +375,7 @@ def _text(message: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def _non_negative_int(message: Mapping[str, Any], name: str) -> int:
+def _non_negative_int(message: Mapping[str, object], name: str) -> int:
     value = message.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise LinkError(

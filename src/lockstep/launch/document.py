@@ -15,7 +15,7 @@ from lockstep.launch.plan import FaultPolicy, LaunchPlan
 MAX_BYTES = 16 * 1024 * 1024
 
 
-def plan_as_data(plan: LaunchPlan) -> dict[str, Any]:
+def plan_as_data(plan: LaunchPlan) -> dict[str, object]:
     """A plan in plain data, without the origins of its settings."""
     data = {item.name: getattr(plan, item.name) for item in fields(plan) if item.name != "settings"}
     return data | {"survival": asdict(plan.survival), "reach": asdict(plan.reach)}
@@ -44,12 +44,12 @@ def plan_from_data(data: Any) -> LaunchPlan:
         ) from None
 
 
-def as_line(data: Mapping[str, Any]) -> str:
+def as_line(data: Mapping[str, object]) -> str:
     """JSON in one line of ASCII; names and arguments that are not UTF-8 survive it."""
     return json.dumps(data, ensure_ascii=True, allow_nan=False)
 
 
-def from_line(line: bytes | str) -> dict[str, Any]:
+def from_line(line: bytes | str) -> dict[str, object]:
     """The object of a line; raises ConfigError when it is none."""
     try:
         data = json.loads(line) if len(line) <= MAX_BYTES else None

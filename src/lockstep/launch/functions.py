@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from lockstep.config.sources import (
     export_environment,
@@ -20,8 +19,8 @@ UNUSED_BY_DEFAULT = {"rdzv_endpoint": "", "rdzv_conf": None, "max_restarts": 0}
 
 
 def notebook_launcher(
-    function: Callable[..., Any],
-    args: Sequence[Any] = (),
+    function: Callable[..., object],
+    args: Sequence[object] = (),
     num_processes: int | None = None,
     mixed_precision: str = "no",
     use_port: str | int | None = None,
@@ -30,7 +29,7 @@ def notebook_launcher(
     num_nodes: int = 1,
     rdzv_backend: str = "static",
     rdzv_endpoint: str = "",
-    rdzv_conf: dict[str, Any] | None = None,
+    rdzv_conf: dict[str, object] | None = None,
     rdzv_id: str = "none",
     max_restarts: int = 0,
     monitor_interval: float = 0.1,
@@ -86,7 +85,9 @@ def notebook_launcher(
     _run_forked(function, args, nproc, nodes, node, environment)
 
 
-def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
+def debug_launcher(
+    function: Callable[..., object], args: Sequence[object] = (), num_processes: int = 2
+) -> None:
     """Run ``function(*args)`` on ``num_processes`` forked CPU processes, to test distributed code anywhere.
 
     Raises:
@@ -105,7 +106,7 @@ def _default_processes() -> int:
     return max(1, torch.cuda.device_count())
 
 
-def _run_here(function: Callable[..., Any], args: Sequence[Any], environment: dict[str, str]) -> None:
+def _run_here(function: Callable[..., object], args: Sequence[object], environment: dict[str, str]) -> None:
     before = inherited_environment()
     export_environment(environment)
     try:
@@ -115,8 +116,8 @@ def _run_here(function: Callable[..., Any], args: Sequence[Any], environment: di
 
 
 def _run_forked(
-    function: Callable[..., Any],
-    args: Sequence[Any],
+    function: Callable[..., object],
+    args: Sequence[object],
     nproc: int,
     nodes: int,
     node: int,
@@ -148,8 +149,8 @@ def _run_forked(
 
 def _worker(
     local_rank: int,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
+    function: Callable[..., object],
+    args: tuple[object, ...],
     nproc: int,
     nodes: int,
     node: int,

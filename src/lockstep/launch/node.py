@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from lockstep.config.sources import export_environment, inherited_environment
 from lockstep.config.values import parse_integer
@@ -78,7 +78,7 @@ def parse(line: bytes | str) -> Node:
     plan = plan_from_data(data.get("plan"))
     secret, directory = data.get("secret"), data.get("directory")
     environment, numbered_by = data.get("environment"), data.get("numbered_by")
-    texts: list[Any] = [secret, directory, numbered_by]
+    texts: list[object] = [secret, directory, numbered_by]
     if isinstance(environment, dict):
         texts += [*environment, *environment.values()]
     if not isinstance(environment, dict) or not all(isinstance(text, str) for text in texts):

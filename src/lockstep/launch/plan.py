@@ -257,7 +257,7 @@ def _check_folder(log_dir: str) -> None:
         )
 
 
-def _worker_environment(settings: Mapping[str, SettingValue], threads: Any) -> dict[str, str]:
+def _worker_environment(settings: Mapping[str, SettingValue], threads: object) -> dict[str, str]:
     """The settings that the workers read from their environment: only what was said."""
     value = {
         name: None if setting.source == "default" else setting.value for name, setting in settings.items()

@@ -116,7 +116,7 @@ class Programs:
             if program.stdin is not None:
                 self._thread(_write, process, program.stdin.encode() + b"\n")
 
-    def _thread(self, function: Callable[..., None], *arguments: Any, wanted: bool = False) -> None:
+    def _thread(self, function: Callable[..., None], *arguments: object, wanted: bool = False) -> None:
         thread = threading.Thread(target=function, args=arguments, daemon=True)
         thread.start()
         if wanted:

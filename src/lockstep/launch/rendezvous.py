@@ -150,7 +150,7 @@ class Rendezvous:
             self._heard = time.monotonic()
             return
 
-    def receive(self, timeout_s: float) -> dict[str, Any] | None:
+    def receive(self, timeout_s: float) -> dict[str, object] | None:
         """The next message that is not a beat; None if there is none in time. Raises CoordinatorLost."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -173,7 +173,7 @@ class Rendezvous:
             if now >= deadline:
                 return None
 
-    def tell(self, verb: str, **facts: Any) -> None:
+    def tell(self, verb: str, **facts: object) -> None:
         """Tell the coordinator something. If it is gone, the next ``receive`` says so."""
         with suppress(LinkError):
             self._client.send({"kind": f"rendezvous.{verb}", **facts})
@@ -258,7 +258,7 @@ class Rendezvous:
             self.tell("beat", states={str(pid): word for pid, word in self._states.items()})
 
 
-def verb_of(message: Mapping[str, Any] | None) -> str:
+def verb_of(message: Mapping[str, object] | None) -> str:
     """``round`` of ``rendezvous.round``."""
     return "" if message is None else str(message.get("kind", "")).partition(".")[2]
 

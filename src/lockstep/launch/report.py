@@ -22,12 +22,12 @@ class Failure:
 
     rank: int
     exit_code: int
-    report: Mapping[str, Any]
+    report: Mapping[str, object]
     stderr_file: str | None = None
     ended_by_us: bool = False
 
     @property
-    def details(self) -> Mapping[str, Any]:
+    def details(self) -> Mapping[str, object]:
         message = self.report.get("message")
         extra = message.get("extraInfo") if isinstance(message, dict) else None
         return extra if isinstance(extra, dict) else {}
@@ -49,7 +49,7 @@ class Failure:
         return f"exit code {self.exit_code}"
 
 
-def read_error_file(path: str | Path) -> Mapping[str, Any]:
+def read_error_file(path: str | Path) -> Mapping[str, object]:
     """The data of a worker's error file; empty when it wrote none, as with most failures."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))

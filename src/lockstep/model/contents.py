@@ -22,12 +22,12 @@ DEPTH = 4
 _OPAQUE = (type, nn.Module, types.ModuleType, torch.device, torch.dtype, torch.distributed.ProcessGroup)
 
 
-def is_container(value: Any) -> bool:
+def is_container(value: object) -> bool:
     """Whether it is one whose contents can be put back in place."""
     return isinstance(value, (list, dict, set, deque))
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     """Whether it is a container of numbers, texts and such containers alone."""
     if isinstance(value, dict):
         return all(map(is_plain, value.values()))
@@ -84,7 +84,7 @@ def around(function: Any) -> list[Any]:
     return [*cells, *(function.__defaults__ or ())]
 
 
-def copy_of(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def copy_of(module: nn.Module, memo: dict[int, object]) -> nn.Module:
     """``copy.deepcopy``, which leaves functions as they are and raises for tensors that were computed (pruned weights).
 
     In this copy the hooks and functions that modules keep work on the copies, and computed tensors are detached.
@@ -97,25 +97,25 @@ def copy_of(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return copied
 
 
-def _rebind_functions(copied: nn.Module, copies: Mapping[int, Any]) -> None:
+def _rebind_functions(copied: nn.Module, copies: Mapping[int, object]) -> None:
     made = {
         key: value for key, value in copies.items() if isinstance(value, nn.Module) or is_container(value)
     }
     for module in copied.modules():
-        places: list[dict[Any, Any]] = [vars(module), *torch_modules.hooks_of(module)]
+        places: list[dict[Any, object]] = [vars(module), *torch_modules.hooks_of(module)]
         for held in places:
             for key, value in list(held.items()):
                 if isinstance(value, types.FunctionType):
                     held[key] = _rebound(value, made)
 
 
-def _rebound(function: Any, copies: Mapping[int, Any], seen: tuple[Any, ...] = ()) -> Any:
+def _rebound(function: Any, copies: Mapping[int, object], seen: tuple[object, ...] = ()) -> object:
     """The same function for copies: of what it has around it, those in ``copies`` in their place."""
     inner = [value for value in around(function) if not any(value is one for one in (function, *seen))]
     if len(seen) > DEPTH or not any(id(value) in copies or around(value) for value in inner):
         return function
 
-    def other(value: Any) -> Any:
+    def other(value: object) -> Any:
         return copies[id(value)] if id(value) in copies else _rebound(value, copies, (*seen, function))
 
     if isinstance(function, types.MethodType):
@@ -179,7 +179,7 @@ def _of_tensor(tensor: Tensor) -> Callable[[], None]:
     return restore
 
 
-def _of_object(value: Any, seen: set[int], depth: int) -> Callable[[], None] | None:
+def _of_object(value: object, seen: set[int], depth: int) -> Callable[[], None] | None:
     """Of an instance of a class of the script's own."""
     held = getattr(value, "__dict__", None)
     library = type(value).__module__.partition(".")[0]
@@ -190,7 +190,7 @@ def _of_object(value: Any, seen: set[int], depth: int) -> Callable[[], None] | N
     return _both(held, before, inner)
 
 
-def _both(container: Any, contents: Any, inner: Callable[[], None]) -> Callable[[], None]:
+def _both(container: object, contents: object, inner: Callable[[], None]) -> Callable[[], None]:
     def restore() -> None:
         set_contents(container, contents)
         inner()
@@ -198,7 +198,7 @@ def _both(container: Any, contents: Any, inner: Callable[[], None]) -> Callable[
     return restore
 
 
-def _all(values: list[Any], seen: set[int], depth: int) -> Callable[[], None]:
+def _all(values: list[object], seen: set[int], depth: int) -> Callable[[], None]:
     found = [_saved(one, seen, depth + 1) for one in values]
 
     def restore() -> None:
@@ -209,5 +209,5 @@ def _all(values: list[Any], seen: set[int], depth: int) -> Callable[[], None]:
     return restore
 
 
-def _ignore(value: Any) -> None:
+def _ignore(value: object) -> None:
     """For what a lambda does beside its result."""

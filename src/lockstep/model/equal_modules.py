@@ -45,7 +45,7 @@ class Description:
     structure: Hashable
     values: dict[tuple[type, str, str], Any]
 
-    def read(self, reads: Reads) -> dict[tuple[type, str, str], Any]:
+    def read(self, reads: Reads) -> dict[tuple[type, str, str], object]:
         """The plain attributes that were read."""
         classes = {cls for cls, name in reads if name == _ANY}
         return {k: v for k, v in self.values.items() if k[0] in classes or (k[0], k[2]) in reads}
@@ -91,10 +91,10 @@ def described(value: Any, foreign: Callable[[Tensor], bool] = lambda _: False) -
 class _Reader:
     def __init__(self, foreign: Callable[[Tensor], bool]) -> None:
         self.seen: dict[int, int] = {}
-        self._alive: list[Any] = []
+        self._alive: list[object] = []
         self._foreign = foreign
 
-    def note(self, value: Any) -> None:
+    def note(self, value: object) -> None:
         self.seen[id(value)] = len(self.seen)
         self._alive.append(value)
 
@@ -163,7 +163,7 @@ def reading(classes: Iterable[type]) -> Iterator[Reads]:
         yield reads
 
 
-def _noting(original: Any, reads: Reads) -> Any:
+def _noting(original: Any, reads: Reads) -> object:
     def __getattribute__(self: Any, name: str) -> Any:
         if name != _ANY or not sys._getframe(1).f_globals.get("__name__", "").startswith(_READS):
             reads.add((type(self), name))
@@ -172,7 +172,7 @@ def _noting(original: Any, reads: Reads) -> Any:
     return __getattribute__
 
 
-def _put_back(cls: type, original: Any) -> None:
+def _put_back(cls: type, original: object) -> None:
     if original is None:
         delattr(cls, "__getattribute__")
     else:
@@ -183,7 +183,7 @@ def _put_back(cls: type, original: Any) -> None:
 class Found:
     """What was found of modules, each kind once."""
 
-    results: dict[Any, list[tuple[dict[Any, Any], Any]]] = field(default_factory=dict)
+    results: dict[object, list[tuple[dict[Any, object], object]]] = field(default_factory=dict)
     attributes: tuple[str, ...] = ()
     """Names of attributes that always count."""
 

@@ -18,7 +18,7 @@ class Subclassed:
     _attributes: ClassVar[tuple[str, ...]] = ()
     """What the mixin adds to the object, and a pickle leaves out."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
         cls = type(self)
         with _as_plain(self):  # as the user's class is copied
             copied = copy.deepcopy(self, memo)
@@ -32,7 +32,7 @@ class Subclassed:
         copied.__class__ = cls
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         plain: Any = object.__new__(self._plain_class)
         plain.__dict__.update(self.__dict__)
         for name in self._attributes:
@@ -41,7 +41,7 @@ class Subclassed:
         return plain.__reduce_ex__(1)
 
 
-def subclass(cls: type, mixin: type[Subclassed], /, **attributes: Any) -> type:
+def subclass(cls: type, mixin: type[Subclassed], /, **attributes: object) -> type:
     """A subclass of ``cls`` with the same name, under ``mixin``."""
     names = {
         "__module__": cls.__module__,

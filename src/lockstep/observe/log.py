@@ -23,18 +23,20 @@ class MultiProcessAdapter(_Adapter):
     Records carry the rank. Until the runtime has started, the process counts as the main one.
     """
 
-    def __init__(self, logger: logging.Logger, extra: dict[str, Any] | None = None) -> None:
+    def __init__(self, logger: logging.Logger, extra: dict[str, object] | None = None) -> None:
         super().__init__(logger, extra or {})
         self._warned: set[tuple[str, str]] = set()
 
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+    def process(
+        self, msg: object, kwargs: MutableMapping[str, object]
+    ) -> tuple[Any, MutableMapping[str, Any]]:
         msg, kwargs = super().process(msg, kwargs)
         # One frame more than the default: the caller of log(), not log() itself.
         kwargs.setdefault("stacklevel", 2)
         runtime = process.current()
         return (msg if runtime is None else f"[RANK {runtime.rank}] {msg}"), kwargs
 
-    def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
+    def log(self, level: int, msg: object, *args: object, **kwargs: object) -> None:
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
         if not self.isEnabledFor(level):
@@ -51,7 +53,7 @@ class MultiProcessAdapter(_Adapter):
         elif runtime.is_main or not main_process_only:
             self.logger.log(level, msg, *args, **options)
 
-    def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
+    def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
         """Like ``warning``, but each message with the same arguments only the first time."""
         key = (str(msg), repr(args))
         if key not in self._warned:

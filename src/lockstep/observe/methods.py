@@ -112,14 +112,14 @@ class TrackingMethods:
     def init_trackers(
         self,
         project_name: str,
-        config: dict[str, Any] | None = None,
+        config: dict[str, object] | None = None,
         init_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Start the trackers named by ``log_with`` and store the run's configuration."""
         self._trackers.start(project_name, config, init_kwargs)
 
     def log(
-        self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
+        self, values: dict[str, object], step: int | None = None, log_kwargs: dict[str, Any] | None = None
     ) -> None:
         """Send values to all trackers; on other ranks than 0 nothing happens.
 

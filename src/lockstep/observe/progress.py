@@ -10,7 +10,7 @@ from lockstep.errors import ConfigError
 from lockstep.runtime import process
 
 
-def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> object:
     """``tqdm.auto.tqdm(*args, **kwargs)``, disabled except on the local main process.
 
     With ``main_process_only=False`` every process shows its bar. Without a started runtime this

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -43,7 +42,7 @@ class HostActivations(saved_tensors_hooks):
         super().__enter__()
         self._calls.append(_Call(self._last))
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         call = self._calls.pop()
         for offloaded in call.offloaded():

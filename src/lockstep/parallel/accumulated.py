@@ -206,7 +206,7 @@ def _fitted(gradient: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(place).copy_(gradient)
 
 
-def _as_parts(gradient: torch.Tensor) -> Any:
+def _as_parts(gradient: torch.Tensor) -> object:
     if not gradient.is_sparse:
         return gradient
     indices, values = torch_tensors.sparse_parts(gradient)

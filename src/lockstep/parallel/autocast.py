@@ -21,7 +21,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 def autocast(
     mixed_precision: str, device: torch.device, options: AutocastKwargs
-) -> AbstractContextManager[Any]:
+) -> AbstractContextManager[object]:
     """The context in which a forward runs with this ``mixed_precision`` (``no``: one that does nothing)."""
     dtype = DTYPES.get(mixed_precision)
     if dtype is None:
@@ -40,7 +40,7 @@ class AutocastForward(Subclassed):
     _attributes = ("_autocast_settings",)
     _autocast_settings: tuple[str, torch.device, AutocastKwargs]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         with autocast(*self._autocast_settings):
             outputs = super().__call__(*args, **kwargs)  # type: ignore[misc]
         return to_float32(outputs)

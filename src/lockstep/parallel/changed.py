@@ -40,7 +40,7 @@ def _hooked(model: str, name: str, kind: str, parallel: object) -> UsageError:
 class SameParameters:
     """Notices that a sharded model has got other parameters than it was sharded with."""
 
-    def __init__(self, model: nn.Module, groups: list[Any], parallel: object) -> None:
+    def __init__(self, model: nn.Module, groups: list[object], parallel: object) -> None:
         self._model = model
         self._kind = type(model).__name__.removeprefix("FSDP")
         self._groups = groups
@@ -78,7 +78,7 @@ class SameParameters:
                 f"{self._parallel}'. Change the model before accelerator.prepare()."
             )
 
-    def _refuse_hook(self, parameter: Any) -> None:
+    def _refuse_hook(self, parameter: object) -> None:
         is_shard = any(
             parameter is fsdp2.sharded_param(p) for group in self._groups for p in fsdp2.params(group)
         )
@@ -94,7 +94,7 @@ class SameParameters:
         return numbers | {id(p): len(records) + number for number, p in enumerate(others)}
 
 
-def _parameters(model: nn.Module) -> Iterator[Any]:
+def _parameters(model: nn.Module) -> Iterator[object]:
     """As often as they stand in the model, quicker than ``nn.Module.parameters``."""
     waiting: list[Any] = [model]
     while waiting:
@@ -104,7 +104,7 @@ def _parameters(model: nn.Module) -> Iterator[Any]:
             waiting.extend(children_of(module).values())
 
 
-def _slots(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _slots(model: nn.Module) -> Iterator[tuple[str, object]]:
     """The same in the same order, with their names."""
     waiting: list[tuple[str, Any]] = [("", model)]
     while waiting:

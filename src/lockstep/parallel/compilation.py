@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from lockstep.config.values import plain, suggestion
 from lockstep.errors import ConfigError
 
 
-def check_backend(backend: Any) -> None:
+def check_backend(backend: object) -> None:
     """Raise ConfigError unless this torch has a backend of that name; functions are backends themselves."""
     if backend is None or callable(backend):
         return

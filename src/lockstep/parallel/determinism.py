@@ -27,7 +27,7 @@ class WithoutChance(TorchFunctionMode):
     """Within it, functions that draw random numbers give the same ones whatever the shapes and the generator."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.gumbel_softmax:  # draws inside, where no mode is active
@@ -49,7 +49,7 @@ class BeforeWrites(TorchFunctionMode):
         self._note = note
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
@@ -126,21 +126,21 @@ def numbers(shape: tuple[int, ...]) -> Tensor:
 
 
 def _with_argument(
-    args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, value: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args: tuple[object, ...], kwargs: dict[str, object], place: int, name: str, value: object
+) -> tuple[tuple[object, ...], dict[str, object]]:
     if len(args) > place:
         return (*args[:place], value, *args[place + 1 :]), kwargs
     return args, {**kwargs, name: value}
 
 
-def _without_recurrent_dropout(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _without_recurrent_dropout(args: tuple[object, ...]) -> tuple[object, ...]:
     """(input, state, weights, bias, layers, dropout, ...), or packed (data, sizes, state, weights, bias, ...)."""
     place = 5 if isinstance(args[3], bool) else 6
     return (*args[:place], 0.0, *args[place + 1 :])
 
 
 def _softmax_without_noise(
-    logits: Tensor, tau: float = 1, hard: bool = False, eps: Any = None, dim: int = -1
+    logits: Tensor, tau: float = 1, hard: bool = False, eps: object = None, dim: int = -1
 ) -> Tensor:
     soft = (logits / tau).softmax(dim)
     if not hard:
@@ -149,16 +149,16 @@ def _softmax_without_noise(
     return one_hot - soft.detach() + soft
 
 
-def _constant(value: float) -> Callable[..., Any]:
+def _constant(value: float) -> Callable[..., object]:
     @torch.no_grad()
-    def settle(result: Tensor, args: Any, kwargs: Any) -> Tensor:
+    def settle(result: Tensor, args: object, kwargs: object) -> Tensor:
         return result.fill_(value)
 
     return settle
 
 
 @torch.no_grad()
-def _in_order(result: Tensor, args: Any, kwargs: Any) -> Tensor:
+def _in_order(result: Tensor, args: object, kwargs: object) -> Tensor:
     return result.copy_(torch.arange(result.numel(), device=result.device))
 
 
@@ -196,7 +196,7 @@ def _rounded(result: Tensor, args: Any, kwargs: Any) -> Tensor:
     return result.copy_(probabilities >= HALF)
 
 
-def _found(names: str, *places: Any) -> list[Any]:
+def _found(names: str, *places: object) -> list[object]:
     return [getattr(place, name) for name in names.split() for place in places if hasattr(place, name)]
 
 
@@ -206,14 +206,14 @@ _DROPOUTS = _found(
     torch,
     F,
 )
-_ARGUMENTS: dict[Any, tuple[int, str, Any]] = {
+_ARGUMENTS: dict[object, tuple[int, str, object]] = {
     **dict.fromkeys(_DROPOUTS, (1, "p", 0.0)),
     F.scaled_dot_product_attention: (4, "dropout_p", 0.0),
     F.multi_head_attention_forward: (10, "dropout_p", 0.0),
     **dict.fromkeys(_found("rrelu", F), (3, "training", False)),
 }
 _RECURRENT = set(_found("lstm gru rnn_tanh rnn_relu", torch))
-_DRAWS: dict[Any, Callable[..., Any]] = {
+_DRAWS: dict[object, Callable[..., object]] = {
     **dict.fromkeys(_found("rand rand_like randn randn_like poisson", torch), _constant(HALF)),
     **dict.fromkeys(_found("randint randint_like", torch), _constant(0)),
     **dict.fromkeys(_found("randperm", torch), _in_order),

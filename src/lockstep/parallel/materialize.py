@@ -223,7 +223,7 @@ def _check_filled(module: nn.Module) -> None:
             )
 
 
-def _call_reset(module: Any) -> None:
+def _call_reset(module: nn.Module) -> None:
     reset = torch_modules.reset_method(module)
     assert reset is not None  # as was found before
     reset()
@@ -235,6 +235,6 @@ def _enclosing_initialiser(model: nn.Module, name: str) -> InitWeights | None:
     for length in range(len(path), -1, -1):
         module = model.get_submodule(".".join(path[:length]))
         if hasattr(module, "_no_split_modules") and hasattr(module, "_init_weights"):
-            initialiser: Any = module._init_weights
+            initialiser: object = module._init_weights
             return cast(InitWeights, initialiser)
     return None

@@ -73,7 +73,7 @@ class ParallelModel:
         gradients sharded.
         """
         its_own: Any = getattr(self.module, "no_sync", nullcontext)  # of a model that the user has wrapped
-        context: AbstractContextManager[Any] = its_own()
+        context: AbstractContextManager[object] = its_own()
         return context
 
     def synchronised(self) -> AbstractContextManager[Any]:
@@ -102,7 +102,9 @@ class ParallelModel:
 
     # -- a step ------------------------------------------------------------------------------------------
 
-    def loss_of(self, function: LossFunction, inputs: Any, targets: Any, autocast: Autocast) -> torch.Tensor:
+    def loss_of(
+        self, function: LossFunction, inputs: object, targets: object, autocast: Autocast
+    ) -> torch.Tensor:
         """``function(model(inputs), targets)``, micro-batch by micro-batch in a pipeline that trains."""
         args, keywords, targets = call_of(inputs, targets)
         return function(self.module(*args, **keywords), *targets)
@@ -123,7 +125,7 @@ class ReplicatedModel(ParallelModel):
             # one. Averaging early leaves the window's result the same: a mean of equal means is that mean.
             self._has_seen_backward = True
             return nullcontext()
-        context: AbstractContextManager[Any] = self.module.no_sync()
+        context: AbstractContextManager[object] = self.module.no_sync()
         return context
 
     def synchronised(self) -> AbstractContextManager[Any]:
@@ -257,7 +259,9 @@ class PipelinedModel(ParallelModel):
         for stage in self.stages:
             stage.check_averaged(stepped)
 
-    def loss_of(self, function: LossFunction, inputs: Any, targets: Any, autocast: Autocast) -> torch.Tensor:
+    def loss_of(
+        self, function: LossFunction, inputs: object, targets: Any, autocast: Autocast
+    ) -> torch.Tensor:
         args, keywords, targets = call_of(inputs, targets)
         for hook in torch_modules.forward_pre_hooks_of(self.module):  # as a call of the model would
             hook(self.module, args)
@@ -270,13 +274,13 @@ class PipelinedModel(ParallelModel):
         return means if self.mean is None else [self.mean, *means]
 
 
-def call_of(inputs: Any, targets: Any) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+def call_of(inputs: object, targets: object) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
     """(arguments, keywords, targets of the loss) of a call; ``inputs``: one value, a tuple of them, or keywords."""
     args, keywords = ((), dict(inputs)) if isinstance(inputs, Mapping) else (_as_tuple(inputs), {})
     return args, keywords, _as_tuple(targets)
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
+def _as_tuple(value: object) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 

@@ -151,7 +151,7 @@ def _prepare_layers(
     blocks: dict[str, nn.Module],
     options: ModelOptions,
     runtime: Runtime,
-    tensor_plan: Any = None,
+    tensor_plan: object = None,
 ) -> list[nn.Parameter]:
     """Split layers, experts and the sequence, and let blocks recompute, in place. Returns the experts' weights.
 
@@ -328,7 +328,7 @@ def _gradient_mean(model: nn.Module, experts: list[nn.Parameter], options: Model
     buffers = synchronised_buffers(model)
     if options.ddp.broadcast_buffers and buffers and meshes.gradient_size > 1:
 
-        def take_buffers(*_: Any) -> None:
+        def take_buffers(*_: object) -> None:
             if not mean.is_held_back:
                 broadcast_buffers(buffers, meshes.gradient_group)
 

@@ -101,11 +101,11 @@ class RecomputedForward(Subclassed):
 
     _attributes = ("_changed_buffers",)
     _recompute_mode: Activation
-    _around: AbstractContextManager[Any]  # entered for each call; of all blocks of a model
+    _around: AbstractContextManager[object]  # entered for each call; of all blocks of a model
     _changed_buffers: set[str]
     training: bool
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: Any) -> Any:
         forward = super().forward  # type: ignore[misc]
         if not (self.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
@@ -117,15 +117,15 @@ class RecomputedForward(Subclassed):
 
 
 def _checkpointed(
-    block: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+    block: Any, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
     mode = block._recompute_mode
     if mode is Activation.SELECTIVE:
         forward = _without_autocast_cache(forward)
     run, tensors = _function_of_tensors(forward, args, kwargs)
     buffers = BuffersOnce(block)
 
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         if mode is not Activation.SELECTIVE:
             return nullcontext(), buffers
         first, second = _selective_contexts()
@@ -138,8 +138,8 @@ def _checkpointed(
 
 
 def _function_of_tensors(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[Callable[..., object], list[torch.Tensor]]:
     """``forward`` as a function of all tensors in its arguments, and these.
 
     ``checkpoint`` takes care of tensors only where they are positional: it stores the generator of their
@@ -155,8 +155,8 @@ def _function_of_tensors(
     stored = map_tensors(take, (args, kwargs))
     given = [(args, kwargs)]
 
-    def run(*values: torch.Tensor) -> Any:
-        def put_back(_: str, leaf: Any) -> Any:
+    def run(*values: torch.Tensor) -> object:
+        def put_back(_: str, leaf: object) -> object:
             return values[leaf.index] if isinstance(leaf, _Place) else leaf
 
         positional, named = given.pop() if given else map_leaves(put_back, stored)
@@ -175,7 +175,7 @@ class _Place:
 class _NestedContexts:
     """Two contexts as one that can be entered again: a kept graph is recomputed for every backward."""
 
-    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+    def __init__(self, outer: AbstractContextManager[object], inner: AbstractContextManager[object]) -> None:
         self.outer, self.inner = outer, inner
 
     def __enter__(self) -> None:
@@ -197,14 +197,14 @@ _KEPT = frozenset(
 )
 
 
-def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(_: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
     packet = getattr(operator, "overloadpacket", operator)
     if packet in _KEPT and not _drops(operator, args, kwargs):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _drops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _drops(operator: object, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     """Whether it applies dropout: skipping it would give the operators after it other random numbers."""
     schema = dispatch.schema_of(operator)
     for index, argument in enumerate(schema.arguments if schema else ()):
@@ -217,10 +217,10 @@ def _drops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 _selective_contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
 
 
-def _without_autocast_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _without_autocast_cache(forward: Callable[..., object]) -> Callable[..., object]:
     """Kept results are found by their number: both times a weight must be cast, or both times not."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         enabled = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
@@ -238,7 +238,7 @@ def _inputs_in_host_memory() -> torch.autograd.graph.saved_tensors_hooks:
 # -- transformers ----------------------------------------------------------------------------------------
 
 
-def _checkpoints_itself(model: Any, blocks: dict[str, nn.Module]) -> bool:
+def _checkpoints_itself(model: nn.Module, blocks: dict[str, nn.Module]) -> bool:
     if not getattr(model, "supports_gradient_checkpointing", False):
         return False
     if not hasattr(model, "gradient_checkpointing_enable"):
@@ -300,7 +300,7 @@ class BuffersOnce:
         for name, tensor in self.current.items():
             self._set(name, self.copies.get(name, tensor).detach().clone())
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         for name, tensor in self.current.items():
             self._set(name, tensor)
         self.current = {}

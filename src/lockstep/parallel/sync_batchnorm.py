@@ -99,7 +99,9 @@ class _Normalize(torch.autograd.Function):
     """(x - mean) / sqrt(variance + eps), and the statistics."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float, group: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, eps: float, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)

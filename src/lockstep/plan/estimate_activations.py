@@ -64,7 +64,7 @@ def _count(
     size: tuple[int, int],
     dtype: str,
     weights: str,
-    names: Mapping[str, Any],
+    names: Mapping[str, object],
 ) -> Activations:
     import torch
 
@@ -75,7 +75,7 @@ def _count(
         inside = {name: fake.get_submodule(name) for name in blocks}
         counter = _Counter(fake, inside)
         ids = torch.zeros(size, dtype=torch.long)
-        given: dict[str, Any] = {
+        given: dict[str, object] = {
             name: ids for name in ("input_ids", "labels", "decoder_input_ids") if name in names
         }
         given |= {"use_cache": False} if "use_cache" in names else {}
@@ -113,7 +113,7 @@ def _faked(model: nn.Module, mode: Any, dtype: torch.dtype) -> nn.Module:
     import torch
 
     with mode:
-        memo: dict[int, Any] = {}
+        memo: dict[int, object] = {}
         for tensor in (*model.parameters(), *model.buffers()):
             kind = (
                 dtype
@@ -158,7 +158,7 @@ class _Counter:
 
         from lockstep.torch_internals.fake import tree_leaves
 
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def enter(module: nn.Module, args: object, kwargs: object) -> None:
             self._current = name
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             self.input_bytes[name] = sum(tensor.nbytes for tensor in tensors if tensor.requires_grad)

@@ -79,7 +79,7 @@ def built_from_config(path: Path) -> tuple[nn.Module, tuple[str, ...]]:
             ) from error
 
 
-def _model(config: Any, data: dict[str, Any], path: Path) -> nn.Module:
+def _model(config: Any, data: dict[str, object], path: Path) -> nn.Module:
     import transformers
 
     names = data.get("architectures") or ()
@@ -98,7 +98,7 @@ def _model(config: Any, data: dict[str, Any], path: Path) -> nn.Module:
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, object]:
     try:
         content = read_regular_file(path, 64 * MAX_BYTES + 1)
         data = parse_json(content.decode("utf-8-sig"), str(path))
@@ -110,7 +110,7 @@ def _read(path: Path) -> dict[str, Any]:
     return data
 
 
-def _check_numbers(data: Any, path: Path, name: str = "") -> None:
+def _check_numbers(data: object, path: Path, name: str = "") -> None:
     """Raise ConfigError for numbers that no model has; with so many layers, building it would not end."""
     if isinstance(data, dict):
         for key, value in data.items():

@@ -17,7 +17,7 @@ from lockstep.config.values import repr_short, suggestion
 from lockstep.errors import UsageError
 
 
-def call_factory(text: str, arguments: Mapping[str, Any]) -> Any:
+def call_factory(text: str, arguments: Mapping[str, object]) -> object:
     """What ``module:name`` gives: an object as it is, a class or function called with ``arguments``.
 
     What it prints goes to stderr.
@@ -56,7 +56,7 @@ def _imported(place: str) -> ModuleType:
         return module
 
 
-def _attribute(module: ModuleType, name: str, place: str) -> Any:
+def _attribute(module: ModuleType, name: str, place: str) -> object:
     found: Any = module
     for part in name.split("."):
         if not part or not hasattr(found, part):
@@ -68,7 +68,7 @@ def _attribute(module: ModuleType, name: str, place: str) -> Any:
     return found
 
 
-def _check_arguments(made: Callable[..., Any], text: str, arguments: Mapping[str, Any]) -> None:
+def _check_arguments(made: Callable[..., object], text: str, arguments: Mapping[str, object]) -> None:
     try:
         signature = inspect.signature(made)
     except (TypeError, ValueError):

@@ -75,7 +75,7 @@ WEIGHTS = (".safetensors", ".index.json", "pytorch_model.bin")
 
 
 def facts_of(
-    text: str, arguments: Mapping[str, Any] | None = None, batch: int = 0, sequence: int = 0
+    text: str, arguments: Mapping[str, object] | None = None, batch: int = 0, sequence: int = 0
 ) -> ModelFacts:
     """Count ``text``: a module path, a configuration of transformers, or weights in files.
 
@@ -116,7 +116,7 @@ def _has_weights(path: Path) -> bool:
     return path.name.endswith(WEIGHTS)
 
 
-def _module(text: str, arguments: Mapping[str, Any]) -> nn.Module:
+def _module(text: str, arguments: Mapping[str, object]) -> nn.Module:
     import torch
 
     from lockstep.plan.estimate_import import call_factory

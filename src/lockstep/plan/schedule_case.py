@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from lockstep.config.enums import Schedule
 from lockstep.config.values import repr_short
@@ -58,9 +57,9 @@ class ScheduleCase:
             " ".join(f"{count / stages:g}" for count in self._in_flight(timeline)),
         )
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """The same as numbers, in a stage's units."""
-        facts: dict[str, Any] = {
+        facts: dict[str, object] = {
             "schedule": str(self.schedule),
             "ranks": self.ranks,
             "micro_batches": self.micro_batches,

@@ -49,11 +49,11 @@ class _RecordingStage:
         self.submod, self.device = None, "cpu"
         self.actions: list[Action] = []
 
-    def forward_one_chunk(self, micro_batch: int, *_: Any, **__: Any) -> None:
+    def forward_one_chunk(self, micro_batch: int, *_: object, **__: object) -> None:
         self.actions.append(Action(self.group_rank, self.stage_index, "F", micro_batch))
 
     def backward_one_chunk(
-        self, micro_batch: int, loss: Any = None, full_backward: bool = True, **_: Any
+        self, micro_batch: int, loss: object = None, full_backward: bool = True, **_: object
     ) -> None:
         kind = "B" if full_backward else "I"
         self.actions.append(Action(self.group_rank, self.stage_index, kind, micro_batch))
@@ -64,7 +64,7 @@ class _RecordingStage:
         return lambda *_, **__: []  # preparations, and operations to send and to receive: none
 
 
-def _no_loss(*_: Any) -> None:
+def _no_loss(*_: object) -> None:
     """In place of a loss, without which a schedule would leave out backward."""
 
 

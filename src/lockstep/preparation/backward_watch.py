@@ -90,7 +90,7 @@ class BackwardWatch:
 
     # Backward calls of the script ---------------------------------------------------------------------
 
-    def after_forward(self, output: Any) -> None:
+    def after_forward(self, output: object) -> None:
         """Notice when a gradient comes to these outputs."""
         if not torch.is_grad_enabled():
             return
@@ -184,16 +184,16 @@ class _AfterForward:
     def __init__(self, watch: BackwardWatch) -> None:
         self._watch = watch
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
         self._watch.after_forward(output)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _copy_of_hook, ()
 
 
-def _copy_of_hook() -> Callable[[nn.Module, Any, Any], None]:
+def _copy_of_hook() -> Callable[[nn.Module, object, object], None]:
     return _ignore
 
 
-def _ignore(module: nn.Module, args: Any, output: Any) -> None:
+def _ignore(module: nn.Module, args: object, output: object) -> None:
     """What is left of ``_AfterForward`` in a copy."""

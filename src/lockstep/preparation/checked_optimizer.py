@@ -26,7 +26,7 @@ class CheckedOptimizer(PreparedOptimizer):
         # The checks belong to one Accelerator, which neither a copy nor a file should carry along.
         return {**super().__getstate__(), "_checks": None}
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: object = None) -> Any:
         """See ``PreparedOptimizer.step``.
 
         Raises:

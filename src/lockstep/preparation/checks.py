@@ -53,7 +53,7 @@ def refuse_replicas(model: nn.Module) -> None:
         )
 
 
-def check_micro_batch(loader: DataLoader[Any], rows_per_process: int | None, ranks_per_batch: int) -> None:
+def check_micro_batch(loader: DataLoader[object], rows_per_process: int | None, ranks_per_batch: int) -> None:
     """Raise UsageError unless the loader's batches are as a configuration says; None: it says nothing."""
     if rows_per_process is None or loader.batch_size is None:
         return
@@ -65,7 +65,7 @@ def check_micro_batch(loader: DataLoader[Any], rows_per_process: int | None, ran
         )
 
 
-def refuse_lookalike(item: Any) -> None:
+def refuse_lookalike(item: object) -> None:
     """Raise UsageError for an object that steps parameters but is no ``torch.optim.Optimizer``.
 
     Where a model gets other parameters than it had, nobody would give them to such an object: it would train nothing.

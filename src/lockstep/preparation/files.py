@@ -41,7 +41,7 @@ class FileMethods:
     _options: Options
     _step: StepState
     _watch: ProcessWatch
-    _registered: list[Any]
+    _registered: list[object]
     _preemption_hook: Callable[[], str] | None = None
 
     if TYPE_CHECKING:  # each made when it is first used
@@ -70,13 +70,13 @@ class FileMethods:
         gathered: dict[str, Any] = whole(state)
         if not any(map(is_dtensor, state.values())):
             return gathered
-        copies: dict[int, Any] = {}  # by what they are copies of, so that tied ones stay tied
+        copies: dict[int, object] = {}  # by what they are copies of, so that tied ones stay tied
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and not is_dtensor(value):
                 gathered[name] = copies.setdefault(id(value), gathered[name].clone())
         return gathered
 
-    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+    def save(self, obj: object, f: object, safe_serialization: bool = False) -> None:
         """``torch.save`` (or safetensors) on the main process; with ``save_on_each_node`` on one of each machine.
 
         Tensors in ``obj`` may have any shape.
@@ -116,7 +116,7 @@ class FileMethods:
         else:
             save_model(plain, save_directory, max_shard_size, self._communicator)
 
-    def register_for_checkpointing(self, *objects: Any) -> None:
+    def register_for_checkpointing(self, *objects: object) -> None:
         """Include objects with ``state_dict`` and ``load_state_dict`` in saved states."""
         self._registered.extend(checked_stateful(objects))
 
@@ -136,7 +136,7 @@ class FileMethods:
         safe_serialization: bool = True,
         *,
         blocking: bool = True,
-        **save_model_func_kwargs: Any,
+        **save_model_func_kwargs: object,
     ) -> str:
         """Write models, optimizers, schedulers, loss scale, loaders, generators and registered objects.
 
@@ -171,8 +171,8 @@ class FileMethods:
     def load_state(
         self,
         input_dir: str | os.PathLike[str] | None = None,
-        load_kwargs: dict[str, Any] | None = None,
-        **load_model_func_kwargs: Any,
+        load_kwargs: dict[str, object] | None = None,
+        **load_model_func_kwargs: object,
     ) -> str:
         """Restore what ``save_state`` wrote: without a directory, the project's newest that is whole.
 

@@ -16,7 +16,7 @@ class FirstForward:
         self._tell = tell
         self._handle: RemovableHandle | None = model.register_forward_pre_hook(self)
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: object) -> None:
         self._tell()
         if self._handle is not None:
             self._handle.remove()
@@ -25,9 +25,9 @@ class FirstForward:
         return _copy_of_hook, ()
 
 
-def _copy_of_hook() -> Callable[[nn.Module, Any], None]:
+def _copy_of_hook() -> Callable[[nn.Module, object], None]:
     return _ignore
 
 
-def _ignore(module: nn.Module, args: Any) -> None:
+def _ignore(module: nn.Module, args: object) -> None:
     """What is left of ``FirstForward`` in a copy."""

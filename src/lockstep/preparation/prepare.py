@@ -121,7 +121,9 @@ class Preparation:
             else None
         )
 
-    def prepare(self, objects: tuple[Any, ...], device_placement: list[bool | None] | None) -> list[Any]:
+    def prepare(
+        self, objects: tuple[object, ...], device_placement: list[bool | None] | None
+    ) -> list[object]:
         """The prepared forms, in the order given; objects of other types pass through.
 
         Raises:
@@ -139,7 +141,7 @@ class Preparation:
         objects = self._with_described(objects)
         prepared = list(objects)
         # Models first, because optimizers are checked against them; schedulers last, they follow optimizers.
-        makers: tuple[tuple[Any, Callable[[Any, bool | None], Any]], ...] = (
+        makers: tuple[tuple[Any, Callable[[Any, bool | None], object]], ...] = (
             (nn.Module, self.prepare_model),
             (Optimizer, lambda optimizer, _: self.prepare_optimizer(optimizer)),
             (DataLoader, self.prepare_loader),
@@ -151,7 +153,7 @@ class Preparation:
                     prepared[i] = make(item, placement[i])
         return prepared
 
-    def _with_described(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _with_described(self, objects: tuple[object, ...]) -> tuple[object, ...]:
         """The objects, with what a configuration describes in place of what stands for it."""
         options = self._options
         if (options.optimizer, options.scheduler) == (None, None) and not any(
@@ -225,7 +227,7 @@ class Preparation:
         number = next((i for i, known in enumerate(self.models) if known.module is model), None)
         return None if number is None else self._wholes.get(number)
 
-    def contents(self, further: dict[str, list[Any]]) -> CheckpointContents:
+    def contents(self, further: dict[str, list[object]]) -> CheckpointContents:
         """What a checkpoint is made of: the prepared objects and ``further`` ones."""
         self.offload.finish()
         meshes, place = self._meshes, None
@@ -442,8 +444,8 @@ def _held(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def _after_step(watch: BackwardWatch) -> Callable[[Optimizer, Any, Any], None]:
-    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _after_step(watch: BackwardWatch) -> Callable[[Optimizer, object, object], None]:
+    def after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         watch.after_step(optimizer)
 
     after_step.reads_no_parameter = True  # type: ignore[attr-defined]  # so that an offloaded step need not be over

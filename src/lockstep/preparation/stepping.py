@@ -61,7 +61,7 @@ class StepChecks:
         if self._handle is None:
             this = weakref.ref(self)
 
-            def before_step(optimizer: Optimizer, *_: Any) -> None:
+            def before_step(optimizer: Optimizer, *_: object) -> None:
                 checks = this()
                 if checks is not None:
                     checks.check(optimizer)
@@ -142,7 +142,7 @@ class DrawsAlike:
         self._communicator = communicator
         self._together = ranks_step_together
         # One for each step that has begun: a step that calls its base's has hooks twice.
-        self._before: list[dict[str, Any] | None] = []
+        self._before: list[dict[str, object] | None] = []
 
     def watch(self, optimizer: Optimizer) -> None:
         """From now on, if its step is of its own."""
@@ -155,7 +155,7 @@ class DrawsAlike:
         is_checked = not self._before and self._together() and not has_closure
         self._before.append(state_of_generators() if is_checked else None)
 
-    def _end(self, optimizer: Optimizer, *_: Any) -> None:
+    def _end(self, optimizer: Optimizer, *_: object) -> None:
         before = self._before.pop()
         if before is None or are_equal(before, state_of_generators()):
             return
@@ -169,7 +169,7 @@ class DrawsAlike:
             )
 
 
-def _plain(state: dict[str, Any]) -> Any:
+def _plain(state: dict[str, Any]) -> object:
     return [
         (
             name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -86,9 +86,9 @@ class Verifications:
         self,
         model: nn.Module,
         loss_function: Callable[..., torch.Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        targets: tuple[Any, ...],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        targets: tuple[object, ...],
     ) -> None:
         """Verify a call of a model whose loss is computed outside of it, if it is time."""
         verification = self._of_models.get(id(model))

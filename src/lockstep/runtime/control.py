@@ -74,7 +74,7 @@ class ProcessControl:
     def is_last_process(self) -> bool:
         return self.runtime.is_last
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
+    def print(self, *args: object, **kwargs: Any) -> None:
         """``print``, once on each machine.
 
         Examples:
@@ -160,12 +160,12 @@ class ProcessControl:
     def on_process(
         self, function: None = None, process_index: int | None = None
     ) -> Callable[[Function], Function]: ...
-    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
+    def on_process(self, function: object = None, process_index: int | None = None) -> Any:
         """Decorator ``@on_process(process_index=r)``: run on rank ``r`` only."""
         index = self._checked_index("process_index", process_index, self.runtime.world_size)
         return _decorator(lambda: self.runtime.rank == index, function)
 
-    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
+    def on_local_process(self, function: object = None, local_process_index: int | None = None) -> Any:
         """Decorator ``@on_local_process(local_process_index=r)``: run on local rank ``r`` only."""
         index = self._checked_index("local_process_index", local_process_index, self.runtime.local_world_size)
         return _decorator(lambda: self.runtime.local_rank == index, function)
@@ -178,7 +178,7 @@ class ProcessControl:
         return index
 
     @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+    def split_between_processes(self, inputs: object, apply_padding: bool = False) -> Iterator[Any]:
         """This rank's contiguous part of a list, tuple, tensor [n, ...], ``datasets.Dataset`` or mapping of those.
 
         The first ``len % world_size`` ranks get one element more; with ``apply_padding`` the others
@@ -273,7 +273,7 @@ class PartialState(ProcessControl):
     def debug(self) -> bool:
         return False
 
-    def destroy_process_group(self, group: Any = None) -> None:
+    def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
         """Leave the run. A later ``PartialState()`` or ``Accelerator()`` joins anew."""
         if group is None:
             process.end()
@@ -373,7 +373,7 @@ def _padded(indices: list[int], share: int, extra: int, default: int) -> list[in
 
 def _only_if(condition: Callable[[], bool], function: Function) -> Function:
     @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: object) -> Any:
         return function(*args, **kwargs) if condition() else None
 
     return run  # type: ignore[return-value]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from lockstep.config.sources import export_environment, inherited_environment, restore_environment
 from lockstep.config.values import parse_bool
 
 
 @contextmanager
-def patch_environment(**variables: Any) -> Iterator[None]:
+def patch_environment(**variables: object) -> Iterator[None]:
     """Set environment variables inside the block: names in upper case, values as text."""
     before = inherited_environment()
     names = [name.upper() for name in variables]

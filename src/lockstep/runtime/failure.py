@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
 
 from lockstep.config.sources import error_file, shares_console
 
@@ -196,7 +195,7 @@ def call_of_user(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
 
 def report_of(
     error: BaseException, consequence: bool, time_ns: int, sentence: str | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The report: torch's fields, and ours under ``lockstep``."""
     return {
         "message": {

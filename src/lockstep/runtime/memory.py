@@ -42,7 +42,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
         torch.xpu.empty_cache()
 
 
-def release_memory(*objects: Any) -> list[None]:
+def release_memory(*objects: object) -> list[None]:
     """Free device memory; returns one None per object, to be assigned to the names that held them.
 
     The memory is given back only where the caller's names were the last references, so assign the
@@ -55,7 +55,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def find_executable_batch_size(
-    function: Callable[..., Any] | None = None,
+    function: Callable[..., object] | None = None,
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Any:
@@ -91,7 +91,7 @@ def find_executable_batch_size(
     batch_size = starting_batch_size
 
     @functools.wraps(function)
-    def with_batch_size(*args: Any, **kwargs: Any) -> Any:
+    def with_batch_size(*args: object, **kwargs: object) -> Any:
         nonlocal batch_size
         _check_arguments(function, args)
         clear_device_cache(garbage_collection=True)
@@ -115,7 +115,7 @@ def find_executable_batch_size(
     return with_batch_size
 
 
-def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _check_arguments(function: Callable[..., object], args: tuple[object, ...]) -> None:
     """Raise TypeError where ``args`` leaves no place for the batch size."""
     parameters = list(inspect.signature(function).parameters.values())
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):

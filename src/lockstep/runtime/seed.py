@@ -42,7 +42,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         torch.use_deterministic_algorithms(True)
 
 
-def rng_state() -> dict[str, Any]:
+def rng_state() -> dict[str, object]:
     """The state of all generators as a flat dict of ints, floats, strings, None and CPU tensors.
 
     The plain values survive JSON and the tensors safetensors, so that
@@ -142,7 +142,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _numpy_state() -> dict[str, Any]:
+def _numpy_state() -> dict[str, object]:
     state: Any = np.random.get_state(legacy=False)
     if state["bit_generator"] != "MT19937":
         raise UsageError(
@@ -158,7 +158,7 @@ def _numpy_state() -> dict[str, Any]:
     }
 
 
-def _read(state: Mapping[str, Any], key: str) -> Any:
+def _read(state: Mapping[str, object], key: str) -> Any:
     if key not in state:
         raise UsageError(
             f"The state of the random number generators lacks '{key}'; it has {', '.join(sorted(state))}. "

@@ -107,7 +107,7 @@ class StepState:
         return self.active is not None
 
     @property
-    def active_dataloader(self) -> Any:
+    def active_dataloader(self) -> object:
         return self.active.loader if self.active is not None else None
 
     @property

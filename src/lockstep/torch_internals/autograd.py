@@ -35,7 +35,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
-def saved_tensors_hooks_now() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+def saved_tensors_hooks_now() -> tuple[Callable[..., object], Callable[..., object]] | None:
     """(pack, unpack) of the innermost ``saved_tensors_hooks`` around; None outside of all.
 
     Relies on: ``_top_saved_tensors_default_hooks(True)``, where True asks for those that tracing would ignore, too.
@@ -54,7 +54,7 @@ def module_of_function(node: Any) -> str | None:
     return getattr(getattr(type(node), "_forward_cls", node), "__module__", "")
 
 
-def saved_by(node: Any) -> Iterator[Any]:
+def saved_by(node: object) -> Iterator[object]:
     """What a node of the graph keeps for its backward. Relies on: attributes that begin with ``_saved_``."""
     for name in dir(node):
         if name.startswith("_saved_"):

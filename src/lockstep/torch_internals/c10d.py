@@ -16,13 +16,13 @@ if dist.is_available():
     from torch._C._distributed_c10d import GradBucket as GradBucket  # what DDP hands to a communication hook
 
 
-def group_named(name: str) -> Any:
+def group_named(name: str) -> object:
     """Relies on: ``_resolve_process_group`` finds the group of a ``group_name``, as collectives in a graph have it."""
     found: Any = torch._C._distributed_c10d
     return found._resolve_process_group(name)
 
 
-def names_of_groups() -> dict[Any, str]:
+def names_of_groups() -> dict[object, str]:
     """Process group -> its name, as the flight recorder has it. Relies on: ``_world.pg_names``; none if it is gone."""
     world = getattr(dist.distributed_c10d, "_world", None)
     names = getattr(world, "pg_names", None)
@@ -68,7 +68,7 @@ def traced() -> Any:
     return torch.ops._c10d_functional
 
 
-def reduction_of(op: Any) -> tuple[Any, Any]:
+def reduction_of(op: Any) -> tuple[Any, object]:
     """(kind, factor or None) of a reduction. Relies on: ``ReduceOp.__getstate__`` tells the factor of PREMUL_SUM."""
     kind, factor = (op, None) if isinstance(op, dist.ReduceOp.RedOpType) else op.__getstate__()
     return kind, factor

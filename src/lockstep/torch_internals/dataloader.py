@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from lockstep.torch_internals.versions import expect, probed
 
 
-def workers_of(iterator: Any) -> list[Any]:
+def workers_of(iterator: object) -> list[object]:
     """Relies on: ``_workers`` of an iterator of a loader are its processes; there is none without."""
     return list(getattr(iterator, "_workers", None) or ())
 

@@ -13,7 +13,7 @@ from lockstep.errors import UsageError
 from lockstep.torch_internals.versions import expect, probed
 
 
-def schema_of(operator: Any) -> Any:
+def schema_of(operator: object) -> Any:
     """Name and arguments of an operator; None if it has no schema. Relies on: ``_schema``."""
     return getattr(operator, "_schema", None)
 
@@ -33,7 +33,7 @@ def changes_arguments(operator: Any) -> bool:
     return bool(operator._schema.is_mutable)
 
 
-def operators_of(names: Sequence[str]) -> list[Any]:
+def operators_of(names: Sequence[str]) -> list[object]:
     """Those of these names that ``torch.ops.aten`` has."""
     return [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
 
@@ -51,7 +51,7 @@ class WithoutCollectives(TorchDispatchMode):
     def is_active(cls) -> bool:
         return any(isinstance(mode, cls) for mode in _get_current_dispatch_mode_stack())
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             raise UsageError(
                 f"its forward or backward calls the collective {operation_name(func).partition('::')[2]}, which one "
@@ -86,7 +86,7 @@ def probe() -> None:
     seen: list[str] = []
 
     class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
             seen.append(schema_of(func).name)
             seen.extend(argument_names(func))
             return func(*args, **(kwargs or {}))

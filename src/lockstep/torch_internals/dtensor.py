@@ -50,7 +50,7 @@ def _plan_for_pieces() -> None:
         return
     by_order = planning._gen_transform_infos_non_cached
 
-    def plan(source: Any, target: Any, use_graph: bool | None = None) -> Any:
+    def plan(source: Any, target: object, use_graph: bool | None = None) -> Any:
         try:
             return by_order(source, target, use_graph)
         except ValueError:
@@ -60,7 +60,7 @@ def _plan_for_pieces() -> None:
     planning._gen_transform_infos_non_cached = plan
 
 
-def handle_operators(handlers: dict[Any, Any]) -> None:
+def handle_operators(handlers: dict[object, Any]) -> None:
     """Let DTensor call ``handler(operator, args, kwargs)`` for these operators, from now on.
 
     Relies on: ``DTensor._op_dispatcher._custom_op_handlers``, which torch's ``loss_parallel`` fills and empties.
@@ -122,5 +122,5 @@ def probe() -> None:
     )
 
 
-def _probe_handler(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _probe_handler(operator: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """Is never called."""

@@ -91,17 +91,17 @@ def behave_like_plain(shard_like: Sharded) -> LostChanges:
     return lost
 
 
-def _whole(tensor: Any) -> Any:
+def _whole(tensor: torch.Tensor) -> Any:
     from torch.distributed.tensor import DTensor
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _whole_number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _whole_number(op: object, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
     return _whole(args[0]).item()
 
 
-def _fill(shard_like: Sharded, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _fill(shard_like: Sharded, op: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
     target, *others = args
     whole = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
     op(whole, *map(_whole, others), **kwargs)
@@ -109,15 +109,15 @@ def _fill(shard_like: Sharded, op: Any, args: tuple[Any, ...], kwargs: dict[str,
     return target
 
 
-def _draw_like(shard_like: Sharded, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _draw_like(shard_like: Sharded, op: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
     like, *others = args
     whole = op(_whole(like), *others, **kwargs)
     return shard_like(_of_first(whole, like), like)
 
 
 def _change(
-    handlers: dict[Any, Any], lost: LostChanges, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+    handlers: dict[object, object], lost: LostChanges, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> object:
     from torch.distributed.tensor import DTensor
 
     if not isinstance(args[0], DTensor):
@@ -138,12 +138,14 @@ def _change(
         handlers[op] = handler
 
 
-def _data(lost: LostChanges, in_torch: Callable[[Any], Any], tensor: Any) -> Any:
+def _data(lost: LostChanges, in_torch: Callable[[object], object], tensor: torch.Tensor) -> object:
     lost.data_is_taken(tensor)
     return in_torch(tensor)
 
 
-def _set_data(shard_like: Sharded, in_torch: Callable[[Any, Any], None], tensor: Any, value: Any) -> None:
+def _set_data(
+    shard_like: Sharded, in_torch: Callable[[object, object], None], tensor: Any, value: Any
+) -> None:
     from torch.distributed.tensor import DTensor
 
     part = tensor._local_tensor
@@ -171,9 +173,9 @@ def _setting_items(
     return set_items
 
 
-def _noting(in_torch: Callable[..., Any], lost: LostChanges) -> Callable[..., Any]:
+def _noting(in_torch: Callable[..., object], lost: LostChanges) -> Callable[..., object]:
     @functools.wraps(in_torch)
-    def view(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def view(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
         found = in_torch(tensor, *args, **kwargs)
         if in_torch.__name__ != "__getitem__" or _is_view(args[0]):
             for part in found if isinstance(found, (tuple, list)) else (found,):
@@ -183,7 +185,7 @@ def _noting(in_torch: Callable[..., Any], lost: LostChanges) -> Callable[..., An
     return view
 
 
-def _is_view(index: Any) -> bool:
+def _is_view(index: object) -> bool:
     """Whether plain torch gives a view for this index, and no copy."""
     of = index if isinstance(index, tuple) else (index,)
     return all(one is None or one is Ellipsis or isinstance(one, (int, slice)) for one in of)
@@ -201,13 +203,13 @@ class LostChanges:
         """``call``, a method, before a script gets the ``data`` of this tensor, to which it can write unnoticed."""
         self._noticed[tensor] = weakref.WeakMethod(call)
 
-    def data_is_taken(self, tensor: Any) -> None:
+    def data_is_taken(self, tensor: torch.Tensor) -> None:
         found = self._noticed.get(tensor)
         call = None if found is None else found()
         if call is not None:
             call()
 
-    def note(self, tensor: Any, part: Any) -> None:
+    def note(self, tensor: Any, part: object) -> None:
         """``part`` was taken of ``tensor``."""
         copy = getattr(part, "_local_tensor", None)
         if copy is not None and storage_key(copy) != storage_key(tensor._local_tensor):
@@ -221,7 +223,7 @@ class LostChanges:
             if key in self._parts:
                 self._changed[key] = self._parts[key]
 
-    def forgive(self, part: Any) -> None:
+    def forgive(self, part: object) -> None:
         """It is written back: ``tensor[0] *= 2`` does so."""
         copy = getattr(part, "_local_tensor", None)
         if copy is not None:
@@ -266,8 +268,8 @@ def _nodes_of_dtensors(root: Any) -> set[Any]:
     """
     from torch.distributed.tensor import DTensor
 
-    found: set[Any] = set()
-    seen: set[Any] = set()
+    found: set[object] = set()
+    seen: set[object] = set()
     waiting: list[tuple[Any, bool]] = [(root, False)]
     while waiting:
         node, is_left = waiting.pop()
@@ -285,5 +287,5 @@ def _nodes_of_dtensors(root: Any) -> set[Any]:
     return found
 
 
-def _plain(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+def _plain(gradients: tuple[Any, ...]) -> tuple[object, ...]:
     return tuple(map(_whole, gradients))

@@ -33,7 +33,7 @@ UNKNOWN_VALUE = (
 """Relies on: what is raised where a value would be needed."""
 
 
-def without_values(func: Any, args: Any, kwargs: Any) -> Any:
+def without_values(func: Any, args: Any, kwargs: Any) -> object:
     """``func(*args, **kwargs)`` where one of the tensors has no values.
 
     Relies on: the shapes of ``aten._grouped_mm`` (experts) are known for bfloat16 alone, though it computes in others;

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from lockstep.torch_internals.versions import expect, probed
 
@@ -16,7 +15,7 @@ DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 """Relies on: functions (include collectives, only active ones) to JSON text, of gloo and others, and of NCCL."""
 
 
-def traces() -> Iterator[Mapping[str, Any]]:
+def traces() -> Iterator[Mapping[str, object]]:
     """Those of this process, by kind of recorder. What a recorder raises or says wrongly is left out."""
     try:
         from torch._C import _distributed_c10d

@@ -27,7 +27,7 @@ from lockstep.torch_internals.fsdp2_gathered import own_grad, set_own_grad
 class Rows(NamedTuple):
     """Where the shard of one parameter lies in ``partial_reduce_output``: from ``offset``, padded to ``numel``."""
 
-    param: Any
+    param: object
     offset: int
     numel: int
 
@@ -117,12 +117,12 @@ def sharded_param(param: Any) -> Any:
     return param.sharded_param
 
 
-def unsharded_param(param: Any) -> Any:
+def unsharded_param(param: object) -> Any:
     """The whole parameter, None before it was gathered once. Relies on: ``_unsharded_param``, made once."""
     return getattr(param, "_unsharded_param", None)
 
 
-def forms(param: Any) -> Iterator[Any]:
+def forms(param: object) -> Iterator[object]:
     """What stands in the module, at one time or other. Relies on: ``_sharded_post_forward_param`` is the third."""
     for name in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param"):
         found = getattr(param, name, None)
@@ -225,7 +225,7 @@ def partial_reduce_rows(group: Any) -> list[Rows]:
     return rows if numel_of(rows) == output.numel() else []
 
 
-def needs_layout(group: Any) -> bool:
+def needs_layout(group: object) -> bool:
     """Whether torch goes on from a sum only if it knows what lies where in it, as from 2.15 on."""
     return hasattr(group, "_partial_reduce_output_layout")
 

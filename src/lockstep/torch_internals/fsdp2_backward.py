@@ -20,7 +20,7 @@ def before_reduction(group: Any, call: Callable[[], None]) -> None:
     """
     post_backward = group.post_backward
 
-    def call_first(*unused: Any) -> None:
+    def call_first(*unused: object) -> None:
         if group.reduce_grads:
             call()
         post_backward(*unused)
@@ -28,7 +28,7 @@ def before_reduction(group: Any, call: Callable[[], None]) -> None:
     group.post_backward = call_first
 
 
-def keep_for_another_backward(groups: list[Any]) -> None:
+def keep_for_another_backward(groups: list[object]) -> None:
     """Leave weights gathered in a pass that makes a graph (``create_graph=True``), which goes on to use them.
 
     Relies on: a pass through a group calls its ``pre_backward`` before any ``post_backward``, both looked up at the
@@ -40,7 +40,7 @@ def keep_for_another_backward(groups: list[Any]) -> None:
     def wrap(group: Any) -> None:
         pre_backward, post_backward = group.pre_backward, group.post_backward
 
-        def note(*args: Any) -> None:
+        def note(*args: object) -> None:
             makes_graph[0] = torch.is_grad_enabled()
             pre_backward(*args)
 
@@ -84,7 +84,7 @@ def reaches_shards(group: Any) -> bool:
     return bool(group.all_reduce_grads) or getattr(group.mesh_info, "replicate_mesh_size", 1) == 1
 
 
-def missing(group: Any) -> list[Any]:
+def missing(group: Any) -> list[object]:
     """The params that are trained and have no gradient on this rank now; empty before they were gathered once.
 
     Relies on: ``_unsharded_param`` with its ``grad``; up to 2.14 ``unsharded_accumulated_grad`` beside it.
@@ -97,12 +97,12 @@ def missing(group: Any) -> list[Any]:
     return found
 
 
-def present(group: Any) -> list[Any]:
+def present(group: Any) -> list[object]:
     """The params that have a gradient on this rank now."""
     return [param for param in group.fsdp_params if _gradient(param) is not None]
 
 
-def set_zero(params: list[Any], others: list[Any]) -> None:
+def set_zero(params: list[Any], others: list[object]) -> None:
     """Give these params gradients of zeros, of the type that ``others`` of their group have.
 
     Relies on: torch reduces the gradients of a group in one type; up to 2.14 those that do not have the type of the
@@ -121,12 +121,12 @@ def set_zero(params: list[Any], others: list[Any]) -> None:
             param.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype)
 
 
-def is_compiled(module: Any) -> bool:
+def is_compiled(module: torch.nn.Module) -> bool:
     """Whether ``module.compile()`` was called. Relies on: ``_compiled_call_impl`` is None before."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
-def _gradient(param: Any) -> torch.Tensor | None:
+def _gradient(param: object) -> torch.Tensor | None:
     in_leaf = isinstance(vars(type(param)).get("unsharded_accumulated_grad"), property)
     accumulated: torch.Tensor | None = None if in_leaf else getattr(param, "unsharded_accumulated_grad", None)
     if accumulated is not None:
@@ -135,7 +135,7 @@ def _gradient(param: Any) -> torch.Tensor | None:
     return None if whole is None else own_grad(whole)
 
 
-def call_empty(module: Any, values: Any, inside: Callable[[Any], Any]) -> Any:
+def call_empty(module: Any, values: object, inside: Callable[[object], object]) -> object:
     """Run torch's hooks around a call of a sharded module, and in between ``inside`` on ``values`` instead of it.
 
     Relies on: ``_pre_forward`` takes (module, args, kwargs) and returns the last two, with what reduces gradients

@@ -67,12 +67,12 @@ class GatheredParameter(nn.Parameter):
         copied: nn.Parameter = memo[id(self)]
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """As a plain parameter."""
         return nn.Parameter(DATA.__get__(self), self.requires_grad).__reduce_ex__(protocol)
 
 
-def watch(whole: Any, watched: Any) -> None:
+def watch(whole: Any, watched: object) -> None:
     """Let a plain parameter be a ``GatheredParameter``: the same object, of which autograd knows."""
     whole.__class__ = GatheredParameter
     whole._watched = watched
@@ -89,7 +89,9 @@ def set_own_grad(tensor: Any, gradient: torch.Tensor | None) -> None:
     GRAD.__set__(tensor, gradient)
 
 
-def watch_group(group: Any, is_exact: bool, changed: Changed, cleared: Callable[[Any], None]) -> WatchedGroup:
+def watch_group(
+    group: Any, is_exact: bool, changed: Changed, cleared: Callable[[object], None]
+) -> WatchedGroup:
     """Keep what is written by hand to the gathered parameters of a group, from now on.
 
     Args:
@@ -126,7 +128,9 @@ def watch_group(group: Any, is_exact: bool, changed: Changed, cleared: Callable[
 class WatchedGroup:
     """See ``watch_group``."""
 
-    def __init__(self, group: Any, is_exact: bool, changed: Changed, cleared: Callable[[Any], None]) -> None:
+    def __init__(
+        self, group: Any, is_exact: bool, changed: Changed, cleared: Callable[[object], None]
+    ) -> None:
         self._group = group
         self._params = [Watched(group, param, is_exact, cleared) for param in group.fsdp_params]
         self._changed = changed
@@ -162,7 +166,7 @@ class WatchedGroup:
 class Watched:
     """One parameter of a group."""
 
-    def __init__(self, group: Any, param: Any, is_exact: bool, cleared: Callable[[Any], None]) -> None:
+    def __init__(self, group: Any, param: Any, is_exact: bool, cleared: Callable[[object], None]) -> None:
         self.param = param
         self._group = group
         self._is_exact = is_exact
@@ -298,7 +302,7 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else version(tensor)
 
 
-def watched_groups(groups: list[Any], *args: Any) -> Iterator[WatchedGroup]:
+def watched_groups(groups: list[object], *args: Any) -> Iterator[WatchedGroup]:
     """Of each group that has parameters."""
     return (watch_group(group, *args) for group in groups)
 

@@ -31,7 +31,7 @@ def probe() -> None:
     fsdp2_gathered.probe()
 
 
-def check_group(group: Any) -> None:
+def check_group(group: object) -> None:
     """Raise UsageError unless this record of a model that was just sharded has what ``fsdp2`` relies on."""
     check = probed(ENGINE, KEEPS)(lambda: _check_group(group))
     check()
@@ -93,7 +93,7 @@ def _probe_partial() -> None:
     expect(output is not None and output.tolist() == [4.0, 4.0], "a sum that was discarded")
 
 
-def _bare(reduced: torch.dtype) -> tuple[Any, Any]:
+def _bare(reduced: torch.dtype) -> tuple[Any, object]:
     """A group with one record, whose parameter of two numbers is gathered."""
     policy, device = MixedPrecisionPolicy(reduce_dtype=reduced), torch.device("cpu")
     no_mesh: Any = None
@@ -121,13 +121,13 @@ def _bare(reduced: torch.dtype) -> tuple[Any, Any]:
     return group, param
 
 
-def _backward(group: Any, param: Any, number: float) -> None:
+def _backward(group: object, param: Any, number: float) -> None:
     """What torch does with gradients of ``number`` when the backward of a group has come to its end."""
     (param._unsharded_param * number).sum().backward()
     inspect.unwrap(group_file.FSDPParamGroup.post_backward)(group)  # without importing the compiler
 
 
-def _expect_once(param: Any, number: float, dtype: torch.dtype) -> None:
+def _expect_once(param: object, number: float, dtype: torch.dtype) -> None:
     found = fsdp2.unreduced_grads(param)
     expect(len(found) == 1 and found[0].tolist() == [number, number], "the sum of two gradients, once")
     expect(found[0].dtype == dtype, "the type in which gradients are accumulated")

@@ -46,7 +46,7 @@ def gather_under_a_short_name() -> torch.library.Library:
     return kernels
 
 
-def all_gather(input: Tensor, group_size: int, group_name: Any) -> Tensor:
+def all_gather(input: Tensor, group_size: int, group_name: object) -> Tensor:
     """The ranks' tensors, concatenated along the first dimension. As in torch, to be waited for."""
     input = input.contiguous()
     if input.is_complex():  # gloo has no complex numbers
@@ -59,7 +59,7 @@ def all_gather(input: Tensor, group_size: int, group_name: Any) -> Tensor:
     return gathered
 
 
-def all_gather_each(inputs: list[Tensor], group_size: int, group_name: Any) -> list[Tensor]:
+def all_gather_each(inputs: list[Tensor], group_size: int, group_name: object) -> list[Tensor]:
     """``all_gather`` of each."""
     return [all_gather(tensor, group_size, group_name) for tensor in inputs]
 

@@ -66,7 +66,7 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
     return buffer not in module._non_persistent_buffers_set
 
 
-def forward_pre_hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+def forward_pre_hooks_of(module: nn.Module) -> list[Callable[..., object]]:
     """In the order of their calls. Relies on: ``_forward_pre_hooks`` is a dictionary of them."""
     return list(module._forward_pre_hooks.values())
 
@@ -90,7 +90,7 @@ def replace_forward_hooks(module: nn.Module) -> None:
     module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
 
 
-def reset_method(module: Any) -> Callable[[], None] | None:
+def reset_method(module: nn.Module) -> Callable[[], None] | None:
     """What gives a module its first values. Relies on: ``_reset_parameters`` where it is not public (attention)."""
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
@@ -100,7 +100,7 @@ def has_flat_weights(module: nn.Module) -> bool:
     return hasattr(module, "_flat_weights_names")
 
 
-def flat_weights(module: Any) -> list[Any]:
+def flat_weights(module: Any) -> list[object]:
     """That list, made anew. Relies on: ``_flat_weights_names`` has their names, in order."""
     return [getattr(module, name, None) for name in module._flat_weights_names]
 
@@ -157,7 +157,7 @@ def _probe_calls() -> None:
     layer(torch.ones(1))
     expect(called == ["before", "before", "after"], "hooks of a forward")
 
-    def moved(*_: Any, **__: Any) -> nn.Module:
+    def moved(*_: object, **__: object) -> nn.Module:
         called.append("moved")
         return layer
 

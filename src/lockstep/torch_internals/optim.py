@@ -26,7 +26,7 @@ def note_step(optimizer: Any) -> None:
     optimizer._opt_called = True
 
 
-def is_wrapped_by_scheduler(step: Any) -> bool:
+def is_wrapped_by_scheduler(step: object) -> bool:
     """Whether a scheduler put its note around this ``step``. Relies on: it then has ``_wrapped_by_lr_sched``."""
     return hasattr(step, "_wrapped_by_lr_sched")
 
@@ -37,7 +37,7 @@ def take_for_wrapped(step: Any) -> None:
     step.hooked = True  # by ``profile_hook_step``, which does it once
 
 
-def step_without_hooks(cls: Any) -> Any:
+def step_without_hooks(cls: Any) -> object:
     """A class's ``step`` as it was written. Relies on: hooks around it have ``hooked`` and ``__wrapped__``."""
     step = cls.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -52,17 +52,17 @@ def complete_optimizer(optimizer: Optimizer) -> None:
         Optimizer.__setstate__(optimizer, {})
 
 
-def with_step_hooks(step: Callable[..., Any]) -> Any:
+def with_step_hooks(step: Callable[..., object]) -> Any:
     """``step`` with the optimizer's hooks before and after it. Relies on: ``Optimizer.profile_hook_step``."""
     return Optimizer.profile_hook_step(step)
 
 
-def takes_step_hooks(optimizer: Any) -> bool:
+def takes_step_hooks(optimizer: Optimizer) -> bool:
     """Whether it was made by torch's own ``__init__``. Relies on: hooks are kept in ``_optimizer_step_pre_hooks``."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
-def step_post_hooks_of(optimizer: Optimizer) -> list[Callable[..., Any]]:
+def step_post_hooks_of(optimizer: Optimizer) -> list[Callable[..., object]]:
     """Its own and those of all optimizers.
 
     Relies on: ``_optimizer_step_post_hooks``, and ``_global_optimizer_post_hooks`` of a module that is hidden by the
@@ -72,7 +72,7 @@ def step_post_hooks_of(optimizer: Optimizer) -> list[Callable[..., Any]]:
     return [*optimizer._optimizer_step_post_hooks.values(), *everywhere.values()]
 
 
-def counts_steps(scheduler: Any) -> bool:
+def counts_steps(scheduler: object) -> bool:
     """Relies on: torch's schedulers count their steps in ``_step_count``; others need not."""
     return hasattr(scheduler, "_step_count")
 
@@ -95,7 +95,7 @@ class HookedGradScaler(torch.amp.GradScaler):
     """
 
     def unscale_gradients(
-        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """To be overridden; as torch does it."""
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
@@ -115,7 +115,7 @@ def probe() -> None:
     leaf = torch.ones(1, requires_grad=True)
     optimizer = torch.optim.SGD([leaf], lr=1.0)
 
-    def hook(*_: Any) -> None:
+    def hook(*_: object) -> None:
         """Changes nothing."""
 
     expect(takes_step_hooks(optimizer), "hooks before a step")

@@ -12,18 +12,18 @@ _HOOKS = {TENSOR: "_backward_hooks", POST_ACCUMULATE: "_post_accumulate_grad_hoo
 """Relies on: these attributes are None or dictionaries with the hooks as values."""
 
 
-def kinds_of_hooks(parameter: Any) -> list[str]:
+def kinds_of_hooks(parameter: object) -> list[str]:
     """Of which kinds this tensor has hooks, other than Lockstep's own."""
     return [kind for kind in _HOOKS if has_hook(parameter, kind)]
 
 
-def has_hook(parameter: Any, kind: str) -> bool:
+def has_hook(parameter: object, kind: str) -> bool:
     """Whether the user has set one of this kind."""
     hooks = getattr(parameter, _HOOKS[kind])
     return bool(hooks) and not all(map(_is_ours, hooks.values()))
 
 
-def kind_of_hook(parameter: Any) -> str | None:
+def kind_of_hook(parameter: object) -> str | None:
     """The method that set a hook on this tensor; None: there is none but Lockstep's own."""
     return next((kind for kind in _HOOKS if has_hook(parameter, kind)), None)
 
@@ -34,7 +34,7 @@ def hooks_of_parameter(parameter: Any, kind: str) -> list[Any]:
 
 
 def call_around_others(
-    parameter: Any, kind: str, first: Callable[..., Any], last: Any, replaced: tuple[type, ...]
+    parameter: object, kind: str, first: Callable[..., object], last: object, replaced: tuple[type, ...]
 ) -> None:
     """Set a hook before all others and, unless it is None, one after them; those of the ``replaced`` types go.
 
@@ -52,7 +52,7 @@ def call_around_others(
     hooks.update([ours[0], *others.items(), *ours[1:]])
 
 
-def _is_ours(hook: Any) -> bool:
+def _is_ours(hook: object) -> bool:
     while isinstance(hook, partial):
         hook = hook.func
     module = getattr(hook, "__module__", None) or type(hook).__module__

@@ -25,7 +25,7 @@ class ScheduleRuntime(schedules._PipelineScheduleRuntime):
     the micro-batches, and ``_initialize_stages`` is called at the beginning.
     """
 
-    def __init__(self, stages: Sequence[Any], micro_batches: int, loss_fn: Callable[..., Any]) -> None:
+    def __init__(self, stages: Sequence[object], micro_batches: int, loss_fn: Callable[..., object]) -> None:
         super().__init__(list(stages), micro_batches, loss_fn=loss_fn, scale_grads=False)
         wait_for_gradients = getattr(Kind, "WAIT_REDUCE_GRAD", None)
         if wait_for_gradients is not None:
@@ -67,7 +67,9 @@ class ScheduleRuntime(schedules._PipelineScheduleRuntime):
                 handle.wait()
                 stage._gradient_reduction_handle = None
 
-    def _initialize_stages(self, args: Any, kwargs: Any, target: Any = None, loss_kwargs: Any = None) -> None:
+    def _initialize_stages(
+        self, args: Any, kwargs: object, target: object = None, loss_kwargs: object = None
+    ) -> None:
         if self._stages_forward_initialized:
             return
         static = getattr(schedules, "InferenceMode", None)
@@ -96,8 +98,8 @@ def complete(actions: list[Any]) -> list[Any]:
     last = {stage: len(computing) - computing[::-1].index(stage) for stage in computing}
     waits = {getattr(Kind, name): getattr(Kind, f"WAIT_{name}", None) for name in ("SEND_F", "SEND_B")}
     wait_for_gradients = getattr(Kind, "WAIT_REDUCE_GRAD", None)
-    result: list[Any] = []
-    sent: list[Any] = []
+    result: list[object] = []
+    sent: list[object] = []
     seen: set[int] = set()
     count = 0
     for action in actions:

@@ -23,11 +23,11 @@ class _StageUpTo212(_Stage):
     ``_create_grad_send_info`` says for each input where its gradient goes, None: nowhere.
     """
 
-    def __init__(self, *args: Any, input_args: tuple[torch.Tensor, ...], **options: Any) -> None:
+    def __init__(self, *args: object, input_args: tuple[torch.Tensor, ...], **options: object) -> None:
         super().__init__(*args, input_args=input_args, **options)
         self._examples = input_args
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: object, **options: object) -> None:
         super().backward_one_chunk(bwd_chunk_id, *args, **options)
         if bwd_chunk_id in self.bwd_cache and not self.is_first:
             self.bwd_cache[bwd_chunk_id] = tuple(
@@ -37,7 +37,7 @@ class _StageUpTo212(_Stage):
                 for gradient, example in zip(self.bwd_cache[bwd_chunk_id], self._examples, strict=True)
             )
 
-    def _create_grad_send_info(self, args_recv_info: Any) -> list[int | None]:
+    def _create_grad_send_info(self, args_recv_info: object) -> list[int | None]:
         found = super()._create_grad_send_info(args_recv_info)
         return [
             to if example.requires_grad else None for to, example in zip(found, self._examples, strict=True)
@@ -52,7 +52,7 @@ class _StageOf211(_StageUpTo212):
     from; a record other than ``_RecvInfo`` is not received.
     """
 
-    def _prepare_forward_infra(self, num_microbatches: int, args: Any, kwargs: Any = None) -> Any:
+    def _prepare_forward_infra(self, num_microbatches: int, args: object, kwargs: object = None) -> object:
         stage: Any = self
         wanted = stage.has_backward
         stage.has_backward = False
@@ -71,7 +71,7 @@ class _StageOf211(_StageUpTo212):
         for record, tensor, example in zip(self.args_recv_info[mb_index], given, self._examples, strict=True):
             record.buffer = tensor.detach().requires_grad_(example.requires_grad)
 
-    def _create_grad_recv_info(self, act_send_info: Any) -> Any:
+    def _create_grad_recv_info(self, act_send_info: object) -> object:
         found = super()._create_grad_recv_info(act_send_info)
         examples = self.get_outputs_meta()
         return tuple(
@@ -79,7 +79,7 @@ class _StageOf211(_StageUpTo212):
             for record, example in zip(found, examples[: len(found)], strict=True)
         )
 
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> object:
         return tuple(record and record.buffer for record in self.grad_recv_info[bwd_chunk_id])
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
@@ -87,15 +87,15 @@ class _StageOf211(_StageUpTo212):
             if record is not None:
                 record.buffer = tensor
 
-    def _validate_fwd_outputs(self, outputs: Any) -> None:
+    def _validate_fwd_outputs(self, outputs: object) -> None:
         """The shapes are those of a forward that was looked at; nobody receives what the last stage returns."""
 
-    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+    def _get_init_p2p_neighbors_ops(self) -> list[object]:
         """A first message in both directions is for NCCL; gloo of torch 2.11 may not be connected yet."""
         return [] if self.device.type == "cpu" else super()._get_init_p2p_neighbors_ops()
 
 
-def _stage_of_this_torch() -> Any:
+def _stage_of_this_torch() -> object:
     if hasattr(PipelineStage, "_get_grad_send_meta"):
         return PipelineStage
     return _StageUpTo212 if hasattr(schedules, "InferenceMode") else _StageOf211

@@ -81,7 +81,7 @@ def gradient_hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:
     return list((getattr(tensor, "_backward_hooks", None) or {}).values())
 
 
-def post_accumulate_hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:
+def post_accumulate_hooks_of(tensor: Tensor) -> list[Callable[..., object]]:
     """Of ``register_post_accumulate_grad_hook``. Relies on: ``_post_accumulate_grad_hooks``, the same."""
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
 

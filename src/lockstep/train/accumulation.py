@@ -57,7 +57,7 @@ class Accumulation:
         """
         return 0 < self._backwards == self._stepped_after.get(optimizer)
 
-    def _note_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _note_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self._stepped_after[optimizer] = self._backwards
 
     _note_step.reads_no_parameter = True  # type: ignore[attr-defined]  # so that an offloaded step need not be over
@@ -184,7 +184,7 @@ class Accumulation:
             **self._weighted.state_dict(),
         }
 
-    def check_state(self, state: dict[str, Any]) -> None:
+    def check_state(self, state: dict[str, object]) -> None:
         """Raise CheckpointError if the window was further than the windows of this run are long."""
         position, steps = _position(state), self._step.accumulation_steps
         if steps != state["accumulation_steps"] and position >= steps:
@@ -194,12 +194,12 @@ class Accumulation:
                 f"{state['accumulation_steps']}, or load a checkpoint that was saved at the end of a window."
             )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         """Go on in the window in which this rank was, with ``rescaling`` of its gradients."""
         self._load_position(state)
         self._weighted.load_state_dict(state)
 
-    def take_share(self, states: list[dict[str, Any]]) -> None:
+    def take_share(self, states: list[dict[str, object]]) -> None:
         """Go on in the window of another world, with an equal share of its weights; see ``WeightedMean``."""
         self._load_position(states[0])
         self._weighted.take_share(states)

@@ -33,7 +33,7 @@ class _ShardScaler(torch_optim.HookedGradScaler):
         return {**super().__getstate__(), "_other_stages": _nobody}
 
     def unscale_gradients(
-        self, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         gradients = [p.grad for p in _with_gradients(optimizer)]
         if not any(map(is_dtensor, gradients)):
@@ -125,7 +125,7 @@ class LossScaler:
         self._update()
         return self.scaler.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         self._stepped.clear()
         self._unscaled.clear()
         if self.scaler.is_enabled():

@@ -72,7 +72,7 @@ class PreparedOptimizer(Optimizer):
         names = ("_before_first_step", "_after_zero_grad", "_other_stages", "_before_step")
         return {**self.__dict__, **dict.fromkeys(names)}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
 
     @property
@@ -80,7 +80,7 @@ class PreparedOptimizer(Optimizer):
         return self.optimizer.param_groups
 
     @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+    def param_groups(self, groups: list[dict[str, object]]) -> None:
         self.optimizer.param_groups = groups
 
     @property
@@ -96,16 +96,16 @@ class PreparedOptimizer(Optimizer):
         return self.optimizer.defaults
 
     @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
+    def defaults(self, defaults: dict[str, object]) -> None:
         self.optimizer.defaults = defaults
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         self.optimizer.load_state_dict(state_dict)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         self.optimizer.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -115,7 +115,7 @@ class PreparedOptimizer(Optimizer):
             if self._after_zero_grad is not None:
                 self._after_zero_grad()
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: object = None) -> Any:
         """Step, except inside an accumulation window or, with fp16, on infinite gradients.
 
         Raises:
@@ -160,7 +160,7 @@ class PreparedOptimizer(Optimizer):
             others = self._other_stages() if self._other_stages is not None else None
             clip_norm(parameters, self._clip_norm, norm_type=2.0, window_ended=True, others=others)
 
-    def _clipping_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _clipping_after(self, closure: Callable[[], object]) -> Callable[[], Any]:
         def compute_and_clip() -> Any:
             loss = closure()
             self._clip()
@@ -168,7 +168,7 @@ class PreparedOptimizer(Optimizer):
 
         return closure if self._clip_norm is None else compute_and_clip
 
-    def _note_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _note_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         # Fused optimizers are always called and get the verdict as ``found_inf``.
         self._ran, self._found_inf = True, getattr(optimizer, "found_inf", None)
 

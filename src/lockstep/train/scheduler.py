@@ -45,7 +45,7 @@ class PreparedScheduler:
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
+    def step(self, *args: object, **kwargs: object) -> None:
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return

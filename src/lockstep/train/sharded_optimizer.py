@@ -44,7 +44,7 @@ def check_optimizer(optimizer: Optimizer, parallel: Parallel) -> None:
 
 
 def replace_parameters(
-    optimizer: Optimizer, replaced: Mapping[Any, torch.Tensor | None], lay_out: bool = True
+    optimizer: Optimizer, replaced: Mapping[object, torch.Tensor | None], lay_out: bool = True
 ) -> None:
     """Put new parameters in the places of old ones, in all groups and with their state, sharded alike if ``lay_out``.
 
@@ -68,7 +68,7 @@ def replace_parameters(
                 group[key] = [group[key][place] for place in stay]
 
 
-def _laid_out_as(value: Any, parameter: torch.Tensor) -> Any:
+def _laid_out_as(value: object, parameter: torch.Tensor) -> object:
     if isinstance(value, torch.Tensor) and value.ndim and value.shape == parameter.shape:
         return shard_like(value, parameter)
     return value

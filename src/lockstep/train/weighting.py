@@ -50,7 +50,7 @@ class WeightedMean:
             self._copied(state[key]) for key in ("window_weight", "divisor")
         )
 
-    def take_share(self, states: list[dict[str, Any]]) -> None:
+    def take_share(self, states: list[dict[str, object]]) -> None:
         """Go on in another world: each rank has an equal share of all ranks' weights.
 
         The gradients so far must be the mean over the ranks with their divisors as weights: with the share of

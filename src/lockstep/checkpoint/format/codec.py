@@ -27,7 +27,7 @@ _DTYPES = {
 }
 
 
-def encode(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
+def encode(value: Any, tensors: dict[str, torch.Tensor], path: str) -> object:
     """A JSON value for ``value``; tensors are put into ``tensors`` under the path of their place, as they are.
 
     Raises:
@@ -90,7 +90,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         ) from error
 
 
-def tensor_names(value: Any) -> list[str]:
+def tensor_names(value: object) -> list[str]:
     """The names of all tensors in what ``encode`` returned."""
     if isinstance(value, list):
         return [name for item in value for name in tensor_names(item)]
@@ -101,7 +101,7 @@ def tensor_names(value: Any) -> list[str]:
     return [name for item in value.values() for name in tensor_names(item)]
 
 
-def _decode_tagged(kind: Any, value: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+def _decode_tagged(kind: Any, value: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> object:
     if kind == "tensor":
         return tensors[value["name"]]
     if kind == "array":
@@ -127,25 +127,25 @@ def _decode_tagged(kind: Any, value: dict[str, Any], tensors: Mapping[str, torch
     return _SEQUENCES[kind](_items(value, tensors))
 
 
-def _items(value: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> list[Any]:
+def _items(value: dict[str, object], tensors: Mapping[str, torch.Tensor]) -> list[Any]:
     if not isinstance(value["items"], list):
         raise TypeError("items are a list")
     return [decode(item, tensors) for item in value["items"]]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError("a name is a text")
     return value
 
 
-def _counter(counts: dict[Any, Any]) -> Counter[Any]:
+def _counter(counts: dict[object, Any]) -> Counter[object]:
     if not all(isinstance(count, (int, float)) for count in counts.values()):
         raise TypeError("a count is a number")
     return Counter(counts)
 
 
-def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, torch.Tensor], path: str) -> Any:
+def _encode_mapping(value: Mapping[Any, object], tensors: dict[str, torch.Tensor], path: str) -> object:
     kind = _kind(value, {name: cls for name, cls in _DICTIONARIES.items() if cls is not dict}) or "dict"
     if kind == "dict" and _TAG not in value and all(type(key) is str for key in value):
         return {key: encode(item, tensors, f"{path}.{key}") for key, item in value.items()}
@@ -156,7 +156,7 @@ def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, torch.Tensor], 
     return {_TAG: kind, "items": pairs}
 
 
-def _kind(value: Any, kinds: Mapping[str, type]) -> str:
+def _kind(value: object, kinds: Mapping[str, type]) -> str:
     return next((name for name, kind in kinds.items() if isinstance(value, kind)), "")
 
 

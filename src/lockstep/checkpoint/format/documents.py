@@ -35,7 +35,7 @@ Extent = Annotated[int, Field(ge=0, lt=2**60)]
 Strict = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-def canonical(document: Any) -> bytes:
+def canonical(document: object) -> bytes:
     """One JSON text for each document, in ASCII, with keys in their order.
 
     Raises:
@@ -77,7 +77,7 @@ def _is_deep(document: Any) -> bool:
     return True
 
 
-def parse_json(content: bytes, path: str) -> Any:
+def parse_json(content: bytes, path: str) -> object:
     """A JSON document without duplicate keys and without numbers that JSON lacks, and not too deep.
 
     Raises:
@@ -99,7 +99,7 @@ def parse_json(content: bytes, path: str) -> Any:
         raise CheckpointError(f"{path} is no readable JSON: {error}. Load another checkpoint.") from error
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     document = dict(pairs)
     if len(document) < len(pairs):
         raise ValueError("a key is there twice")
@@ -118,7 +118,7 @@ def _finite(text: str) -> float:
 Checked = TypeVar("Checked", bound=BaseModel)
 
 
-def checked(model: type[Checked], document: Any, path: str) -> Checked:
+def checked(model: type[Checked], document: object, path: str) -> Checked:
     """``document`` as ``model``. Raises CheckpointError naming the first place that does not fit."""
     try:
         return model.model_validate(document)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from pydantic import BaseModel
@@ -111,7 +110,7 @@ def index_from_bytes(content: bytes, manifest: Manifest, path: str) -> Index:
     return index
 
 
-def _with_tuples(entry: Any) -> Any:
+def _with_tuples(entry: object) -> object:
     """JSON's lists, as the tuples that they were."""
     if not isinstance(entry, dict):
         return entry
@@ -123,7 +122,7 @@ def _with_tuples(entry: Any) -> Any:
     return _sizes_of({**entry, "pieces": pieces}, "shape")
 
 
-def _sizes_of(entry: dict[str, Any], *keys: str) -> dict[str, Any]:
+def _sizes_of(entry: dict[str, object], *keys: str) -> dict[str, object]:
     found = {key: entry.get(key) for key in keys}
     return {**entry, **{key: tuple(value) for key, value in found.items() if isinstance(value, list)}}
 

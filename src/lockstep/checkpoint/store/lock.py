@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lockstep.errors import CheckpointError
 
@@ -90,7 +90,7 @@ class DirectoryLock:
         self.release()
 
 
-def _this_process() -> dict[str, Any]:
+def _this_process() -> dict[str, object]:
     return {"host": socket.gethostname(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
 
 

@@ -8,7 +8,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lockstep.checkpoint.format.digest import Chunk, Digest, FileRecord, record_of
 from lockstep.checkpoint.format.documents import LARGEST_JSON_BYTES as LIMIT
@@ -74,7 +74,7 @@ def verify(
     store: Store,
     directory: str,
     share: tuple[int, int] = (0, 1),
-    seen: Callable[[int], Any] = lambda count: None,
+    seen: Callable[[int], object] = lambda count: None,
 ) -> Manifest:
     """Compare names and sizes of all files, and the digest of every ``share[1]``-th from number ``share[0]`` on.
 
@@ -132,7 +132,7 @@ def check_content(store: Store, root: str, manifest: Manifest, name: str, record
         )
 
 
-def _hashed(store: Store, path: str, seen: Callable[[int], Any]) -> FileRecord:
+def _hashed(store: Store, path: str, seen: Callable[[int], object]) -> FileRecord:
     def told() -> Iterator[Chunk]:
         for block in store.blocks(path):
             yield block

@@ -25,7 +25,7 @@ def save_object(value: Any, file: Any, safe_serialization: bool) -> None:
         torch.save(value, file)
 
 
-def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+def save(obj: object, f: object, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
     """``save_object`` on rank 0, or on local rank 0 of each machine; nothing on the others."""
     runtime = process.start()
     if runtime.is_local_main if save_on_each_node else runtime.is_main:
@@ -54,7 +54,7 @@ def write_weights(
 
 
 def _without_ties(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    seen: dict[Any, str] = {}
+    seen: dict[object, str] = {}
     kept = {}
     for name, tensor in state_dict.items():
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)

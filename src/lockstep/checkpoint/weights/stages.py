@@ -15,7 +15,7 @@ from lockstep.comm.transfer import transfer
 
 
 def collect_stages(
-    state: Mapping[str, Any], communicator: Communicator, whole: FullModelSpec = NO_TIES
+    state: Mapping[str, object], communicator: Communicator, whole: FullModelSpec = NO_TIES
 ) -> dict[str, Any]:
     """All ranks' entries of a ``state_dict`` on rank 0, in host memory, and nothing on the others; collective.
 
@@ -29,14 +29,14 @@ def collect_stages(
     rank = communicator.runtime.rank
     with raise_on_all_ranks(communicator):
         tensors, mine = _described(state, whole)
-    told: list[list[tuple[str, str, Any]]] = communicator.gather_object([mine])
-    holders: dict[str, tuple[int, Any]] = {}
+    told: list[list[tuple[str, str, object]]] = communicator.gather_object([mine])
+    holders: dict[str, tuple[int, object]] = {}
     firsts: dict[str, str] = {}
     for holder, entries in enumerate(told):
         for name, first, value in entries:
             firsts.setdefault(name, first)
             holders.setdefault(first, (holder, value))
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for first, (holder, value) in holders.items():
         if not isinstance(value, torch.Tensor):
             found[first] = value
@@ -51,12 +51,12 @@ def collect_stages(
 
 
 def _described(
-    state: Mapping[str, Any], whole: FullModelSpec
-) -> tuple[dict[str, torch.Tensor], list[tuple[str, str, Any]]]:
+    state: Mapping[str, object], whole: FullModelSpec
+) -> tuple[dict[str, torch.Tensor], list[tuple[str, str, object]]]:
     """The tensors by their first names, and (name, first name, value or a tensor without elements) of each entry."""
     tensors: dict[str, torch.Tensor] = {}
-    entries: list[tuple[str, str, Any]] = []
-    places: dict[Any, str] = {}
+    entries: list[tuple[str, str, object]] = []
+    places: dict[object, str] = {}
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             entries.append((name, name, value))

@@ -88,7 +88,7 @@ SECTIONS = {
     MPI_SECTION: ("launching by mpirun", None),
 }
 
-READERS: dict[str, Callable[[dict[str, Any], str], Translation]] = {
+READERS: dict[str, Callable[[dict[str, object], str], Translation]] = {
     "fsdp_config": from_fsdp,
     "deepspeed_config": from_deepspeed_section,
     "parallelism_config": from_layout,
@@ -173,12 +173,12 @@ def from_yaml(file: YamlFile) -> LoadedConfig:
     return LoadedConfig(_validate(file, values | added), origins, [*warnings, *spread.warnings], words, gpus)
 
 
-def _origins(file: YamlFile, values: dict[str, Any]) -> dict[str, str]:
+def _origins(file: YamlFile, values: dict[str, object]) -> dict[str, str]:
     """Where each setting is said; those that a distributed_type implies are said there."""
     return {key: file.at(key if key in file.data else "distributed_type") for key in values}
 
 
-def _check_section(file: YamlFile, key: str, value: Any) -> None:
+def _check_section(file: YamlFile, key: str, value: object) -> None:
     """A section that asks for something must be one, and belong to the distributed_type."""
     if is_off(value):
         return
@@ -225,7 +225,7 @@ def _spread(file: YamlFile, config: RunConfig) -> Translation:
 
 def _settings(
     file: YamlFile, config: RunConfig, asked: Mapping[str, SettingValue]
-) -> tuple[dict[str, Any], dict[str, str]]:
+) -> tuple[dict[str, object], dict[str, str]]:
     """The settings of ``RunConfig`` that follow, and the source of each word of ``parallel``.
 
     The file's own keys must agree with them.
@@ -249,7 +249,7 @@ def _settings(
     return settings, parallel_sources(together)
 
 
-def _check_kind(file: YamlFile, key: str, value: Any) -> None:
+def _check_kind(file: YamlFile, key: str, value: object) -> None:
     words = ComputeEnvironment.list() if key == "compute_environment" else DistributedType.list()
     if key == "distributed_type" and value is False:  # YAML reads an unquoted NO as false
         return
@@ -266,7 +266,7 @@ def _check_kind(file: YamlFile, key: str, value: Any) -> None:
         )
 
 
-def _apply_type(file: YamlFile, values: dict[str, Any]) -> None:
+def _apply_type(file: YamlFile, values: dict[str, object]) -> None:
     """What ``distributed_type`` says beyond the other keys, and where it contradicts them."""
     kind = file.data.get("distributed_type")
     if kind == DistributedType.MULTI_CPU:
@@ -284,7 +284,7 @@ def _apply_type(file: YamlFile, values: dict[str, Any]) -> None:
         )
 
 
-def _validate(file: YamlFile, values: dict[str, Any]) -> RunConfig:
+def _validate(file: YamlFile, values: dict[str, object]) -> RunConfig:
     try:
         return RunConfig(**values)
     except ValidationError as error:

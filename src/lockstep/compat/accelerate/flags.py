@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lockstep.compat.accelerate import sections
 from lockstep.compat.deepspeed import section as deepspeed
 from lockstep.compat.fsdp import section as fsdp
@@ -30,7 +28,7 @@ UNUSED_SWITCHES = ("same_network", "quiet")
 
 
 def spread_settings(
-    given: dict[str, SettingValue], options: dict[str, Any]
+    given: dict[str, SettingValue], options: dict[str, object]
 ) -> tuple[dict[str, SettingValue], tuple[str, ...]]:
     """The settings that these options mean, and warnings; ``given`` are the other flags.
 
@@ -76,5 +74,5 @@ def _said_by_flags(given: dict[str, SettingValue], machines: int) -> dict[str, S
     return asked
 
 
-def _given(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+def _given(options: dict[str, object], names: tuple[str, ...]) -> dict[str, object]:
     return {name: options[name] for name in names if options[name] is not None}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from lockstep.compat.deepspeed.section import file_name
 from lockstep.compat.rules import Detail, NoEffect, Table, Translation, Used, translate
@@ -19,7 +18,7 @@ MPI_KEYS: Table = {
 }
 
 
-def from_mpirun(section: Mapping[str, Any], where: str) -> Translation:
+def from_mpirun(section: Mapping[str, object], where: str) -> Translation:
     """The section ``mpirun_config``: mpirun starts the processes, on the hosts of a file.
 
     Raises:
@@ -50,7 +49,7 @@ LAYOUT_KEYS: Table = {
 }
 
 
-def from_layout(section: Mapping[str, Any], where: str, alone: bool = True) -> Translation:
+def from_layout(section: Mapping[str, object], where: str, alone: bool = True) -> Translation:
     """The section ``parallelism_config``: ``processes`` is the number of ranks that it describes.
 
     ``alone``: nothing else says a stage, so that its shards are those of stage 3.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -15,7 +14,7 @@ from lockstep.config.yaml_file import YamlFile
 from lockstep.errors import ConfigError
 
 
-def write_config(path: Path, answers: Mapping[str, Any]) -> None:
+def write_config(path: Path, answers: Mapping[str, object]) -> None:
     """Check the answers as a file would be checked, then write them.
 
     Raises:
@@ -28,7 +27,7 @@ def write_config(path: Path, answers: Mapping[str, Any]) -> None:
     write_text(path, "# For `lockstep launch`; every key is also one of its flags.\n" + as_yaml(settings))
 
 
-def as_yaml(settings: Mapping[str, Any]) -> str:
+def as_yaml(settings: Mapping[str, object]) -> str:
     """Settings as lines of YAML, in their order."""
     return yaml.safe_dump(dict(settings), sort_keys=False)
 

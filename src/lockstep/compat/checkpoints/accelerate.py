@@ -172,7 +172,7 @@ def _read_loaders(reader: ForeignReader, state: ImportedState) -> set[str]:
     return used
 
 
-def _position(value: Any) -> dict[str, Any]:
+def _position(value: object) -> dict[str, Any]:
     """What torchdata's StatefulDataLoader counts: batches handed out in this epoch, and whether it is over."""
     if not isinstance(value, dict):
         return {}
@@ -183,14 +183,14 @@ def _position(value: Any) -> dict[str, Any]:
     return about | ({"finished": finished} if isinstance(finished, bool) else {})
 
 
-def _sampler(value: Any) -> dict[str, Any]:
+def _sampler(value: object) -> dict[str, object]:
     if not isinstance(value, StoredTensor) or value.name != _SAMPLER:
         return {}
     pairs = {"epoch": value.get("epoch"), "seed": value.get("initial_seed")}
     return {key: item for key, item in pairs.items() if type(item) is int}
 
 
-def _plain_dict(reader: ForeignReader, name: str, value: Any) -> dict[str, Any]:
+def _plain_dict(reader: ForeignReader, name: str, value: object) -> dict[str, object]:
     require_plain(value, name)
     if not isinstance(value, dict):
         raise reader.broken(name, f"it holds a {type(value).__name__}, not a dict")

@@ -43,7 +43,7 @@ class DcpEntry:
     chunks: list[Chunk]
 
 
-def read_dcp(reader: ForeignReader, folder: str) -> dict[str, Any]:
+def read_dcp(reader: ForeignReader, folder: str) -> dict[str, object]:
     """The nested dict that was saved in ``folder`` (``""``: the source itself), with whole tensors.
 
     Raises:
@@ -85,7 +85,7 @@ def _entries(reader: ForeignReader, name: str, prefix: str) -> dict[str, DcpEntr
     return entries
 
 
-def _is(value: Any, name: str) -> bool:
+def _is(value: object, name: str) -> bool:
     return isinstance(value, StoredTensor) and value.name == name and isinstance(value.state, dict)
 
 
@@ -108,7 +108,7 @@ def _piece(info: Any, prefix: str) -> Piece:
     return prefix + file, start, length
 
 
-def _sizes(value: Any) -> Sizes:
+def _sizes(value: object) -> Sizes:
     if not isinstance(value, tuple) or any(type(size) is not int or size < 0 for size in value):
         raise ValueError(f"the sizes {str(value)[:80]}")
     return value
@@ -198,7 +198,7 @@ def _overlap(chunks: list[Chunk]) -> bool:
     return False
 
 
-def _put(nested: dict[Any, Any], path: tuple[Any, ...], value: Any) -> bool:
+def _put(nested: dict[object, Any], path: tuple[object, ...], value: object) -> bool:
     """Set the place that ``path`` leads to; positions of lists are keys for now. False: something else is there."""
     *outer, last = path
     here = nested
@@ -216,7 +216,7 @@ class _Node(dict[Any, Any]):
     """A dict or list that is being filled."""
 
 
-def _lists(value: Any) -> Any:
+def _lists(value: object) -> Any:
     """Nodes as dicts, those with positions for keys as lists. Raises ValueError for a list with gaps."""
     if not isinstance(value, _Node):
         return value

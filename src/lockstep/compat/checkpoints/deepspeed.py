@@ -174,7 +174,7 @@ def _read_universal(
     )
 
 
-def _optimizer_state(reader: ForeignReader, file: str, value: Any) -> dict[str, Any]:
+def _optimizer_state(reader: ForeignReader, file: str, value: object) -> dict[str, object]:
     state = value.get("optimizer_state_dict") if isinstance(value, dict) else None
     if not isinstance(state, dict):
         raise reader.broken(file, "it has no 'optimizer_state_dict'")
@@ -237,7 +237,7 @@ def _weights(models: list[dict[str, Any]], partitions: Partitions) -> dict[str, 
     return ordered
 
 
-def _moments(partitions: Partitions, saved: dict[str, Any]) -> dict[str, Any]:
+def _moments(partitions: Partitions, saved: dict[str, object]) -> dict[str, object]:
     """The inner optimizer's state by the names of the parameters."""
     groups, states = _groups_and_states(partitions.inner, saved)
     numbers = [number for group in groups for number in group["params"]]
@@ -267,8 +267,8 @@ def _moments(partitions: Partitions, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def _groups_and_states(
-    inner: list[Any], saved: dict[str, Any]
-) -> tuple[list[dict[str, Any]], list[dict[Any, Any]]]:
+    inner: list[Any], saved: dict[str, object]
+) -> tuple[list[dict[str, Any]], list[dict[object, Any]]]:
     """Of the inner optimizer's ``state_dict()``, or of its "elastic" form: a list of states, one for each group."""
     if all(isinstance(entry, list) for entry in inner):
         step = {"step": saved["base_optimizer_state_step"]} if "base_optimizer_state_step" in saved else {}
@@ -279,7 +279,7 @@ def _groups_and_states(
     return inner[0]["param_groups"], [entry["state"] for entry in inner]
 
 
-def _scaler(reader: ForeignReader, file: str, saved: Any) -> dict[str, Any] | None:
+def _scaler(reader: ForeignReader, file: str, saved: Any) -> dict[str, object] | None:
     """``torch.amp.GradScaler.state_dict()`` of a dynamic loss scale; a static one is no state."""
     if not isinstance(saved, StoredTensor) or saved.name != _LOSS_SCALER:
         return None

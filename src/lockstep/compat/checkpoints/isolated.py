@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from lockstep.errors import CheckpointError
 
@@ -45,7 +44,7 @@ class RefusedError(Exception):
 
 def unpickle(
     parts: Sequence[tuple[int, int, int]], memory_bytes: int = MEMORY_BYTES, wall_s: float = WALL_S
-) -> list[Any]:
+) -> list[object]:
     """JSON of each part ``(descriptor, start, length)``, by one restricted process.
 
     Raises:
@@ -106,7 +105,7 @@ def _converse(process: subprocess.Popen[bytes], request: bytes, wall_s: float) -
     return b"".join(received[output]), b"".join(received[error])
 
 
-def _values(answer: bytes, error: bytes, code: int, count: int) -> list[Any]:
+def _values(answer: bytes, error: bytes, code: int, count: int) -> list[object]:
     lines = answer.split(b"\n")[:-1]
     try:
         answers = [json.loads(line) for line in lines]

@@ -34,7 +34,7 @@ class ForeignReader:
         """The values of pickled files."""
         return self.read_pieces([(name, 0, -1) for name in names])
 
-    def read_pieces(self, pieces: Sequence[Piece]) -> list[Any]:
+    def read_pieces(self, pieces: Sequence[Piece]) -> list[object]:
         """The values of parts of files; the length -1 reaches to the end."""
         names = list(dict.fromkeys(name for name, _, _ in pieces))
         values: dict[int, Any] = {}
@@ -44,7 +44,7 @@ class ForeignReader:
             values.update(zip(mine, self._read_batch(list(mine.values())), strict=True))
         return [values[i] for i in range(len(pieces))]
 
-    def _read_batch(self, pieces: list[Piece]) -> list[Any]:
+    def _read_batch(self, pieces: list[Piece]) -> list[object]:
         descriptors: dict[str, int] = {}
         try:
             for name, _, _ in pieces:
@@ -73,7 +73,7 @@ class ForeignReader:
             for answer, (name, _, _) in zip(answers, pieces, strict=True)
         ]
 
-    def _decoded(self, answer: Any, file: MappedFile, name: str) -> Any:
+    def _decoded(self, answer: object, file: MappedFile, name: str) -> object:
         try:
             return decode(answer, file)
         except MalformedError as error:

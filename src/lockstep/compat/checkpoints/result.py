@@ -83,7 +83,7 @@ def _collected(state: ImportedState) -> RankState:
     return found
 
 
-def _renamed(optimizer: dict[str, Any], models: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+def _renamed(optimizer: dict[str, Any], models: list[dict[str, torch.Tensor]]) -> dict[str, object]:
     """With parameters as checkpoints name them: the model's number and their name, or their own number."""
 
     def name(parameter: str | int) -> str:
@@ -102,7 +102,7 @@ def _renamed(optimizer: dict[str, Any], models: list[dict[str, torch.Tensor]]) -
     }
 
 
-def _of_rank(state: ImportedState, rank: int, found: RankState) -> dict[str, Any]:
+def _of_rank(state: ImportedState, rank: int, found: RankState) -> dict[str, object]:
     own: dict[str, Any] = {}
     if rank in state.rng:
         own["rng"] = encode(state.rng[rank], found.of_rank, f"rank.{rank}.rng")

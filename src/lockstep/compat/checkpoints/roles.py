@@ -26,7 +26,7 @@ def is_weights(value: Any) -> bool:
     )  # fmt: skip
 
 
-def is_optimizer(value: Any) -> bool:
+def is_optimizer(value: object) -> bool:
     """Whether it is of the form of ``torch.optim.Optimizer.state_dict()``."""
     return (
         isinstance(value, dict)
@@ -85,7 +85,7 @@ def optimizer(saved: Any, where: str) -> dict[str, Any]:
         )
     require_plain(saved, where)
     states, groups = saved["state"], saved["param_groups"]
-    names: dict[Any, Any] = {}
+    names: dict[Any, object] = {}
     for group in groups:
         given = group.get("param_names")
         new = given if isinstance(given, list) and len(given) == len(group["params"]) else group["params"]
@@ -108,7 +108,7 @@ def optimizer(saved: Any, where: str) -> dict[str, Any]:
     }
 
 
-def _seen(value: Any) -> str:
+def _seen(value: object) -> str:
     if not isinstance(value, dict):
         return f"it holds a {type(value).__name__}"
     kinds = [

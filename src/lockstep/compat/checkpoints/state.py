@@ -31,15 +31,15 @@ class ImportedState:
 
     layout: str
     models: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    optimizers: list[dict[str, Any]] = field(default_factory=list)
-    schedulers: list[dict[str, Any]] = field(default_factory=list)
-    scaler: dict[str, Any] | None = None
-    objects: list[dict[str, Any]] = field(default_factory=list)
-    rng: dict[int, dict[str, Any]] = field(default_factory=dict)
-    loaders: list[dict[str, Any] | None] = field(default_factory=list)
+    optimizers: list[dict[str, object]] = field(default_factory=list)
+    schedulers: list[dict[str, object]] = field(default_factory=list)
+    scaler: dict[str, object] | None = None
+    objects: list[dict[str, object]] = field(default_factory=list)
+    rng: dict[int, dict[str, object]] = field(default_factory=dict)
+    loaders: list[dict[str, object] | None] = field(default_factory=list)
     step: int | None = None
     world_size: int | None = None
-    other: dict[str, Any] = field(default_factory=dict)
+    other: dict[str, object] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -81,7 +81,7 @@ def describe_state(state: ImportedState) -> list[Row]:
     return rows + [("note", "", note) for note in state.notes]
 
 
-def require_plain(value: Any, where: str) -> None:
+def require_plain(value: object, where: str) -> None:
     """Raise CheckpointError, with the place, for what a checkpoint of tensors and plain values cannot hold."""
     waiting = [(value, where)]
     while waiting:
@@ -98,7 +98,7 @@ def require_plain(value: Any, where: str) -> None:
             waiting += [(entry, f"{place}[{i}]") for i, entry in enumerate(item)]
 
 
-def generator_states(saved: Any, where: str, notes: list[str]) -> dict[str, Any] | None:
+def generator_states(saved: Any, where: str, notes: list[str]) -> dict[str, object] | None:
     """Accelerate's ``random_states_<rank>.pkl`` as ``lockstep.runtime.seed.rng_state()``; None if it is incomplete."""
     try:
         version, words, gauss = saved["random_state"]
@@ -127,7 +127,7 @@ def generator_states(saved: Any, where: str, notes: list[str]) -> dict[str, Any]
     return state | devices
 
 
-def _rng_bytes(value: Any) -> torch.Tensor:
+def _rng_bytes(value: object) -> torch.Tensor:
     if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8:
         raise TypeError
     return value.clone()
@@ -148,5 +148,5 @@ def _optimizer(optimizer: dict[str, Any]) -> str:
     return f"{len(optimizer['state'])} {named} parameters in {groups} groups, {_tensors(tensors)}"
 
 
-def _keys(entry: dict[str, Any]) -> str:
+def _keys(entry: dict[str, object]) -> str:
     return ", ".join(str(key) for key in entry) or "nothing"

@@ -28,7 +28,7 @@ _BY_NAME = (
 )  # fmt: skip
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _BY_NAME if hasattr(torch, name)}
 _ARRAYS = ("b1", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8")
-_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
+_SEQUENCES: dict[str, Callable[[list[object]], object]] = {
     "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque
 }  # fmt: skip
 
@@ -130,7 +130,7 @@ class MappedFile:
         self._checked.add((start, nbytes))
 
 
-def decode(value: Any, file: MappedFile) -> Any:
+def decode(value: object, file: MappedFile) -> Any:
     """The value that a line of the restricted process's JSON stands for; its tensors are in ``file``.
 
     Raises:
@@ -143,7 +143,7 @@ def decode(value: Any, file: MappedFile) -> Any:
         raise MalformedError(f"{type(error).__name__}: {error}") from None
 
 
-def _decode(value: Any, file: MappedFile) -> Any:
+def _decode(value: object, file: MappedFile) -> object:
     if isinstance(value, list):
         return [_decode(item, file) for item in value]
     if not isinstance(value, dict):
@@ -169,7 +169,7 @@ def _decode(value: Any, file: MappedFile) -> Any:
     return _SEQUENCES[kind]([_decode(item, file) for item in value["items"]])
 
 
-def _key(key: Any) -> Any:
+def _key(key: object) -> object:
     """Keys that are cheap to hash, whoever chose them."""
     parts = key if isinstance(key, tuple) else (key,)
     for part in parts:
@@ -182,13 +182,13 @@ def _key(key: Any) -> Any:
     return key
 
 
-def _dtype(name: Any) -> torch.dtype:
+def _dtype(name: object) -> torch.dtype:
     if name not in DTYPES:
         raise MalformedError(f"the dtype {name!r}, which torch {torch.__version__} does not have")
     return DTYPES[name]
 
 
-def _counts(values: Any) -> list[int]:
+def _counts(values: object) -> list[int]:
     if (
         not isinstance(values, list)
         or len(values) > _MAX_DIMS

@@ -23,8 +23,8 @@ def is_universal(reader: ForeignReader, folder: str) -> bool:
 
 
 def read_universal(
-    reader: ForeignReader, folder: str, shapes: Any
-) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
+    reader: ForeignReader, folder: str, shapes: object
+) -> tuple[dict[str, torch.Tensor], dict[str, object], dict[str, object]]:
     """Weights, the optimizer's state by name, and what else was common to all ranks' optimizers.
 
     ``shapes`` is ``param_shapes`` of the model's file: the names of each group.

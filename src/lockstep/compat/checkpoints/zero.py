@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -33,7 +32,7 @@ class ZeroSpan:
 
 
 def spans_of_stage_1_and_2(
-    shapes: Sequence[Mapping[str, Any]], paddings: Sequence[Sequence[int]] | None = None
+    shapes: Sequence[Mapping[str, object]], paddings: Sequence[Sequence[int]] | None = None
 ) -> list[ZeroSpan]:
     """From the shapes of each group's parameters, in their order. Raises ValueError."""
     spans = []
@@ -48,7 +47,7 @@ def spans_of_stage_1_and_2(
 
 
 def spans_of_stage_3(
-    shapes: Sequence[Mapping[str, Any]], lengths: Sequence[int], world: int
+    shapes: Sequence[Mapping[str, object]], lengths: Sequence[int], world: int
 ) -> list[ZeroSpan]:
     """From the shapes of each subgroup's parameters, and the length of its vector on each rank. Raises ValueError."""
     spans = []
@@ -98,7 +97,7 @@ def _joined(span: ZeroSpan, parts: list[torch.Tensor], dtype: torch.dtype, scrat
     return whole.view(span.shape)
 
 
-def checked_shape(value: Any) -> tuple[int, ...]:
+def checked_shape(value: object) -> tuple[int, ...]:
     """``value`` as a shape. Raises ValueError if it is none."""
     if not isinstance(value, (tuple, list)) or any(type(size) is not int or size < 0 for size in value):
         raise ValueError(f"{str(value)[:60]} is no shape")

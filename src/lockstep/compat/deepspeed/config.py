@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from lockstep.compat.deepspeed.keys import KEYS
 from lockstep.compat.rules import Translation, translate
@@ -17,7 +16,7 @@ from lockstep.errors import ConfigError
 NEVER = 2**31 - 1
 
 
-def from_deepspeed(config: Any, where: str = "the DeepSpeed configuration") -> Translation:
+def from_deepspeed(config: object, where: str = "the DeepSpeed configuration") -> Translation:
     """Translate a path, a mapping, or an object with a mapping ``config``; ``where`` names a mapping in messages.
 
     What the file does not say stays unsaid, and so has the defaults of this package and of torch: a loss scale

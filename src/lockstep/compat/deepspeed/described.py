@@ -13,7 +13,7 @@ from lockstep.errors import UsageError
 from lockstep.train.scheduler import SCHEDULERS
 
 
-def build_described(objects: tuple[Any, ...], options: Options, world_size: int) -> tuple[Any, ...]:
+def build_described(objects: tuple[object, ...], options: Options, world_size: int) -> tuple[object, ...]:
     """The objects, with optimizers and schedulers that ``options`` describe in place of ``Dummy...`` ones.
 
     Raises:

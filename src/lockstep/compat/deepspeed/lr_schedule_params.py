@@ -43,7 +43,7 @@ def parse_schedule(name: str, params: Mapping[str, Any], groups: int) -> LRSched
     return schedule
 
 
-def refuse_unknown(names: Mapping[str, Any], known: Mapping[str, Any], what: str) -> None:
+def refuse_unknown(names: Mapping[str, object], known: Mapping[str, object], what: str) -> None:
     """Raise ConfigError for names that are not known; ``what`` is the thing whose parameters they would be."""
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -68,7 +68,7 @@ def _number(low: float = -math.inf, below: float = math.inf, above: float = -mat
 
 
 def _each(parse_one: Parser) -> Parser:
-    def parse(value: Any, origin: str) -> Rate:
+    def parse(value: object, origin: str) -> Rate:
         if isinstance(value, (list, tuple)):
             return tuple(parse_one(item, origin) for item in value)
         number: float = parse_one(value, origin)
@@ -81,7 +81,7 @@ def _integer(at_least: int) -> Parser:
     return lambda value, origin: parse_integer(value, origin, at_least)
 
 
-def _warmup_type(value: Any, origin: str) -> str:
+def _warmup_type(value: object, origin: str) -> str:
     if value not in ("log", "linear"):
         raise ConfigError(f"{origin} is {repr_short(value)}, which is not known. Use 'log' or 'linear'.")
     return str(value)

@@ -24,7 +24,7 @@ Rate = float | tuple[float, ...]  # one for all parameter groups, or one for eac
 class LRSchedule(Protocol):
     """Learning rates and betas of parameter group ``group`` after ``steps`` optimizer steps."""
 
-    def lr(self, steps: int, group: int, own_lr: Any) -> Any:
+    def lr(self, steps: int, group: int, own_lr: object) -> object:
         """``own_lr`` is the learning rate that the group had before the schedule began."""
 
     def betas(self, steps: int, group: int) -> tuple[float, float] | None:
@@ -76,7 +76,7 @@ class WarmupLR(_LearningRateAlone):
     warmup_num_steps: int = 1000
     warmup_type: str = "log"
 
-    def lr(self, steps: int, group: int, own_lr: Any) -> Any:
+    def lr(self, steps: int, group: int, own_lr: Any) -> object:
         low = _of(self.warmup_min_lr, group)
         high = own_lr if self.warmup_max_lr is None else _of(self.warmup_max_lr, group)
         return low + (high - low) * self._progress(max(0, steps - 1))
@@ -109,7 +109,7 @@ class WarmupCosineLR(_LearningRateAlone):
     cos_min_ratio: float = 0.0001
     warmup_type: str = "log"
 
-    def lr(self, steps: int, group: int, own_lr: Any) -> Any:
+    def lr(self, steps: int, group: int, own_lr: Any) -> object:
         return own_lr * (self._ratio(steps - 1) if steps else 0.0)
 
     def _ratio(self, iteration: int) -> float:
@@ -144,7 +144,7 @@ class OneCycle:
     cycle_max_mom: Rate = 0.9
     decay_mom_rate: float = 0.0
 
-    def lr(self, steps: int, group: int, own_lr: Any) -> Any:
+    def lr(self, steps: int, group: int, own_lr: object) -> object:
         low, high = _of(self.cycle_min_lr, group), _of(self.cycle_max_lr, group)
         if self._is_in_cycle(steps):
             return low + (high - low) * self._height(steps)
@@ -199,7 +199,7 @@ class LRRangeTest(_LearningRateAlone):
     lr_range_test_step_rate: float = 1.0
     lr_range_test_staircase: bool = False
 
-    def lr(self, steps: int, group: int, own_lr: Any) -> Any:
+    def lr(self, steps: int, group: int, own_lr: object) -> object:
         intervals = steps / self.lr_range_test_step_size
         if self.lr_range_test_staircase:
             intervals = math.floor(intervals)

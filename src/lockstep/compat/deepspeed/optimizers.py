@@ -52,7 +52,7 @@ class DummyOptim(Placeholder):
         kwargs: other arguments of the optimizer, such as ``betas`` and ``eps``, likewise.
     """
 
-    def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+    def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: object) -> None:
         self.params = list(params) if isinstance(params, Iterator) else params
         self.lr = lr
         self.weight_decay = weight_decay
@@ -72,11 +72,11 @@ class DummyScheduler(Placeholder):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: Optimizer,
         total_num_steps: int | None = None,
         warmup_num_steps: int = 0,
         lr_scheduler_callable: Callable[[Optimizer], LRScheduler] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         self.optimizer = optimizer
         self.total_num_steps = total_num_steps
@@ -119,9 +119,9 @@ def build_optimizer(config: OptimizerConfig | None, dummy: DummyOptim) -> Optimi
 
 
 def filled(
-    params: Mapping[str, Any],
-    absent: Mapping[str, Any],
-    auto: Mapping[str, Any],
+    params: Mapping[str, object],
+    absent: Mapping[str, object],
+    auto: Mapping[str, object],
     section: str,
     placeholder: str,
 ) -> dict[str, Any]:
@@ -182,13 +182,13 @@ def _adam(config: OptimizerConfig) -> tuple[type[Optimizer], dict[str, Any]]:
     return torch.optim.AdamW if decoupled else torch.optim.Adam, params
 
 
-def _rates(dummy: DummyOptim, known: Mapping[str, Any]) -> dict[str, Any]:
+def _rates(dummy: DummyOptim, known: Mapping[str, object]) -> dict[str, Any]:
     rates = {"lr": dummy.lr, "weight_decay": dummy.weight_decay}
     # Not every optimizer decays weights. Zero asks for nothing; any other value is refused by its name.
     return {name: value for name, value in rates.items() if name in known or value}
 
 
-def _checked(value: Any, default: Any, name: str) -> Any:
+def _checked(value: Any, default: object, name: str) -> Any:
     """``value`` if it is of the same sort as the parameter's default; lists become tuples."""
     if isinstance(default, bool):
         return parse_bool(value, f"optimizer.params.{name}")
@@ -208,7 +208,7 @@ def _checked(value: Any, default: Any, name: str) -> Any:
     return value
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

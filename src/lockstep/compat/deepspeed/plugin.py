@@ -26,7 +26,7 @@ class DeepSpeedPlugin:
         ConfigError: the file cannot be read.
     """
 
-    hf_ds_config: Any = None
+    hf_ds_config: object = None
     gradient_accumulation_steps: int | str | None = None
     gradient_clipping: float | str | None = None
     zero_stage: int | None = None
@@ -40,7 +40,7 @@ class DeepSpeedPlugin:
     transformer_moe_cls_names: str | None = None
     enable_msamp: bool | None = None
     msamp_opt_level: str | None = None
-    deepspeed_config: Mapping[str, Any] = field(init=False, repr=False)
+    deepspeed_config: Mapping[str, object] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         config = getattr(self.hf_ds_config, "config", self.hf_ds_config)
@@ -91,7 +91,7 @@ def from_deepspeed_plugin(plugin: Any) -> Translation:
     return Translation(merge_settings(described.settings, settings), tuple(dict.fromkeys(warnings)), rows)
 
 
-def the_plugin(plugin: Any, plugins: Any) -> Any:
+def the_plugin(plugin: object, plugins: object) -> Any:
     """The one DeepSpeed plugin of ``deepspeed_plugin`` and ``deepspeed_plugins``.
 
     Raises:

@@ -121,7 +121,7 @@ def _warn_of_endless_warmup(schedule: WarmupDecayLR | WarmupCosineLR) -> None:
         )
 
 
-def _torch_scheduler(config: SchedulerConfig, dummy: DummyScheduler, optimizer: Optimizer) -> Any:
+def _torch_scheduler(config: SchedulerConfig, dummy: DummyScheduler, optimizer: Optimizer) -> object:
     classes = {
         name: value
         for name, value in vars(lr_scheduler).items()

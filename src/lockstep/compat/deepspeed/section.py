@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from lockstep.compat.deepspeed.config import finish, from_deepspeed
 from lockstep.compat.rules import NoEffect, Refused, Table, Translation, Used, translate
@@ -26,7 +25,7 @@ MULTINODE_LAUNCHERS: dict[str, dict[str, bool]] = {
 ONE_MACHINE = ("standard", "nossh")
 
 
-def _launcher(value: Any, key: str) -> dict[str, bool]:
+def _launcher(value: object, key: str) -> dict[str, bool]:
     """The settings of one of DeepSpeed's launchers."""
     if value in (None, "", "none"):
         return {}
@@ -37,7 +36,7 @@ def _launcher(value: Any, key: str) -> dict[str, bool]:
     return MULTINODE_LAUNCHERS[value]
 
 
-def file_name(value: Any, key: str) -> str | None:
+def file_name(value: object, key: str) -> str | None:
     if value in ("", "none"):
         return None
     if not isinstance(value, str) or "\0" in value:
@@ -45,7 +44,7 @@ def file_name(value: Any, key: str) -> str | None:
     return value
 
 
-def _filter(value: Any, key: str) -> str | None:
+def _filter(value: object, key: str) -> str | None:
     """A filter on whole hosts."""
     if value in ("", "none"):
         return None
@@ -82,7 +81,7 @@ FILE_KEY = "deepspeed_config_file"
 DEFAULT_STAGE = 2
 
 
-def from_deepspeed_section(section: Mapping[str, Any], where: str) -> Translation:
+def from_deepspeed_section(section: Mapping[str, object], where: str) -> Translation:
     """The section ``deepspeed_config``; the file that it names must agree with its other keys.
 
     Raises:
@@ -105,7 +104,7 @@ def from_deepspeed_section(section: Mapping[str, Any], where: str) -> Translatio
     return Translation(settings, own.warnings, own.rows)
 
 
-def _check_launcher(settings: Mapping[str, SettingValue], section: Mapping[str, Any], where: str) -> None:
+def _check_launcher(settings: Mapping[str, SettingValue], section: Mapping[str, object], where: str) -> None:
     """Raise ConfigError when the launcher and the list of hosts do not belong together."""
     launcher = section.get(LAUNCHER_KEY)
     listed = next(

@@ -23,19 +23,19 @@ class FullyShardedDataParallelPlugin:
     """
 
     fsdp_version: int | None = None
-    sharding_strategy: Any = None
-    reshard_after_forward: Any = None
-    backward_prefetch: Any = None
-    mixed_precision_policy: Any = None
-    auto_wrap_policy: Any = None
-    cpu_offload: Any = None
-    ignored_modules: Any = None
-    state_dict_type: Any = None
-    state_dict_config: Any = None
-    optim_state_dict_config: Any = None
+    sharding_strategy: object = None
+    reshard_after_forward: object = None
+    backward_prefetch: object = None
+    mixed_precision_policy: object = None
+    auto_wrap_policy: object = None
+    cpu_offload: object = None
+    ignored_modules: object = None
+    state_dict_type: object = None
+    state_dict_config: object = None
+    optim_state_dict_config: object = None
     limit_all_gathers: bool = True
     use_orig_params: bool | None = None
-    param_init_fn: Any = None
+    param_init_fn: object = None
     sync_module_states: bool | None = None
     forward_prefetch: bool | None = None
     activation_checkpointing: bool | None = None
@@ -83,7 +83,7 @@ FIELD_NAMES = {
 }
 
 
-def from_fsdp_plugin(plugin: Any, machines: int = 1) -> Translation:
+def from_fsdp_plugin(plugin: object, machines: int = 1) -> Translation:
     """Translate an object with the fields of ``FullyShardedDataParallelPlugin``.
 
     Raises:
@@ -125,7 +125,7 @@ POLICY_KEYS: Table = {
 POLICY_FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
 
 
-def _policy(policy: Any) -> dict[str, Any]:
+def _policy(policy: object) -> dict[str, Any]:
     """A mixed precision policy, which may be a word, a mapping or torch's object, as a mapping of texts."""
     if policy is None:
         return {}
@@ -139,20 +139,20 @@ def _policy(policy: Any) -> dict[str, Any]:
     }
 
 
-def _offloads(value: Any) -> Any:
+def _offloads(value: object) -> Any:
     """``cpu_offload`` may be a truth value, or one of torch's objects that ask for it."""
     if value is None or isinstance(value, (bool, str, int)):
         return value
     return bool(getattr(value, "offload_params", type(value).__name__ == "CPUOffloadPolicy"))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Members of torch's enums by their names."""
     name = getattr(value, "name", None)
     return name if isinstance(name, str) and hasattr(value, "value") else value
 
 
-def block_rule(policy: Callable[..., Any]) -> Callable[[str, Any], bool]:
+def block_rule(policy: Callable[..., object]) -> Callable[[str, Any], bool]:
     """A wrap policy of ``torch.distributed.fsdp.wrap`` as a rule (name, module) -> bool."""
 
     def is_block(name: str, module: Any) -> bool:

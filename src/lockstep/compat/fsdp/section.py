@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from lockstep.compat.rules import Detail, NoEffect, Refused, Table, Translation, Used, translate
 from lockstep.config import readers as read
@@ -13,7 +12,7 @@ from lockstep.errors import ConfigError
 PREFIX = "fsdp_"
 
 # name of torch's ShardingStrategy -> stage of ZeRO, and whether only the ranks of one machine share a model
-STRATEGIES: dict[str, dict[str, Any]] = {
+STRATEGIES: dict[str, dict[str, object]] = {
     "full_shard": {"zero": 3},
     "shard_grad_op": {"zero": 2},
     "no_shard": {"zero": 0},
@@ -35,7 +34,7 @@ FILES = "save_model writes whole weights, and save_state what any number of proc
 STRUCTURE = "blocks are found by the model's structure, or named with blocks="
 
 
-def _reshard(value: Any, key: str) -> dict[str, Any]:
+def _reshard(value: object, key: str) -> dict[str, object]:
     """True or False, as in FSDP 2, or a word of FSDP 1."""
     text = str(value).lower()
     if text in STRATEGY_WORDS and not text.isdigit():
@@ -89,7 +88,7 @@ KEYS: Table = {
 
 
 def from_fsdp(
-    config: Any, where: str, machines: int = 1, prefix: str = PREFIX, table: Table | None = None
+    config: object, where: str, machines: int = 1, prefix: str = PREFIX, table: Table | None = None
 ) -> Translation:
     """Translate the section ``fsdp_config``; the prefix of its keys may be left out.
 

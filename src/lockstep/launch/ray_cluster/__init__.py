@@ -112,7 +112,9 @@ def job_of(plan: LaunchPlan) -> Job:
     return Job(plan.command[1:] if python else plan.command, python, os.getcwd(), environment)
 
 
-def trainer_arguments(ray: Any, plan: LaunchPlan, record: Any, use_gpu: bool, storage: str) -> dict[str, Any]:
+def trainer_arguments(
+    ray: Any, plan: LaunchPlan, record: object, use_gpu: bool, storage: str
+) -> dict[str, object]:
     """The arguments of TorchTrainer beside the function."""
     from lockstep.launch.ray_cluster.meeting import NoGroupConfig
 

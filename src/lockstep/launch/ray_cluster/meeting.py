@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
@@ -19,9 +18,9 @@ class NoGroupConfig(TorchConfig):
     """A TorchConfig that leaves the process group, and the GPU's context, to the process of the rank."""
 
     @property
-    def backend_cls(self) -> Any:
+    def backend_cls(self) -> object:
         return NoGroup
 
     @property
-    def train_func_context(self) -> Any:
+    def train_func_context(self) -> object:
         return nullcontext

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lockstep.runtime.exit_codes import PREEMPTED, of_signal
 
@@ -22,7 +22,7 @@ class RayEnded(NamedTuple):
 
     rank: int
     exit_code: int
-    report: Mapping[str, Any]
+    report: Mapping[str, object]
     ended_by_us: bool
 
 

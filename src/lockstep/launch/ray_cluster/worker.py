@@ -206,7 +206,7 @@ def _end(process: subprocess.Popen[bytes]) -> bool:
     return True
 
 
-def _pass_on(pipe: IO[bytes] | None, rank: int, stream: str, write: Callable[[RayOutput], Any]) -> None:
+def _pass_on(pipe: IO[bytes] | None, rank: int, stream: str, write: Callable[[RayOutput], object]) -> None:
     assert pipe is not None
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     while chunk := os.read(pipe.fileno(), CHUNK_BYTES):

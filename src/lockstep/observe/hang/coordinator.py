@@ -153,7 +153,7 @@ class Coordinator:
         """By pid, of workers on other machines, as their launchers see them."""
         self._states = dict(states)
 
-    def _hello(self, peer: Any, message: Mapping[str, Any]) -> None:
+    def _hello(self, peer: Any, message: Mapping[str, object]) -> None:
         rank = message.get("rank")
         if not isinstance(rank, int):
             return
@@ -167,7 +167,7 @@ class Coordinator:
             peer.send({"kind": "watch.left", "rank": other})
         self._stop.tell(state)
 
-    def _note_progress(self, state: WatchedRank, message: Mapping[str, Any]) -> None:
+    def _note_progress(self, state: WatchedRank, message: Mapping[str, object]) -> None:
         state.boundaries = max(
             state.boundaries, integer_of(message, "boundaries"), integer_of(message, "boundary")
         )

@@ -109,7 +109,7 @@ def pending_collectives(seen: StackSummary) -> RecordedCollectives:
     return RecordedCollectives(tuple(pending), tuple(recent[-RECENT:]), completed, groups)
 
 
-def recorded() -> list[Mapping[str, Any]]:
+def recorded() -> list[Mapping[str, object]]:
     """The flight recorders' entries, oldest first; none where this torch has no recorder or it is off."""
     entries: list[Mapping[str, Any]] = []
     for trace in flight_recorder.traces():
@@ -118,7 +118,7 @@ def recorded() -> list[Mapping[str, Any]]:
     return sorted(entries, key=lambda one: one.get("time_created_ns") or 0)
 
 
-def of_living_groups(entries: list[Mapping[str, Any]], main: str) -> list[Mapping[str, Any]]:
+def of_living_groups(entries: list[Mapping[str, Any]], main: str) -> list[Mapping[str, object]]:
     """Without those of destroyed groups, which the recorder remembers. Groups are counted in ``pg_id``: what is older
     than the last main group, or than the last group of its name, is gone."""
     last: dict[str, int] = {}
@@ -192,7 +192,7 @@ def checked_call(seen: StackSummary, last: Mapping[str, int], is_recorded: bool)
     )
 
 
-def group_names() -> dict[Any, str]:
+def group_names() -> dict[object, str]:
     """Process group -> its name, as the flight recorder has it; empty where torch keeps them elsewhere."""
     return c10d.names_of_groups()
 

@@ -10,13 +10,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Protocol
+from typing import Protocol
 
 
 class WorkerConnection(Protocol):
     """One worker's connection."""
 
-    def send(self, message: dict[str, Any]) -> None: ...
+    def send(self, message: dict[str, object]) -> None: ...
 
 
 @dataclass
@@ -49,7 +49,7 @@ class WatchedRank:
         """It has called ``end_training``: what it does now concerns nobody."""
         return self.done_at is not None
 
-    def take_heartbeat(self, message: Mapping[str, Any], now: float) -> None:
+    def take_heartbeat(self, message: Mapping[str, object], now: float) -> None:
         """Take in a heartbeat."""
         ticks = integer_of(message, "ticks")
         if ticks != self.ticks:
@@ -62,13 +62,13 @@ class WatchedRank:
         self.local_s, self.step_s = seconds_of(message, "local_s"), seconds_of(message, "step_s")
 
 
-def integer_of(message: Mapping[str, Any], name: str) -> int:
+def integer_of(message: Mapping[str, object], name: str) -> int:
     """An integer of 0 or more in a message; 0 where there is none."""
     value = message.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
 
 
-def seconds_of(message: Mapping[str, Any], name: str) -> float:
+def seconds_of(message: Mapping[str, object], name: str) -> float:
     """A duration in a message; 0 where there is none."""
     value = message.get(name)
     return float(value) if isinstance(value, (int, float)) and 0 <= value < 1e9 else 0.0

@@ -83,12 +83,12 @@ class Evidence:
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     recent: tuple[PendingCollective, ...] = ()
 
-    def to_message(self) -> dict[str, Any]:
+    def to_message(self) -> dict[str, object]:
         """As values of JSON."""
         return asdict(self)
 
     @staticmethod
-    def from_message(message: Mapping[str, Any]) -> Evidence:
+    def from_message(message: Mapping[str, object]) -> Evidence:
         """The evidence in a message that came over the network; texts are cut to their greatest lengths.
 
         Raises:
@@ -103,7 +103,7 @@ class Evidence:
             ) from None
 
 
-def _evidence(message: Mapping[str, Any]) -> Evidence:
+def _evidence(message: Mapping[str, object]) -> Evidence:
     return Evidence(
         rank=_integer(message["rank"]),
         host=_text(message["host"]),
@@ -144,7 +144,7 @@ def _collective(value: Any) -> PendingCollective:
     )
 
 
-def _integer(value: Any, least: int = 0) -> int:
+def _integer(value: object, least: int = 0) -> int:
     if type(value) is not int or not least <= value < 2**63:
         raise ValueError(f"{str(value)[:40]!r} is no whole number from {least}")
     return value
@@ -156,7 +156,7 @@ def _seconds(value: Any) -> float:
     return float(value)
 
 
-def _text(value: Any, longest: int = LONGEST_TEXT) -> str:
+def _text(value: object, longest: int = LONGEST_TEXT) -> str:
     """Printable text on one line, or, where it may be longer, on several."""
     if not isinstance(value, str):
         raise TypeError(f"{type(value).__name__} instead of text")
@@ -164,13 +164,13 @@ def _text(value: Any, longest: int = LONGEST_TEXT) -> str:
     return "".join(one if one.isprintable() or one in kept else "?" for one in value[:longest])
 
 
-def _list(value: Any) -> Sequence[Any]:
+def _list(value: object) -> Sequence[object]:
     if not isinstance(value, (list, tuple)) or len(value) > 65536:
         raise TypeError(f"{type(value).__name__} instead of a list")
     return value
 
 
-def _items(value: Any) -> list[tuple[Any, Any]]:
+def _items(value: object) -> list[tuple[object, object]]:
     if not isinstance(value, Mapping) or len(value) > 1024:
         raise TypeError(f"{type(value).__name__} instead of an object")
     return list(value.items())

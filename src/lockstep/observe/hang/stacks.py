@@ -172,7 +172,7 @@ def waits_for_handle(frame: FrameType) -> bool:
     return ours and called_name(frame) == "wait"
 
 
-def innermost_operation(below: Sequence[FrameType]) -> tuple[str, Any, int | None]:
+def innermost_operation(below: Sequence[FrameType]) -> tuple[str, object, int | None]:
     """The function of torch.distributed in progress, the group given to it, and the rank it sends to or receives
     from. Of nested ones the inner: ``all_gather`` for ``all_gather_object``."""
     for frame in below:

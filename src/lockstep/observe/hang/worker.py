@@ -158,7 +158,7 @@ class WorkerWatch:
         """All ranks have stopped together; for the launcher to say."""
         self._tell("stopped", sentence=sentence)
 
-    def _tell(self, verb: str, **values: Any) -> None:
+    def _tell(self, verb: str, **values: object) -> None:
         if self._client is None:
             return
         try:
@@ -241,7 +241,7 @@ class WorkerWatch:
         elif verb == "end":
             os._exit(HANG)
 
-    def _explain(self, question: Any) -> None:
+    def _explain(self, question: object) -> None:
         self._tell("evidence", question=question, evidence=self._evidence().to_message())
 
     def _evidence(self) -> Evidence:

@@ -18,7 +18,7 @@ def on_main_process(function: Method) -> Method:
     """Make a tracker's method do nothing on other ranks, unless its ``main_process_only`` is False."""
 
     @functools.wraps(function)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, *args: object, **kwargs: object) -> Any:
         runtime = process.current()
         if getattr(self, "main_process_only", False) and runtime is not None and not runtime.is_main:
             return None
@@ -55,13 +55,13 @@ class GeneralTracker:
     def start(self) -> None:
         """Open the run. ``__init__`` may come before the process group; this does not."""
 
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
+    def store_init_configuration(self, values: dict[str, object]) -> None:
         """Store ``values`` as the hyperparameters of the run."""
 
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
         """Log ``values``; ``kwargs`` are ``log_kwargs[name]`` of ``Accelerator.log``."""
 
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log_images(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
         """Log ``values``, lists of images; a tracker that cannot hold images ignores them."""
 
     def finish(self) -> None:
@@ -84,7 +84,7 @@ class BlankTracker(GeneralTracker):
             raise AttributeError(attribute)
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> BlankTracker:
+    def __call__(self, *args: object, **kwargs: object) -> BlankTracker:
         return self
 
     def __getitem__(self, key: object) -> BlankTracker:

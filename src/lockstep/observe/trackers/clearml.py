@@ -29,11 +29,11 @@ class ClearMLTracker(TableTracker):
         self.run = task
 
     @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> Any:
+    def store_init_configuration(self, values: dict[str, object]) -> Any:
         return self.run.connect_configuration(values)
 
     @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, object], step: int | None = None, **kwargs: Any) -> None:
         """``eval_``, ``test_`` and ``train_`` at the front of a name choose the series (default train)."""
         logger = self.run.get_logger()
         for key, value in plain(values).items():
@@ -46,7 +46,7 @@ class ClearMLTracker(TableTracker):
                 logger.report_scalar(title=title, series=series, value=value, iteration=step, **kwargs)
 
     @on_main_process
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
         """``values``: name -> array or PIL image."""
         for key, image in values.items():
             title, series = self._title_and_series(key)
@@ -54,7 +54,7 @@ class ClearMLTracker(TableTracker):
                 title=title, series=series, iteration=step, image=image, **kwargs
             )
 
-    def send_table(self, name: str, content: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+    def send_table(self, name: str, content: dict[str, Any], step: int | None, **kwargs: object) -> None:
         columns, data, dataframe = content.values()
         if dataframe is None and data is None:
             raise UsageError("log_table got neither data nor dataframe. Pass one of them.")

@@ -29,7 +29,7 @@ class HostedTracker(GeneralTracker):
     package: str = ""
     extra: str = ""
 
-    def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
+    def __init__(self, run_name: str | None = None, **kwargs: object) -> None:
         super().__init__()
         if not is_available(self.package):
             raise MissingExtraError(f"The tracker '{self.name}'", self.package, self.extra)
@@ -67,15 +67,15 @@ class _RunTracker(HostedTracker):
         self.run = self.module.init(project=self.run_name, **self.init_kwargs)
 
     @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
+    def store_init_configuration(self, values: dict[str, object]) -> None:
         self.module.config.update(values, allow_val_change=True)
 
     @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, object], step: int | None = None, **kwargs: Any) -> None:
         self.run.log(values, step=step, **kwargs)
 
     @on_main_process
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
         """``values``: name -> list of arrays or PIL images."""
         for key, images in values.items():
             self.run.log({key: [self.module.Image(image) for image in images]}, step=step, **kwargs)
@@ -89,16 +89,16 @@ class TableTracker(HostedTracker):
         self,
         table_name: str,
         columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
+        data: list[list[object]] | None = None,
+        dataframe: object = None,
         step: int | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Log a table, from ``columns`` and ``data`` (rows) or from ``dataframe``."""
         content = {"columns": columns, "data": data, "dataframe": dataframe}
         self.send_table(table_name, content, step=step, **kwargs)
 
-    def send_table(self, name: str, content: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+    def send_table(self, name: str, content: dict[str, object], step: int | None, **kwargs: object) -> None:
         raise NotImplementedError
 
 
@@ -107,7 +107,7 @@ class WandBTracker(_RunTracker, TableTracker):
 
     name, package, extra = "wandb", "wandb", "wandb"
 
-    def send_table(self, name: str, content: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+    def send_table(self, name: str, content: dict[str, Any], step: int | None, **kwargs: object) -> None:
         self.run.log({name: self.module.Table(**content)}, step=step, **kwargs)
 
 
@@ -134,11 +134,11 @@ class CometMLTracker(HostedTracker):
         self.run = open_run(project_name=self.run_name, **self.init_kwargs)
 
     @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
+    def store_init_configuration(self, values: dict[str, object]) -> None:
         self.run.log_parameters(values)
 
     @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
         if step is not None:
             self.run.set_step(step)
         for key, value in plain(values).items():
@@ -152,7 +152,7 @@ class CometMLTracker(HostedTracker):
                 self.leave_out(key, value, "numbers, strings and dicts of numbers")
 
     @on_main_process
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
         """``values``: name -> list of arrays or PIL images."""
         for key, images in values.items():
             for image in images:
@@ -169,7 +169,7 @@ class AimTracker(HostedTracker):
     name, package, extra = "aim", "aim", "aim"
     requires_logging_directory = True
 
-    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] = ".", **kwargs: Any) -> None:
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] = ".", **kwargs: object) -> None:
         super().__init__(run_name, **kwargs)
         self.aim_repo_path = logging_dir
 
@@ -179,20 +179,20 @@ class AimTracker(HostedTracker):
         self.run.name = self.run_name
 
     @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
+    def store_init_configuration(self, values: dict[str, object]) -> None:
         self.run["hparams"] = values
 
     @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
         for key, value in plain(values).items():
             self.run.track(value, name=key, step=step, **kwargs)
 
     @on_main_process
     def log_images(
         self,
-        values: dict[str, Any],
+        values: dict[str, object],
         step: int | None = None,
-        kwargs: dict[str, dict[str, Any]] | None = None,
+        kwargs: dict[str, dict[str, object]] | None = None,
         **options: Any,
     ) -> None:
         """``values``: name -> image or (image, caption); ``kwargs``: ``aim_image`` and ``track`` options."""
@@ -212,7 +212,7 @@ class DVCLiveTracker(HostedTracker):
 
     name, package, extra = "dvclive", "dvclive", "dvclive"
 
-    def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
+    def __init__(self, run_name: str | None = None, live: object = None, **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
         self.run = live
 
@@ -226,11 +226,11 @@ class DVCLiveTracker(HostedTracker):
         return self.run
 
     @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
+    def store_init_configuration(self, values: dict[str, object]) -> None:
         self.run.log_params(values)
 
     @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, object], step: int | None = None, **kwargs: Any) -> None:
         if step is not None:
             self.run.step = step
         for key, value in plain(values).items():
@@ -241,7 +241,7 @@ class DVCLiveTracker(HostedTracker):
         self.run.next_step()
 
     @on_main_process
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log_images(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
         """``values``: file name -> array or PIL image."""
         for key, image in values.items():
             self.run.log_image(key, image, **kwargs)

@@ -28,7 +28,7 @@ class TensorBoardTracker(GeneralTracker):
     name = "tensorboard"
     requires_logging_directory = True
 
-    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: object) -> None:
         super().__init__()
         if not is_available("tensorboard"):
             raise MissingExtraError("The tracker 'tensorboard'", "tensorboard", "tensorboard")
@@ -50,7 +50,7 @@ class TensorBoardTracker(GeneralTracker):
         return self.writer
 
     @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
+    def store_init_configuration(self, values: dict[str, object]) -> None:
         """Hyperparameters for the board's table and, complete, ``<time>/hparams.yml`` beside it."""
         run = str(time.time())
         config = plain(values)
@@ -67,7 +67,7 @@ class TensorBoardTracker(GeneralTracker):
         (folder / "hparams.yml").write_text(yaml.safe_dump(_serialisable(config)), encoding="utf-8")
 
     @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
         """Numbers as scalars, strings as text, dicts of numbers as one chart with several lines."""
         for key, value in plain(values).items():
             if isinstance(value, (bool, int, float)):
@@ -86,7 +86,7 @@ class TensorBoardTracker(GeneralTracker):
         self.writer.flush()
 
     @on_main_process
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log_images(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
         """``values``: name -> batch of images, (N, 3, H, W) or as ``dataformats`` says."""
         for key, images in values.items():
             self.writer.add_images(key, images, global_step=step, **kwargs)
@@ -123,25 +123,25 @@ class JSONLinesTracker(GeneralTracker):
         return self.file
 
     @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
+    def store_init_configuration(self, values: dict[str, object]) -> None:
         self._write({"time": time.time(), "config": values})
 
     @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
         self._write({"step": step, "time": time.time(), "values": values})
 
     @on_main_process
     def finish(self) -> None:
         self.file.close()
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _write(self, record: dict[str, object]) -> None:
         line = json.dumps(_serialisable(_finite(plain(record))), allow_nan=False, ensure_ascii=False)
         self.file.write(line + "\n")
         # A run that is killed leaves whole lines behind.
         self.file.flush()
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> Any:
     """``value`` with the floats that JSON cannot write as strings."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
@@ -152,7 +152,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _serialisable(value: Any) -> Any:
+def _serialisable(value: object) -> Any:
     """``value``, from ``plain``, with every object that is not plain data as its ``str``."""
     if isinstance(value, dict):
         return {key: _serialisable(item) for key, item in value.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
 
 from lockstep.config.sources import inherited_environment
 from lockstep.config.values import parse_bool
@@ -26,7 +25,7 @@ class MLflowTracker(HostedTracker):
         experiment_name: str | None = None,
         logging_dir: str | os.PathLike[str] | None = None,
         run_id: str | None = None,
-        tags: dict[str, Any] | str | None = None,
+        tags: dict[str, object] | str | None = None,
         nested_run: bool = False,
         run_name: str | None = None,
         description: str | None = None,
@@ -60,7 +59,7 @@ class MLflowTracker(HostedTracker):
         )
 
     @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
+    def store_init_configuration(self, values: dict[str, object]) -> None:
         limits = self.module.utils.validation
         fitting = []
         for key, value in values.items():
@@ -73,7 +72,7 @@ class MLflowTracker(HostedTracker):
             self.module.log_params(dict(fitting[start : start + batch]))
 
     @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
         metrics = {}
         for key, value in plain(values).items():
             if isinstance(value, (int, float)):
@@ -83,7 +82,7 @@ class MLflowTracker(HostedTracker):
         self.module.log_metrics(metrics, step=step, **kwargs)
 
     @on_main_process
-    def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
+    def log_figure(self, figure: object, artifact_file: str, **save_kwargs: object) -> None:
         self.module.log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
 
     @on_main_process

@@ -50,7 +50,9 @@ TRACKERS: Mapping[str, TrackerEntry] = {
 }
 
 
-def resolve_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[TrackerChoice]:
+def resolve_trackers(
+    log_with: object, logging_dir: str | os.PathLike[str] | None = None
+) -> list[TrackerChoice]:
     """The trackers that ``log_with`` means, without repeats: classes to construct, or the user's instances.
 
     ``log_with`` is None, one of the following, or a list of them: a name or ``LoggerType``, a
@@ -111,7 +113,7 @@ class TrackerSet:
     """
 
     def __init__(
-        self, log_with: Any = None, logging_dir: str | os.PathLike[str] | None = None, is_main: bool = True
+        self, log_with: object = None, logging_dir: str | os.PathLike[str] | None = None, is_main: bool = True
     ) -> None:
         self.log_with = resolve_trackers(log_with, logging_dir)
         self.logging_dir = logging_dir
@@ -130,7 +132,7 @@ class TrackerSet:
         self,
         project_name: str,
         config: dict[str, Any] | None = None,
-        init_kwargs: dict[str, dict[str, Any]] | None = None,
+        init_kwargs: dict[str, dict[str, object]] | None = None,
     ) -> None:
         """Open a run named ``project_name`` in each tracker and store ``config`` as its hyperparameters.
 
@@ -158,9 +160,9 @@ class TrackerSet:
 
     def log(
         self,
-        values: dict[str, Any],
+        values: dict[str, object],
         step: int | None = None,
-        log_kwargs: dict[str, dict[str, Any]] | None = None,
+        log_kwargs: dict[str, dict[str, object]] | None = None,
     ) -> None:
         """Log ``values`` to each tracker; ``log_kwargs`` maps its name to arguments for its ``log``."""
         if self.log_with and not self.started and self.is_main and not self._told:
@@ -173,7 +175,7 @@ class TrackerSet:
         for tracker in self.trackers:
             tracker.log(values, step=step, **log_kwargs.get(tracker.name, {}))
 
-    def log_images(self, values: dict[str, Any], step: int | None = None) -> None:
+    def log_images(self, values: dict[str, object], step: int | None = None) -> None:
         """Log ``values``, images by name, to each tracker that can hold images."""
         for tracker in self.trackers:
             tracker.log_images(values, step=step)
@@ -213,7 +215,7 @@ class TrackerSet:
             raise errors[0]
 
     def _construct(
-        self, choice: TrackerChoice, project_name: str, init_kwargs: dict[str, dict[str, Any]]
+        self, choice: TrackerChoice, project_name: str, init_kwargs: dict[str, dict[str, object]]
     ) -> GeneralTracker:
         if isinstance(choice, GeneralTracker):
             return choice
@@ -232,7 +234,7 @@ class TrackerSet:
             raise ConfigError(f"{where} has '{name}', but log_with {have}.{suggestion(name, names)}")
 
 
-def _meant_by(item: Any, logging_dir: str | os.PathLike[str] | None) -> list[TrackerChoice]:
+def _meant_by(item: object, logging_dir: str | os.PathLike[str] | None) -> list[TrackerChoice]:
     """The trackers that one item of ``log_with`` stands for, checked."""
     if isinstance(item, GeneralTracker):
         check_complete(item)

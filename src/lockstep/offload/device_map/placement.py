@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +35,7 @@ class TensorPlacement:
         return self.ref.name
 
 
-def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+def check_device_map(model: nn.Module, device_map: Mapping[str, object]) -> None:
     """Check that a device map gives one device to every parameter and persistent buffer.
 
     Raises:
@@ -71,7 +70,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
         )
 
 
-def as_device(device: Any, module: str) -> torch.device | str:
+def as_device(device: object, module: str) -> torch.device | str:
     """``"disk"``, or the device of this machine that an entry of a device map means.
 
     Raises:
@@ -101,7 +100,7 @@ def as_device(device: Any, module: str) -> torch.device | str:
     return found if found.type == "mps" else torch.device(found.type, found.index or 0)
 
 
-def main_device_of(device_map: Mapping[str, Any], main_device: Any = None) -> torch.device:
+def main_device_of(device_map: Mapping[str, object], main_device: object = None) -> torch.device:
     """Where offloaded weights are used: as given, else the first accelerator of the map, else the CPU."""
     if main_device is not None:
         device = as_device(main_device, "main_device")
@@ -113,7 +112,10 @@ def main_device_of(device_map: Mapping[str, Any], main_device: Any = None) -> to
 
 
 def assign_placements(
-    model: nn.Module, device_map: Mapping[str, Any], main_device: torch.device, offload_buffers: bool = False
+    model: nn.Module,
+    device_map: Mapping[str, object],
+    main_device: torch.device,
+    offload_buffers: bool = False,
 ) -> list[TensorPlacement]:
     """The placement of every tensor. The map is checked before.
 

@@ -32,7 +32,7 @@ def unguard(model: nn.Module) -> None:
 
 
 def _apply_or_refuse(
-    model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True, **_: Any
+    model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True, **_: object
 ) -> nn.Module:
     """In place of what all of them go through."""
     tensors = [*model.parameters(), *model.buffers()]
@@ -96,10 +96,10 @@ class _Inputs:
         self._skip_keys = skip_keys if isinstance(skip_keys, str) else list(skip_keys or ())
 
     @torch.compiler.disable
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def __call__(self, module: nn.Module, args: object, kwargs: object) -> tuple[Any, Any]:
         return self.moved(args, kwargs)
 
-    def moved(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def moved(self, args: object, kwargs: object) -> tuple[Any, Any]:
         return send_to_device(args, self._device), send_to_device(
             kwargs, self._device, skip_keys=self._skip_keys
         )
@@ -114,13 +114,13 @@ class _Model:
         self._from: list[torch.device | None] = []  # one for each call that is under way
 
     @torch.compiler.disable
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before(self, module: nn.Module, args: object, kwargs: object) -> tuple[Any, Any]:
         tensors = (leaf for leaf in leaves((args, kwargs)).values() if isinstance(leaf, torch.Tensor))
         self._from.append(next((tensor.device for tensor in tensors), None))
         return self._inputs.moved(args, kwargs)
 
     @torch.compiler.disable
-    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def after(self, module: nn.Module, args: object, kwargs: object, output: object) -> Any:
         device = self._from.pop() if self._from else None
         if device is None or output is None:
             return output

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -56,11 +55,11 @@ def resolve_device_map(
 
 def dispatch_model(
     model: nn.Module,
-    device_map: str | Mapping[str, Any],
+    device_map: str | Mapping[str, object],
     main_device: torch.device | str | int | None = None,
     state_dict: Mapping[str, torch.Tensor] | None = None,
     offload_dir: Path | None = None,
-    offload_index: Mapping[str, Mapping[str, Any]] | None = None,
+    offload_index: Mapping[str, Mapping[str, object]] | None = None,
     offload_buffers: bool = False,
     skip_keys: str | Iterable[str] | None = None,
     preload_module_classes: Iterable[str] | None = None,
@@ -135,7 +134,7 @@ def dispatch_model(
 def load_checkpoint_and_dispatch(
     model: nn.Module,
     checkpoint: Path,
-    device_map: str | Mapping[str, Any] | None = None,
+    device_map: str | Mapping[str, object] | None = None,
     max_memory: MaxMemory | None = None,
     no_split_module_classes: str | Iterable[str] | None = None,
     offload_folder: Path | None = None,

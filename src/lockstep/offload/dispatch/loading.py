@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -135,7 +134,7 @@ Path = str | os.PathLike[str]
 def load_checkpoint_in_model(
     model: nn.Module,
     checkpoint: Path,
-    device_map: Mapping[str, Any] | None = None,
+    device_map: Mapping[str, object] | None = None,
     offload_folder: Path | None = None,
     dtype: torch.dtype | str | None = None,
     offload_state_dict: bool = False,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +23,7 @@ def place_tensors(
     placements: list[TensorPlacement],
     state_dict: Mapping[str, torch.Tensor] | None,
     folder: Path | None,
-    index: Mapping[str, Mapping[str, Any]] | None,
+    index: Mapping[str, Mapping[str, object]] | None,
 ) -> None:
     """Put every tensor where its placement says.
 
@@ -78,7 +77,7 @@ def _found(
     placements: list[TensorPlacement],
     state_dict: Mapping[str, torch.Tensor],
     folder: str | None,
-    index: Mapping[str, Mapping[str, Any]] | None,
+    index: Mapping[str, Mapping[str, object]] | None,
     files: MappedFiles,
 ) -> dict[str, torch.Tensor]:
     """Tensors without values that the folder has; of the disk, all that ``index`` has."""

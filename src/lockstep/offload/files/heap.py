@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
 
 _AT_ONCE = 16 << 20
 
@@ -28,10 +27,10 @@ class FreedMemory:
             self._trim(0)
 
 
-def _trim_function() -> Callable[[int], Any] | None:
+def _trim_function() -> Callable[[int], object] | None:
     """glibc's ``malloc_trim``, during which other threads run on; None elsewhere."""
     try:
-        trim: Callable[[int], Any] = ctypes.CDLL(None).malloc_trim
+        trim: Callable[[int], object] = ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError, TypeError):
         return None
     return trim

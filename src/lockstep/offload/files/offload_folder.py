@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 
@@ -48,7 +47,7 @@ class TensorToWrite:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def index_of(folder: str) -> dict[str, dict[str, Any]]:
+def index_of(folder: str) -> dict[str, dict[str, object]]:
     """The entries of a folder's index; none where there is no folder or index.
 
     Raises:
@@ -68,7 +67,7 @@ def index_of(folder: str) -> dict[str, dict[str, Any]]:
     return index
 
 
-def regions_of(index: Mapping[str, Mapping[str, Any]], folder: str | None) -> dict[str, FileRegion]:
+def regions_of(index: Mapping[str, Mapping[str, object]], folder: str | None) -> dict[str, FileRegion]:
     """Where the weights of an index are. Paths in it are absolute or relative to ``folder``.
 
     Raises:
@@ -96,7 +95,7 @@ def regions_of(index: Mapping[str, Mapping[str, Any]], folder: str | None) -> di
     return found
 
 
-def _raw_region(path: str, entry: Mapping[str, Any]) -> FileRegion:
+def _raw_region(path: str, entry: Mapping[str, object]) -> FileRegion:
     dtype = dtype_of(str(entry["dtype"]))
     assert dtype is not None
     check_plain_file(path)
@@ -209,7 +208,7 @@ def _write_part(folder: str, tensors: list[TensorToWrite], keys: Mapping[str, st
             os.unlink(partial)
 
 
-def _write_index(folder: str, index: Mapping[str, Any]) -> None:
+def _write_index(folder: str, index: Mapping[str, object]) -> None:
     partial = os.path.join(folder, f"{INDEX}.partial")
     try:
         with open(partial, "w", encoding="utf-8") as file:

@@ -82,7 +82,7 @@ def read_header(path: str) -> dict[str, FileRegion]:
 
 def header_bytes(tensors: dict[str, tuple[torch.dtype, torch.Size]]) -> bytes:
     """The first bytes of a file of these tensors, one after another."""
-    header: dict[str, Any] = {METADATA: {"format": "pt"}}
+    header: dict[str, object] = {METADATA: {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
         begin, end = end, end + prod(shape) * dtype.itemsize
@@ -119,7 +119,7 @@ def _check_layout(path: str, regions: dict[str, FileRegion], begin: int, size: i
         raise _damaged(path, f"it has {size} bytes, but by its header {position}")
 
 
-def _unique(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(path: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise _damaged(path, "its header names a tensor twice")

@@ -99,7 +99,7 @@ class WaitHook:
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait = wait
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, *_: object) -> None:
         self._wait()
 
     def __reduce__(self) -> Any:
@@ -115,7 +115,7 @@ class _Offloaded(Optimizer):
 
     _offloaded_step: _Attached
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> Any:
         self._offloaded_step.finish()  # hooks, too, are to see the parameters after the step before
         torch_optim.note_step(self)
         return _hooked_step(self, closure)
@@ -136,7 +136,7 @@ class _Offloaded(Optimizer):
         self._offloaded_step.refuse_if_broken()
         return super().state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         self._offloaded_step.before_load()
         super().load_state_dict(
             keep_on_host(state_dict) if self._offloaded_step.steps_on_host else state_dict
@@ -148,7 +148,7 @@ class _Offloaded(Optimizer):
             self._offloaded_step.wait()
         super().zero_grad(set_to_none)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         raise UsageError(
             f"A {type(self).__name__} whose step is offloaded cannot be copied or pickled: its state may lie in files "
             "of this process. Save optimizer.state_dict() in its place."
@@ -159,7 +159,7 @@ class _Offloaded(Optimizer):
 torch_optim.take_for_wrapped(_Offloaded.step)
 
 
-def _begin(self: _Offloaded, closure: Callable[[], Any] | None = None) -> Any:
+def _begin(self: _Offloaded, closure: Callable[[], object] | None = None) -> Any:
     loss = self._offloaded_step.step(closure)
     if _has_hook_that_reads(self):
         self._offloaded_step.finish()

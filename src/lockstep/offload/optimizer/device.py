@@ -207,7 +207,7 @@ class _HostTensor:
     tensor: torch.Tensor
 
 
-def keep_on_host(state_dict: dict[str, Any]) -> dict[str, Any]:
+def keep_on_host(state_dict: dict[str, Any]) -> dict[str, object]:
     """A state_dict whose tensors, numbers excepted, ``load_state_dict`` leaves where they are; see ``take_kept``."""
     state = {
         index: {
@@ -220,7 +220,7 @@ def keep_on_host(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state}
 
 
-def take_kept(parameter: torch.Tensor, state: dict[str, Any]) -> None:
+def take_kept(parameter: torch.Tensor, state: dict[str, object]) -> None:
     """Bring a parameter's state to the host, with the dtypes that ``load_state_dict`` would give it."""
     for name, value in state.items():
         if isinstance(value, _HostTensor):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -128,7 +127,7 @@ class GradientFile:
         parameter.grad = like_parameter(mapped, parameter)
         self._freed.add(buffer.numel())
 
-    def _belongs_here(self, here: torch.Tensor, gradient: Any, parameter: torch.Tensor) -> bool:
+    def _belongs_here(self, here: torch.Tensor, gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
         plain = here.layout == torch.strided and here.device.type == "cpu" and here.is_contiguous()
         shard = local(parameter.detach())
         alike = (here.shape, here.dtype) == (shard.shape, shard.dtype)

@@ -38,7 +38,7 @@ class OptimizerSettings:
     """All that one step of an optimizer depends on besides parameters, gradients and state, copied."""
 
     optimizer_class: type[Optimizer]
-    attributes: dict[str, Any]
+    attributes: dict[str, object]
     groups: list[dict[str, Any]]
     threads: int
 
@@ -60,7 +60,7 @@ def settings_of(optimizer: Optimizer, optimizer_class: type[Optimizer]) -> Optim
     return OptimizerSettings(optimizer_class, attributes, groups, torch.get_num_threads())
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any) -> object:
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if type(value) in (list, tuple):
@@ -73,8 +73,8 @@ def step_some(
     entries: list[KernelEntry],
     values: list[torch.Tensor],
     gradients: list[torch.Tensor],
-    states: list[dict[str, Any]],
-) -> list[dict[str, Any]]:
+    states: list[dict[str, object]],
+) -> list[dict[str, object]]:
     """Change ``values`` and ``states`` in place as the optimizer's step does; returns the states afterwards.
 
     A gradient has its value's shape and dtype.
@@ -89,7 +89,7 @@ def step_some(
         if gradient.dtype != parameter.dtype and hasattr(parameter, "grad_dtype"):
             parameter.grad_dtype = gradient.dtype
         parameter.grad = gradient
-    afterwards: dict[Any, dict[str, Any]] = defaultdict(dict)
+    afterwards: dict[object, dict[str, object]] = defaultdict(dict)
     _part_of(settings, entries, parameters, states, afterwards)
     for entry in entries:
         if torch_tensors.version(entry.watched) != entry.version:
@@ -104,8 +104,8 @@ def _part_of(
     settings: OptimizerSettings,
     entries: list[KernelEntry],
     parameters: list[nn.Parameter],
-    states: list[dict[str, Any]],
-    state: dict[Any, dict[str, Any]],
+    states: list[dict[str, object]],
+    state: dict[object, dict[str, object]],
 ) -> None:
     """A step of a copy of the optimizer that has these parameters alone, and no hooks."""
     by_group: dict[int, list[nn.Parameter]] = {}

@@ -117,7 +117,7 @@ class OffloadedStep:
         """Of optimizer state and the host's copies of parameters, to disk, so far."""
         return sum(part.bytes_written for part in (self._work.files, self._work.host) if part is not None)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> object:
         """Begin a step with the gradients and settings of now; returns what ``closure`` does.
 
         Raises:

@@ -33,7 +33,7 @@ def like_parameter(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor
     )
 
 
-def is_large(value: Any, parameter: torch.Tensor) -> bool:
+def is_large(value: object, parameter: torch.Tensor) -> bool:
     """Whether a value of an optimizer's state has an element for each of the parameter, or of this rank's shard."""
     return (
         isinstance(value, torch.Tensor) and value.dim() > 0 and local(value).shape == local(parameter).shape
@@ -76,7 +76,7 @@ class StateFiles:
             if is_large(value, parameter) and local(value).numel() and local(value).device.type == "cpu":
                 state[name] = like_parameter(self._moved(parameter, name, local(value)), parameter)
 
-    def separate(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+    def separate(self, parameter: torch.Tensor, state: dict[str, object]) -> None:
         """Copy what lies where another parameter's state is about to be written, as a state_dict may have it."""
         for name, value in state.items():
             if not isinstance(value, torch.Tensor) or (found := region_of(local(value))) is None:

@@ -168,7 +168,7 @@ class _PassBegins(ModelHook):
         self._edits = edits
         self._check = check
 
-    def run(self, *args: Any) -> None:
+    def run(self, *args: object) -> None:
         self._check()
         self._edits.check()
         self._streamer.pass_begins()

@@ -77,10 +77,10 @@ class ModelHook:
     def __reduce__(self) -> tuple[Any, ...]:
         return _inert_hook, ()
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: object) -> None:
         self._run(self, *args)
 
-    def run(self, *args: Any) -> None:
+    def run(self, *args: object) -> None:
         raise NotImplementedError
 
 
@@ -90,11 +90,11 @@ def _uncompiled() -> Callable[..., None]:
     return torch.compiler.disable(lambda hook, *args: hook.run(*args))
 
 
-def _inert(*args: Any) -> None:
+def _inert(*args: object) -> None:
     pass
 
 
-def _inert_hook() -> Any:
+def _inert_hook() -> object:
     return _inert
 
 
@@ -106,13 +106,13 @@ class _UnitHook(ModelHook):
 
 
 class _Begin(_UnitHook):
-    def run(self, *args: Any) -> None:
+    def run(self, *args: object) -> None:
         for listener in self._listeners:
             listener.forward_begins(self._unit)
 
 
 class _End(_UnitHook):
-    def run(self, *args: Any) -> None:
+    def run(self, *args: object) -> None:
         for listener in self._listeners:
             listener.forward_ended(self._unit)
         if torch.is_grad_enabled():

@@ -94,13 +94,13 @@ class TrainingBlock:
         """Let the others know what left the block here, instead of leaving them waiting for this rank."""
 
 
-def check_count(what: str, name: str, value: Any, least: int) -> None:
+def check_count(what: str, name: str, value: object, least: int) -> None:
     """Raise ConfigError unless ``value`` is a whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{what} got {name}={value!r}. Pass a whole number of {least} or more.")
 
 
-def check_replicas(what: str, trainer: Trainer, model: Any) -> None:
+def check_replicas(what: str, trainer: Trainer, model: nn.Module) -> None:
     """Raise UsageError unless every rank holds a replica of the whole model, as in plain data parallel training."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"{what} got a {type(model).__name__}. Pass the model that prepare() returned.")

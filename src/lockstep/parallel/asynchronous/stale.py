@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import nn
@@ -64,7 +63,7 @@ class BoundedStaleness(TrainingBlock):
         self,
         accelerator: Trainer,
         model: nn.Module,
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer,
         staleness: int,
         *,
         max_norm: float | None = None,
@@ -78,7 +77,7 @@ class BoundedStaleness(TrainingBlock):
         self.recent: deque[list[int]] = deque(maxlen=1024)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._known = {id(parameter) for parameter in self._parameters}
-        self._settings: deque[list[dict[str, Any]]] = deque()  # of steps whose updates have not come
+        self._settings: deque[list[dict[str, object]]] = deque()  # of steps whose updates have not come
         self._histogram: Counter[int] = Counter()  # staleness -> gradients that were applied
         self._counts: Counter[str] = Counter()
         self._steps = self._updates = self._computed_on = 0
@@ -172,7 +171,7 @@ class BoundedStaleness(TrainingBlock):
         if self._trainer.sync_gradients:  # else the open window was begun on the parameters of before
             self._computed_on = self._updates
 
-    def _apply_late(self, gradients: list[torch.Tensor | None], settings: list[dict[str, Any]]) -> None:
+    def _apply_late(self, gradients: list[torch.Tensor | None], settings: list[dict[str, object]]) -> None:
         """Step with the gradients and settings of an earlier step, and put back those of the window that is open."""
         own = [parameter.grad for parameter in self._parameters]
         groups = zip(self._optimizer.param_groups, settings, strict=True)
@@ -186,7 +185,7 @@ class BoundedStaleness(TrainingBlock):
             self._put(own, present)
             self._trainer.sync_gradients = window_ends
 
-    def _put(self, gradients: list[torch.Tensor | None], settings: list[dict[str, Any]]) -> None:
+    def _put(self, gradients: list[torch.Tensor | None], settings: list[dict[str, object]]) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
         for group, values in zip(self._optimizer.param_groups, settings, strict=True):
@@ -259,7 +258,7 @@ class BoundedStaleness(TrainingBlock):
         self._rounds = None
 
 
-def _settings_of(optimizer: Any) -> list[dict[str, Any]]:
+def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
     """Copies of what schedules change, group by group."""
     return [
         {
@@ -271,7 +270,7 @@ def _settings_of(optimizer: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
             f"BoundedStaleness got a {type(optimizer).__name__} as optimizer. Pass what prepare() returned."

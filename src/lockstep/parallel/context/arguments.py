@@ -22,7 +22,7 @@ MASKS = ("mask", "bias")
 CACHES = ("past_key_values", "past_key_value", "layer_past", "kv_cache")
 
 
-def hidden_states(block: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def hidden_states(block: str, args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:
     """The first tensor among the arguments.
 
     Raises:
@@ -78,14 +78,14 @@ def sequence_dim(block: str, name: str, tensor: Tensor, batch: int, length: int)
     return None
 
 
-def holds_cache(name: str, value: Any) -> bool:
+def holds_cache(name: str, value: object) -> bool:
     """Whether an argument is a store of keys and values of earlier calls."""
     return value is not None and (name in CACHES or hasattr(value, "get_seq_length"))
 
 
 def arguments_on_chunks(
-    split: dict[int, Tensor], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
+    split: dict[int, Tensor], model: Any, args: tuple[Any, ...], kwargs: dict[str, object]
+) -> dict[str, object]:
     """``kwargs`` with an attention mask of ones where there is none. ``split``: whole tensors by id of their chunk.
 
     Without a mask these models take a jump in the position ids for the start of another sequence packed into the

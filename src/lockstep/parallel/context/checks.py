@@ -37,11 +37,11 @@ class OnChunks(TorchFunctionMode):
     def __init__(self, where: str, layout: SequenceLayout, length: int) -> None:
         super().__init__()
         self.where, self.layout, self.length = where, layout, length
-        self.calls: Any = None
+        self.calls: object = None
         """The function that is checked now."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         check = _POSITIONS.get(func)
         if check is not None:
@@ -73,7 +73,7 @@ class InBlock(OnChunks):
         self.suspicions: list[Suspicion] = []
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         check = _CHECKS.get(func)
@@ -103,7 +103,7 @@ class InBlock(OnChunks):
             if function in (None, one.function):
                 self.refuse(one.what, one.remedy)
 
-    def _check_scores(self, factors: tuple[Any, ...], result: Any) -> None:
+    def _check_scores(self, factors: tuple[object, ...], result: Any) -> None:
         """Weights are matrices, so that a product with one of them has no scores, whatever its width."""
         tensors = [factor for factor in factors if isinstance(factor, Tensor)]
         if all(tensor.ndim > 2 for tensor in tensors) and result.shape[-2:] == (self.length, self.length):
@@ -116,7 +116,7 @@ class InBlock(OnChunks):
             self.no_other or 'Use F.scaled_dot_product_attention (transformers: attn_implementation="sdpa")',
         )
 
-    def has_positions(self, tensor: Any) -> bool:
+    def has_positions(self, tensor: Tensor) -> bool:
         """Whether it is [b, positions of this rank, ...]."""
         return (
             isinstance(tensor, Tensor) and tensor.ndim > 2 and tensor.shape[:2] == (self.batch, self.length)
@@ -126,12 +126,12 @@ class InBlock(OnChunks):
 # -- the calls ------------------------------------------------------------------
 
 
-def _check_softmax(mode: InBlock, tensor: Any, *_: Any, **__: Any) -> None:
+def _check_softmax(mode: InBlock, tensor: Tensor, *_: object, **__: object) -> None:
     if isinstance(tensor, Tensor) and tensor.ndim > 2 and tensor.shape[-2:] == (mode.length, mode.length):
         mode.suspect_scores(f"a softmax over {list(tensor.shape)}")
 
 
-def _check_arange(mode: OnChunks, *args: Any, **kwargs: Any) -> None:
+def _check_arange(mode: OnChunks, *args: object, **kwargs: object) -> None:
     numbers = [number for number in args if isinstance(number, int)]
     start = kwargs.get("start", numbers[0] if len(numbers) > 1 else 0)
     end = kwargs.get("end", numbers[1] if len(numbers) > 1 else numbers[0] if numbers else None)
@@ -143,7 +143,7 @@ def _check_arange(mode: OnChunks, *args: Any, **kwargs: Any) -> None:
         )
 
 
-def _check_table(mode: OnChunks, tensor: Any, index: Any) -> None:
+def _check_table(mode: OnChunks, tensor: Tensor, index: object) -> None:
     """``table[:length]`` of a longer table of positions, whatever dimension but the last they are in."""
     if not isinstance(tensor, Tensor) or mode.length in tensor.shape[1:-1]:
         return  # it has this rank's positions
@@ -161,7 +161,7 @@ def _check_table(mode: OnChunks, tensor: Any, index: Any) -> None:
             )
 
 
-def _check_reduction(mode: InBlock, tensor: Any, *args: Any, **kwargs: Any) -> None:
+def _check_reduction(mode: InBlock, tensor: Tensor, *args: object, **kwargs: object) -> None:
     named = [kwargs[name] for name in ("dim", "dims") if name in kwargs]
     given = named or [
         arg for arg in args[:1] if isinstance(arg, (int, list, tuple)) and not isinstance(arg, bool)
@@ -169,15 +169,15 @@ def _check_reduction(mode: InBlock, tensor: Any, *args: Any, **kwargs: Any) -> N
     _refuse_along_sequence(mode, tensor, given)
 
 
-def _check_flip(mode: InBlock, tensor: Any, *args: Any, **kwargs: Any) -> None:
+def _check_flip(mode: InBlock, tensor: Tensor, *args: object, **kwargs: object) -> None:
     _refuse_along_sequence(mode, tensor, [*args, *kwargs.values()])
 
 
-def _check_roll(mode: InBlock, tensor: Any, *args: Any, **kwargs: Any) -> None:
+def _check_roll(mode: InBlock, tensor: Tensor, *args: object, **kwargs: object) -> None:
     _refuse_along_sequence(mode, tensor, [kwargs.get("dims", args[1] if len(args) > 1 else 1)])
 
 
-def _refuse_along_sequence(mode: InBlock, tensor: Any, dims: list[Any]) -> None:
+def _refuse_along_sequence(mode: InBlock, tensor: Tensor, dims: list[object]) -> None:
     flat = [dim for given in dims for dim in (given if isinstance(given, (list, tuple)) else [given])]
     if mode.has_positions(tensor) and any(isinstance(dim, int) and dim % tensor.ndim == 1 for dim in flat):
         mode.suspect(
@@ -187,7 +187,7 @@ def _refuse_along_sequence(mode: InBlock, tensor: Any, dims: list[Any]) -> None:
         )
 
 
-def _check_convolution(mode: InBlock, tensor: Any, weight: Any, *_: Any, **__: Any) -> None:
+def _check_convolution(mode: InBlock, tensor: Tensor, weight: Tensor, *_: object, **__: object) -> None:
     if isinstance(weight, Tensor) and any(size > 1 for size in weight.shape[2:]):
         mode.suspect(
             f"has a convolution with a kernel of {list(weight.shape[2:])}, which would need the neighbours of this "
@@ -196,23 +196,23 @@ def _check_convolution(mode: InBlock, tensor: Any, weight: Any, *_: Any, **__: A
         )
 
 
-def _check_recurrence(mode: InBlock, *_: Any, **__: Any) -> None:
+def _check_recurrence(mode: InBlock, *_: object, **__: object) -> None:
     mode.suspect(
         "has a recurrent layer, which would begin anew at each rank's positions",
         "Leave this module out with blocks=...",
     )
 
 
-def _functions(names: str, *places: Any) -> set[Any]:
+def _functions(names: str, *places: object) -> set[object]:
     return {getattr(place, name) for name in names.split() for place in places if hasattr(place, name)}
 
 
 _PRODUCTS = _functions("matmul __matmul__ bmm baddbmm einsum", torch, Tensor)
-_POSITIONS: dict[Any, Callable[..., None]] = {
+_POSITIONS: dict[object, Callable[..., None]] = {
     **dict.fromkeys(_functions("arange", torch), _check_arange),
     **dict.fromkeys(_functions("__getitem__", Tensor), _check_table),
 }
-_CHECKS: dict[Any, Callable[..., None]] = {
+_CHECKS: dict[object, Callable[..., None]] = {
     **dict.fromkeys(_functions("softmax _softmax", torch, Tensor, F, torch.special), _check_softmax),
     **_POSITIONS,
     **dict.fromkeys(

@@ -116,7 +116,7 @@ class ContextParallelModel(Subclassed):
 
     _region: ContextRegion
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         call: Any = super().__call__  # type: ignore[misc]
         region: ContextRegion = self._region
         region.begin()
@@ -149,7 +149,7 @@ class ContextParallelBlock(Subclassed):
     _argument_names: tuple[str, ...]
 
     @torch_compile.disable
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         call: Any = super().__call__  # type: ignore[misc]
         region, name = self._region, self._block_name
         if not _in_backward():
@@ -194,7 +194,7 @@ def _in_backward() -> bool:
     return torch_autograd.is_in_backward()
 
 
-def _with_names(names: tuple[str, ...], args: tuple[Any, ...]) -> list[tuple[str, Any]]:
+def _with_names(names: tuple[str, ...], args: tuple[object, ...]) -> list[tuple[str, object]]:
     return [(names[i] if i < len(names) else f"argument {i}", value) for i, value in enumerate(args)]
 
 
@@ -204,10 +204,10 @@ class _Splitter:
     def __init__(self, block: str, region: ContextRegion, hidden: Tensor, length: int) -> None:
         self.block, self.layout, self.hidden, self.length = block, region.layout, hidden, length
 
-    def __call__(self, name: str, value: Any) -> Any:
+    def __call__(self, name: str, value: object) -> Any:
         return map_leaves(lambda _, leaf: self._leaf(name, leaf), value)
 
-    def _leaf(self, name: str, leaf: Any) -> Any:
+    def _leaf(self, name: str, leaf: object) -> object:
         if not isinstance(leaf, Tensor):
             return leaf
         if leaf is self.hidden:
@@ -216,7 +216,7 @@ class _Splitter:
         return leaf if dim is None else self.layout.local(leaf, dim)
 
 
-def _enter(region: ContextRegion, block: str, hidden: Tensor, named: dict[str, Any]) -> int | None:
+def _enter(region: ContextRegion, block: str, hidden: Tensor, named: dict[str, object]) -> int | None:
     """Length of the whole sequence; None where this forward is not split.
 
     In a backward, activation checkpointing of the user's own calls single blocks: nothing is known of their order.
@@ -261,7 +261,7 @@ def _enter(region: ContextRegion, block: str, hidden: Tensor, named: dict[str, A
     return length * size
 
 
-def _leave(region: ContextRegion, block: str, output: Any, batch: int, local_length: int) -> Any:
+def _leave(region: ContextRegion, block: str, output: object, batch: int, local_length: int) -> object:
     tensors = [leaf for leaf in leaves(output).values() if isinstance(leaf, Tensor)]
     if not tensors or tensors[0].shape[:2] != (batch, local_length):
         found = f"{list(tensors[0].shape)}" if tensors else "no tensor"

@@ -36,9 +36,9 @@ class BlockCall:
     """A call of a block: its arguments by name or place, and the shape of its hidden states."""
 
     block: str
-    forward: Callable[..., Any]
-    args: list[tuple[str, Any]]
-    kwargs: dict[str, Any]
+    forward: Callable[..., object]
+    args: list[tuple[str, object]]
+    kwargs: dict[str, object]
     hidden: Tensor
 
 
@@ -93,7 +93,7 @@ class _Run:
 def _run(call: BlockCall, hidden: Tensor, start: int, count: int, suspecting: InBlock) -> _Run:
     batch, length = call.hidden.shape[:2]
 
-    def cut(name: str, leaf: Any) -> Any:
+    def cut(name: str, leaf: object) -> object:
         if not isinstance(leaf, Tensor):
             return leaf
         if leaf is call.hidden:
@@ -122,7 +122,7 @@ class _Noting(TorchFunctionMode):
         self.operations = operations
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         if func is F.scaled_dot_product_attention:
             return _by_positions(*_three(args, kwargs or {}))
@@ -136,7 +136,7 @@ class _Noting(TorchFunctionMode):
         return result
 
 
-def _three(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+def _three(args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     names = ("query", "key", "value")
     given = (*args[:3], *(kwargs[name] for name in names[len(args[:3]) :]))
     return given[0], given[1], given[2]
@@ -152,7 +152,7 @@ def _by_positions(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return value * (1 + query.mean(-1, keepdim=True).tanh()) + key.mean(-1, keepdim=True).tanh()
 
 
-def _same(whole: Any, part: Any, start: int, count: int) -> bool:
+def _same(whole: object, part: object, start: int, count: int) -> bool:
     """Of all tensors [b, positions, ...]; others, such as a balance loss, are those of a rank's positions."""
     expected, found = leaves(whole), leaves(part)
     for path, tensor in expected.items():

@@ -128,7 +128,7 @@ def data_parallel(model: nn.Module, runtime: Runtime) -> nn.Module:
 
 def gradient_hook(
     options: DistributedDataParallelKwargs, group: dist.ProcessGroup | None = None
-) -> tuple[Any, GradientHook] | None:
+) -> tuple[object, GradientHook] | None:
     """The (state, hook) that ``register_comm_hook`` takes for these options; None: DDP's own all-reduce."""
     hook, wrapper = Hook(options.comm_hook), Hook(options.comm_wrapper)
     state: Any = group
@@ -154,7 +154,7 @@ def gradient_hook(
     return state, function
 
 
-def _arguments(options: DistributedDataParallelKwargs) -> dict[str, Any]:
+def _arguments(options: DistributedDataParallelKwargs) -> dict[str, object]:
     arguments = options.to_kwargs()
     for name in ("comm_hook", "comm_wrapper", "comm_state_option", "check_reduction"):
         arguments.pop(name, None)
@@ -164,7 +164,7 @@ def _arguments(options: DistributedDataParallelKwargs) -> dict[str, Any]:
 def _half_all_reduce(dtype: torch.dtype) -> GradientHook:
     """Average gradients in a 16-bit type. Torch's own bf16 hook refuses to run without CUDA."""
 
-    def hook(state: Any, bucket: c10d.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(state: object, bucket: c10d.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         compressed = buffer.to(dtype).div_(dist.get_world_size())
         future = dist.all_reduce(compressed, group=state, async_op=True).get_future()
@@ -176,7 +176,7 @@ def _half_all_reduce(dtype: torch.dtype) -> GradientHook:
 def _in_half(inner: GradientHook, dtype: torch.dtype) -> GradientHook:
     """Cast a bucket to ``dtype``, run ``inner`` on it, and cast the result back."""
 
-    def hook(state: Any, bucket: c10d.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(state: object, bucket: c10d.GradBucket) -> torch.futures.Future[torch.Tensor]:
         original = bucket.buffer()
         bucket.set_buffer(original.to(dtype))
 

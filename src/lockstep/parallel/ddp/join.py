@@ -12,7 +12,7 @@ from lockstep.errors import UsageError
 from lockstep.torch_internals.fsdp2 import is_sharded
 
 
-def join_replicas(models: Iterable[Any], world_size: int) -> AbstractContextManager[Any]:
+def join_replicas(models: Iterable[Any], world_size: int) -> AbstractContextManager[object]:
     """Ranks that have run out of batches answer the others' collectives until all are done.
 
     Reference: ``torch.distributed.algorithms.join``.

@@ -37,7 +37,7 @@ class _Averaged:
     """A reducer of torch's with the parameters that it averages."""
 
     reducer: Any
-    logger: Any
+    logger: object
     parameters: list[nn.Parameter]
 
 
@@ -75,7 +75,7 @@ class DistributedDataParallel(TorchDDP):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_averaged": {}}
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """As in DDP.
 
         Raises:
@@ -135,7 +135,7 @@ class DistributedDataParallel(TorchDDP):
             "before a step, which average what has added up."
         )
 
-    def _notice_own_gradients(self, output: Any) -> None:
+    def _notice_own_gradients(self, output: object) -> None:
         for tensor in leaves(output).values():
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(partial(_adds_own_gradients, weakref.ref(self)))
@@ -189,7 +189,7 @@ class DistributedDataParallel(TorchDDP):
         self._settle(other)
         return _Averaged(other.reducer, other.logger, trained)
 
-    def _average_again_if_spent(self, output: Any) -> None:
+    def _average_again_if_spent(self, output: object) -> None:
         tensors = [t for t in leaves(output).values() if isinstance(t, torch.Tensor) and t.requires_grad]
         outputs = [weakref.ref(tensor) for tensor in tensors]
         for tensor in tensors:
@@ -253,7 +253,7 @@ def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
     return found
 
 
-def refuse_thawed(module: nn.Module, args: Any) -> None:
+def refuse_thawed(module: nn.Module, args: object) -> None:
     """A forward pre-hook of models that had nothing to train when they were prepared, and so are no replicas.
 
     Raises:
@@ -270,5 +270,5 @@ def _key(parameters: list[nn.Parameter]) -> tuple[int, ...]:
     return tuple(map(id, parameters))
 
 
-def _is(one: Any, other: Any) -> bool:
+def _is(one: object, other: Any) -> bool:
     return one is other

@@ -43,7 +43,7 @@ class Calls:
             self._refuse(called)
         return rows[:, 1 : 1 + counts.numel()].reshape(ranks, *counts.shape)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
+    def __deepcopy__(self, memo: dict[int, object]) -> Calls:
         return self  # groups cannot be copied
 
     def _refuse(self, called: list[int]) -> None:
@@ -68,7 +68,7 @@ class AfterForward:
         self.calls = calls
 
     @torch_compile.disable
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
         device = next(module.parameters()).device
         self.calls.exchange(-1, torch.zeros(0, dtype=torch.int64, device=device))
 
@@ -76,9 +76,9 @@ class AfterForward:
         return _nothing, ()
 
 
-def _nothing() -> Any:
+def _nothing() -> object:
     return _ignore
 
 
-def _ignore(module: nn.Module, args: Any, output: Any) -> None:
+def _ignore(module: nn.Module, args: object, output: object) -> None:
     """What is left of ``AfterForward`` in a pickle."""

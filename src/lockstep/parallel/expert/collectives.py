@@ -28,7 +28,7 @@ class Ranks:
     calls: Calls | None = None
     number: int = 0
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+    def __deepcopy__(self, memo: dict[int, object]) -> Ranks:
         return self  # groups cannot be copied, and a copied layer works in the same ones
 
     def gather_counts(self, counts: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ class StandIns:
         return new.requires_grad_(tensor.requires_grad)
 
 
-def is_stand_in(value: Any) -> bool:
+def is_stand_in(value: object) -> bool:
     """Whether ``value`` is a tensor without values."""
     if isinstance(value, DTensor):
         value = dtensor.local_tensor(value)
@@ -54,7 +54,7 @@ def carry(stand_in: Tensor, value: Tensor) -> None:
     setattr(stand_in, _CARRIED, value)
 
 
-def carried(value: Any) -> Any:
+def carried(value: object) -> Any:
     """The real tensor for which ``value`` stands, if there is one, else ``value``."""
     return getattr(value, _CARRIED, value) if isinstance(value, Tensor) else value
 
@@ -100,14 +100,14 @@ class AbsentBlock(Instead):
         else:
             setattr(copy, name, value)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         raise UsageError(
             f"The block '{self._name}' is on another rank of the pipeline, and was called outside of a forward of "
             "the whole model. Call the model that was prepared."
         )
 
 
-def copy_without_values(module: nn.Module, memo: dict[int, Any], keep_buffers: bool) -> nn.Module:
+def copy_without_values(module: nn.Module, memo: dict[int, object], keep_buffers: bool) -> nn.Module:
     """A copy of ``module`` whose parameters are plain attributes, and those of ``memo``: id -> stand-in.
 
     ``keep_buffers``: buffers are copied with their values, as plain attributes; else they are as in ``memo``.
@@ -120,7 +120,7 @@ def copy_without_values(module: nn.Module, memo: dict[int, Any], keep_buffers: b
     return new
 
 
-def _attributes_instead(module: nn.Module, registered: dict[str, Any]) -> None:
+def _attributes_instead(module: nn.Module, registered: dict[str, object]) -> None:
     for name, value in list(registered.items()):
         if value is not None:
             del registered[name]

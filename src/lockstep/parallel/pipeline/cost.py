@@ -18,7 +18,7 @@ from lockstep.runtime import process
 
 @torch.no_grad()
 def block_seconds(
-    model: nn.Module, blocks: Mapping[str, nn.Module], *args: Any, repeats: int = 3, **kwargs: Any
+    model: nn.Module, blocks: Mapping[str, nn.Module], *args: object, repeats: int = 3, **kwargs: object
 ) -> dict[str, float]:
     """Name -> seconds of a block's forward: the least of ``repeats`` runs of ``model(*args, **kwargs)`` on one device.
 
@@ -51,7 +51,12 @@ def block_seconds(
 
 
 def measured_split(
-    model: nn.Module, stages: int, *args: Any, blocks: tuple[str, ...] = (), repeats: int = 3, **kwargs: Any
+    model: nn.Module,
+    stages: int,
+    *args: object,
+    blocks: tuple[str, ...] = (),
+    repeats: int = 3,
+    **kwargs: object,
 ) -> tuple[str, ...]:
     """Names for ``split=`` by which ``stages`` take about equally long: what rank 0 measures. Collective.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch.distributed as dist
 from torch import nn
@@ -54,10 +54,10 @@ class Derivation:
         self._options = options
         self._title = type(module).__name__
         self._known_dims: dict[str, int | None] = {}
-        self._reductions: dict[Any, Reduction] = {}
-        self._kinds: dict[Any, dict[tuple[str, str], str]] = {}
+        self._reductions: dict[object, Reduction] = {}
+        self._kinds: dict[object, dict[tuple[str, str], str]] = {}
         self._left_alone: set[tuple[str, str]] = set()
-        self._knows_numbers: set[Any] = set()
+        self._knows_numbers: set[object] = set()
         self._moved: tuple[set[Place], set[Edge]] = (set(), set())  # what is decided now
         self._settings = Settings(module)
         self.is_new = False  # something was found that nobody has proved
@@ -183,7 +183,7 @@ class Derivation:
         self._say(self._reductions[kind], "this batch")
         return self._reductions[kind]
 
-    def _kind(self, plan: Plan, batch: Batch, loss_fn: LossFunction | None) -> Any:
+    def _kind(self, plan: Plan, batch: Batch, loss_fn: LossFunction | None) -> object:
         return (
             plan.loss,
             loss_fn is not None,

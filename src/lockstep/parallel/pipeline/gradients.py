@@ -107,7 +107,7 @@ class _Value(torch.autograd.Function):
 class _Outputs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, backward: Callable[[tuple[Any, ...]], None], *values: Tensor
+        ctx: Any, anchor: Tensor, backward: Callable[[tuple[object, ...]], None], *values: Tensor
     ) -> Any:
         ctx.backward_all = backward
         ctx.set_materialize_grads(False)
@@ -123,7 +123,7 @@ class _Pull(torch.autograd.Function):
     """A number with given gradients with respect to tensors: where a stage's backward begins."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: tuple[Any, ...], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, gradients: tuple[object, ...], *tensors: Tensor) -> Tensor:
         ctx.gradients = gradients
         return tensors[0].new_zeros(())
 

@@ -83,7 +83,7 @@ class Layout:
         self._first = {alias: first for first, names in self.aliases.items() for alias in names}
         parameters = dict(model.named_parameters())
         self.values = {name: self.stand_ins.like(value, dtype) for name, value in parameters.items()}
-        memo: dict[int, Any] = {id(value): self.values[name] for name, value in parameters.items()}
+        memo: dict[int, object] = {id(value): self.values[name] for name, value in parameters.items()}
         memo[id(model)] = model
         trunk = self._trunk()
         self.singles = [
@@ -193,7 +193,7 @@ class Layout:
         found |= {name: part.module for name, part in self.parts.items() if stage in part.stages}
         return {name: found[name] for name in sorted(found, key=self.positions.__getitem__)}  # type: ignore[misc]
 
-    def parameters_of(self, stage: int) -> dict[str, dict[str, Any]]:
+    def parameters_of(self, stage: int) -> dict[str, dict[str, object]]:
         """Owner -> its parameters among those that stand alone, of a stage of this rank."""
         found: dict[str, dict[str, Any]] = {}
         for owner in dict.fromkeys(single.owner for single in self.singles):

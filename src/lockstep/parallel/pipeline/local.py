@@ -130,9 +130,9 @@ class LocalStages:
         found = (inner for module in self.modules.values() for inner in module.modules())
         return [module for module in found if isinstance(module, FSDPModule)]
 
-    def tell(self, mine: Any) -> list[Any]:
+    def tell(self, mine: object) -> list[Any]:
         """What each rank says, in the order of the last stages that they hold. Collective."""
-        told: list[Any] = [None] * self.ranks
+        told: list[object] = [None] * self.ranks
         dist.all_gather_object(told, mine, group=self.group)
         last = {self.rank_of(stage): stage for stage in range(self.count)}
         return [told[rank] for rank in sorted(last, key=last.__getitem__)]

@@ -24,10 +24,10 @@ class Call:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    targets: tuple[Any, ...] = ()
+    targets: tuple[object, ...] = ()
 
     @property
-    def tree(self) -> tuple[Any, ...]:
+    def tree(self) -> tuple[object, ...]:
         return (self.args, self.kwargs, self.targets)
 
 
@@ -103,7 +103,7 @@ def cut(call: Call, count: int, dims: BatchDims) -> list[Call]:
     """``count`` calls with equal parts of every tensor that ``dims`` gives a dimension; the rest goes into each."""
 
     def part(index: int) -> Call:
-        def slice_leaf(path: str, leaf: Any) -> Any:
+        def slice_leaf(path: str, leaf: object) -> object:
             dim = dims.get(path)
             if not isinstance(leaf, Tensor) or dim is None:
                 return leaf
@@ -141,7 +141,7 @@ def joined(part: Tensor, whole: Tensor, count: int) -> Joined:
     return Joined(whole.shape, whole.dtype, by_rows, part.requires_grad)
 
 
-def find_loss(output: Any) -> str | None:
+def find_loss(output: object) -> str | None:
     """The path of the loss in a model's output; None: it returns no loss.
 
     A loss is the output itself, its ``loss``, or the first of a tuple, if that is a number with a gradient.

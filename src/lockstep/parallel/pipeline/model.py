@@ -157,7 +157,7 @@ class PipelineModel(ModuleAround):
         """This rank's, under the model's names."""
         yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: object, **kwargs: Any) -> Any:
         """This rank's part of the model's, under the model's names."""
         return self.module.state_dict(*args, **kwargs)
 
@@ -213,7 +213,7 @@ class PipelineModel(ModuleAround):
 
     # -- a batch -----------------------------------------------------------------------------------------
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """The model's output for the whole batch, on all ranks (see ``PipelineOptions.outputs``).
 
         If the model returns a loss and gradients are wanted, forward and backward of all micro-batches run now,
@@ -228,9 +228,9 @@ class PipelineModel(ModuleAround):
     def train_step(
         self,
         loss_fn: LossFunction,
-        targets: Sequence[Any] = (),
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        targets: Sequence[object] = (),
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> Tensor:
         """``loss_fn(model(*args, **kwargs), *targets)`` for each micro-batch, in the order of the schedule.
 

@@ -70,7 +70,7 @@ class Autocast:
     def outside(self) -> AbstractContextManager[Any]:
         return torch.autocast(self._type, enabled=False)
 
-    def inside(self) -> AbstractContextManager[Any]:
+    def inside(self) -> AbstractContextManager[object]:
         enabled, dtype = self.state
         # Casts of weights are not kept, because each micro-batch has a backward of its own.
         return torch.autocast(self._type, dtype=dtype, enabled=enabled, cache_enabled=False)
@@ -89,7 +89,7 @@ class Training:
     parameters: Parameters
     reduction: Reduction
 
-    def run(self) -> tuple[Any, WhyNot | None]:
+    def run(self) -> tuple[object, WhyNot | None]:
         """Forward and backward of all micro-batches; gradients wait for the backward of the loss that is returned.
 
         Returns:
@@ -132,7 +132,7 @@ class Training:
         return _fill(self.plan.template, results)
 
 
-def _train(call: Training, path: str, scale: float) -> tuple[Any, WhyNot | None]:
+def _train(call: Training, path: str, scale: float) -> tuple[object, WhyNot | None]:
     """A loss that is the mean or the sum of those of micro-batches, in the order of the schedule."""
     stages, plan, options, reduction = call.stages, call.plan, call.options, call.reduction
     calls, undecided = call.batch.parts, reduction.undecided
@@ -142,7 +142,7 @@ def _train(call: Training, path: str, scale: float) -> tuple[Any, WhyNot | None]
     losses: list[Tensor] = []
     counted: list[Any] = []
 
-    def finish(index: int, output: Any) -> Tensor:
+    def finish(index: int, output: object) -> Tensor:
         found = leaves(with_loss(output, calls[index], call.loss_fn))
         losses.append(found[path].detach())
         if reduction.was_found:
@@ -191,7 +191,7 @@ def _why_not(
     return "settings" if changed else "undecided" if moved else "rows" if differs else None
 
 
-def _train_whole(call: Training, path: str, scale: float) -> tuple[Any, WhyNot | None]:
+def _train_whole(call: Training, path: str, scale: float) -> tuple[object, WhyNot | None]:
     """A loss that is neither a mean nor a sum of those of micro-batches: all forwards come before all backwards, and
     what comes after the last block is computed on the whole batch."""
     stages, plan, batch, reduction = call.stages, call.plan, call.batch, call.reduction
@@ -230,8 +230,8 @@ def forward_now(
     autocast: Autocast,
     parameters: Parameters,
     reduction: Reduction,
-    around_backward: Callable[[], AbstractContextManager[Any]],
-) -> tuple[Any, WhyNot | None]:
+    around_backward: Callable[[], AbstractContextManager[object]],
+) -> tuple[object, WhyNot | None]:
     """All forwards; the backwards run when the loop calls backward on what it makes of the outputs.
 
     Returns:
@@ -309,12 +309,12 @@ def evaluate(
     loss_fn: LossFunction | None,
     options: PipelineOptions,
     autocast: Autocast,
-) -> Any:
+) -> object:
     """All forwards, and no backward."""
     outputs = plan.outputs
     kept: list[dict[str, Tensor]] = []
 
-    def finish(index: int, output: Any) -> tuple[Tensor, ...]:
+    def finish(index: int, output: object) -> tuple[Tensor, ...]:
         found = leaves(with_loss(output, batch.parts[index], loss_fn))
         kept.append({path: found[path] for path in outputs})
         return ()
@@ -348,7 +348,7 @@ def fill_only(stages: LocalStages, plan: Plan, once: Pass, find: bool = False) -
     plan.evaluation.fill()
 
 
-def nothing(_: int, output: Any) -> tuple[Tensor, ...]:
+def nothing(_: int, output: object) -> tuple[Tensor, ...]:
     """Of an output nothing is wanted."""
     return ()
 
@@ -358,10 +358,10 @@ def _all_from_first(root: Tensor, count: int) -> list[Tensor]:
     return [root, *(torch.zeros_like(root).requires_grad_() for _ in range(count - 1))]
 
 
-def with_loss(output: Any, call: Call, loss_fn: LossFunction | None) -> Any:
+def with_loss(output: object, call: Call, loss_fn: LossFunction | None) -> object:
     """The output, or the loss that ``loss_fn`` makes of it."""
     return output if loss_fn is None else (loss_fn(output, *call.targets),)
 
 
-def _fill(template: Any, results: Mapping[str, Tensor]) -> Any:
+def _fill(template: object, results: Mapping[str, Tensor]) -> object:
     return map_leaves(lambda path, leaf: results.get(path) if isinstance(leaf, Tensor) else leaf, template)

@@ -37,7 +37,7 @@ from lockstep.torch_internals.fake import quiet
 Signature = tuple[Any, ...]
 
 
-def signature(call: Call, *others: Any) -> Signature:
+def signature(call: Call, *others: object) -> Signature:
     """Equal for calls that a plan serves alike. Tensors count by shape and dtype, plain values by value."""
     described: list[Any] = []
     for path, leaf in leaves(call.tree).items():
@@ -84,7 +84,7 @@ class _Traced(Instead):
         self._call = tracer.block
         self._name = name
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         return self._call(self._name, self.replaced, args, kwargs)
 
 
@@ -141,7 +141,7 @@ def used_arguments(
     return tracer.used
 
 
-def _plain(block: nn.Module) -> dict[str, Any]:
+def _plain(block: nn.Module) -> dict[str, object]:
     return {
         f"{path}.{key}": value
         for path, module in block.named_modules()
@@ -200,7 +200,7 @@ class Plan:
         default_factory=dict
     )  # (block, path) -> what has no rows is over the batch
     tail: Tail | None = None  # where the last stage is
-    schedule: Any = None
+    schedule: object = None
     evaluation: Any = None
     segments: dict[int, Segment] = field(default_factory=dict)
 
@@ -209,10 +209,10 @@ class Plan:
         return Plan(traced, whole, micro_batches, dims, find_loss(traced.output))
 
     @cached_property
-    def template(self) -> Any:
+    def template(self) -> object:
         """The output with stand-ins for tensors; objects that are no plain values are None."""
 
-        def plain(_: str, leaf: Any) -> Any:
+        def plain(_: str, leaf: object) -> object:
             return leaf if isinstance(leaf, (Tensor, bool, int, float, str)) else None
 
         return map_leaves(plain, self.traced.output)
@@ -281,14 +281,14 @@ class Tail:
         }
         self._exchange = exchange_of(model, layout, plan.traced, stage)
 
-    def joined(self, outputs: dict[str, list[Any]]) -> dict[str, Any]:
+    def joined(self, outputs: dict[str, list[object]]) -> dict[str, object]:
         """The outputs of each block for all micro-batches as one."""
         return {name: self._join(name, each) for name, each in outputs.items()}
 
-    def _join(self, name: str, each: list[Any]) -> Any:
+    def _join(self, name: str, each: list[object]) -> object:
         found = [leaves(one) for one in each]
 
-        def join(path: str, leaf: Any) -> Any:
+        def join(path: str, leaf: Any) -> object:
             if not isinstance(leaf, Tensor):
                 return leaf
             values = [one[path] for one in found]
@@ -314,7 +314,7 @@ class Tail:
             return f"the argument at {cut.paths[number]} of the block '{cut.block}'"
         return str(cut.sources[number])
 
-    def run(self, call: Call, outputs: dict[str, Any], whole: bool) -> Any:
+    def run(self, call: Call, outputs: dict[str, Any], whole: bool) -> object:
         """The model's output for ``call``, the whole batch or a micro-batch."""
         traced = self._plan.whole if whole else self._plan.traced
         changes = list(self._changes[id(traced)])
@@ -394,7 +394,7 @@ def stage_changes(
     return changes, own_blocks
 
 
-def _is_replayable(calls: list[tuple[int, Any]], stage: int) -> bool:
+def _is_replayable(calls: list[tuple[int, object]], stage: int) -> bool:
     """Whether a part's only call was before ``stage`` and gave nothing real: operations on stand-ins are slow."""
     if len(calls) != 1 or calls[0][0] >= stage:
         return False

@@ -86,7 +86,7 @@ def _proportional(whole: Tensor, own: Tensor, share: float, tolerance: float) ->
     return bool((a - b).norm() <= tolerance * b.norm()) or bool(a.norm() == b.norm() == 0)
 
 
-def denominators(loss: Tensor, ends: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
+def denominators(loss: Tensor, ends: Sequence[Tensor]) -> tuple[list[object], list[Tensor]]:
     """Numbers that the gradient of a loss depends on, apart from the outputs of blocks (``ends``): how many elements
     a mean has, by what a sum is divided, how many targets count. Where they are the same in all micro-batches, a mean
     of the first batch is one of this batch.
@@ -94,9 +94,9 @@ def denominators(loss: Tensor, ends: Sequence[Tensor]) -> tuple[list[Any], list[
     Returns plain ones and those that are tensors. A function of the user's own is "unknown".
     """
     stop = {tensor.grad_fn for tensor in ends if tensor.grad_fn is not None}
-    plain: list[Any] = []
+    plain: list[object] = []
     tensors: list[Tensor] = []
-    seen: set[Any] = set()
+    seen: set[object] = set()
     waiting: list[Any] = [loss.grad_fn]
     while waiting and len(seen) < MOST_NODES:
         node = waiting.pop()
@@ -112,7 +112,7 @@ def denominators(loss: Tensor, ends: Sequence[Tensor]) -> tuple[list[Any], list[
     return plain, tensors
 
 
-def _note(value: Any, plain: list[Any], tensors: list[Tensor]) -> None:
+def _note(value: object, plain: list[object], tensors: list[Tensor]) -> None:
     if isinstance(value, Tensor):
         if value.ndim == 0 and not value.is_complex():
             tensors.append(value.detach())
@@ -124,7 +124,7 @@ def _note(value: Any, plain: list[Any], tensors: list[Tensor]) -> None:
         plain.append(value)
 
 
-def equal(each: Sequence[tuple[list[Any], list[Tensor]]]) -> bool:
+def equal(each: Sequence[tuple[list[object], list[Tensor]]]) -> bool:
     """Whether all micro-batches have the same denominators. Waits for the device where these are tensors."""
     plain, tensors = each[0]
     if any(other[0] != plain or len(other[1]) != len(tensors) for other in each[1:]) or "unknown" in plain:

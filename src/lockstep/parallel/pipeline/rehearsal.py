@@ -87,7 +87,7 @@ class Rehearsal:
             device=self.stages.device,
         )
 
-    def _finish(self, index: int, output: Any) -> tuple[Tensor, ...]:
+    def _finish(self, index: int, output: object) -> tuple[Tensor, ...]:
         with_loss(output, self.batch.parts[index], self.loss_fn)
         return ()
 
@@ -143,7 +143,7 @@ class Rehearsal:
     def _matters(self, outputs: Outputs, name: str, path: str) -> bool:
         """Whether what the model returns depends on this tensor."""
 
-        def changed(at: str, leaf: Any) -> Any:
+        def changed(at: str, leaf: Any) -> object:
             return leaf * 1.5 + 1 if at == path else leaf
 
         other = {
@@ -211,7 +211,7 @@ class Rehearsal:
         return found(loss, [one for one, _ in each], wholes, vectors)
 
 
-def _leaf(_: str, value: Any) -> Any:
+def _leaf(_: str, value: object) -> object:
     if not isinstance(value, Tensor):
         return value
     return value.detach().requires_grad_(value.is_floating_point())

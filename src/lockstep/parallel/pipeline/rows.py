@@ -12,7 +12,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, combinations, islice, product
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -213,7 +212,7 @@ def _subsets(items: list[str]) -> Iterator[set[str]]:
 def with_rows(call: Call, dims: BatchDims, batch: int, rows: int) -> Call:
     """The call with ``rows`` rows: those that there are, again and again."""
 
-    def chosen(path: str, leaf: Any) -> Any:
+    def chosen(path: str, leaf: object) -> object:
         dim = dims.get(path)
         if not isinstance(leaf, Tensor) or dim is None:
             return leaf

@@ -24,7 +24,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _WITHOUT_CHANCE = (torch_modules.Dropout, nn.MultiheadAttention)
 
 
-def settings_of_call(call: Call) -> Any:
+def settings_of_call(call: Call) -> object:
     """Equal for calls that compute the same of tensors: numbers count by whether they are zero, others by value."""
     found: list[Any] = []
     for path, leaf in leaves(call.tree).items():
@@ -42,9 +42,9 @@ class Settings:
 
     def __init__(self, model: nn.Module) -> None:
         self._names: list[tuple[str, ...]] = []
-        self._owners: list[dict[str, Any]] = []
+        self._owners: list[dict[str, object]] = []
         self._prefixes: list[str] = []
-        self._getters: list[Callable[[Any], Any]] = []
+        self._getters: list[Callable[[Any], object]] = []
         for name, module in model.named_modules():
             if type(module).__module__.startswith("lockstep."):
                 continue
@@ -59,13 +59,13 @@ class Settings:
         self._changes: Counter[str] = Counter()
         self._values = self._now()
 
-    def _add(self, prefix: str, owner: dict[str, Any], keys: list[str]) -> None:
+    def _add(self, prefix: str, owner: dict[str, object], keys: list[str]) -> None:
         self._prefixes.append(prefix)
         self._owners.append(owner)
         self._names.append(tuple(keys))
         self._getters.append(operator.itemgetter(*keys))
 
-    def _now(self) -> list[Any]:
+    def _now(self) -> list[object]:
         try:
             return [get(owner) for get, owner in zip(self._getters, self._owners, strict=True)]
         except KeyError:  # one was deleted
@@ -102,7 +102,7 @@ class Settings:
                     found = True
         return found
 
-    def _counts(self, name: str, old: Any, new: Any) -> bool:
+    def _counts(self, name: str, old: object, new: object) -> bool:
         if isinstance(new, bool) or not isinstance(new, (int, float)) or not isinstance(old, (int, float)):
             return True
         self._changes[name] += 1
@@ -119,5 +119,5 @@ class Settings:
         )
 
 
-def _each(keys: tuple[str, ...], values: Any) -> tuple[Any, ...]:
+def _each(keys: tuple[str, ...], values: Any) -> tuple[object, ...]:
     return values if len(keys) > 1 else (values,)

@@ -25,7 +25,7 @@ class StageModule(nn.Module):
     The forward runs the user's model on this stage; whoever shards this module shards the stage.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], parameters: Mapping[str, dict[str, Any]]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], parameters: Mapping[str, dict[str, object]]) -> None:
         """``parameters``: name of a module that belongs to no stage as a whole -> its own parameters."""
         super().__init__()
         self.segment: Segment | None = None
@@ -81,7 +81,7 @@ class Stage(StageBase):
     def _note(self, kind: str, micro_batch: int) -> None:
         self._executed.append((self.group_rank, self.stage_index, kind, micro_batch))
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: object, **kwargs: object) -> object:
         self._note("F", fwd_chunk_id)
         self._module.micro_batch = fwd_chunk_id
         try:
@@ -92,12 +92,12 @@ class Stage(StageBase):
             raise
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+        self, bwd_chunk_id: int, loss: object = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         self._note("B" if full_backward else "I", bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: object, **kwargs: object) -> None:
         self._note("W", bwd_chunk_id)
         super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 

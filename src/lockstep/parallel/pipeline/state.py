@@ -32,13 +32,13 @@ class Entry:
 
     name: str
     is_buffer: bool
-    entries: dict[str, Any]
+    entries: dict[str, object]
     key: str
     value: Any
-    copy: Any
-    after: Any = _ABSENT  # what the first micro-batch that changed it left
+    copy: object
+    after: object = _ABSENT  # what the first micro-batch that changed it left
     differs: bool = False  # others left something else
-    begun: Any = None  # what the micro-batch that runs has found
+    begun: object = None  # what the micro-batch that runs has found
     version: int = 0
 
     @property
@@ -67,12 +67,12 @@ class Entry:
         elif not _same(now, self.after):
             self.differs = True
 
-    def _is_written(self, now: Any) -> bool:
+    def _is_written(self, now: object) -> bool:
         """Also with the same values: a running average of what has not changed yet."""
         return isinstance(now, Tensor) and now is self.begun and torch_tensors.version(now) != self.version
 
     @torch.no_grad()
-    def put(self, value: Any) -> None:
+    def put(self, value: object) -> None:
         """Let the entry be ``value``, in the tensor or container that it was."""
         if is_container(value) and is_container(self.value):
             set_contents(self.value, copy.deepcopy(value))
@@ -85,7 +85,8 @@ class Entry:
 
 
 def entries_of(
-    modules: Iterable[tuple[str, nn.Module]], wanted: Callable[[dict[str, Any], str, str], bool] | None = None
+    modules: Iterable[tuple[str, nn.Module]],
+    wanted: Callable[[dict[str, object], str, str], bool] | None = None,
 ) -> Iterator[Entry]:
     """Of modules by name; those of this package keep their own state right.
 
@@ -116,7 +117,7 @@ class ForwardState:
     ``tell`` gathers what each rank says, ranks of later stages last.
     """
 
-    def __init__(self, tell: Callable[[Any], list[Any]] = lambda mine: [mine]) -> None:
+    def __init__(self, tell: Callable[[object], list[Any]] = lambda mine: [mine]) -> None:
         self._tell = tell
         self._names: set[tuple[int, str]] = set()
         self._shared: set[str] = set()
@@ -131,7 +132,7 @@ class ForwardState:
         """Whether forwards change anything."""
         return bool(self._names or self._shared)
 
-    def _is_state(self, entries: dict[str, Any], key: str, name: str) -> bool:
+    def _is_state(self, entries: dict[str, object], key: str, name: str) -> bool:
         return (id(entries), key) in self._names or name in self._shared
 
     def written_parameter(self) -> str | None:
@@ -257,7 +258,7 @@ def untouched_generators(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> object:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
@@ -265,7 +266,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: object, b: object) -> bool:
     if is_stand_in(a) or is_stand_in(b):
         return True  # noted of another stage's: it has no value here
     if isinstance(a, Tensor) and isinstance(b, Tensor):

@@ -38,7 +38,7 @@ class Undecided:
         """Another batch comes."""
         self._seen, self._flags = {}, []
 
-    def note(self, name: str, tensors: Iterable[tuple[str, Any]]) -> None:
+    def note(self, name: str, tensors: Iterable[tuple[str, object]]) -> None:
         """What a block returned for a micro-batch, or what was received."""
         for path, value in tensors:
             if (name, path) in self.places and isinstance(value, Tensor):
@@ -54,8 +54,8 @@ class Undecided:
             else:
                 node.register_hook(self._looking(edge, index))
 
-    def _looking(self, edge: Edge, index: int) -> Callable[[Any, Any], None]:
-        def look(inputs: Sequence[Tensor | None], _: Any) -> None:
+    def _looking(self, edge: Edge, index: int) -> Callable[[Any, object], None]:
+        def look(inputs: Sequence[Tensor | None], _: object) -> None:
             gradient = inputs[index] if index < len(inputs) else None
             if gradient is not None:
                 self._flags.append((edge, gradient.detach().any()))
@@ -101,7 +101,7 @@ def edges_without_gradient(loss: Tensor, differentiate: Callable[[], Any]) -> tu
 
 def _nodes(loss: Tensor) -> Iterator[tuple[tuple[int, ...], Any]]:
     """Those of the graph behind ``loss`` that have inputs, each by its first way."""
-    seen: set[Any] = set()
+    seen: set[object] = set()
     waiting: list[tuple[tuple[int, ...], Any]] = [((), loss.grad_fn)]
     while waiting and len(seen) < MOST_NODES:
         way, node = waiting.pop()

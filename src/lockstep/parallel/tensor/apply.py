@@ -149,7 +149,7 @@ def _check_meetings(plan: TensorPlan) -> None:
         )
 
 
-def _chosen(model: nn.Module, ranks: int, wanted: Any, blocks: dict[str, nn.Module]) -> TensorPlan:
+def _chosen(model: nn.Module, ranks: int, wanted: object, blocks: dict[str, nn.Module]) -> TensorPlan:
     if isinstance(wanted, TensorPlan):
         return wanted
     if wanted in WORDS and any(isinstance(module, ParallelLayer) for module in model.modules()):

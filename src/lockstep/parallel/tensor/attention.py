@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from torch import nn
 
@@ -37,7 +36,7 @@ CONFIG_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 def heads_of(module: nn.Module, query: nn.Module, key: nn.Module | None) -> tuple[int, int] | None:
     """(heads, key-value heads), from attributes of the module or of its config; None if they are not known."""
-    config: Any = getattr(module, "config", None)
+    config: object = getattr(module, "config", None)
     width = getattr(module, "head_dim", None)
     if isinstance(width, int) and width > 0 and key is not None:
         rows, key_rows = features(query)[1], features(key)[1]
@@ -99,7 +98,7 @@ def _share(module: nn.Module, names: tuple[str, ...], values: set[int] | None, r
     }
 
 
-def _integer(source: Any, names: tuple[str, ...]) -> int | None:
+def _integer(source: object, names: tuple[str, ...]) -> int | None:
     for name in names:
         value = getattr(source, name, None)
         if type(value) is int and value > 0:

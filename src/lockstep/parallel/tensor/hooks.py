@@ -46,7 +46,7 @@ class ColumnRowRegion(ParallelHook):
         self._sent: tuple[Tensor, Tensor] | None = None
         self._stream: Stream | None = None
 
-    def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Of attention: its input as a whole sequence, and as wide as this rank's heads."""
         if self.gathers and self.group.is_split:
             place, value = self._hidden(args, kwargs)
@@ -89,13 +89,13 @@ class ColumnRowRegion(ParallelHook):
             self._stream.close()
             self._stream = None
 
-    def _hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _hidden(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         for place, value in (*enumerate(args), *kwargs.items()):
             if isinstance(value, Tensor) and value.dim() >= 3 and value.shape[-1] in self.widths:
                 return place, value
         return None, None
 
-    def _report(self, value: Any) -> Any:
+    def _report(self, value: Any) -> object:
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[-1] in self.reported:
             return ReportedWidth.of(value, self.reported[value.shape[-1]])
         return value
@@ -119,7 +119,7 @@ class HeadArguments(ParallelHook):
     ) -> None:
         self.region, self.heads, self.places = region, heads, places
 
-    def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         for name, (place, dims) in self.places.items():
             where: int | str = place if place < len(args) else name
             value = args[place] if place < len(args) else kwargs.get(name)
@@ -142,10 +142,10 @@ class SplitLayer(ParallelHook):
             return WeightElsewhere(self.group, parameter, module)
         return parameter.to_local()
 
-    def padding_index(self, module: Any, index: Any) -> Any:
+    def padding_index(self, module: nn.Module, index: object) -> object:
         return index
 
-    def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         place, x = first_tensor(args, kwargs)
         if place is None:
             return args, kwargs
@@ -155,7 +155,7 @@ class SplitLayer(ParallelHook):
         self._is_inside = True
         return entered
 
-    def take(self, module: Any, x: Tensor) -> Tensor:
+    def take(self, module: nn.Module, x: Tensor) -> Tensor:
         raise NotImplementedError
 
     def close(self, module: Any) -> None:
@@ -180,10 +180,10 @@ class ColwiseParallel(SplitLayer):
         bias = communication.copy(parameter.to_local(), mesh)
         return communication.part_of_pieces(bias, self.pieces, mesh.get_local_rank(), mesh.size())
 
-    def take(self, module: Any, x: Tensor) -> Tensor:
+    def take(self, module: nn.Module, x: Tensor) -> Tensor:
         return self.region.send(x, self.in_sequence)
 
-    def leave(self, module: Any, output: Any) -> Any:
+    def leave(self, module: nn.Module, output: Any) -> object:
         if self.size:
             return leave_logits(output, self.group, self.size, self.is_head and module.training)
         self.region.begin_parts()
@@ -213,7 +213,7 @@ class RowwiseParallel(SplitLayer):
         # It is added to the sum, once. Conv1D insists on one.
         return parameter.to_local().new_zeros(parameter.shape) if hasattr(module, "nf") else None
 
-    def take(self, module: Any, x: Tensor) -> Tensor:
+    def take(self, module: nn.Module, x: Tensor) -> Tensor:
         self.region.end_parts()
         x = unmarked(x)
         if self.splits:
@@ -247,18 +247,18 @@ class VocabularyParallel(SplitLayer):
         self._start, self._length = part_of(rows, group.mesh)
         self._elsewhere: Tensor | None = None
 
-    def padding_index(self, module: Any, index: Any) -> Any:
+    def padding_index(self, module: Any, index: Any) -> object:
         if not self._is_inside or index is None:
             return index
         local = index - self._start
         return local if 0 <= local < self._length else None
 
-    def take(self, module: Any, x: Tensor) -> Tensor:
+    def take(self, module: nn.Module, x: Tensor) -> Tensor:
         local = x - self._start
         self._elsewhere = (local < 0) | (local >= self._length)
         return local.masked_fill(self._elsewhere, 0)
 
-    def leave(self, module: Any, output: Tensor) -> Tensor:
+    def leave(self, module: nn.Module, output: Tensor) -> Tensor:
         assert self._elsewhere is not None
         return communication.reduce(output.masked_fill(self._elsewhere.unsqueeze(-1), 0.0), self.group.mesh)
 
@@ -274,10 +274,10 @@ class ColwiseEmbedding(SplitLayer):
         super().__init__(name, group, ("weight",))
         self._width = width
 
-    def take(self, module: Any, x: Tensor) -> Tensor:
+    def take(self, module: nn.Module, x: Tensor) -> Tensor:
         return x
 
-    def leave(self, module: Any, output: Tensor) -> Tensor:
+    def leave(self, module: nn.Module, output: Tensor) -> Tensor:
         return communication.gather(output, self.group.mesh, -1, self._width)
 
 
@@ -288,7 +288,7 @@ class Root(ParallelHook):
         self.group, self._drops, self._device = group, drops, device
         self._stream: Stream | None = None
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
         if module.training and self._stream is None and self._drops():
             self._stream = stream_of_group(self._device, self.group.mesh)
         return args, kwargs

@@ -173,7 +173,7 @@ def rehearsed_region(
 
 def region_with_styles(
     rehearsal: TensorRehearsal, name: str, holder: nn.Module, heads: tuple[int, int]
-) -> Any:
+) -> object:
     """(region, passed, columns), or why not; rows of one layer may be [q; k; v], or q, k, v of head after head."""
     fused = ("qkv_colwise",) if len(rehearsal.columns) == 1 else ()
     styles = list(dict.fromkeys((*rehearsal.columns.values(), "colwise", *fused)))

@@ -41,7 +41,7 @@ class ParallelLayer(nn.Module):
         for name in dims.keys() - dict(plain.named_parameters()).keys():
             self.register_parameter(name, None)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
         import copy
 
         copied = type(self).__new__(type(self))
@@ -74,8 +74,8 @@ class ColumnParallelLinear(ParallelLayer):
         mesh: Any = None,
         gather_output: bool = False,
         sequence_parallel: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        device: object = None,
+        dtype: object = None,
     ) -> None:
         super().__init__(mesh, sequence_parallel)
         if not gather_output:
@@ -127,8 +127,8 @@ class RowParallelLinear(ParallelLayer):
         mesh: Any = None,
         input_is_parallel: bool = True,
         sequence_parallel: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        device: object = None,
+        dtype: object = None,
     ) -> None:
         super().__init__(mesh, sequence_parallel)
         check_divides(in_features, "input features of a RowParallelLinear", mesh)
@@ -171,8 +171,8 @@ class VocabParallelEmbedding(ParallelLayer):
         padding_idx: int | None = None,
         *,
         mesh: Any = None,
-        device: Any = None,
-        dtype: Any = None,
+        device: object = None,
+        dtype: object = None,
     ) -> None:
         super().__init__(mesh)
         if mesh is not None and -(-num_embeddings // mesh.size()) * (mesh.size() - 1) >= num_embeddings:
@@ -308,7 +308,7 @@ class ParallelAttention(nn.Module):
     def _inputs(self) -> tuple[ColumnParallelLinear, ...]:
         return self.q, self.k, self.v
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
         return ParallelLayer.__deepcopy__(self, memo)  # type: ignore[arg-type]
 
 

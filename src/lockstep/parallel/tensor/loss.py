@@ -115,11 +115,11 @@ def _is_split(x: Any, dim: int) -> bool:
     return len(x.placements) == 1 and x.placements[0].is_shard(dim)
 
 
-def _dim(x: Any, dim: int) -> int:
+def _dim(x: Tensor, dim: int) -> int:
     return dim % x.dim()
 
 
-def _like(local: Tensor, x: Any, dtype: torch.dtype | None = None) -> Any:
+def _like(local: Tensor, x: Any, dtype: torch.dtype | None = None) -> object:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -132,7 +132,7 @@ def _like(local: Tensor, x: Any, dtype: torch.dtype | None = None) -> Any:
     )
 
 
-def _log_softmax(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _log_softmax(operator: object, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
     x, dim, half_to_float = args
     dim = _dim(x, dim)
     local = dtensor.local_tensor(x)
@@ -144,7 +144,7 @@ def _log_softmax(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return _like(shifted - total.log(), x, torch.float32 if half_to_float else local.dtype)
 
 
-def _log_softmax_backward(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _log_softmax_backward(operator: object, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
     gradient, output, dim, dtype = args
     dim = _dim(output, dim)
     given = dtensor.local_tensor(gradient.redistribute(output.device_mesh, output.placements))
@@ -154,7 +154,7 @@ def _log_softmax_backward(operator: Any, args: tuple[Any, ...], kwargs: dict[str
     return _like(given - dtensor.local_tensor(output).exp() * total, output, dtype)
 
 
-def _nll_loss(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _nll_loss(operator: object, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
     x, target, weight, reduction, ignored = args
     local, target, mesh, classes = _rows(x, target)
     place, is_here = _places(target, mesh, classes)
@@ -167,7 +167,7 @@ def _nll_loss(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return (losses.sum() / total if reduction == MEAN else losses.sum()), total
 
 
-def _nll_loss_backward(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _nll_loss_backward(operator: object, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
     gradient, x, target, weight, reduction, ignored, total = args
     local, target, mesh, classes = _rows(x, target)
     place, is_here = _places(target, mesh, classes)
@@ -178,7 +178,7 @@ def _nll_loss_backward(operator: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return _like(result if x.dim() < 3 else result.movedim(-1, 1), x)
 
 
-def _rows(x: Any, target: Any) -> tuple[Tensor, Tensor, Any, int]:
+def _rows(x: Any, target: Any) -> tuple[Tensor, Tensor, object, int]:
     """(local logits with classes last, target, mesh, classes)."""
     dim = 1 if x.dim() > 1 else 0
     if not _is_split(x, dim):

@@ -45,17 +45,17 @@ class Group:
         if self._depth == 0:
             self.is_split = self.sequence
 
-    def __deepcopy__(self, memo: Any) -> Group:
+    def __deepcopy__(self, memo: object) -> Group:
         return self
 
 
 class ParallelHook:
     """Something that a module does around its own forward. The base does nothing."""
 
-    def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(self, module: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         return args, kwargs
 
-    def leave(self, module: Any, output: Any) -> Any:
+    def leave(self, module: Any, output: Any) -> object:
         return output
 
     def close(self, module: Any) -> None:
@@ -99,7 +99,7 @@ class TensorParallelForward(Subclassed):
     _attributes = ("_tensor_spec",)
     _tensor_spec: ParallelModuleSpec
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: object) -> Any:
         spec = self._tensor_spec
         spec.group.begin()
         entered: list[ParallelHook] = []
@@ -117,14 +117,14 @@ class TensorParallelForward(Subclassed):
             spec.group.end()
 
 
-def attach_spec(module: nn.Module, spec: ParallelModuleSpec, classes: dict[Any, type]) -> None:
+def attach_spec(module: nn.Module, spec: ParallelModuleSpec, classes: dict[object, type]) -> None:
     """Give ``module`` the mixin; ``classes`` are those made so far."""
     module._tensor_spec = spec  # type: ignore[assignment]
     names = tuple(torch_modules.parameters_of(module))
     # Rows of other modules' forwards read a weight as an attribute: `F.linear(x, self.token.weight)`.
     key = (type(module), names, isinstance(module, nn.Embedding))
     if key not in classes:
-        properties: dict[str, Any] = {name: _parameter_property(name) for name in names}
+        properties: dict[str, object] = {name: _parameter_property(name) for name in names}
         if isinstance(module, nn.Embedding):
             properties["padding_idx"] = _padding_property()
         if isinstance(module, nn.RNNBase):
@@ -157,7 +157,7 @@ def _padding_property() -> property:
         layer = module._tensor_spec.layer
         return index if layer is None else layer.padding_index(module, index)
 
-    def set_(module: Any, index: Any) -> None:
+    def set_(module: Any, index: object) -> None:
         module.__dict__["padding_idx"] = index
 
     return property(get, set_)
@@ -169,21 +169,21 @@ def _flat_weights_property() -> property:
     def get(module: Any) -> Any:
         return torch_modules.flat_weights(module)
 
-    def set_(module: Any, weights: Any) -> None:
+    def set_(module: Any, weights: object) -> None:
         """They are read from the parameters."""
 
     return property(get, set_)
 
 
-def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str | None, Any]:
+def first_tensor(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[int | str | None, Any]:
     """(place, value) of the first tensor in the arguments of a call."""
-    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    given: list[tuple[int | str, object]] = [*enumerate(args), *kwargs.items()]
     return next(((place, value) for place, value in given if isinstance(value, Tensor)), (None, None))
 
 
 def with_argument(
-    args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, value: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args: tuple[object, ...], kwargs: dict[str, object], place: int | str, value: object
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """The arguments with another value in one place."""
     if isinstance(place, int):
         return (*args[:place], value, *args[place + 1 :]), kwargs

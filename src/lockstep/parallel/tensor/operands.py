@@ -31,7 +31,7 @@ class RankFeatures(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         summing = _first(args, kwargs).summing
@@ -41,19 +41,19 @@ class RankFeatures(Tensor):
         )
         return _marked(result, summing)
 
-    def __deepcopy__(self, memo: Any) -> Tensor:
+    def __deepcopy__(self, memo: object) -> Tensor:
         return self.plain.__deepcopy__(memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return self.plain.__reduce_ex__(protocol)
 
 
-def unmarked(value: Any) -> Any:
+def unmarked(value: object) -> Any:
     """The plain tensor."""
     return value.plain if isinstance(value, RankFeatures) else value
 
 
-def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _first(args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     waiting = [*args, *kwargs.values()]
     for value in waiting:
         if isinstance(value, RankFeatures):
@@ -65,7 +65,7 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise TypeError("no operand is marked")
 
 
-def _operand(value: Any, summing: Callable[[Tensor], Tensor]) -> Any:
+def _operand(value: Any, summing: Callable[[Tensor], Tensor]) -> object:
     if isinstance(value, RankFeatures):
         return value.plain
     if isinstance(value, ReportedWidth):
@@ -77,7 +77,7 @@ def _operand(value: Any, summing: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _marked(value: Any, summing: Callable[[Tensor], Tensor]) -> Any:
+def _marked(value: object, summing: Callable[[Tensor], Tensor]) -> object:
     if isinstance(value, Tensor):
         return RankFeatures.of(value, summing)
     if isinstance(value, (list, tuple)) and any(isinstance(inner, Tensor) for inner in value):

@@ -33,7 +33,7 @@ def placement(module: nn.Module, name: str, style: str) -> Any:
     return Replicate()
 
 
-def zero_placement(parameter: nn.Parameter) -> Any:
+def zero_placement(parameter: nn.Parameter) -> object:
     """For ``fully_shard(..., shard_placement_fn=)``: the dimension along which it splits this parameter further.
 
     It is the first, but for a fused query, key and value, whose rows of a rank are three pieces of the whole: rows of

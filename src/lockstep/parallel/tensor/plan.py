@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import nn
 
@@ -194,7 +193,7 @@ def check_fits(name: str, module: nn.Module, style: str, source: str) -> None:
         )
 
 
-def transformers_patterns(model: Any) -> dict[str, str]:
+def transformers_patterns(model: nn.Module) -> dict[str, str]:
     """The plan that a transformers model brings, of its own names; empty where there is none."""
     own = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if isinstance(own, Mapping) and own:

@@ -80,7 +80,7 @@ class _Same(torch.autograd.Function):
 
 def example_of(
     rehearsal: Any,
-    call: Callable[[nn.Module, Tensor], dict[str, Any]],
+    call: Callable[[nn.Module, Tensor], dict[str, object]],
     rank: int | None = None,
     argument: tuple[str, int] | None = None,
 ) -> Example:
@@ -173,7 +173,7 @@ def _reporting(rehearsal: Any, holder: nn.Module, x: Tensor, width: int) -> Tens
 
 
 def _row(noted: Run, width: int, whole: Callable[[str, Tensor], Tensor]) -> Callable[..., Tensor]:
-    def forward(given: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(given: Tensor, *_: Any, **__: object) -> Tensor:
         number = len(noted.given)
         noted.given.append(unmarked(given))
         numbers = torch.Generator().manual_seed(10 + number)
@@ -199,7 +199,7 @@ def without_weights(rehearsal: Any, trains: bool) -> nn.Module:
         for name in (*rehearsal.columns, *rehearsal.rows)
         for parameter in module.get_submodule(name).parameters()
     }
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     numbers = torch.Generator().manual_seed(1)
     for parameter in module.parameters():
         values = parameter.detach()

@@ -88,11 +88,11 @@ def first_that_passes(
 # -- how a module is called --------------------------------------------------------------------------------
 
 
-def _alone(module: nn.Module, x: Tensor) -> dict[str, Any]:
+def _alone(module: nn.Module, x: Tensor) -> dict[str, object]:
     return {}
 
 
-def _with_rotary(module: nn.Module, x: Tensor) -> dict[str, Any]:
+def _with_rotary(module: nn.Module, x: Tensor) -> dict[str, object]:
     """For attention of transformers: cosine and sine of each position, here of no rotation."""
     names = ("qk_rope_head_dim", "head_dim")
     widths = (getattr(m, name, None) for m in module.modules() for name in names)

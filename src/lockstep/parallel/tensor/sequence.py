@@ -31,7 +31,7 @@ class SequenceBlock(ParallelHook):
         self._drops, self._device = drops, device
         self._stream: Stream | None = None
 
-    def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
         if self.is_first and self.group.sequence:
             place, hidden = first_tensor(args, kwargs)
             if place is None or hidden.dim() < 2:
@@ -55,7 +55,7 @@ class SequenceBlock(ParallelHook):
             self._stream = stream_of_rank(self._device, self.group.mesh)
         return args, kwargs
 
-    def leave(self, module: Any, output: Any) -> Any:
+    def leave(self, module: nn.Module, output: object) -> object:
         if not (self.is_last and self.group.is_split):
             return output
         if isinstance(output, Tensor):
@@ -67,7 +67,7 @@ class SequenceBlock(ParallelHook):
             "which sequence_parallel would gather. Turn sequence_parallel off."
         )
 
-    def close(self, module: Any) -> None:
+    def close(self, module: nn.Module) -> None:
         if self._stream is not None:
             self._stream.close()
             self._stream = None

@@ -15,7 +15,7 @@ from lockstep.parallel.tensor.communication import part_of
 from lockstep.parallel.tensor.modules import Group
 
 
-def leave_logits(local: Tensor, group: Group, size: int, stays_split: bool) -> Any:
+def leave_logits(local: Tensor, group: Group, size: int, stays_split: bool) -> object:
     """The ranks' features [..., size / N] as one [..., size]: gathered, or a DTensor where the loss works on parts."""
     if not (stays_split and group.loss and torch.is_grad_enabled()):
         return communication.gather(local, group.mesh, -1, size)
@@ -86,7 +86,7 @@ class WeightElsewhere:
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.linear:
@@ -105,7 +105,7 @@ class WeightElsewhere:
         return func(*map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
 
     @classmethod
-    def _logits(cls, input: Any, weight: Any, bias: Any = None) -> Any:
+    def _logits(cls, input: object, weight: Tensor, bias: object = None) -> object:
         if not isinstance(weight, cls) or isinstance(input, cls) or weight._is_transposed:
             return None
         group, parameter = weight._group, weight._parameter
@@ -119,10 +119,10 @@ class WeightElsewhere:
         return leave_logits(local, group, rows, weight._owner.training)
 
 
-def _operator(name: str) -> Any:
+def _operator(name: str) -> object:
     """Of the whole weight: Python looks operators up in the class."""
 
-    def apply(self: WeightElsewhere, *args: Any) -> Any:
+    def apply(self: WeightElsewhere, *args: Any) -> object:
         values = (arg.whole() if isinstance(arg, WeightElsewhere) else arg for arg in args)
         return getattr(self.whole(), name)(*values)
 

@@ -26,7 +26,7 @@ class ReportedWidth(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func == Tensor.shape.__get__ or func == Tensor.size:  # type: ignore[attr-defined]
@@ -37,7 +37,7 @@ class ReportedWidth(Tensor):
         return func(*map(_whole, args), **{name: _whole(value) for name, value in kwargs.items()})
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: object) -> object:
     if isinstance(value, ReportedWidth):
         return value.whole
     if isinstance(value, (list, tuple)):

@@ -157,7 +157,7 @@ def _refuse_sparse(model: nn.Module, parallel: Parallel) -> None:
             )
 
 
-def _refuse_copy(model: nn.Module, _: Any) -> Any:
+def _refuse_copy(model: nn.Module, _: object) -> object:
     raise UsageError(
         f"{type(model).__name__.removeprefix('FSDP')} is sharded and cannot be copied with copy.deepcopy. For an "
         "average of weights keep {name: p.detach().clone() for name, p in model.named_parameters()}, which are shards; "
@@ -166,7 +166,7 @@ def _refuse_copy(model: nn.Module, _: Any) -> Any:
 
 
 def _shard_whole_tensors(
-    sharding: Sharding, model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+    sharding: Sharding, model: nn.Module, state_dict: dict[str, object], prefix: str, *_: object
 ) -> None:
     """Let ``load_state_dict`` take whole tensors, such as those of a file: every rank has the same."""
     sharding.reshard()  # torch does so only as it comes to each group

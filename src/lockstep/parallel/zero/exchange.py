@@ -92,7 +92,7 @@ class ExchangeReduceScatter(ShardCollective):
         return None
 
 
-def factor_of(op: Any, world_size: int) -> Any:
+def factor_of(op: object, world_size: int) -> Any:
     """What the sum over the ranks is multiplied by: a number, or a tensor inside PREMUL_SUM."""
     kind, factor = c10d.reduction_of(op)
     if kind == dist.ReduceOp.SUM:

@@ -16,7 +16,7 @@ from lockstep.comm.tree import leaves, map_leaves
 from lockstep.torch_internals.tensors import is_view
 
 
-def without_views(module: nn.Module, args: Any, output: Any) -> Any:
+def without_views(module: nn.Module, args: object, output: object) -> object:
     """A forward hook: the output, in which no tensor with a gradient is a view."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
@@ -27,7 +27,7 @@ def without_views(module: nn.Module, args: Any, output: Any) -> Any:
     return map_leaves(lambda _, leaf: _NewTensor.apply(leaf) if _is_view(leaf) else leaf, output)
 
 
-def _is_view(leaf: Any) -> bool:
+def _is_view(leaf: object) -> bool:
     return type(leaf) is torch.Tensor and leaf.requires_grad and is_view(leaf)
 
 

@@ -145,7 +145,7 @@ class Sharding:
         for group in self._groups:
             group.reshard()
 
-    def before_forward(self, *_: Any) -> None:
+    def before_forward(self, *_: object) -> None:
         """Give all ranks rank 0's buffers, as DDP does; not inside a window. Collective.
 
         Raises:

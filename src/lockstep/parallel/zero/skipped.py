@@ -32,7 +32,7 @@ class SkippedBlocks:
         passed: Called with each block that was passed through.
     """
 
-    def __init__(self, blocks: list[Any], passed: Callable[[Any], None]) -> None:
+    def __init__(self, blocks: list[Any], passed: Callable[[object], None]) -> None:
         self._blocks = blocks
         self._passed = passed
         self._is_in_forward = False
@@ -54,7 +54,7 @@ class SkippedBlocks:
         self._is_in_forward = self._is_ordered and torch.is_grad_enabled() and current_pass() == -1
         self._next = 0
 
-    def forward_ends(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def forward_ends(self, module: nn.Module, args: object, output: object) -> object:
         """A forward hook of the whole model, before torch's: pass through the blocks that are left."""
         if not self._is_in_forward:
             return None
@@ -66,7 +66,7 @@ class SkippedBlocks:
         """The forward is over, or has raised."""
         self._is_in_forward = False
 
-    def _comes_to(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _comes_to(self, number: int, module: nn.Module, args: object, kwargs: object) -> object:
         if not self._is_in_forward or current_pass() != -1:
             return None
         if number < self._next:
@@ -76,7 +76,7 @@ class SkippedBlocks:
         self._next = number + 1
         return self._pass_through(left_out, (args, kwargs)) if left_out else None
 
-    def _pass_through(self, numbers: range, values: Any) -> Any:
+    def _pass_through(self, numbers: range, values: object) -> object:
         """``values`` again, so that their gradients come by these blocks."""
         carrier = _carrier(values)
         if carrier is None:
@@ -89,7 +89,7 @@ class SkippedBlocks:
         return values
 
 
-def _carrier(values: Any) -> str | None:
+def _carrier(values: object) -> str | None:
     """The path of the tensor that gradients go along."""
     found = {
         path: leaf
@@ -99,7 +99,7 @@ def _carrier(values: Any) -> str | None:
     return next((path for path, leaf in found.items() if leaf.requires_grad), next(iter(found), None))
 
 
-def _connect(block: Any, carrier: str, values: Any) -> Any:
+def _connect(block: nn.Module, carrier: str, values: object) -> object:
     """Let the carrier require a gradient where what the block returns would: if it has trainable weights."""
     wholes = (fsdp2.unsharded_param(p) for group in fsdp2.param_groups(block) for p in fsdp2.params(group))
     weight = next((whole for whole in wholes if whole is not None and whole.requires_grad), None)

@@ -41,7 +41,7 @@ class PartialSum(TypedDict):
 def take_unreduced(
     sharding: Sharding,
     names: Mapping[int, str],
-    local: dict[str, Any],
+    local: dict[str, object],
     partial: dict[str, PartialSum],
 ) -> None:
     """Put what was not reduced to shards of all ranks into ``local`` (by name) and ``partial`` (by a group's first)."""
@@ -106,7 +106,7 @@ def check_partial(partial: Mapping[str, PartialSum]) -> None:
             )
 
 
-def _put_partial(group: Any, named: Mapping[str, Any], given: PartialSum) -> None:
+def _put_partial(group: object, named: Mapping[str, Any], given: PartialSum) -> None:
     of = [named[row["name"]] for row in given["rows"]] or [
         parameter for parameter in named.values() if fsdp2.sharded_param(parameter).requires_grad
     ]

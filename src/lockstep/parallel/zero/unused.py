@@ -48,7 +48,7 @@ class UnusedParameters:
         # Numbers of the parameters with a gradient here that has not reached the shards.
         self._used: set[int] = set()
         # Without a gradient here, nor at the shard from before: there the zeros are taken back if nobody has one.
-        self._without: dict[int, Any] = {}
+        self._without: dict[int, object] = {}
         self._reached_shards = False
         self._is_backward = False
         self._passed: set[int] = set()
@@ -86,7 +86,7 @@ class UnusedParameters:
         self._passed.update(map(id, fsdp2.param_groups(module)))
         self._comes_to(self._modules.index(module), module, ())
 
-    def _comes_to(self, number: int, module: Any, args: Any) -> None:
+    def _comes_to(self, number: int, module: torch.nn.Module, args: object) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and current_pass() == -1:
             self._order = hash((self._order, number))
 
@@ -94,11 +94,11 @@ class UnusedParameters:
         """Whether this rank has a gradient of it that has not reached the shards."""
         return self._number[id(param)] in self._used
 
-    def are_used(self, params: list[Any]) -> None:
+    def are_used(self, params: list[object]) -> None:
         """Gradients of these were loaded."""
         self._used.update(self._number[id(param)] for param in params)
 
-    def _before_reduction_of(self, group: Any) -> Any:
+    def _before_reduction_of(self, group: dist.ProcessGroup) -> Any:
         def fill() -> None:
             present = engine.present(group)
             self._used.update(self._number[id(param)] for param in present)

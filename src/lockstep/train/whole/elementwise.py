@@ -58,9 +58,9 @@ def check_elementwise(optimizer: Optimizer) -> None:
             vars(optimizer)["step"] = _checked(own_step, optimizer)
 
 
-def _checked(function: Any, optimizer: Optimizer | None = None) -> Any:
+def _checked(function: Any, optimizer: Optimizer | None = None) -> object:
     @functools.wraps(function)
-    def method(*args: Any, **kwargs: Any) -> Any:
+    def method(*args: object, **kwargs: object) -> object:
         this: Any = optimizer if optimizer is not None else args[0]
         if any(map(callable, (*args[1:], *kwargs.values()))):
             raise UsageError(
@@ -78,7 +78,7 @@ class _Elementwise(dispatch.TorchDispatchMode):
         super().__init__()
         self._optimizer = optimizer
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not _is_elementwise(func) and (_draws(func) or _has_elements((args, kwargs))):
             optimizer = self._optimizer
@@ -105,7 +105,7 @@ def _draws(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
-def _has_elements(tree: Any) -> bool:
+def _has_elements(tree: object) -> bool:
     """Whether there is a tensor that a rank may have a part of."""
     found = []
     map_tensors(lambda tensor: found.append(is_dtensor(tensor) or tensor.numel() > 1), tree)

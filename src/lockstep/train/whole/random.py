@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 
-def state_of_generators() -> dict[str, Any]:
+def state_of_generators() -> dict[str, object]:
     """The states of the global generators of Python, NumPy and torch, on the CPU and the current device."""
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -30,11 +30,11 @@ def set_generators(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def are_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def are_equal(one: dict[str, object], other: dict[str, object]) -> bool:
     return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, np.ndarray):
@@ -48,8 +48,8 @@ class SharedRandom:
     """Generators of the first rank, for what all ranks compute alike, beside those of each rank."""
 
     def __init__(self) -> None:
-        self._own: dict[str, Any] | None = None
-        self._shared: dict[str, Any] | None = None
+        self._own: dict[str, object] | None = None
+        self._shared: dict[str, object] | None = None
 
     def begin(self) -> None:
         """Draw as the first rank would. Collective."""

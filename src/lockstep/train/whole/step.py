@@ -81,12 +81,12 @@ class WholeStep:
         self._optimizer = optimizer
         self._storages = storages
         self._before_gathering = before_gathering
-        self._own_step: Any = vars(optimizer).pop("step", None)
+        self._own_step: object = vars(optimizer).pop("step", None)
         self._originals: dict[int, nn.Parameter] = {}
         self._by_shard: dict[int, WholeParameter] = {}
         self._by_whole: dict[int, WholeParameter] = {}
         self._state = WholeState()
-        self._before: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._before: list[tuple[dict[object, object], dict[object, object]]] = []
         self._random = SharedRandom()
         self._guard = _NoShards(self)
         self._runs = self._is_suspended = False
@@ -161,7 +161,7 @@ class WholeStep:
                 whole = WholeParameter(parameter, self._originals.get(id(parameter)))
                 self._by_shard[id(parameter)] = self._by_whole[id(whole.whole)] = whole
 
-    def step(self, unhooked: bool, cls: type[Optimizer], *args: Any, **kwargs: Any) -> Any:
+    def step(self, unhooked: bool, cls: type[Optimizer], *args: object, **kwargs: object) -> object:
         torch_optim.note_step(self._optimizer)
         step: Any = self._own_step
         if step is None:
@@ -169,7 +169,7 @@ class WholeStep:
             step = function.__get__(self._optimizer)
         return self.run(step, *args, **kwargs)
 
-    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, method: Callable[..., object], *args: object, **kwargs: object) -> object:
         """``method(...)`` with whole parameters. Collective."""
         if self.runs:
             return method(*args, **kwargs)
@@ -189,13 +189,13 @@ class WholeStep:
         self._end()
         return result
 
-    def _suspending(self, argument: Any) -> Any:
+    def _suspending(self, argument: object) -> object:
         """A closure runs the model, on shards."""
         if not callable(argument) or isinstance(argument, (torch.Tensor, nn.Module, type)):
             return argument
 
         @functools.wraps(argument, updated=())
-        def closure(*args: Any, **kwargs: Any) -> Any:
+        def closure(*args: object, **kwargs: object) -> object:
             if not self.runs:
                 return argument(*args, **kwargs)
             self._suspend()
@@ -291,14 +291,14 @@ class WholeStep:
                 found.append(whole)
         return found
 
-    def _states(self) -> list[dict[Any, Any]]:
+    def _states(self) -> list[dict[object, object]]:
         return [values for values in self._optimizer.state.values() if isinstance(values, dict)]
 
     def _exchange(self, to_whole: bool) -> None:
         for group in self._optimizer.param_groups:
             group["params"][:] = [self._exchanged(parameter, to_whole) for parameter in group["params"]]
 
-    def _exchanged(self, parameter: Any, to_whole: bool) -> Any:
+    def _exchanged(self, parameter: torch.Tensor, to_whole: bool) -> Any:
         if to_whole:
             whole = self._by_shard.get(id(parameter))
             return parameter if whole is None else whole.whole
@@ -342,7 +342,7 @@ class _NoShards(TorchFunctionMode):
         super().__init__()
         self._whole = whole
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(map(_has_dtensor, args)) or any(map(_has_dtensor, kwargs.values())):
             optimizer = self._whole.optimizer
@@ -354,7 +354,7 @@ class _NoShards(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _has_dtensor(argument: Any) -> bool:
+def _has_dtensor(argument: object) -> bool:
     if isinstance(argument, (list, tuple)):
         return any(map(is_dtensor, argument))
     return isinstance(argument, torch.Tensor) and is_dtensor(argument)
@@ -372,14 +372,14 @@ def _whole_class(cls: type[Optimizer]) -> type[Optimizer]:
     return type(cls.__name__, (cls,), names)
 
 
-def _step_of(cls: type[Optimizer]) -> Any:
+def _step_of(cls: type[Optimizer]) -> object:
     function: Any = cls.step
 
     @functools.wraps(function)
-    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self: Optimizer, *args: object, **kwargs: object) -> Any:
         return _required(self).step(False, cls, *args, **kwargs)
 
-    def unhooked(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def unhooked(self: Optimizer, *args: object, **kwargs: object) -> Any:
         return _required(self).step(True, cls, *args, **kwargs)
 
     torch_optim.take_for_wrapped(step)  # hooks are the class's own, inside
@@ -387,11 +387,11 @@ def _step_of(cls: type[Optimizer]) -> Any:
     return step
 
 
-def _method_of(cls: type[Optimizer], name: str) -> Any:
+def _method_of(cls: type[Optimizer], name: str) -> object:
     function = getattr(cls, name)
 
     @functools.wraps(function)
-    def method(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Optimizer, *args: object, **kwargs: object) -> object:
         return _required(self).run(function.__get__(self), *args, **kwargs)
 
     return method

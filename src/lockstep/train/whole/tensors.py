@@ -176,9 +176,9 @@ class WholeState:
     """
 
     def __init__(self) -> None:
-        self._tensors: dict[tuple[int, Any], torch.Tensor] = {}
+        self._tensors: dict[tuple[int, object], torch.Tensor] = {}
 
-    def gather(self, parameter: WholeParameter, values: dict[Any, Any]) -> None:
+    def gather(self, parameter: WholeParameter, values: dict[object, Any]) -> None:
         """Collective."""
         for name in sorted(values, key=str):
             value = values[name]
@@ -198,7 +198,7 @@ class WholeState:
                 tensor.data = whole
                 values[name] = tensor
 
-    def cut(self, parameter: WholeParameter, values: dict[Any, Any]) -> None:
+    def cut(self, parameter: WholeParameter, values: dict[object, Any]) -> None:
         memory = storage_key(parameter.whole)
         used: dict[int, int] = {}
         for value in values.values():
@@ -227,11 +227,11 @@ class WholeState:
             value.data = value.new_empty(0)
 
 
-def _key(parameter: WholeParameter, name: Any) -> tuple[int, Any]:
+def _key(parameter: WholeParameter, name: object) -> tuple[int, object]:
     return id(parameter), name
 
 
-def _references(values: Mapping[Any, Any], name: Any) -> int:
+def _references(values: Mapping[object, object], name: object) -> int:
     value = values[name]
     return sys.getrefcount(value)
 
@@ -253,15 +253,17 @@ _LEAVES = (
 )
 
 
-def visit_tensors(root: Any, visit: Callable[[torch.Tensor], torch.Tensor], skip: Iterable[Any] = ()) -> None:
+def visit_tensors(
+    root: Any, visit: Callable[[torch.Tensor], torch.Tensor], skip: Iterable[object] = ()
+) -> None:
     """Put ``visit(tensor)`` in the place of each tensor that ``root`` holds, in attributes and containers.
 
     Modules, functions and classes are not looked into, nor is what is in ``skip``.
     """
     seen = {id(item) for item in skip}
-    kept: list[Any] = []  # what is looked at must not make room for another object of the same identity
+    kept: list[object] = []  # what is looked at must not make room for another object of the same identity
 
-    def walk(item: Any) -> Any:
+    def walk(item: object) -> object:
         if isinstance(item, torch.Tensor):
             return visit(item)
         if isinstance(item, _LEAVES) or id(item) in seen:
@@ -286,7 +288,7 @@ def visit_tensors(root: Any, visit: Callable[[torch.Tensor], torch.Tensor], skip
             walk_attributes(item)
         return item
 
-    def walk_attributes(item: Any) -> None:
+    def walk_attributes(item: object) -> None:
         for name, value in list(vars(item).items()):
             new = walk(value)
             if new is not value:

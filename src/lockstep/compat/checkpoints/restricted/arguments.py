@@ -14,7 +14,7 @@ class Symbol:
     """A name of the list. ``make`` is what calling it does; ``about`` is what it stands for, if not called."""
 
     name: str
-    make: Callable[[list[Any]], Any]
+    make: Callable[[list[object]], object]
     about: str = ""
 
 
@@ -24,7 +24,7 @@ def needs(name: str, holds: bool) -> None:
         raise RefusedFile(f"its pickle calls {name} with arguments that torch, NumPy or Python never write")
 
 
-def is_size(value: Any) -> bool:
+def is_size(value: object) -> bool:
     """Whether it is a count: an integer, not negative."""
     return type(value) is int and value >= 0
 

@@ -43,7 +43,7 @@ def fill_array(array: Array, state: Any) -> None:
     _set_array(array, shape, dtype, fortran, data)
 
 
-def _set_array(array: Array, shape: Any, dtype: Any, fortran: Any, data: Any) -> None:
+def _set_array(array: Array, shape: object, dtype: Any, fortran: Any, data: Any) -> None:
     name = "numpy.ndarray"
     needs(name, isinstance(dtype, ArrayType) and isinstance(data, bytes) and isinstance(fortran, bool))
     array.shape = sizes(name, shape)
@@ -55,7 +55,7 @@ def _set_array(array: Array, shape: Any, dtype: Any, fortran: Any, data: Any) ->
     array.dtype, array.data, array.fortran = dtype.code, data, fortran
 
 
-def array_of_buffer(arguments: list[Any]) -> Array:
+def array_of_buffer(arguments: list[object]) -> Array:
     """``numpy.core.numeric._frombuffer(buffer, dtype, shape, order)`` of protocol 5."""
     needs("numpy _frombuffer", len(arguments) == 4 and arguments[3] in ("C", "F"))
     array = Array()
@@ -63,7 +63,7 @@ def array_of_buffer(arguments: list[Any]) -> Array:
     return array
 
 
-def scalar(arguments: list[Any]) -> Any:
+def scalar(arguments: list[Any]) -> object:
     """``scalar(dtype, data)`` as a number."""
     needs("numpy scalar", len(arguments) == 2 and isinstance(arguments[0], ArrayType))
     dtype, data = arguments

@@ -67,7 +67,7 @@ class FileSlice(io.RawIOBase):
         return bytes(view[:filled])
 
 
-def load(part: FileSlice) -> tuple[Any, int]:
+def load(part: FileSlice) -> tuple[object, int]:
     """The value of the file, and how many bytes of pickle it came from. Raises RefusedFile."""
     start = part.bytes_at(0, 2)
     if start == b"PK":
@@ -85,7 +85,7 @@ def load(part: FileSlice) -> tuple[Any, int]:
     return load_plain(part)
 
 
-def load_plain(part: FileSlice) -> tuple[Any, int]:
+def load_plain(part: FileSlice) -> tuple[object, int]:
     """The value of a file that is one pickle without tensors."""
     if part.length > MAX_PICKLE_BYTES:
         raise RefusedFile(f"its pickle has {part.length} bytes, more than any checkpoint needs")
@@ -96,14 +96,14 @@ def load_plain(part: FileSlice) -> tuple[Any, int]:
     return value, part.length
 
 
-def _no_storages(identifier: Any) -> Any:
+def _no_storages(identifier: object) -> object:
     raise RefusedFile("it refers to a storage, but has none")
 
 
 # -------------------------------------------------------------------------------------------------- zip
 
 
-def _load_zip(part: FileSlice) -> tuple[Any, int]:
+def _load_zip(part: FileSlice) -> tuple[object, int]:
     try:
         with zipfile.ZipFile(part) as archive:
             records = _records(archive)
@@ -124,7 +124,7 @@ def _load_zip(part: FileSlice) -> tuple[Any, int]:
     assert data is not None
     storages: dict[str, Storage] = {}
 
-    def storage(identifier: Any) -> Storage:
+    def storage(identifier: object) -> Storage:
         dtype, key, count = _storage_id(identifier)
         if key not in storages:
             info = records.get(f"{prefix}/data/{key}")
@@ -191,11 +191,11 @@ def _data_start(part: FileSlice, info: zipfile.ZipInfo) -> int:
 # ----------------------------------------------------------------------------------------------- legacy
 
 
-def _load_legacy(part: FileSlice) -> tuple[Any, int]:
+def _load_legacy(part: FileSlice) -> tuple[object, int]:
     part.seek(0)
     data = io.BufferedReader(part, BUFFER_BYTES)
 
-    def following(persistent_load: Callable[[Any], Any] = _no_storages) -> Any:
+    def following(persistent_load: Callable[[object], object] = _no_storages) -> object:
         return Machine(data, persistent_load).run()
 
     if following() != LEGACY_MAGIC or following() != LEGACY_PROTOCOL:
@@ -205,7 +205,7 @@ def _load_legacy(part: FileSlice) -> tuple[Any, int]:
         raise RefusedFile("it was written by a big-endian machine")
     storages: dict[str, Storage] = {}
 
-    def storage(identifier: Any) -> Storage:
+    def storage(identifier: object) -> Storage:
         dtype, key, count = _storage_id(identifier)
         new = Storage(dtype, count * ITEM_BYTES[dtype], key)
         return _same(storages.setdefault(key, new), dtype)
@@ -231,7 +231,7 @@ def _load_legacy(part: FileSlice) -> tuple[Any, int]:
 # ---------------------------------------------------------------------------------------------- storages
 
 
-def _storage_id(identifier: Any) -> tuple[str, str, int]:
+def _storage_id(identifier: object) -> tuple[str, str, int]:
     """dtype, key and number of elements of ``("storage", type, key, device, count)``."""
     fields = identifier.items if isinstance(identifier, Items) and identifier.kind == "tuple" else []
     if len(fields) not in (5, 6) or fields[0] != "storage" or not isinstance(fields[1], Symbol):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import math
-from typing import Any
 
 from .nodes import Array, Items, Mapping, Record, RefusedFile, Tensor, Word
 
@@ -21,7 +20,7 @@ class Encoder:
         self.limit = _FREE_UNITS + _UNITS_PER_BYTE * pickle_bytes
         self.left = self.limit
 
-    def encode(self, value: Any, depth: int = 0) -> Any:
+    def encode(self, value: object, depth: int = 0) -> object:
         """Raises RefusedFile for what is nested too deeply, is too much, or stands for a type only."""
         self._spend(1)
         if depth > MAX_DEPTH:
@@ -61,7 +60,7 @@ class Encoder:
             return {"$": "record", "name": value.name, "state": self.encode(value.state, depth + 1)}
         raise RefusedFile(f"it holds a {type(value).__name__} in the place of a value")
 
-    def _tensor(self, value: Tensor) -> Any:
+    def _tensor(self, value: Tensor) -> object:
         storage = value.storage
         place = [storage.start, storage.nbytes, storage.crc32]
         return {"$": "tensor", "dtype": value.dtype, "storage": place, "offset": value.offset, "shape": value.shape,

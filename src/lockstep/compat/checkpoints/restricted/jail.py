@@ -12,7 +12,6 @@ import ctypes
 import os
 import resource
 import sys
-from typing import Any
 
 FORBIDDEN = 86
 """Exit code of a process that did what it must not; its standard error names it."""
@@ -70,7 +69,7 @@ def _lower(kind: int, value: int) -> None:
             raise
 
 
-def _end_at_any_event(event: str, arguments: tuple[Any, ...]) -> None:
+def _end_at_any_event(event: str, arguments: tuple[object, ...]) -> None:
     # Nothing that this process still has to do is an audit event.
     os.write(2, f"did {event[:60]}\n".encode("ascii", "replace"))
     os._exit(FORBIDDEN)

@@ -31,7 +31,7 @@ class Machine(_Reader):
         self.file = file
         self.persistent_load = persistent_load
 
-    def run(self) -> Any:
+    def run(self) -> object:
         """The value. Raises RefusedFile for anything that is malformed or not allowed."""
         try:
             return self.load()
@@ -45,7 +45,7 @@ class Machine(_Reader):
                 f"its pickle is damaged near byte {self.file.tell()} ({type(error).__name__})"
             ) from None
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         """A name is compared with the list, never looked up."""
         return symbol(module, name)
 
@@ -62,14 +62,14 @@ class Machine(_Reader):
 
     # what calls
 
-    def call(self, target: Any, arguments: Any) -> None:
+    def call(self, target: object, arguments: object) -> None:
         if not isinstance(target, Symbol):
             raise RefusedFile(f"its pickle calls a {type(target).__name__}")
         if not isinstance(arguments, Items) or arguments.kind != "tuple":
             raise RefusedFile(f"its pickle calls {target.name} with arguments that are not a tuple")
         self.append(target.make(arguments.items))
 
-    def _instantiate(self, target: Any, arguments: list[Any]) -> None:
+    def _instantiate(self, target: Any, arguments: list[object]) -> None:
         """Of INST and OBJ."""
         self.call(target, Items("tuple", arguments))
 

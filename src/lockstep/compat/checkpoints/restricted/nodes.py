@@ -18,7 +18,7 @@ class Damaged(RefusedFile):
 class Mapping:
     """A dict as its pairs: keys of a hostile file are never hashed here."""
 
-    pairs: list[tuple[Any, Any]] = field(default_factory=list)
+    pairs: list[tuple[object, object]] = field(default_factory=list)
     counts: bool = False  # a collections.Counter
 
 

@@ -51,7 +51,7 @@ def symbol(module: str, name: str) -> Symbol | Word:
     return found
 
 
-def build(target: Any, state: Any) -> None:
+def build(target: object, state: object) -> None:
     """What BUILD does: give an object its state."""
     if isinstance(target, Record) and not target.built:
         target.state, target.built = state, True
@@ -71,14 +71,14 @@ def build(target: Any, state: Any) -> None:
 # ------------------------------------------------------------------------------------------ constructors
 
 
-def _constant(name: str) -> Callable[[list[Any]], Any]:
-    def make(arguments: list[Any]) -> Any:
+def _constant(name: str) -> Callable[[list[object]], object]:
+    def make(arguments: list[object]) -> object:
         raise RefusedFile(f"its pickle calls {name}, which is a name for a type only")
 
     return make
 
 
-def _tensor(name: str, storage: Any, dtype: str, offset: Any, size: Any, stride: Any) -> Tensor:
+def _tensor(name: str, storage: Any, dtype: str, offset: Any, size: object, stride: object) -> Tensor:
     needs(name, isinstance(storage, Storage) and is_size(offset))
     shape, strides = sizes(name, size), sizes(name, stride)
     needs(name, len(shape) == len(strides) <= 64)
@@ -110,7 +110,7 @@ def _parameter(arguments: list[Any]) -> Tensor:
     return value
 
 
-def _tensor_of_type(arguments: list[Any]) -> Any:
+def _tensor_of_type(arguments: list[Any]) -> object:
     """``(function, type, arguments, attributes)``; the attributes of a tensor are left out."""
     needs("_rebuild_from_type_v2", len(arguments) == 4)
     function, kind, inner, _ = arguments
@@ -126,8 +126,8 @@ def _size(arguments: list[Any]) -> Items:
     return Items("tuple", sizes("torch.Size", Items("tuple", items)))
 
 
-def _joined(name: str, separator: str) -> Callable[[list[Any]], str]:
-    def make(arguments: list[Any]) -> str:
+def _joined(name: str, separator: str) -> Callable[[list[object]], str]:
+    def make(arguments: list[object]) -> str:
         needs(name, all(isinstance(part, (str, int)) for part in arguments))
         return separator.join(map(str, arguments))
 
@@ -148,12 +148,12 @@ def _mapping(arguments: list[Any]) -> Mapping:
     return Mapping([(key, value) for key, value in pairs])
 
 
-def _counter(arguments: list[Any]) -> Mapping:
+def _counter(arguments: list[object]) -> Mapping:
     return Mapping(_mapping(arguments).pairs, counts=True)
 
 
-def _items(kind: str) -> Callable[[list[Any]], Any]:
-    def make(arguments: list[Any]) -> Any:
+def _items(kind: str) -> Callable[[list[Any]], object]:
+    def make(arguments: list[Any]) -> object:
         most = 2 if kind == "deque" else 1
         needs(kind, len(arguments) <= most and all(isinstance(a, (list, Items)) for a in arguments[:1]))
         given = arguments[0] if arguments else []
@@ -163,7 +163,7 @@ def _items(kind: str) -> Callable[[list[Any]], Any]:
     return make
 
 
-def _encoded(arguments: list[Any]) -> bytes:
+def _encoded(arguments: list[object]) -> bytes:
     needs("_codecs.encode", len(arguments) == 2 and isinstance(arguments[0], str))
     needs("_codecs.encode", arguments[1] in ("latin1", "latin-1"))
     return str(arguments[0]).encode("latin-1")
@@ -177,20 +177,20 @@ def _bytes(arguments: list[Any]) -> bytes:
     return arguments[0] if arguments else b""
 
 
-def _record(name: str) -> Callable[[list[Any]], Record]:
-    def make(arguments: list[Any]) -> Record:
+def _record(name: str) -> Callable[[list[object]], Record]:
+    def make(arguments: list[object]) -> Record:
         needs(name, not arguments)
         return Record(name)
 
     return make
 
 
-def _generator(arguments: list[Any]) -> Record:
+def _generator(arguments: list[object]) -> Record:
     needs("torch.Generator", len(arguments) == 1 and isinstance(arguments[0], str))
     return Record("torch.Generator")
 
 
-def _reconstructed(arguments: list[Any]) -> Any:
+def _reconstructed(arguments: list[Any]) -> object:
     """Protocols 0 and 1 make objects by ``copyreg._reconstructor(class, object, None)``."""
     needs("copyreg._reconstructor", len(arguments) == 3 and isinstance(arguments[0], Symbol))
     needs("copyreg._reconstructor", isinstance(arguments[1], Symbol) and arguments[1].about == "object")
@@ -198,8 +198,8 @@ def _reconstructed(arguments: list[Any]) -> Any:
     return arguments[0].make([])
 
 
-def _value(name: str) -> Callable[[list[Any]], Any]:
-    def make(arguments: list[Any]) -> Any:
+def _value(name: str) -> Callable[[list[object]], object]:
+    def make(arguments: list[object]) -> object:
         needs(name, len(arguments) == 1 and isinstance(arguments[0], (int, str)))
         return arguments[0]
 
@@ -213,7 +213,7 @@ def _listed() -> dict[tuple[str, str], Symbol | Word]:
     found: dict[tuple[str, str], Symbol | Word] = {}
 
     def add(
-        modules: tuple[str, ...], name: str, make: Callable[[list[Any]], Any] | None, about: str = ""
+        modules: tuple[str, ...], name: str, make: Callable[[list[Any]], object] | None, about: str = ""
     ) -> None:
         for module in modules:
             full = f"{module}.{name}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -341,7 +340,7 @@ class _Stepped:
     def __init__(self, mover: DeviceMover) -> None:
         self._mover = weakref.ref(mover)
 
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def __call__(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         mover = self._mover()
         if mover is not None:
             for group in optimizer.param_groups:

@@ -123,7 +123,7 @@ class _Weight(_Packed):
 @dataclass(frozen=True)
 class _Other(_Packed):
     outer_unpack: Any
-    packed: Any
+    packed: object
 
     def unpack(self) -> torch.Tensor:
         return self.outer_unpack(self.packed)
