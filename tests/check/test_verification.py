@@ -135,7 +135,7 @@ def test_other_words_are_refused(value: str) -> None:
 def test_a_setting_that_makes_a_pipeline_wrong_is_caught_before_the_next_step(run_distributed: Any) -> None:
     given = ("blocks.1", "centres", [False, False, True])
     for _, text, steps in run_distributed(changing.changed, 2, *given, timeout_s=60):
-        assert "the loss is" in text and "module 'blocks.1'" in text
+        assert "mix the rows" in text
         assert steps == 2
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from lockstep.comm.tree import leaves
 from lockstep.errors import LockstepError
 from lockstep.model.blocks import settings
-from lockstep.model.equal_modules import Found, described
 from lockstep.parallel.context.checks import InBlock
 from lockstep.parallel.context.rehearse import UNKNOWN, BlockCall, Verdict, rehearse
 from lockstep.runtime import failure
@@ -20,14 +19,13 @@ from lockstep.runtime import failure
 @dataclass
 class Judge:
     """Of one model's blocks. ``verdicts``: of each block that has run, and its settings, which each call compares;
-    ``found``: of blocks that compute the same; ``rehearses``: off in some tests."""
+    ``rehearses``: off in some tests."""
 
     rehearses: bool = True
     verdicts: dict[tuple[str, str], Verdict] = field(default_factory=dict)
-    found: Found = field(default_factory=Found)
 
     def __call__(self, block: nn.Module, call: BlockCall, mode: InBlock) -> None:
-        """Judge the first call of each block that learns, or in which something is suspected: equal ones once.
+        """Judge the first call of each block that learns, or in which something is suspected.
 
         Raises:
             UsageError: it mixes positions outside of attention; on all ranks alike.
@@ -37,7 +35,8 @@ class Judge:
         key = call.block, settings(block)
         verdict = self.verdicts.get(key)
         if verdict is None:
-            verdict = self.verdicts[key] = self._verdict(block, call, mode)
+            verdict = rehearse(block, call, mode.of_length) if self.rehearses else UNKNOWN
+            self.verdicts[key] = verdict
         if verdict.mixing is not None:
             mode.refuse_suspected(verdict.mixing)
             mode.refuse(
@@ -47,14 +46,6 @@ class Judge:
             )
         for function in verdict.suspected if verdict.is_known else [None]:
             mode.refuse_suspected(function)
-
-    def _verdict(self, block: nn.Module, call: BlockCall, mode: InBlock) -> Verdict:
-        if not self.rehearses:
-            return UNKNOWN
-        given = leaves([call.args, call.kwargs])
-        among = tuple((path, described(_outline(leaf))) for path, leaf in given.items())
-        verdict: Verdict = self.found.of(block, among, lambda: rehearse(block, call, mode.of_length))
-        return verdict
 
     def failed(self, block: Any, call: BlockCall, mode: InBlock, error: Exception) -> None:
         """The first call of a block raises.
@@ -71,11 +62,6 @@ class Judge:
             mode.refuse(*_cannot_run(mode, [*call.args, *call.kwargs.items()], error))
         except LockstepError as refusal:
             raise refusal from error
-
-
-def _outline(value: Any) -> Any:
-    """What tells arguments apart: of tensors their shape."""
-    return (value.shape, value.dtype) if isinstance(value, Tensor) else value
 
 
 def _cannot_run(mode: InBlock, arguments: list[tuple[str, Any]], error: Exception) -> tuple[str, str]:
