@@ -23,11 +23,11 @@ WRONG: dict[str, tuple[str, dict[str, str]]] = {
 }
 SAID = {
     "gradient": ["the gradient of 'blocks.1.", "begins in module 'blocks.1'", "tp_plan"],
-    "counter": ["loss", "'blocks.1'"],
+    "counter": ["mix the rows", "change from call to call"],
     "sum": ["the loss is", "1/8 of it", "LanguageModel's own forward"],
     "batchnorm": ["blocks.1.norm1"],
     "padded": ["loss", "LanguageModel"],
-    "raises": ["KeyError in the module 'blocks.1'", "micro-batches are not what this takes"],
+    "raises": ["runs on the whole batch, but raises KeyError", "on one of the 4 micro-batches"],
     "positions": ["'blocks.1'", "mixes positions outside of attention"],
     "pooled": ["loss", "LanguageModel's own forward", "positions"],
 }
