@@ -10,7 +10,7 @@ import inspect
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -48,6 +48,9 @@ from lockstep.parallel.tensor.randomness import HasDropout
 from lockstep.parallel.tensor.sequence import SequenceBlock, check_blocks
 from lockstep.torch_internals import modules as torch_modules
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 logger = logging.getLogger(__name__)
 
 WORDS = ("auto", "transformers", "infer")
@@ -74,7 +77,7 @@ class TensorOptions:
     blocks: Mapping[str, nn.Module] | None = None
 
 
-def tensor_parallel(model: nn.Module, mesh: Any, options: TensorOptions | None = None) -> TensorPlan:
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, options: TensorOptions | None = None) -> TensorPlan:
     """Split ``model`` over the ranks of ``mesh`` (1-D), in place. Collective; all ranks take the first one's values.
 
     All parameters become new ``nn.Parameter`` objects that are DTensors on ``mesh``, also those that stay whole; ties
@@ -187,7 +190,11 @@ def _chosen(model: nn.Module, ranks: int, wanted: object, blocks: dict[str, nn.M
 
 
 def _split(
-    model: nn.Module, mesh: Any, plan: TensorPlan, options: TensorOptions, blocks: Mapping[str, nn.Module]
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: TensorPlan,
+    options: TensorOptions,
+    blocks: Mapping[str, nn.Module],
 ) -> None:
     group = Group(mesh, options.sequence_parallel, options.loss_parallel)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -18,7 +18,7 @@ Transformer Models, MLSys 2023.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,11 @@ from torch.autograd.function import once_differentiable
 
 from lockstep.torch_internals import c10d
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
-def part_of(size: int, mesh: Any) -> tuple[int, int]:
+
+def part_of(size: int, mesh: DeviceMesh) -> tuple[int, int]:
     """(start, length) of this rank's part of ``size`` elements."""
     chunk = -(-size // mesh.size())
     start = min(size, chunk * mesh.get_local_rank())
@@ -39,7 +42,7 @@ def part_of_pieces(x: Tensor, pieces: int, rank: int, ranks: int) -> Tensor:
     return torch.cat([piece.chunk(ranks, dim=-1)[rank] for piece in x.chunk(pieces, dim=-1)], dim=-1)
 
 
-def copy(x: Tensor, mesh: Any) -> Tensor:
+def copy(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """``x``, of which each rank will use a part of the result: its gradient is the sum over the ranks."""
     return _Copy.apply(x, mesh) if torch.is_grad_enabled() and x.requires_grad else x
 
@@ -53,38 +56,38 @@ def own_gradient(x: Tensor) -> Tensor:
     return _OwnGradient.apply(x) if torch.is_grad_enabled() and x.requires_grad else x
 
 
-def reduce(x: Tensor, mesh: Any) -> Tensor:
+def reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """The sum over the ranks."""
     return _Reduce.apply(x, mesh)
 
 
-def gather(x: Tensor, mesh: Any, dim: int, size: int) -> Tensor:
+def gather(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
     """The ranks' parts of dimension ``dim``, concatenated to [..., size, ...]."""
     return _Gather.apply(x, mesh, dim, size)
 
 
-def split(x: Tensor, mesh: Any, dim: int) -> Tensor:
+def split(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     """This rank's part along ``dim``."""
     return _Split.apply(x, mesh, dim)
 
 
-def gather_sequence(x: Tensor, mesh: Any, dim: int = 1) -> Tensor:
+def gather_sequence(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
     """The ranks' parts concatenated, of which each rank will use a part of the result."""
     return _GatherSequence.apply(x, mesh, dim)
 
 
-def scatter_sequence(x: Tensor, mesh: Any, dim: int = 1) -> Tensor:
+def scatter_sequence(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
     """This rank's part of the sum over the ranks."""
     return _ScatterSequence.apply(x, mesh, dim)
 
 
-def all_reduce(x: Tensor, mesh: Any, operation: str = "sum") -> Tensor:
+def all_reduce(x: Tensor, mesh: DeviceMesh, operation: str = "sum") -> Tensor:
     """The sum (or "max") over the ranks, of the shape and dtype of ``x``, without a gradient."""
     operators = c10d.traced()
     return operators.wait_tensor(operators.all_reduce(x.contiguous(), operation, _group(mesh)))
 
 
-def _all_gather(x: Tensor, mesh: Any, dim: int, size: int) -> Tensor:
+def _all_gather(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
     dim %= x.dim()
     chunk = -(-size // mesh.size())
     if x.shape[dim] < chunk:  # a collective wants equal parts
@@ -98,18 +101,18 @@ def _all_gather(x: Tensor, mesh: Any, dim: int, size: int) -> Tensor:
     return parts.narrow(0, 0, size).movedim(0, dim).contiguous()
 
 
-def _reduce_scatter(x: Tensor, mesh: Any, dim: int) -> Tensor:
+def _reduce_scatter(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     first = x.movedim(dim, 0).contiguous()
     operators = c10d.traced()
     part = operators.wait_tensor(operators.reduce_scatter_tensor(first, "sum", mesh.size(), _group(mesh)))
     return part.movedim(0, dim).contiguous()
 
 
-def _own_part(x: Tensor, mesh: Any, dim: int) -> Tensor:
+def _own_part(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     return x.narrow(dim, *part_of(x.shape[dim], mesh)).contiguous()
 
 
-def _group(mesh: Any) -> str:
+def _group(mesh: DeviceMesh) -> str:
     return mesh.get_group().group_name
 
 
@@ -125,7 +128,7 @@ class _OwnGradient(torch.autograd.Function):
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
         ctx.mesh = mesh
         return x.view_as(x)
 
@@ -137,7 +140,7 @@ class _Copy(torch.autograd.Function):
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
         total = all_reduce(x, mesh)
         # Compiled, torch 2.11 loses the gradient without a view; but views may not be changed in place.
         return total.view_as(x) if torch.compiler.is_compiling() else total
@@ -150,7 +153,7 @@ class _Reduce(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Any, dim: int, size: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
         ctx.mesh, ctx.dim = mesh, dim
         return _all_gather(x, mesh, dim, size)
 
@@ -162,7 +165,7 @@ class _Gather(torch.autograd.Function):
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Any, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
         ctx.mesh, ctx.dim, ctx.size = mesh, dim, x.shape[dim]
         return _own_part(x, mesh, dim)
 
@@ -174,7 +177,7 @@ class _Split(torch.autograd.Function):
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Any, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
         ctx.mesh, ctx.dim = mesh, dim
         return _all_gather(x, mesh, dim, x.shape[dim] * mesh.size())
 
@@ -186,7 +189,7 @@ class _GatherSequence(torch.autograd.Function):
 
 class _ScatterSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Any, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
         ctx.mesh, ctx.dim = mesh, dim
         return _reduce_scatter(x, mesh, dim)
 

@@ -14,7 +14,7 @@ Transformer Models, MLSys 2023 (``sequence_parallel``); Ainslie et al., GQA, 202
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,11 +25,14 @@ from lockstep.parallel.tensor import communication
 from lockstep.parallel.tensor.communication import part_of
 from lockstep.parallel.tensor.randomness import stream_of_rank
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 class ParallelLayer(nn.Module):
     """Base: holds its mesh, and splits the parameters of the plain layer that it was made from."""
 
-    def __init__(self, mesh: Any = None, sequence_parallel: bool = False) -> None:
+    def __init__(self, mesh: DeviceMesh | None = None, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.mesh = mesh
         self.sequence_parallel = sequence_parallel and mesh is not None
@@ -71,7 +74,7 @@ class ColumnParallelLinear(ParallelLayer):
         out_features: int,
         bias: bool = True,
         *,
-        mesh: Any = None,
+        mesh: DeviceMesh | None = None,
         gather_output: bool = False,
         sequence_parallel: bool = False,
         device: object = None,
@@ -124,7 +127,7 @@ class RowParallelLinear(ParallelLayer):
         out_features: int,
         bias: bool = True,
         *,
-        mesh: Any = None,
+        mesh: DeviceMesh | None = None,
         input_is_parallel: bool = True,
         sequence_parallel: bool = False,
         device: object = None,
@@ -170,7 +173,7 @@ class VocabParallelEmbedding(ParallelLayer):
         embedding_dim: int,
         padding_idx: int | None = None,
         *,
-        mesh: Any = None,
+        mesh: DeviceMesh | None = None,
         device: object = None,
         dtype: object = None,
     ) -> None:
@@ -222,7 +225,7 @@ class ParallelMLP(nn.Module):
         activation: Callable[[Tensor], Tensor] = F.gelu,
         gated: bool = False,
         bias: bool = True,
-        mesh: Any = None,
+        mesh: DeviceMesh | None = None,
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
@@ -266,7 +269,7 @@ class ParallelAttention(nn.Module):
         causal: bool = True,
         dropout: float = 0.0,
         bias: bool = True,
-        mesh: Any = None,
+        mesh: DeviceMesh | None = None,
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
@@ -312,7 +315,7 @@ class ParallelAttention(nn.Module):
         return ParallelLayer.__deepcopy__(self, memo)  # type: ignore[arg-type]
 
 
-def check_divides(number: int, what: str, mesh: Any) -> None:
+def check_divides(number: int, what: str, mesh: DeviceMesh | None) -> None:
     """Raises UsageError where ``number`` cannot be divided among the ranks."""
     if mesh is not None and number % mesh.size():
         raise UsageError(
@@ -325,7 +328,7 @@ def local_value(parameter: Any) -> Any:
     return parameter.to_local() if is_dtensor(parameter) else parameter
 
 
-def _split(parameter: nn.Parameter, mesh: Any, dim: int | None) -> nn.Parameter:
+def _split(parameter: nn.Parameter, mesh: DeviceMesh | None, dim: int | None) -> nn.Parameter:
     if mesh is None:
         return parameter
     from torch.distributed.tensor import Replicate, Shard

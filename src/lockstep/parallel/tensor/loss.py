@@ -10,7 +10,7 @@ Reference: Shoeybi et al., Megatron-LM, 2019, section 3.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor.communication import all_reduce, part_of
 from lockstep.torch_internals import dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 MEAN, SUM = 1, 2  # as in the schemas of aten
 
@@ -65,7 +68,13 @@ def vocab_parallel_cross_entropy(
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, local: Tensor, target: Tensor, mesh: Any, classes: int, ignored: int, smoothing: float
+        ctx: Any,
+        local: Tensor,
+        target: Tensor,
+        mesh: DeviceMesh,
+        classes: int,
+        ignored: int,
+        smoothing: float,
     ) -> Tensor:
         x = local.to(torch.promote_types(local.dtype, torch.float32))
         place, is_here = _places(target, mesh, classes)
@@ -90,7 +99,7 @@ class _CrossEntropy(torch.autograd.Function):
         return result.to(ctx.dtype), None, None, None, None, None
 
 
-def _places(target: Tensor, mesh: Any, classes: int) -> tuple[Tensor, Tensor]:
+def _places(target: Tensor, mesh: DeviceMesh, classes: int) -> tuple[Tensor, Tensor]:
     """(row of each target among this rank's classes, whether it is there)."""
     start, length = part_of(classes, mesh)
     place = target - start
@@ -178,7 +187,7 @@ def _nll_loss_backward(operator: object, args: tuple[Any, ...], kwargs: dict[str
     return _like(result if x.dim() < 3 else result.movedim(-1, 1), x)
 
 
-def _rows(x: Any, target: Any) -> tuple[Tensor, Tensor, object, int]:
+def _rows(x: Any, target: Any) -> tuple[Tensor, Tensor, DeviceMesh, int]:
     """(local logits with classes last, target, mesh, classes)."""
     dim = 1 if x.dim() > 1 else 0
     if not _is_split(x, dim):

@@ -6,7 +6,7 @@ works on these, and what the ranks send each other is only what the parts say (s
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -14,6 +14,9 @@ from lockstep.comm.dtensor import is_dtensor
 from lockstep.model.subclass import Subclassed, subclass
 from lockstep.parallel.tensor import communication
 from lockstep.torch_internals import modules as torch_modules
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Group:
@@ -26,7 +29,7 @@ class Group:
         is_split: False while a forward without gradients cannot split its sequence.
     """
 
-    def __init__(self, mesh: Any, sequence: bool = False, loss: bool = False) -> None:
+    def __init__(self, mesh: DeviceMesh, sequence: bool = False, loss: bool = False) -> None:
         self.mesh = mesh
         self.sequence = sequence
         self.loss = loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -11,6 +11,9 @@ from lockstep.parallel.tensor.plan import COLUMN_STYLES, PACKED, ROW_STYLES, Ten
 from lockstep.torch_internals import dtensor
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals.replaced_parameters import retire
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def placement(module: nn.Module, name: str, style: str) -> Any:
@@ -46,7 +49,7 @@ def zero_placement(parameter: nn.Parameter) -> object:
     return Shard(1 if is_packed else 0)
 
 
-def replace_parameters(modules: dict[str, nn.Module], plan: TensorPlan, mesh: Any) -> None:
+def replace_parameters(modules: dict[str, nn.Module], plan: TensorPlan, mesh: DeviceMesh) -> None:
     """Give the modules DTensors; using one of their parameters from before is an error afterwards."""
     styles = plan.styles
     made: dict[int, nn.Parameter] = {}
@@ -68,12 +71,12 @@ def replace_parameters(modules: dict[str, nn.Module], plan: TensorPlan, mesh: An
             if not torch_modules.has_flat_weights(module):  # which lists them a second time
                 replaced[id(parameter)] = parameter
         if is_conv1d(module) and styles.get(module_name) in COLUMN_STYLES:
-            module.nf = module.nf // mesh.size()
+            vars(module)["nf"] //= mesh.size()
     for parameter in replaced.values():
         retire(parameter)
 
 
-def distribute(parameter: nn.Parameter, mesh: Any, placement: Any) -> nn.Parameter:
+def distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Any) -> nn.Parameter:
     """A parameter that is a DTensor, of the first rank's values; on the meta device of none."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 

@@ -15,13 +15,16 @@ repeats its masks, and a resumed run repeats those of an uninterrupted one.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lockstep.torch_internals import modules as torch_modules
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 LARGEST = 2**62
 
@@ -48,12 +51,12 @@ def draw_seed() -> int:
     return int(torch.randint(LARGEST, ()).item())
 
 
-def stream_of_rank(device: torch.device, mesh: Any) -> Stream:
+def stream_of_rank(device: torch.device, mesh: DeviceMesh) -> Stream:
     """Random numbers of this rank alone."""
     return Stream(device, (draw_seed() + 1 + mesh.get_local_rank()) % LARGEST)
 
 
-def stream_of_group(device: torch.device, mesh: Any) -> Stream:
+def stream_of_group(device: torch.device, mesh: DeviceMesh) -> Stream:
     """Random numbers that are the same on all ranks. Collective."""
     seed = torch.tensor(draw_seed(), device=mesh.device_type)
     dist.broadcast(seed, group=mesh.get_group(), group_src=0)
