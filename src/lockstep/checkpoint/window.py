@@ -142,7 +142,7 @@ def _check_partial(what: str, group: Any) -> None:
             raise ValueError(f"{what} has rows outside of its sum")
 
 
-def _check_gradient(what: str, gradient: torch.Tensor) -> None:
+def _check_gradient(what: str, gradient: object) -> None:
     if not isinstance(gradient, torch.Tensor) or not (gradient.is_floating_point() or gradient.is_complex()):
         raise TypeError(f"{what} is no gradient")
 

@@ -12,13 +12,13 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lockstep.comm.agreement import CollectiveCall, check_same, leaf_spec, line_of_user, tensors_only
-from lockstep.comm.tree import leaves, map_leaves
+from lockstep.comm.tree import Tree, leaves, map_leaves
 from lockstep.errors import (
     CheckpointError,
     CollectiveMismatchError,
@@ -29,6 +29,8 @@ from lockstep.errors import (
 )
 from lockstep.runtime import failure, process
 from lockstep.runtime.process import Runtime
+
+Value = TypeVar("Value")
 
 Reduction = Literal["mean", "sum", "max", "none"]
 # Sums of these are taken in another type: halves are rounded once, the others have no sum in gloo.
@@ -77,7 +79,7 @@ class Communicator:
         # "cpu:gloo,cuda:nccl" names the devices whose tensors the group takes; "gloo" takes cpu.
         self._devices = {pair.split(":")[0] for pair in pairs if ":" in pair} or {runtime.control_device.type}
 
-    def gather(self, tree: object) -> Any:
+    def gather(self, tree: Tree) -> Tree:
         """Every tensor replaced by the concatenation along dim 0 of all ranks' tensors, in rank order.
 
         (n_r, ...) on rank r becomes (sum of n_r, ...); a 0-d tensor counts as one row. The n_r may
@@ -96,7 +98,7 @@ class Communicator:
             results[path] = self._gather_tensor(found[path], rows)
         return map_leaves(lambda path, _: results[path], tree)
 
-    def reduce(self, tree: object, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
+    def reduce(self, tree: Tree, reduction: Reduction = "mean", scale: float = 1.0) -> Tree:
         """Every tensor replaced by its sum, mean or maximum over the ranks, times ``scale``, with its dtype.
 
         float16 and bfloat16 are summed in float32 and rounded once. The mean of integers is
@@ -116,7 +118,7 @@ class Communicator:
         results = {path: self._reduce_tensor(found[path], reduction, scale) for path in sorted(found)}
         return map_leaves(lambda path, _: results[path], tree)
 
-    def broadcast(self, tree: object, from_process: int = 0) -> Any:
+    def broadcast(self, tree: Tree, from_process: int = 0) -> Tree:
         """Overwrite every tensor, in place, with that of rank ``from_process``; returns the tree."""
         if self.world_size == 1:
             return tree
@@ -136,8 +138,8 @@ class Communicator:
         return tree
 
     def pad_across_processes(
-        self, tree: object, dim: int = 0, pad_index: float = 0, pad_first: bool = False
-    ) -> object:
+        self, tree: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+    ) -> Tree:
         """Every tensor padded with ``pad_index`` along ``dim`` to the largest size on any rank.
 
         Padding goes to the end, or to the beginning with ``pad_first``. Tensors without such a dim
@@ -271,7 +273,7 @@ class Communicator:
             call, line = failure.call_of_user(reversed(list(traceback.walk_stack(sys._getframe(1)))))
             raise CollectiveMismatchError(failure.ended_without(gone, call, line)) from None
 
-    def _exchange(self, value: object) -> list[Any]:
+    def _exchange(self, value: Value) -> list[Value]:
         values: list[Any] = [None] * self.world_size
         all_gather_object(values, value, group=self._group)
         return values

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lockstep.comm.collectives import Communicator, Reduction
-from lockstep.comm.tree import map_leaves, map_tensors
+from lockstep.comm.tree import Tree, map_leaves, map_tensors
 from lockstep.runtime import process
 from lockstep.runtime.control import PartialState
 
@@ -17,7 +17,7 @@ def _communicator() -> Communicator:
     return Communicator(process.start())
 
 
-def gather(tensor: torch.Tensor) -> Any:
+def gather(tensor: Tree) -> Tree:
     """Nested tensors of all ranks, concatenated on dim 0: [n_r, ...] to [sum of n_r, ...], 0-d ones to [ranks]."""
     return _communicator().gather(tensor)
 
@@ -27,7 +27,7 @@ def gather_object(object: object) -> Any:
     return _communicator().gather_object(object)
 
 
-def broadcast(tensor: torch.Tensor, from_process: int = 0) -> Any:
+def broadcast(tensor: Tree, from_process: int = 0) -> Tree:
     """Rank ``from_process``'s nested tensors, in place: any shape, the same on all ranks."""
     return _communicator().broadcast(tensor, from_process)
 
@@ -37,14 +37,12 @@ def broadcast_object_list(object_list: list[object], from_process: int = 0) -> l
     return _communicator().broadcast_object_list(object_list, from_process)
 
 
-def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
+def reduce(tensor: Tree, reduction: Reduction = "mean", scale: float = 1.0) -> Tree:
     """Mean, sum or maximum over ranks of nested tensors, times ``scale``: any shape, the same on all ranks."""
     return _communicator().reduce(tensor, reduction, scale)
 
 
-def pad_across_processes(
-    tensor: torch.Tensor, dim: int = 0, pad_index: int = 0, pad_first: bool = False
-) -> Any:
+def pad_across_processes(tensor: Tree, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Tree:
     """Nested tensors of any shape padded along ``dim`` to the longest of any rank."""
     return _communicator().pad_across_processes(tensor, dim, pad_index, pad_first)
 

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.comm.collectives import Communicator, Reduction
 from lockstep.comm.ledger import CommunicationLedger
-from lockstep.comm.tree import leaves, map_tensors
+from lockstep.comm.tree import Tree, leaves, map_tensors
 from lockstep.config.options import Options
 from lockstep.runtime.mesh import DeviceMeshes
 from lockstep.runtime.process import Runtime
@@ -94,7 +94,7 @@ class CollectiveMethods:
     def _communicator(self) -> Communicator:
         return Communicator(self.runtime)
 
-    def gather(self, tensor: torch.Tensor) -> Any:
+    def gather(self, tensor: Tree) -> Tree:
         """Nested tensors of all ranks, concatenated in rank order on dim 0: [n_r, ...] to [sum of n_r, ...].
 
         A 0-d tensor counts as one row. The n_r may differ.
@@ -138,7 +138,7 @@ class CollectiveMethods:
             return self._communicator
         return Communicator(self.meshes.data_runtime, self.meshes.data_group)
 
-    def reduce(self, tensor: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: Tree, reduction: Reduction = "sum", scale: float = 1.0) -> Tree:
         """Sum, mean or maximum over ranks of nested tensors, times ``scale``: any shape, the same on all ranks.
 
         Examples:
@@ -154,8 +154,8 @@ class CollectiveMethods:
         return self._communicator.reduce(tensor, reduction, scale)
 
     def pad_across_processes(
-        self, tensor: torch.Tensor, dim: int = 0, pad_index: int = 0, pad_first: bool = False
-    ) -> Any:
+        self, tensor: Tree, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Tree:
         """Nested tensors of any shape padded along ``dim`` to the longest of any rank."""
         return self._communicator.pad_across_processes(tensor, dim, pad_index, pad_first)
 

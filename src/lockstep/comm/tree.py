@@ -12,9 +12,12 @@ import copy
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+Tree = TypeVar("Tree")
+"""Tensors in nested containers, or one alone: they come back in the same ones."""
 
 _LEAVES = (
     torch.Tensor,
@@ -95,7 +98,7 @@ def find_batch_size(tree: object) -> int:
     )
 
 
-def concatenate(trees: Sequence[object], dim: int = 0) -> Any:
+def concatenate(trees: Sequence[Tree], dim: int = 0) -> Tree:
     """Trees of one structure joined into one: tensors along ``dim``, 0-d tensors into a vector.
 
     Shapes may differ in ``dim`` only: [n_i, ...] become [sum of n_i, ...].
@@ -161,7 +164,7 @@ def send_to_device(
     )
 
 
-def to_float32(tree: object) -> Any:
+def to_float32(tree: Tree) -> Tree:
     """float16 and bfloat16 tensors, of any shape, become float32."""
     half = (torch.float16, torch.bfloat16)
     return map_tensors(lambda tensor: tensor.float() if tensor.dtype in half else tensor, tree)

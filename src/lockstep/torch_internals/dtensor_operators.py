@@ -91,7 +91,7 @@ def behave_like_plain(shard_like: Sharded) -> LostChanges:
     return lost
 
 
-def _whole(tensor: torch.Tensor) -> Any:
+def _whole(tensor: object) -> Any:
     from torch.distributed.tensor import DTensor
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lockstep.torch_internals.fsdp2_gathered import own_grad, set_own_grad
+from lockstep.torch_internals.fsdp2_gathered import FSDPParam, FSDPParamGroup, own_grad, set_own_grad
 
 
 class Rows(NamedTuple):
     """Where the shard of one parameter lies in ``partial_reduce_output``: from ``offset``, padded to ``numel``."""
 
-    param: object
+    param: FSDPParam
     offset: int
     numel: int
 
@@ -42,7 +42,7 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def param_groups(module: Any) -> list[Any]:
+def param_groups(module: Any) -> list[FSDPParamGroup]:
     """Relies on: ``_get_fsdp_state()`` has ``_fsdp_param_groups``, up to 2.12 one ``_fsdp_param_group`` or None."""
     state = module._get_fsdp_state()
     many = getattr(state, "_fsdp_param_groups", None)
@@ -54,7 +54,7 @@ def shards_whole_numbers() -> bool:
     return torch.torch_version.TorchVersion(torch.__version__) >= "2.12"
 
 
-def params(group: Any) -> list[Any]:
+def params(group: FSDPParamGroup) -> list[FSDPParam]:
     """Relies on: ``fsdp_params`` are the group's records, in the order in which they are packed for collectives."""
     return list(group.fsdp_params)
 
@@ -72,7 +72,7 @@ def is_in_forward(root: Any) -> bool:
     return bool(root._get_fsdp_state()._training_state.name == "FORWARD")
 
 
-def all_gather_group(group: Any) -> Any:
+def all_gather_group(group: FSDPParamGroup) -> Any:
     """The process group over which weights are gathered; None if they are not sharded.
 
     Relies on: ``mesh_info.shard_process_group``.
@@ -89,7 +89,7 @@ class Mesh(NamedTuple):
     replicas: int
 
 
-def mesh_of(group: Any) -> Mesh:
+def mesh_of(group: FSDPParamGroup) -> Mesh:
     """Relies on: ``mesh_info`` with ``mesh``, ``shard_mesh_size``, ``shard_mesh_rank``, ``replicate_mesh_size``."""
     info = group.mesh_info
     shape = tuple(info.mesh.shape)
@@ -98,12 +98,12 @@ def mesh_of(group: Any) -> Mesh:
     )
 
 
-def is_unsharded(group: Any) -> bool:
+def is_unsharded(group: FSDPParamGroup) -> bool:
     """Relies on: ``is_unsharded``: whole parameters stand in the module now."""
     return bool(group.is_unsharded)
 
 
-def device_of(group: Any) -> torch.device:
+def device_of(group: FSDPParamGroup) -> torch.device:
     """Relies on: ``device`` is where the group's collectives run."""
     device: torch.device = group.device
     return device
@@ -112,17 +112,17 @@ def device_of(group: Any) -> torch.device:
 # Parameters ------------------------------------------------------------------------------------------
 
 
-def sharded_param(param: Any) -> Any:
+def sharded_param(param: FSDPParam) -> Any:
     """The DTensor that optimizers hold. Relies on: ``sharded_param`` is one object for the life of the record."""
     return param.sharded_param
 
 
-def unsharded_param(param: object) -> Any:
+def unsharded_param(param: FSDPParam) -> Any:
     """The whole parameter, None before it was gathered once. Relies on: ``_unsharded_param``, made once."""
     return getattr(param, "_unsharded_param", None)
 
 
-def forms(param: object) -> Iterator[object]:
+def forms(param: FSDPParam) -> Iterator[object]:
     """What stands in the module, at one time or other. Relies on: ``_sharded_post_forward_param`` is the third."""
     for name in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param"):
         found = getattr(param, name, None)
@@ -130,12 +130,12 @@ def forms(param: object) -> Iterator[object]:
             yield found
 
 
-def whole_numel(param: Any) -> int:
+def whole_numel(param: FSDPParam) -> int:
     """Relies on: ``_orig_size`` is the shape of the whole parameter."""
     return int(param._orig_size.numel())
 
 
-def move_shard(param: Any, keep: Any) -> None:
+def move_shard(param: FSDPParam, keep: Any) -> None:
     """Let ``keep`` (flat tensor -> the same in other memory) say where the shard lies from now on.
 
     Relies on: torch finds it in ``_sharded_param_data`` (flat, padded) and ``sharded_param._local_tensor``, which share
@@ -157,7 +157,7 @@ def accumulates_in_leaf() -> bool:
     return isinstance(vars(param_file.FSDPParam).get("unsharded_accumulated_grad"), property)
 
 
-def unreduced_grads(param: Any) -> list[torch.Tensor]:
+def unreduced_grads(param: FSDPParam) -> list[torch.Tensor]:
     """This rank's own gradients of the whole parameter: their sum is what is still to be reduced; mostly one tensor.
 
     Relies on: up to 2.14 ``unsharded_accumulated_grad`` (type of the reduction) and ``_unsharded_param.grad`` are two
@@ -169,7 +169,7 @@ def unreduced_grads(param: Any) -> list[torch.Tensor]:
     return [gradient for gradient in found if gradient is not None]
 
 
-def discard_unreduced_grad(param: Any) -> None:
+def discard_unreduced_grad(param: FSDPParam) -> None:
     """Forget them."""
     whole = unsharded_param(param)
     if whole is not None:
@@ -178,7 +178,7 @@ def discard_unreduced_grad(param: Any) -> None:
         param.unsharded_accumulated_grad = None
 
 
-def set_unreduced_grad(param: Any, gradient: torch.Tensor) -> None:
+def set_unreduced_grad(param: FSDPParam, gradient: torch.Tensor) -> None:
     """Go on from ``gradient``, which is copied. The parameter must have been gathered once.
 
     Relies on: up to 2.14 a gradient of another type than the whole parameter's is ``unsharded_accumulated_grad``; from
@@ -194,7 +194,7 @@ def set_unreduced_grad(param: Any, gradient: torch.Tensor) -> None:
         param.unsharded_accumulated_grad = gradient
 
 
-def partial_reduce_output(group: Any) -> torch.Tensor | None:
+def partial_reduce_output(group: FSDPParamGroup) -> torch.Tensor | None:
     """The flat sum over one replica's shards, not reduced over the replicas yet.
 
     Relies on: ``_partial_reduce_output``; there is none but in groups with replicas.
@@ -203,12 +203,12 @@ def partial_reduce_output(group: Any) -> torch.Tensor | None:
     return output
 
 
-def discard_partial_reduce_output(group: Any) -> None:
+def discard_partial_reduce_output(group: FSDPParamGroup) -> None:
     """Forget it. Relies on: with None there the next reduction begins anew."""
     group._partial_reduce_output = None
 
 
-def partial_reduce_rows(group: Any) -> list[Rows]:
+def partial_reduce_rows(group: FSDPParamGroup) -> list[Rows]:
     """What lies where in ``partial_reduce_output``; empty if that cannot be told.
 
     Relies on: from 2.15 on ``_partial_reduce_output_layout`` says it, up to 2.14 nothing does, but the parameters that
@@ -225,12 +225,12 @@ def partial_reduce_rows(group: Any) -> list[Rows]:
     return rows if numel_of(rows) == output.numel() else []
 
 
-def needs_layout(group: object) -> bool:
+def needs_layout(group: FSDPParamGroup) -> bool:
     """Whether torch goes on from a sum only if it knows what lies where in it, as from 2.15 on."""
     return hasattr(group, "_partial_reduce_output_layout")
 
 
-def set_partial_reduce_output(group: Any, output: torch.Tensor, rows: list[Rows]) -> None:
+def set_partial_reduce_output(group: FSDPParamGroup, output: torch.Tensor, rows: list[Rows]) -> None:
     """Go on from ``output``, which is copied, and in which ``rows`` lie.
 
     Relies on: as ``partial_reduce_rows``. From 2.15 on torch would drop a sum without a layout.

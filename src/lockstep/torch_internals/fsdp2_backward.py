@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from lockstep.torch_internals.fsdp2_gathered import own_grad, set_own_grad
+from lockstep.torch_internals.fsdp2_gathered import FSDPParam, FSDPParamGroup, own_grad, set_own_grad
 
 
-def before_reduction(group: Any, call: Callable[[], None]) -> None:
+def before_reduction(group: FSDPParamGroup, call: Callable[[], None]) -> None:
     """Call it before the gradients of a group are taken and reduced; not where they stay with their rank.
 
     Relies on: all callers look ``post_backward`` up at the group, which reduces only with ``reduce_grads``.
@@ -37,7 +37,7 @@ def keep_for_another_backward(groups: list[object]) -> None:
     """
     makes_graph = [False]
 
-    def wrap(group: Any) -> None:
+    def wrap(group: FSDPParamGroup) -> None:
         pre_backward, post_backward = group.pre_backward, group.post_backward
 
         def note(*args: object) -> None:
@@ -76,7 +76,7 @@ def after_reductions(module: Any, call: Callable[[], None]) -> None:
     state._root_post_backward_final_callback = call_last
 
 
-def reaches_shards(group: Any) -> bool:
+def reaches_shards(group: FSDPParamGroup) -> bool:
     """Whether a reduction now reaches the shards, and does not stop before the sum over replicas.
 
     Relies on: ``all_reduce_grads``, which counts with replicas only; ``mesh_info.replicate_mesh_size``.
@@ -84,7 +84,7 @@ def reaches_shards(group: Any) -> bool:
     return bool(group.all_reduce_grads) or getattr(group.mesh_info, "replicate_mesh_size", 1) == 1
 
 
-def missing(group: Any) -> list[object]:
+def missing(group: FSDPParamGroup) -> list[object]:
     """The params that are trained and have no gradient on this rank now; empty before they were gathered once.
 
     Relies on: ``_unsharded_param`` with its ``grad``; up to 2.14 ``unsharded_accumulated_grad`` beside it.
@@ -97,7 +97,7 @@ def missing(group: Any) -> list[object]:
     return found
 
 
-def present(group: Any) -> list[object]:
+def present(group: FSDPParamGroup) -> list[object]:
     """The params that have a gradient on this rank now."""
     return [param for param in group.fsdp_params if _gradient(param) is not None]
 
@@ -126,7 +126,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
-def _gradient(param: object) -> torch.Tensor | None:
+def _gradient(param: FSDPParam) -> torch.Tensor | None:
     in_leaf = isinstance(vars(type(param)).get("unsharded_accumulated_grad"), property)
     accumulated: torch.Tensor | None = None if in_leaf else getattr(param, "unsharded_accumulated_grad", None)
     if accumulated is not None:

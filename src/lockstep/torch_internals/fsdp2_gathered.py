@@ -7,7 +7,7 @@ into this rank's shard before that. A ``param`` is torch's ``FSDPParam``, a ``gr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -23,6 +23,11 @@ GRAD: Any = torch.Tensor.grad
 """torch's own attributes, behind those of ``GatheredParameter``."""
 
 Changed = Callable[[Any, torch.Tensor, bool], None]
+
+FSDPParam: TypeAlias = Any
+"""Torch's private record of one sharded parameter, whose attributes differ between versions."""
+FSDPParamGroup: TypeAlias = Any
+"""That of parameters that are gathered together."""
 
 
 class GatheredParameter(nn.Parameter):
@@ -90,7 +95,7 @@ def set_own_grad(tensor: Any, gradient: torch.Tensor | None) -> None:
 
 
 def watch_group(
-    group: Any, is_exact: bool, changed: Changed, cleared: Callable[[object], None]
+    group: FSDPParamGroup, is_exact: bool, changed: Changed, cleared: Callable[[object], None]
 ) -> WatchedGroup:
     """Keep what is written by hand to the gathered parameters of a group, from now on.
 
@@ -129,7 +134,7 @@ class WatchedGroup:
     """See ``watch_group``."""
 
     def __init__(
-        self, group: Any, is_exact: bool, changed: Changed, cleared: Callable[[object], None]
+        self, group: FSDPParamGroup, is_exact: bool, changed: Changed, cleared: Callable[[object], None]
     ) -> None:
         self._group = group
         self._params = [Watched(group, param, is_exact, cleared) for param in group.fsdp_params]
@@ -166,7 +171,9 @@ class WatchedGroup:
 class Watched:
     """One parameter of a group."""
 
-    def __init__(self, group: Any, param: Any, is_exact: bool, cleared: Callable[[object], None]) -> None:
+    def __init__(
+        self, group: FSDPParamGroup, param: FSDPParam, is_exact: bool, cleared: Callable[[object], None]
+    ) -> None:
         self.param = param
         self._group = group
         self._is_exact = is_exact

@@ -13,6 +13,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param as param_file
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group_file
 
 from lockstep.torch_internals import fsdp2, fsdp2_gathered
+from lockstep.torch_internals.fsdp2_gathered import FSDPParam, FSDPParamGroup
 from lockstep.torch_internals.versions import expect, probed
 
 ENGINE, KEEPS = "fully_shard", "keeps gradients"
@@ -31,13 +32,13 @@ def probe() -> None:
     fsdp2_gathered.probe()
 
 
-def check_group(group: object) -> None:
+def check_group(group: FSDPParamGroup) -> None:
     """Raise UsageError unless this record of a model that was just sharded has what ``fsdp2`` relies on."""
     check = probed(ENGINE, KEEPS)(lambda: _check_group(group))
     check()
 
 
-def _check_group(group: Any) -> None:
+def _check_group(group: FSDPParamGroup) -> None:
     expect(isinstance(group, group_file.FSDPParamGroup), "kind of the group")
     expect(fsdp2.partial_reduce_output(group) is None and not fsdp2.is_unsharded(group), "a group at rest")
     expect(
@@ -97,9 +98,11 @@ def _bare(reduced: torch.dtype) -> tuple[Any, object]:
     """A group with one record, whose parameter of two numbers is gathered."""
     policy, device = MixedPrecisionPolicy(reduce_dtype=reduced), torch.device("cpu")
     no_mesh: Any = None
-    group: Any = group_file.FSDPParamGroup([], (), no_mesh, None, device, None, policy, OffloadPolicy())
+    group: FSDPParamGroup = group_file.FSDPParamGroup(
+        [], (), no_mesh, None, device, None, policy, OffloadPolicy()
+    )
     whole = nn.Parameter(torch.ones(2))
-    param: Any = object.__new__(param_file.FSDPParam)
+    param: FSDPParam = object.__new__(param_file.FSDPParam)
     param.sharded_param, param._unsharded_param = nn.Parameter(torch.ones(2)), whole
     param._unsharded_dtensor_spec = param._sharding_spec = None
     param.sharded_state = param_file.ShardedState.UNSHARDED
@@ -121,13 +124,13 @@ def _bare(reduced: torch.dtype) -> tuple[Any, object]:
     return group, param
 
 
-def _backward(group: object, param: Any, number: float) -> None:
+def _backward(group: FSDPParamGroup, param: FSDPParam, number: float) -> None:
     """What torch does with gradients of ``number`` when the backward of a group has come to its end."""
     (param._unsharded_param * number).sum().backward()
     inspect.unwrap(group_file.FSDPParamGroup.post_backward)(group)  # without importing the compiler
 
 
-def _expect_once(param: object, number: float, dtype: torch.dtype) -> None:
+def _expect_once(param: FSDPParam, number: float, dtype: torch.dtype) -> None:
     found = fsdp2.unreduced_grads(param)
     expect(len(found) == 1 and found[0].tolist() == [number, number], "the sum of two gradients, once")
     expect(found[0].dtype == dtype, "the type in which gradients are accumulated")

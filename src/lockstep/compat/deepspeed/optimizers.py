@@ -72,7 +72,7 @@ class DummyScheduler(Placeholder):
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: Optimizer | DummyOptim,
         total_num_steps: int | None = None,
         warmup_num_steps: int = 0,
         lr_scheduler_callable: Callable[[Optimizer], LRScheduler] | None = None,

@@ -270,7 +270,7 @@ def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
     ]
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+def _check_optimizer(optimizer: object, model: nn.Module) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
             f"BoundedStaleness got a {type(optimizer).__name__} as optimizer. Pass what prepare() returned."

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -77,8 +78,8 @@ class ColumnParallelLinear(ParallelLayer):
         mesh: DeviceMesh | None = None,
         gather_output: bool = False,
         sequence_parallel: bool = False,
-        device: object = None,
-        dtype: object = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mesh, sequence_parallel)
         if not gather_output:
@@ -130,8 +131,8 @@ class RowParallelLinear(ParallelLayer):
         mesh: DeviceMesh | None = None,
         input_is_parallel: bool = True,
         sequence_parallel: bool = False,
-        device: object = None,
-        dtype: object = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mesh, sequence_parallel)
         check_divides(in_features, "input features of a RowParallelLinear", mesh)
@@ -174,8 +175,8 @@ class VocabParallelEmbedding(ParallelLayer):
         padding_idx: int | None = None,
         *,
         mesh: DeviceMesh | None = None,
-        device: object = None,
-        dtype: object = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mesh)
         if mesh is not None and -(-num_embeddings // mesh.size()) * (mesh.size() - 1) >= num_embeddings:

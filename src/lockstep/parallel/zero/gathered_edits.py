@@ -14,7 +14,7 @@ import torch
 from lockstep.errors import UsageError
 from lockstep.torch_internals import fsdp2
 from lockstep.torch_internals.dtensor_operators import LostChanges
-from lockstep.torch_internals.fsdp2_gathered import WatchedGroup, watched_groups
+from lockstep.torch_internals.fsdp2_gathered import FSDPParam, WatchedGroup, watched_groups
 from lockstep.torch_internals.tensors import bits_digest
 
 DIGEST_BYTES = 4
@@ -84,7 +84,7 @@ class ChangesByHand:
         if self._lost is not None:
             self.check()
 
-    def _note(self, param: torch.Tensor, whole: torch.Tensor, is_lost: bool) -> None:
+    def _note(self, param: FSDPParam, whole: torch.Tensor, is_lost: bool) -> None:
         self._changed = param
         if is_lost and self._lost is None:
             self._lost = param, self._reason(param, whole)
@@ -92,7 +92,7 @@ class ChangesByHand:
         self._digest = hash((self._digest, self._numbers[id(param)], number, is_lost))
 
     @staticmethod
-    def _reason(param: torch.Tensor, whole: torch.Tensor) -> str:
+    def _reason(param: FSDPParam, whole: torch.Tensor) -> str:
         shard = fsdp2.sharded_param(param)
         if whole.dtype != shard.dtype:
             return f"in {whole.dtype}, which is too coarse for the stored {shard.dtype}".replace("torch.", "")
@@ -100,7 +100,7 @@ class ChangesByHand:
             return f"and has shape {tuple(whole.shape)} now, not {tuple(shard.shape)}"
         return "in a form from which the stored weights cannot be changed, or at two places at once"
 
-    def _clear(self, param: torch.Tensor) -> None:
+    def _clear(self, param: FSDPParam) -> None:
         if self.cleared is not None:
             self.cleared({id(fsdp2.sharded_param(param))})
 
@@ -108,6 +108,6 @@ class ChangesByHand:
     def _kind(self) -> str:
         return type(self._root).__name__.removeprefix("FSDP")
 
-    def _name(self, param: torch.Tensor) -> str:
+    def _name(self, param: FSDPParam) -> str:
         forms = list(fsdp2.forms(param))
         return next((n for n, p in self._root.named_parameters() if any(p is f for f in forms)), "?")

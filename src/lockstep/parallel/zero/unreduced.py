@@ -10,6 +10,7 @@ import torch
 from lockstep.errors import CheckpointError
 from lockstep.parallel.zero.sharding import Sharding, name_of_shard
 from lockstep.torch_internals import fsdp2
+from lockstep.torch_internals.fsdp2_gathered import FSDPParamGroup
 
 
 class UnreducedRows(TypedDict):
@@ -106,7 +107,7 @@ def check_partial(partial: Mapping[str, PartialSum]) -> None:
             )
 
 
-def _put_partial(group: object, named: Mapping[str, Any], given: PartialSum) -> None:
+def _put_partial(group: FSDPParamGroup, named: Mapping[str, Any], given: PartialSum) -> None:
     of = [named[row["name"]] for row in given["rows"]] or [
         parameter for parameter in named.values() if fsdp2.sharded_param(parameter).requires_grad
     ]
@@ -120,7 +121,7 @@ def _put_partial(group: object, named: Mapping[str, Any], given: PartialSum) -> 
     fsdp2.set_partial_reduce_output(group, given["sum"], rows)
 
 
-def _rows(group: Any, names: Mapping[int, str], sharding: Sharding) -> list[UnreducedRows]:
+def _rows(group: FSDPParamGroup, names: Mapping[int, str], sharding: Sharding) -> list[UnreducedRows]:
     """Of every parameter in the sum, its rows dealt out evenly over the shards, padded to the same number."""
     mesh = fsdp2.mesh_of(group)
     rows: list[UnreducedRows] = []

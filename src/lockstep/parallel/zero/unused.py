@@ -20,6 +20,7 @@ from lockstep.parallel.zero.gathered_edits import ChangesByHand
 from lockstep.torch_internals import fsdp2
 from lockstep.torch_internals import fsdp2_backward as engine
 from lockstep.torch_internals.autograd import current_backward as current_pass
+from lockstep.torch_internals.fsdp2_gathered import FSDPParam, FSDPParamGroup
 
 ORDER_BYTES = 4
 """Of a number that ranks share which called the same blocks in the same order."""
@@ -90,7 +91,7 @@ class UnusedParameters:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and current_pass() == -1:
             self._order = hash((self._order, number))
 
-    def is_used(self, param: Any) -> bool:
+    def is_used(self, param: FSDPParam) -> bool:
         """Whether this rank has a gradient of it that has not reached the shards."""
         return self._number[id(param)] in self._used
 
@@ -98,7 +99,7 @@ class UnusedParameters:
         """Gradients of these were loaded."""
         self._used.update(self._number[id(param)] for param in params)
 
-    def _before_reduction_of(self, group: dist.ProcessGroup) -> Any:
+    def _before_reduction_of(self, group: FSDPParamGroup) -> Any:
         def fill() -> None:
             present = engine.present(group)
             self._used.update(self._number[id(param)] for param in present)
