@@ -22,6 +22,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from lockstep.errors import UsageError
 from lockstep.model.subclass import Subclassed, subclass
+from lockstep.torch_internals.autograd import FunctionContext
 from lockstep.torch_internals.batchnorm import check_input_dim
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -100,7 +101,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, eps: float, group: dist.ProcessGroup
+        ctx: FunctionContext, x: Tensor, eps: float, group: dist.ProcessGroup
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         dims = [dim for dim in range(x.dim()) if dim != 1]
@@ -127,7 +128,7 @@ class _Normalize(torch.autograd.Function):
         return normalized.to(x.dtype), mean, variance, count
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor, None, None]:
+    def backward(ctx: FunctionContext, gradient: Tensor, *_: Any) -> tuple[Tensor, None, None]:
         normalized, scale, count = ctx.saved_tensors
         wide = gradient.to(normalized.dtype)
         sums = torch.stack([wide.sum(ctx.dims), (wide * normalized).sum(ctx.dims)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd import Variable
@@ -11,6 +11,9 @@ from torch.autograd import Variable
 from lockstep.torch_internals.versions import expect, probed
 
 NO_BACKWARD = -1
+
+FunctionContext: TypeAlias = Any
+"""What autograd hands to a function's ``forward`` and ``backward``, which keeps on it what backward needs."""
 
 
 def current_backward() -> int:
@@ -63,11 +66,11 @@ def saved_by(node: object) -> Iterator[object]:
 
 class _Doubled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionContext, x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: FunctionContext, gradient: torch.Tensor) -> torch.Tensor:
         return gradient * 2
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.pipelining import schedules
 
+from lockstep.torch_internals.autograd import FunctionContext
 from lockstep.torch_internals.versions import expect, probed
 
 Action: Any = schedules._Action
@@ -55,7 +56,7 @@ class ScheduleRuntime(schedules._PipelineScheduleRuntime):
         self.pipeline_order_with_comms = {self.rank: actions}
         self._step_microbatches(target_mbs=[None] * self._n_microbatches, return_outputs=False)
 
-    def _wait_for_gradients(self, action: Any, ctx: Any) -> None:
+    def _wait_for_gradients(self, action: Any, ctx: FunctionContext) -> None:
         """As torch's, which also ends the stage's manual finalization; that cannot be changed inside of a backward,
         from which this may be called, and every forward sets it anew.
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, _backward, schedules
 from torch.distributed.pipelining import stage as stages
 
+from lockstep.torch_internals.autograd import FunctionContext
 from lockstep.torch_internals.versions import undisturbed
 
 _Stage: Any = PipelineStage
@@ -108,12 +109,12 @@ class _ProductAndSum(torch.autograd.Function):
     """A product and a sum, by one node of autograd."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, x: torch.Tensor) -> Any:
+    def forward(ctx: FunctionContext, weight: torch.Tensor, x: torch.Tensor) -> Any:
         ctx.save_for_backward(weight, x)
         return weight * x, weight + x
 
     @staticmethod
-    def backward(ctx: Any, product: torch.Tensor, total: torch.Tensor) -> Any:
+    def backward(ctx: FunctionContext, product: torch.Tensor, total: torch.Tensor) -> Any:
         weight, x = ctx.saved_tensors
         return product * x + total, product * weight + total
 

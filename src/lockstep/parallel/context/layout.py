@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep.comm.collectives import all_gather_into_tensor, reduce_scatter_tensor
 from lockstep.config.enums import CPMethod
 from lockstep.errors import UsageError
+from lockstep.torch_internals.autograd import FunctionContext
 
 FEWEST_POSITIONS = 2
 """Positions a rank must have: a chunk of one would broadcast against tensors that it does not fit."""
@@ -115,12 +116,12 @@ class _GatherShards(torch.autograd.Function):
     """An all-gather, and as its exact adjoint a reduce-scatter."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
+    def forward(ctx: FunctionContext, local: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
         ctx.dim, ctx.layout = dim, layout
         return layout.joined(layout.collect(local), dim)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: FunctionContext, *gradients: Tensor) -> Any:
         parts = ctx.layout.shard_of(gradients[0], ctx.dim)
         local = torch.empty_like(parts[0])
         reduce_scatter_tensor(local, parts.flatten(0, 1), group=ctx.layout.group)

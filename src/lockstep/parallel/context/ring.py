@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from lockstep.parallel.context.layout import SequenceLayout
 from lockstep.torch_internals import kernels
+from lockstep.torch_internals.autograd import FunctionContext
 
 KEYS, GRADIENTS = 0, 2
 """Tags of messages: of each pair, the first is that of keys."""
@@ -46,7 +47,13 @@ def ring_attention(
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, causal: bool, scale: float
+        ctx: FunctionContext,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: SequenceLayout,
+        causal: bool,
+        scale: float,
     ) -> Tensor:
         kernel, groups = kernel_for(q), q.shape[1] // k.shape[1]
         k, v = k.contiguous(), v.contiguous()
@@ -71,7 +78,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: FunctionContext, *gradients: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         layout, causal, scale = ctx.layout, ctx.causal, ctx.scale
         kernel, groups, gradient = (

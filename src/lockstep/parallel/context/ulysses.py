@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 from lockstep.parallel.context.layout import SequenceLayout
+from lockstep.torch_internals.autograd import FunctionContext
 
 Exchange = Callable[[Tensor, SequenceLayout], Tensor]
 
@@ -80,12 +81,14 @@ class _Reversible(torch.autograd.Function):
     """``there(tensor, layout)``; its adjoint is the way ``back``."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, layout: SequenceLayout, there: Exchange, back: Exchange) -> Tensor:
+    def forward(
+        ctx: FunctionContext, tensor: Tensor, layout: SequenceLayout, there: Exchange, back: Exchange
+    ) -> Tensor:
         ctx.layout, ctx.back = layout, back
         return there(tensor, layout)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: FunctionContext, *gradients: Tensor) -> Any:
         return ctx.back(gradients[0], ctx.layout), None, None, None
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lockstep.comm.collectives import all_gather_into_tensor
 from lockstep.parallel.expert.agreement import Calls
+from lockstep.torch_internals.autograd import FunctionContext
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,14 +48,14 @@ class SumOverRanks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: FunctionContext, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         total = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: FunctionContext, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return SumOverRanks.apply(gradient, ctx.group), None
 
 
@@ -64,13 +64,17 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+        ctx: FunctionContext,
+        rows: torch.Tensor,
+        sent: list[int],
+        received: list[int],
+        group: dist.ProcessGroup,
     ) -> torch.Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
         return _exchange(rows, sent, received, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: FunctionContext, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return AllToAll.apply(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
@@ -78,12 +82,12 @@ class ScaledGradient(torch.autograd.Function):
     """The tensor, of any shape, as it is; backward multiplies its gradient by ``factor``."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    def forward(ctx: FunctionContext, tensor: torch.Tensor, factor: float) -> torch.Tensor:
         ctx.factor = factor
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: FunctionContext, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient * ctx.factor, None
 
 

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lockstep.torch_internals.autograd import FunctionContext
+
 Gradients = list[tuple[nn.Parameter, Tensor]]
 
 
@@ -89,12 +91,12 @@ def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 class _Value(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, add: Callable[[Tensor], None]) -> Tensor:
+    def forward(ctx: FunctionContext, anchor: Tensor, value: Tensor, add: Callable[[Tensor], None]) -> Tensor:
         ctx.add = add
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: FunctionContext, gradient: Tensor) -> Any:
         if ctx.add is None:
             raise RuntimeError(
                 "Trying to backward through a pipeline's loss a second time: its gradients are used up."
@@ -107,14 +109,14 @@ class _Value(torch.autograd.Function):
 class _Outputs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, backward: Callable[[tuple[object, ...]], None], *values: Tensor
+        ctx: FunctionContext, anchor: Tensor, backward: Callable[[tuple[object, ...]], None], *values: Tensor
     ) -> Any:
         ctx.backward_all = backward
         ctx.set_materialize_grads(False)
         return tuple(value.clone() for value in values)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: FunctionContext, *gradients: Any) -> Any:
         ctx.backward_all(gradients)
         return (None, None, *(None for _ in gradients))
 
@@ -123,12 +125,12 @@ class _Pull(torch.autograd.Function):
     """A number with given gradients with respect to tensors: where a stage's backward begins."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: tuple[object, ...], *tensors: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, gradients: tuple[object, ...], *tensors: Tensor) -> Tensor:
         ctx.gradients = gradients
         return tensors[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Any:
+    def backward(ctx: FunctionContext, _: Tensor) -> Any:
         return (None, *ctx.gradients)
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lockstep.torch_internals import c10d
+from lockstep.torch_internals.autograd import FunctionContext
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -118,82 +119,82 @@ def _group(mesh: DeviceMesh) -> str:
 
 class _OwnGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, x: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: FunctionContext, gradient: Tensor) -> Tensor:
         return gradient.clone()
 
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    def forward(ctx: FunctionContext, x: Tensor, mesh: DeviceMesh) -> Tensor:
         ctx.mesh = mesh
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: FunctionContext, gradient: Tensor) -> Any:
         return all_reduce(gradient, ctx.mesh), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    def forward(ctx: FunctionContext, x: Tensor, mesh: DeviceMesh) -> Tensor:
         total = all_reduce(x, mesh)
         # Compiled, torch 2.11 loses the gradient without a view; but views may not be changed in place.
         return total.view_as(x) if torch.compiler.is_compiling() else total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: FunctionContext, gradient: Tensor) -> Any:
         return gradient, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
+    def forward(ctx: FunctionContext, x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
         ctx.mesh, ctx.dim = mesh, dim
         return _all_gather(x, mesh, dim, size)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: FunctionContext, gradient: Tensor) -> Any:
         return _own_part(gradient, ctx.mesh, ctx.dim), None, None, None
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    def forward(ctx: FunctionContext, x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
         ctx.mesh, ctx.dim, ctx.size = mesh, dim, x.shape[dim]
         return _own_part(x, mesh, dim)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: FunctionContext, gradient: Tensor) -> Any:
         return _all_gather(gradient, ctx.mesh, ctx.dim, ctx.size), None, None
 
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    def forward(ctx: FunctionContext, x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
         ctx.mesh, ctx.dim = mesh, dim
         return _all_gather(x, mesh, dim, x.shape[dim] * mesh.size())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: FunctionContext, gradient: Tensor) -> Any:
         return _reduce_scatter(gradient, ctx.mesh, ctx.dim), None, None
 
 
 class _ScatterSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    def forward(ctx: FunctionContext, x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
         ctx.mesh, ctx.dim = mesh, dim
         return _reduce_scatter(x, mesh, dim)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: FunctionContext, gradient: Tensor) -> Any:
         return _all_gather(gradient, ctx.mesh, ctx.dim, gradient.shape[ctx.dim] * ctx.mesh.size()), None, None

@@ -20,6 +20,7 @@ from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor.communication import all_reduce, part_of
 from lockstep.torch_internals import dtensor
+from lockstep.torch_internals.autograd import FunctionContext
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -68,7 +69,7 @@ def vocab_parallel_cross_entropy(
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionContext,
         local: Tensor,
         target: Tensor,
         mesh: DeviceMesh,
@@ -91,7 +92,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: FunctionContext, gradient: Tensor) -> Any:
         softmax, place, is_here, counts = ctx.saved_tensors
         result = softmax - ctx.smoothing / ctx.classes
         result.scatter_add_(-1, place.unsqueeze(-1), -(1 - ctx.smoothing) * is_here.to(result).unsqueeze(-1))

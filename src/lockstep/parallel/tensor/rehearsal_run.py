@@ -15,6 +15,7 @@ from lockstep.parallel.tensor.operands import RankFeatures, unmarked
 from lockstep.parallel.tensor.plan import PACKED, features
 from lockstep.parallel.tensor.width import ReportedWidth
 from lockstep.torch_internals import modules as torch_modules
+from lockstep.torch_internals.autograd import FunctionContext
 
 BATCH, LENGTHS = 2, (4, 6, 10)
 SMALL = 1 << 16
@@ -70,11 +71,11 @@ class _Same(torch.autograd.Function):
     """As what ranks send: its result may not be changed in place."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, x: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: FunctionContext, gradient: Tensor) -> Any:
         return gradient
 
 

@@ -7,12 +7,11 @@ weights; torch warns of it in each process. Here a view is returned as a tensor 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from lockstep.comm.tree import leaves, map_leaves
+from lockstep.torch_internals.autograd import FunctionContext
 from lockstep.torch_internals.tensors import is_view
 
 
@@ -35,9 +34,9 @@ class _NewTensor(torch.autograd.Function):
     """The same numbers in the same memory, as a tensor that is no view."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionContext, x: torch.Tensor) -> torch.Tensor:
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: FunctionContext, gradient: torch.Tensor) -> torch.Tensor:
         return gradient

@@ -20,6 +20,7 @@ from torch import nn
 
 from lockstep.comm.tree import leaves, map_leaves
 from lockstep.torch_internals import fsdp2
+from lockstep.torch_internals.autograd import FunctionContext
 from lockstep.torch_internals.autograd import current_backward as current_pass
 from lockstep.torch_internals.fsdp2_backward import call_empty, is_compiled
 
@@ -112,9 +113,9 @@ class _Along(torch.autograd.Function):
     """The same numbers in the same memory; no gradient for the weight."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionContext, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+    def backward(ctx: FunctionContext, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
         return None, gradient
