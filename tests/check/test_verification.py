@@ -27,7 +27,7 @@ SAID = {
     "sum": ["the loss is", "1/8 of it", "LanguageModel's own forward"],
     "batchnorm": ["blocks.1.norm1"],
     "padded": ["loss", "LanguageModel"],
-    "raises": ["runs on the whole batch, but raises KeyError", "on one of the 4 micro-batches"],
+    "raises": ["KeyError in the module 'blocks.1'", "micro-batches are not what this takes"],
     "positions": ["'blocks.1'", "mixes positions outside of attention"],
     "pooled": ["loss", "LanguageModel's own forward", "positions"],
 }
