@@ -23,7 +23,8 @@ from lockstep.data.map_reader import MapReader, ShardedBatches
 from lockstep.data.order import GlobalOrder, initial_seed_of
 from lockstep.data.readers import Reader
 from lockstep.data.rng import States
-from lockstep.data.stream import ResumableStream, ShardedStream, StreamReader, as_it_is
+from lockstep.data.stream import ResumableStream, ShardedStream, as_it_is
+from lockstep.data.stream_reader import StreamReader
 from lockstep.data.worker_states import TellingCollate
 from lockstep.errors import ConfigError, MissingExtraError, UsageError
 from lockstep.runtime.process import Runtime, start

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from lockstep.errors import LinkError
-from lockstep.observe.hang.diagnosis import SILENCE, Finding, Silent, diagnose, named
+from lockstep.observe.hang.diagnosis import SILENCE, Finding, Silent, diagnose
 from lockstep.observe.hang.records import Evidence, PendingCollective, SourceLine
+from lockstep.observe.hang.wording import named
 
 TRAIN = SourceLine("train.py", 57, "main")
 SLOW = SourceLine("data.py", 88, "slow_fetch")
