@@ -24,6 +24,7 @@ from lockstep.check.reference import Live, Reference
 from lockstep.check.snapshot import Snapshot, numbers
 from lockstep.comm.collectives import Communicator
 from lockstep.errors import LockstepError, UsageError
+from lockstep.model.hook import UncopiedHook
 from lockstep.parallel.determinism import BeforeWrites, WithoutChance, without_capacities, without_dropout
 from lockstep.parallel.parallel_model import ParallelModel, PipelinedModel
 from lockstep.parallel.pipeline.failing import module_noted
@@ -346,8 +347,8 @@ class Verification:
             logger.warning("%s", say.not_verified(self._name, self._setup.parallel, reason))
 
 
-class _BeforeForward:
-    """A forward pre-hook. Copies and pickles of the model lose it."""
+class _BeforeForward(UncopiedHook):
+    """A forward pre-hook."""
 
     def __init__(self, verification: Verification) -> None:
         self._verification = verification
@@ -356,17 +357,6 @@ class _BeforeForward:
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, object] | None = None) -> None:
         if kwargs is not None:  # else a pipeline's train_step, which is verified with its loss
             self._verification.before_call(ComparedBatch(args, kwargs))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _copy_of_hook, ()
-
-
-def _copy_of_hook() -> Callable[..., None]:
-    return _ignore
-
-
-def _ignore(module: nn.Module, args: object, kwargs: object = None) -> None:
-    """What is left of ``_BeforeForward`` in a copy."""
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.comm.tree import leaves
 from lockstep.errors import UsageError
+from lockstep.model.hook import UncopiedHook
 from lockstep.runtime.step import StepState
 from lockstep.torch_internals.autograd import at_end_of_backward as at_end_of_pass
 from lockstep.torch_internals.autograd import current_backward as current_pass
@@ -178,22 +178,11 @@ def _dense(optimizer: Optimizer) -> Iterator[torch.Tensor]:
                 yield gradient
 
 
-class _AfterForward:
-    """A forward hook. Copies and pickles of the model lose it."""
+class _AfterForward(UncopiedHook):
+    """A forward hook."""
 
     def __init__(self, watch: BackwardWatch) -> None:
         self._watch = watch
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         self._watch.after_forward(output)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _copy_of_hook, ()
-
-
-def _copy_of_hook() -> Callable[[nn.Module, object, object], None]:
-    return _ignore
-
-
-def _ignore(module: nn.Module, args: object, output: object) -> None:
-    """What is left of ``_AfterForward`` in a copy."""

@@ -6,7 +6,6 @@ A rank that leaves a layer out would otherwise leave the others waiting, or meet
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from torch import nn
 
 from lockstep.comm.collectives import all_gather_into_tensor
 from lockstep.errors import CollectiveMismatchError
+from lockstep.model.hook import UncopiedHook
 from lockstep.torch_internals import compile as torch_compile
 
 
@@ -61,7 +61,7 @@ class Calls:
         )
 
 
-class AfterForward:
+class AfterForward(UncopiedHook):
     """A forward hook of the model around the layers: says that this rank's forward is over."""
 
     def __init__(self, calls: Calls) -> None:
@@ -71,14 +71,3 @@ class AfterForward:
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         device = next(module.parameters()).device
         self.calls.exchange(-1, torch.zeros(0, dtype=torch.int64, device=device))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()
-
-
-def _nothing() -> object:
-    return _ignore
-
-
-def _ignore(module: nn.Module, args: object, output: object) -> None:
-    """What is left of ``AfterForward`` in a pickle."""
