@@ -1,15 +1,205 @@
 """Names that scripts import from ``accelerate.data_loader``."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain, cycle, islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+from lockstep.data.batch_sharding import ShardPlan, grouped, rounds
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.loader import PreparedLoader as DataLoaderDispatcher
 from lockstep.data.loader import PreparedLoader as DataLoaderShard
 from lockstep.data.prepare import prepare_data_loader
-from lockstep.data.skip import skip_first_batches
+from lockstep.data.rng import epoch_seed
+from lockstep.data.skip import LaterItems, skip_first_batches
+from lockstep.errors import ConfigError
 
 __all__ = [
+    "BatchSamplerShard",
     "DataLoaderDispatcher",
     "DataLoaderShard",
+    "IterableDatasetShard",
     "PreparedLoader",
+    "SeedableRandomSampler",
+    "SkipBatchSampler",
+    "SkipDataLoader",
+    "get_sampler",
     "prepare_data_loader",
     "skip_first_batches",
 ]
+
+
+class BatchSamplerShard(BatchSampler):
+    """The batches of indices of one process; ``prepare`` deals them in the same way.
+
+    Args:
+        batch_sampler: The batches of all processes.
+        split_batches: Each of them is cut into one slice for each process, instead of dealt in turn.
+        even_batches: The last round is completed with samples from the beginning.
+
+    Raises:
+        ValueError: a batch size that cannot be cut equally, or unknown where batches are to be even.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: BatchSampler,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        if self.batch_size is None and even_batches:
+            raise ConfigError(
+                f"{type(batch_sampler).__name__} has no batch_size, so its last round cannot be completed. Pass "
+                "even_batches=False, or give it one."
+            )
+        self._plan()
+
+    def _plan(self) -> ShardPlan:
+        return ShardPlan(
+            self.num_processes, self.batch_size, self.split_batches, self.even_batches, self.drop_last
+        )
+
+    @property
+    def total_length(self) -> int:
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        samples: Any = getattr(self.batch_sampler, "sampler", None)
+        known = len(samples) if hasattr(samples, "__len__") else None
+        return self._plan().length(self.total_length, self.process_index, known)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for one in rounds(self.batch_sampler, self._plan()):
+            if one.parts[self.process_index]:
+                yield one.parts[self.process_index]
+
+
+class IterableDatasetShard(IterableDataset[Any]):
+    """The samples of one process out of an iterable dataset, round by round.
+
+    A round is ``batch_size`` samples for each process, or with ``split_batches`` over all of them. Unless ``drop_last``
+    the last one is completed from the first.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+    ) -> None:
+        if split_batches and batch_size > 1 and batch_size % num_processes:
+            raise ConfigError(
+                f"split_batches=True cuts batches of {batch_size} into {num_processes} equal slices, which is not "
+                f"possible. Use a multiple of {num_processes}."
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+
+    @property
+    def _rows(self) -> int:
+        """Of one process in a round."""
+        return self.batch_size // self.num_processes if self.split_batches else self.batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the dataset, if it wants to know."""
+        self.epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        samples, whole = len(self.dataset), self._rows * self.num_processes  # type: ignore[arg-type]
+        return (samples // whole if self.drop_last else -(-samples // whole)) * self._rows
+
+    def __iter__(self) -> Iterator[Any]:
+        whole, start = self._rows * self.num_processes, self.process_index * self._rows
+        generator = getattr(self.dataset, "generator", None)
+        if not hasattr(self.dataset, "set_epoch") and isinstance(generator, torch.Generator):
+            generator.manual_seed(getattr(self, "epoch", 0))
+        first: list[Any] = []
+        for samples in grouped(self.dataset, whole, self.drop_last):
+            first = first or samples
+            yield from islice(chain(samples, cycle(first)), start, start + self._rows)
+
+
+class SeedableRandomSampler(RandomSampler):
+    """A ``RandomSampler`` that is seeded with seed + epoch in each iteration; the arguments are those of that class.
+
+    ``data_seed``: else torch's seed.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        seed = kwargs.pop("data_seed", None)
+        super().__init__(*args, **kwargs)
+        self.initial_seed = torch.random.initial_seed() if seed is None else seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration that of ``epoch``."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.generator is None:
+            self.generator = torch.Generator()
+        self.generator.manual_seed(epoch_seed(self.initial_seed, self.epoch))
+        yield from super().__iter__()
+        self.epoch += 1
+
+
+class SkipBatchSampler(LaterItems):
+    """What a sampler of batches yields after its first ``skip_batches``."""
+
+    def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0) -> None:
+        super().__init__(batch_sampler, skip_batches)
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+
+    @property
+    def total_length(self) -> int:
+        return len(self.batch_sampler)
+
+
+class SkipDataLoader(DataLoader[Any]):
+    """A ``DataLoader`` without its first ``skip_batches`` batches, which are read."""
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        if use_stateful_dataloader:
+            raise ConfigError("use_stateful_dataloader=True is not available here. Use skip_first_batches.")
+        super().__init__(dataset, **kwargs)
+        self.skip_batches = skip_batches
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return islice(super().__iter__(), self.skip_batches, None)
+
+    def __len__(self) -> int:
+        return max(0, super().__len__() - self.skip_batches)
+
+
+def get_sampler(dataloader: DataLoader[Any]) -> Any:
+    """The sampler of indices that a loader's batches are made of."""
+    sampler: Any = dataloader.batch_sampler
+    while hasattr(sampler, "batch_sampler"):
+        sampler = sampler.batch_sampler
+    found = getattr(sampler, "sampler", None)
+    return dataloader.sampler if found is None else found

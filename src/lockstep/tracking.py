@@ -1,5 +1,10 @@
 """Names that scripts import from ``accelerate.tracking``."""
 
+from __future__ import annotations
+
+import os
+from typing import Any
+
 from lockstep.observe.trackers import (
     AimTracker,
     ClearMLTracker,
@@ -14,8 +19,11 @@ from lockstep.observe.trackers import (
     WandBTracker,
     on_main_process,
 )
+from lockstep.observe.trackers.run import TRACKERS, TrackerChoice, register_tracker_class, resolve_trackers
+from lockstep.observe.trackers.run import available_trackers as get_available_trackers
 
 __all__ = [
+    "LOGGER_TYPE_TO_CLASS",
     "AimTracker",
     "ClearMLTracker",
     "CometMLTracker",
@@ -27,5 +35,21 @@ __all__ = [
     "TensorBoardTracker",
     "TrackioTracker",
     "WandBTracker",
+    "filter_trackers",
+    "get_available_trackers",
     "on_main_process",
+    "register_tracker_class",
 ]
+
+LOGGER_TYPE_TO_CLASS = {name: entry.kind for name, entry in TRACKERS.items()}
+"""Name -> class of each built-in tracker."""
+
+
+def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[TrackerChoice]:
+    """The trackers that ``log_with`` means.
+
+    Raises:
+        ConfigError: an unknown name, or a tracker that writes files without ``logging_dir``.
+        MissingExtraError: a tracker whose package is not installed.
+    """
+    return resolve_trackers(log_with, logging_dir)

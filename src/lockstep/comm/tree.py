@@ -83,35 +83,35 @@ def leaves(tree: object) -> dict[str, Any]:
     return found
 
 
-def find_batch_size(tree: object) -> int:
+def find_batch_size(data: object) -> int:
     """Size of dim 0 of the first tensor that has one: n of [n, ...].
 
     Raises:
         ValueError: there is no such tensor.
     """
-    for leaf in leaves(tree).values():
+    for leaf in leaves(data).values():
         if isinstance(leaf, torch.Tensor) and leaf.ndim > 0:
             return leaf.shape[0]
     raise ValueError(
-        f"A batch of type {type(tree).__name__} holds no tensor with a dimension, so its size is unknown. "
+        f"A batch of type {type(data).__name__} holds no tensor with a dimension, so its size is unknown. "
         "Have the dataset or the collate function return tensors."
     )
 
 
-def concatenate(trees: Sequence[Tree], dim: int = 0) -> Tree:
+def concatenate(data: Sequence[Tree], dim: int = 0) -> Tree:
     """Trees of one structure joined into one: tensors along ``dim``, 0-d tensors into a vector.
 
     Shapes may differ in ``dim`` only: [n_i, ...] become [sum of n_i, ...].
 
-    Other leaves are kept where they are equal in all trees.
+    Other leaves are kept where they are equal in all of them.
 
     Raises:
         TypeError: leaves that are not tensors differ.
         ValueError: no tree was given, or their structures differ.
     """
-    if not trees:
+    if not data:
         raise ValueError("There is nothing to concatenate. Pass at least one tree.")
-    parts = [leaves(tree) for tree in trees]
+    parts = [leaves(tree) for tree in data]
     if any(part.keys() != parts[0].keys() for part in parts):
         raise ValueError(
             f"Only trees of one structure can be concatenated, but their leaves are "
@@ -129,34 +129,34 @@ def concatenate(trees: Sequence[Tree], dim: int = 0) -> Tree:
             )
         return first
 
-    return map_leaves(join, trees[0])
+    return map_leaves(join, data[0])
 
 
 def send_to_device(
-    tree: object,
+    tensor: object,
     device: torch.device | str | int,
     non_blocking: bool = False,
     skip_keys: str | Iterable[str] | None = None,
 ) -> Any:
-    """``tree`` on ``device``: tensors of any shape, and objects that have a method ``to``.
+    """``tensor`` on ``device``: tensors of any shape, and objects that have a method ``to``.
 
     ``skip_keys`` names entries of mappings, at any depth, that stay where they are.
     """
     skipped = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
-    if isinstance(tree, torch.Tensor):
-        return tree.to(device, non_blocking=non_blocking)
+    if isinstance(tensor, torch.Tensor):
+        return tensor.to(device, non_blocking=non_blocking)
     # BatchEncoding.to changes the object in place and knows no skip_keys: it is taken as a mapping.
-    if hasattr(tree, "to") and not isinstance(tree, (UserDict, type)):
+    if hasattr(tensor, "to") and not isinstance(tensor, (UserDict, type)):
         try:
-            return tree.to(device, non_blocking=non_blocking)
+            return tensor.to(device, non_blocking=non_blocking)
         except TypeError:
-            return tree.to(device)
-    parts = children(tree)
+            return tensor.to(device)
+    parts = children(tensor)
     if parts is None:
-        return tree
-    keys: list[Any] = list(tree) if isinstance(tree, Mapping) else [None] * len(parts)
+        return tensor
+    keys: list[Any] = list(tensor) if isinstance(tensor, Mapping) else [None] * len(parts)
     return rebuild(
-        tree,
+        tensor,
         [
             part if key in skipped else send_to_device(part, device, non_blocking, skipped)
             for key, (_, part) in zip(keys, parts, strict=True)
@@ -164,12 +164,12 @@ def send_to_device(
     )
 
 
-def to_float32(tree: Tree) -> Tree:
+def to_float32(tensor: Tree) -> Tree:
     """float16 and bfloat16 tensors, of any shape, become float32."""
     half = (torch.float16, torch.bfloat16)
-    return map_tensors(lambda tensor: tensor.float() if tensor.dtype in half else tensor, tree)
+    return map_tensors(lambda one: one.float() if one.dtype in half else one, tensor)
 
 
-def listify(tree: object) -> Any:
+def listify(data: object) -> Any:
     """Tensors of any shape become (nested) lists of numbers, 0-d ones numbers."""
-    return map_tensors(lambda tensor: tensor.tolist(), tree)
+    return map_tensors(lambda tensor: tensor.tolist(), data)

@@ -52,6 +52,11 @@ def children_of(module: nn.Module) -> dict[str, Any]:
     return module._modules
 
 
+def set_children_of(module: nn.Module, registered: dict[str, Any]) -> None:
+    """Let the module have this very dictionary. Relies on: ``_modules``, as above."""
+    module.__dict__["_modules"] = registered
+
+
 OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Names of what each module keeps for torch. Relies on: a new module has all of them, and nothing else."""
 

@@ -1,5 +1,182 @@
 """Names that scripts import from ``accelerate.utils.environment``."""
 
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.config.sources import inherited_environment, process_environment, restore_environment
 from lockstep.utils import clear_environment, patch_environment, str_to_bool
 
-__all__ = ["clear_environment", "patch_environment", "str_to_bool"]
+__all__ = [
+    "CPUInformation",
+    "are_libraries_initialized",
+    "check_cuda_fp8_capability",
+    "check_cuda_p2p_ib_support",
+    "clear_environment",
+    "convert_dict_to_env_variables",
+    "get_cpu_distributed_information",
+    "get_current_device_type",
+    "get_driver_version",
+    "get_gpu_info",
+    "get_int_from_env",
+    "override_numa_affinity",
+    "parse_choice_from_env",
+    "parse_flag_from_env",
+    "patch_environment",
+    "purge_accelerate_environment",
+    "set_numa_affinity",
+    "str_to_bool",
+]
+
+
+def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
+    """The first of these variables that is a number of at least 0, or ``default``."""
+    environ = inherited_environment()
+    values = (int(environ.get(key) or -1) for key in env_keys)
+    return next((value for value in values if value >= 0), default)
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """Whether a variable says yes. Raises ValueError for another word than yes and no."""
+    return bool(str_to_bool(inherited_environment().get(key, str(default))))
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    return inherited_environment().get(key, str(default))
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Those of these packages that were imported."""
+    return [name for name in library_names if name in sys.modules]
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
+    """``NAME=value`` lines of variables, without those that have no value or a forbidden character."""
+    lines = []
+    for name, value in current_env.items():
+        if value and not set(";\n<> ").intersection(name + value):
+            lines.append(f"{name}={value}\n")
+        else:
+            warnings.warn(f"{name} is left out: it has no value, or a forbidden character.", stacklevel=2)
+    return lines
+
+
+@contextmanager
+def _restored() -> Iterator[None]:
+    """Variables of Accelerate that come or change inside are afterwards as they were."""
+    before = {
+        name: value for name, value in inherited_environment().items() if name.startswith("ACCELERATE_")
+    }
+    try:
+        yield
+    finally:
+        others = {
+            name: v for name, v in inherited_environment().items() if not name.startswith("ACCELERATE_")
+        }
+        restore_environment(others | before)
+
+
+def purge_accelerate_environment(func_or_cls: Any) -> Any:
+    """Decorator of a test, or of a class of tests: variables ``ACCELERATE_*`` that it sets do not stay."""
+    if not isinstance(func_or_cls, type):
+        return _purged(func_or_cls)
+    cls: Any = func_or_cls
+    for name in [name for name in dir(cls) if name.startswith("test")]:
+        setattr(cls, name, _purged(getattr(cls, name)))
+    return cls
+
+
+def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def purged(*args: Any, **kwargs: Any) -> Any:
+        with _restored():
+            return function(*args, **kwargs)
+
+    return purged
+
+
+@dataclass
+class CPUInformation:
+    """The place of this process, as a launcher's variables say it."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    here = process_environment(need_rendezvous=False)
+    return CPUInformation(here.rank, here.world_size, here.local_rank, here.local_world_size)
+
+
+# -- devices ---------------------------------------------------------------------------------------------
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """(type of this machine's accelerator, the distributed type that goes with it); without one that of CUDA."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = "cuda" if accelerator is None or accelerator.type == "mps" else accelerator.type
+    return kind, "MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """(names of the GPUs, how many there are)."""
+    count = torch.cuda.device_count()
+    return [torch.cuda.get_device_name(index) for index in range(count)], count
+
+
+def get_driver_version() -> str:
+    """Of NVIDIA's driver, as ``nvidia-smi`` says it."""
+    words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """Whether GPUs here may talk to each other directly: not several of NVIDIA's RTX 40 series with older drivers."""
+    names, count = get_gpu_info()
+    if count < 2 or not any(f"RTX 40{number}0" in name for name in names for number in range(6, 10)):
+        return True
+    return [int(part) for part in get_driver_version().split(".")[:2]] >= [550, 40]
+
+
+def check_cuda_fp8_capability() -> bool:
+    """Whether the GPU computes in 8-bit floating point (compute capability 8.9)."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Let this process run only on the cores beside its GPU. Without CUDA, or where Linux does not say, nothing."""
+    if not torch.cuda.is_available():
+        return
+    gpu: Any = torch.cuda.get_device_properties(local_process_index)
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    try:
+        node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
+        cores = Path(f"/sys/devices/system/node/node{max(0, node)}/cpulist").read_text()
+    except (OSError, ValueError):
+        return
+    chosen: set[int] = set()
+    for part in cores.strip().split(","):
+        first, _, last = part.partition("-")
+        chosen.update(range(int(first), int(last or first) + 1))
+    os.sched_setaffinity(0, chosen)
+    if verbose or (verbose is None and parse_flag_from_env("ACCELERATE_DEBUG_MODE")):
+        warnings.warn(f"Process {local_process_index} runs on the cores {cores.strip()}.", stacklevel=2)
+
+
+@functools.lru_cache
+def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """``override_numa_affinity``, once in a process."""
+    override_numa_affinity(local_process_index, verbose)

@@ -1,3 +1,96 @@
 """Names that scripts import from ``accelerate.utils.imports``."""
 
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
 from lockstep.runtime.available import *  # noqa: F403  (is_<package>_available)
+from lockstep.runtime.available import (
+    is_available,
+    is_bnb_available,
+    is_deepspeed_available,
+    is_hpu_available,
+    is_torchao_available,
+    is_transformer_engine_available,
+)
+
+
+def is_amdsmi_available() -> bool:
+    return is_available("amdsmi")
+
+
+def is_import_timer_available() -> bool:
+    return is_available("import_timer")
+
+
+def is_neuron_available(check_device: bool = False) -> bool:
+    """Always False: Lockstep does not drive Neuron devices."""
+    return False
+
+
+def is_habana_gaudi1() -> bool:
+    """Whether this machine has the first generation of Gaudi."""
+    if not is_hpu_available():
+        return False
+    import habana_frameworks.torch.utils.experimental as htexp
+
+    return bool(htexp._get_device_type() == htexp.synDeviceType.synDeviceGaudi)
+
+
+def is_xccl_available() -> bool:
+    """Whether torch has the backend of Intel's GPUs."""
+    import torch
+
+    return torch.distributed.distributed_c10d.is_xccl_available()
+
+
+def is_pippy_available() -> bool:
+    """Always True: torch has pipelines."""
+    return True
+
+
+def is_weights_only_available() -> bool:
+    """Always True: torch reads checkpoints without running code."""
+    return True
+
+
+def is_bitsandbytes_multi_backend_available() -> bool:
+    """Whether bitsandbytes computes on other devices than CUDA's."""
+    if not is_bnb_available():
+        return False
+    import bitsandbytes
+
+    return "multi_backend" in getattr(bitsandbytes, "features", set())
+
+
+def is_transformer_engine_mxfp8_available() -> bool:
+    """Whether TransformerEngine is there, and the GPU has its block formats."""
+    if not is_transformer_engine_available():
+        return False
+    import transformer_engine.pytorch.fp8 as engine
+
+    return bool(engine.check_mxfp8_support()[0])
+
+
+def deepspeed_required(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which needs the package deepspeed."""
+    return _required(func, is_deepspeed_available, "deepspeed")
+
+
+def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which needs the package torchao."""
+    return _required(func, is_torchao_available, "torchao")
+
+
+def _required(func: Callable[..., Any], check: Callable[[], bool], package: str) -> Callable[..., Any]:
+    @functools.wraps(func)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not check():
+            raise ImportError(
+                f"{func.__name__} needs the package '{package}'. Install it with: pip install {package}"
+            )
+        return func(*args, **kwargs)
+
+    return checked

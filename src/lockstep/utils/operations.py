@@ -1,11 +1,25 @@
 """Names that scripts import from ``accelerate.utils.operations``."""
 
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.comm.dtensor import is_dtensor
+from lockstep.comm.tree import children, leaves, rebuild
+from lockstep.comm.tree import to_float32 as convert_to_fp32
 from lockstep.errors import CollectiveMismatchError as DistributedOperationException
+from lockstep.errors import UsageError
+from lockstep.runtime import process
 from lockstep.utils import (
     broadcast,
     broadcast_object_list,
     concatenate,
-    convert_to_fp32,
     find_batch_size,
     gather,
     gather_object,
@@ -17,21 +31,217 @@ from lockstep.utils import (
     send_to_device,
     slice_tensors,
 )
+from lockstep.utils.constants import TORCH_DISTRIBUTED_OPERATION_TYPES
+from lockstep.utils.dataclasses import TensorInformation
 
 __all__ = [
+    "TENSOR_INT_TO_DTYPE",
+    "TENSOR_TYPE_TO_INT",
+    "TORCH_DISTRIBUTED_OPERATION_TYPES",
+    "CannotPadNestedTensorWarning",
+    "ConvertOutputsToFp32",
     "DistributedOperationException",
+    "GatheredParameters",
     "broadcast",
     "broadcast_object_list",
+    "chained_operation",
     "concatenate",
+    "convert_outputs_to_fp32",
     "convert_to_fp32",
+    "copy_tensor_to_devices",
     "find_batch_size",
+    "find_device",
     "gather",
     "gather_object",
+    "get_data_structure",
+    "get_shape",
+    "honor_type",
+    "ignorant_find_batch_size",
+    "initialize_tensors",
+    "is_namedtuple",
+    "is_tensor_information",
     "is_torch_tensor",
+    "is_torch_xpu_tensor",
     "listify",
     "pad_across_processes",
+    "pad_input_tensors",
     "recursively_apply",
     "reduce",
     "send_to_device",
     "slice_tensors",
+    "verify_operation",
 ]
+
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+)
+TENSOR_INT_TO_DTYPE = dict(enumerate(_DTYPES, 1))
+TENSOR_TYPE_TO_INT = {dtype: number for number, dtype in TENSOR_INT_TO_DTYPE.items()}
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor was left as it is where tensors were padded."""
+
+
+def is_tensor_information(tensor_info: Any) -> bool:
+    return isinstance(tensor_info, TensorInformation)
+
+
+def is_torch_xpu_tensor(tensor: Any) -> bool:
+    return is_torch_tensor(tensor) and tensor.device.type == "xpu"
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Whether it is an object of a class that ``collections.namedtuple`` or ``typing.NamedTuple`` made."""
+    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
+
+
+def honor_type(obj: Any, generator: Iterator[Any]) -> Any:
+    """What the generator gives as a list or (named) tuple of the type of ``obj``."""
+    return rebuild(obj, generator) if is_namedtuple(obj) else type(obj)(generator)
+
+
+def find_device(data: Any) -> torch.device | None:
+    """The device of the first tensor in nested data; None: there is none."""
+    return next((leaf.device for leaf in leaves(data).values() if is_torch_tensor(leaf)), None)
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """``find_batch_size``, or None where there is none."""
+    try:
+        return find_batch_size(data)
+    except ValueError:
+        return None
+
+
+def get_data_structure(data: Any) -> Any:
+    """Nested data with a ``TensorInformation`` in place of each tensor."""
+    return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
+
+
+def get_shape(data: Any) -> Any:
+    """Nested data with the shape, as a list, in place of each tensor."""
+    return recursively_apply(lambda tensor: list(tensor.shape), data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """Nested data with an empty tensor in place of each ``TensorInformation``."""
+    if is_tensor_information(data_structure):
+        return torch.empty(data_structure.shape, dtype=data_structure.dtype)
+    parts = children(data_structure)
+    if parts is None:
+        return data_structure
+    return rebuild(data_structure, [initialize_tensors(part) for _, part in parts])
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Nested tensors with zeros behind, so that ``num_processes`` can have equally many rows: [n, ...] to [m, ...]."""
+
+    def padded(one: torch.Tensor) -> torch.Tensor:
+        shape = list(one.shape)
+        shape[dim] = -(-batch_size // num_processes) * num_processes
+        result = one.new_zeros(shape)
+        result.narrow(dim, 0, one.shape[dim]).copy_(one)
+        return result
+
+    return recursively_apply(padded, tensor, error_on_other_type=True)
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """The tensor that one rank has, of any shape, on all ranks; the others pass None. Collective."""
+    runtime = process.start()
+    found = [one for one in gather_object([None if tensor is None else get_data_structure(tensor)]) if one]
+    if len(found) != 1:
+        raise UsageError(f"copy_tensor_to_devices needs one rank with a tensor, but {len(found)} have one.")
+    known = tensor if tensor is not None else torch.zeros(found[0].shape, dtype=found[0].dtype)
+    copied: torch.Tensor = reduce(known.to(runtime.device), reduction="sum")
+    return copied
+
+
+class ConvertOutputsToFp32:
+    """A function whose float16 and bfloat16 results become float32."""
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+        functools.update_wrapper(self, model_forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+    def __getstate__(self) -> Any:
+        raise UsageError(
+            "A prepared model that computes in mixed precision cannot be pickled. Unwrap it first: "
+            "accelerator.unwrap_model(model, keep_fp32_wrapper=False)."
+        )
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``ConvertOutputsToFp32`` as a plain function."""
+    converted = ConvertOutputsToFp32(model_forward)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return converted(*args, **kwargs)
+
+    forward.__wrapped__ = converted  # type: ignore[attr-defined]
+    return forward
+
+
+def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, for which all ranks must pass tensors of one shape. Ours compare without it.
+
+    Raises:
+        DistributedOperationException: on every rank, with the shapes.
+    """
+
+    @functools.wraps(function)
+    def verified(*args: Any, **kwargs: Any) -> Any:
+        tensor = args[0] if args else kwargs["tensor"]
+        shapes = gather_object([get_shape(tensor)]) if process.start().world_size > 1 else []
+        if any(shape != shapes[0] for shape in shapes):
+            rows = ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
+            raise DistributedOperationException(
+                f"{function.__name__} got tensors of different shapes ({rows}). Pass tensors of one shape, or pad them."
+            )
+        return function(*args, **kwargs)
+
+    return verified
+
+
+def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose ``DistributedOperationException`` says that it was raised in it."""
+
+    @functools.wraps(function)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except DistributedOperationException as error:
+            raise DistributedOperationException(f"In {function.__name__}: {error}") from error
+
+    return named
+
+
+@contextmanager
+def GatheredParameters(
+    params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
+) -> Iterator[None]:
+    """Inside, these parameters are whole. Those of a model that is not sharded are it always.
+
+    Raises:
+        UsageError: one of them is sharded.
+    """
+    given = [params] if isinstance(params, torch.Tensor) else list(params)
+    if enabled and any(is_dtensor(parameter) for parameter in given):
+        raise UsageError(
+            "GatheredParameters got parameters that are sharded over ranks. Read them with "
+            "accelerator.get_state_dict(model), and change them before prepare or by operations on all ranks."
+        )
+    yield

@@ -24,6 +24,7 @@ OFFERED: dict[str, dict[str, str]] = {
     },
     "accelerate.accelerator": {
         "lockstep": "Accelerator",
+        "lockstep.tracking": "LOGGER_TYPE_TO_CLASS",
         "lockstep.utils.constants": """
             DTENSOR_PYTORCH_VERSION FSDP2_PYTORCH_VERSION FSDP_PYTORCH_VERSION MODEL_NAME PROFILE_PATTERN_NAME
             SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SCALER_NAME WEIGHTS_INDEX_NAME
@@ -44,9 +45,22 @@ OFFERED: dict[str, dict[str, str]] = {
             SCHEDULER_NAME WEIGHTS_NAME
         """,
     },
+    "accelerate.commands.accelerate_cli": {"lockstep.cli.main": "main"},
+    "accelerate.commands.config": {
+        "lockstep.cli.accelerate_commands": "default_config_file load_config_from_file",
+    },
+    "accelerate.commands.config.config_args": {
+        "lockstep.cli.accelerate_commands": "default_config_file load_config_from_file",
+    },
+    "accelerate.commands.config.default": {"lockstep.cli.accelerate_commands": "write_basic_config"},
+    "accelerate.commands.launch": {
+        "lockstep.cli.accelerate_commands": "default_config_file launch_command launch_command_parser",
+        "lockstep.utils.constants": "DEEPSPEED_MULTINODE_LAUNCHERS TORCH_DYNAMO_MODES",
+    },
     "accelerate.data_loader": {
         "lockstep.data_loader": """
-            DataLoaderDispatcher DataLoaderShard prepare_data_loader skip_first_batches
+            BatchSamplerShard DataLoaderDispatcher DataLoaderShard IterableDatasetShard SeedableRandomSampler
+            SkipBatchSampler SkipDataLoader get_sampler prepare_data_loader skip_first_batches
         """,
     },
     "accelerate.hooks": {
@@ -57,13 +71,19 @@ OFFERED: dict[str, dict[str, str]] = {
         """,
     },
     "accelerate.inference": {"lockstep.inference": "prepare_pippy"},
-    "accelerate.launchers": {"lockstep.launchers": "debug_launcher notebook_launcher"},
+    "accelerate.launchers": {
+        "lockstep.launchers": "debug_launcher notebook_launcher",
+        "lockstep.utils.constants": "ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION",
+    },
     "accelerate.local_sgd": {"lockstep.local_sgd": "LocalSGD"},
     "accelerate.logging": {"lockstep.logging": "MultiProcessAdapter get_logger"},
     "accelerate.memory_utils": {
         "lockstep.utils.memory": "find_executable_batch_size release_memory clear_device_cache"
     },
-    "accelerate.optimizer": {"lockstep.optimizer": "AcceleratedOptimizer"},
+    "accelerate.optimizer": {
+        "lockstep.optimizer": "AcceleratedOptimizer",
+        "lockstep.utils": "move_to_device=send_to_device",
+    },
     "accelerate.parallelism_config": {"lockstep.parallelism_config": "ParallelismConfig"},
     "accelerate.scheduler": {"lockstep.scheduler": "AcceleratedScheduler"},
     "accelerate.state": {
@@ -71,13 +91,22 @@ OFFERED: dict[str, dict[str, str]] = {
     },
     "accelerate.tracking": {
         "lockstep.tracking": """
-            AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker MLflowTracker SwanLabTracker
-            TensorBoardTracker TrackioTracker WandBTracker on_main_process
+            AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker LOGGER_TYPE_TO_CLASS MLflowTracker
+            SwanLabTracker TensorBoardTracker TrackioTracker WandBTracker filter_trackers get_available_trackers
+            on_main_process register_tracker_class
         """,
     },
     "accelerate.utils": {
         "lockstep.parallelism_config": "ParallelismConfig",
+        "lockstep.cli.accelerate_commands": "write_basic_config",
     },
+    "accelerate.utils.ao": {
+        "lockstep.utils.ao": """
+            convert_model_to_fp8_ao filter_first_and_last_linear_layers filter_linear_layers
+            find_first_last_linear_layers has_ao_layers
+        """,
+    },
+    "accelerate.utils.bnb": {"lockstep.utils.bnb": "get_parameter_device has_4bit_bnb_layers"},
     "accelerate.utils.constants": {
         "lockstep.utils.constants": """
             BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_SP_AVAILABLE_DEEPSPEED_VERSION BETA_TP_AVAILABLE_PYTORCH_VERSION
@@ -101,6 +130,12 @@ OFFERED: dict[str, dict[str, str]] = {
             TensorInformation TorchContextParallelConfig TorchDynamoPlugin TorchTensorParallelConfig
             TorchTensorParallelPlugin get_module_class_from_name
         """,
+        "lockstep.utils.constants": """
+            BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_PYTORCH_VERSION
+            BETA_TP_AVAILABLE_TRANSFORMERS_VERSION FSDP2_PYTORCH_VERSION FSDP_AUTO_WRAP_POLICY
+            FSDP_BACKWARD_PREFETCH FSDP_SHARDING_STRATEGY MITA_PROFILING_AVAILABLE_PYTORCH_VERSION
+            XPU_PROFILING_AVAILABLE_PYTORCH_VERSION
+        """,
     },
     "accelerate.utils.deepspeed": {
         "lockstep.utils.deepspeed": """
@@ -109,7 +144,12 @@ OFFERED: dict[str, dict[str, str]] = {
         """,
     },
     "accelerate.utils.environment": {
-        "lockstep.utils.environment": "clear_environment patch_environment str_to_bool",
+        "lockstep.utils.environment": """
+            CPUInformation are_libraries_initialized check_cuda_fp8_capability check_cuda_p2p_ib_support
+            clear_environment convert_dict_to_env_variables get_cpu_distributed_information get_current_device_type
+            get_driver_version get_gpu_info get_int_from_env override_numa_affinity parse_choice_from_env
+            parse_flag_from_env patch_environment purge_accelerate_environment set_numa_affinity str_to_bool
+        """,
     },
     "accelerate.utils.fsdp_utils": {
         "lockstep.utils.fsdp_utils": """
@@ -132,8 +172,14 @@ OFFERED: dict[str, dict[str, str]] = {
             is_torch_xla_available is_torchao_available is_torchdata_available
             is_torchdata_stateful_dataloader_available is_torchvision_available is_tqdm_available
             is_trackio_available is_transformer_engine_available is_transformers_available is_triton_available
-            is_wandb_available is_xpu_available
+            is_wandb_available is_xpu_available deepspeed_required is_amdsmi_available
+            is_bitsandbytes_multi_backend_available is_habana_gaudi1 is_import_timer_available is_neuron_available
+            is_pippy_available is_transformer_engine_mxfp8_available is_weights_only_available is_xccl_available
+            torchao_required
         """,
+    },
+    "accelerate.utils.launch": {
+        "lockstep.utils.launch": "DEEPSPEED_MULTINODE_LAUNCHERS PrepareForLaunch",
     },
     "accelerate.utils.memory": {
         "lockstep.utils.memory": """
@@ -160,22 +206,158 @@ OFFERED: dict[str, dict[str, str]] = {
     },
     "accelerate.utils.operations": {
         "lockstep.utils.operations": """
-            DistributedOperationException broadcast broadcast_object_list concatenate convert_to_fp32 find_batch_size
-            gather gather_object is_torch_tensor listify pad_across_processes recursively_apply reduce
-            send_to_device slice_tensors
+            CannotPadNestedTensorWarning ConvertOutputsToFp32 DistributedOperationException GatheredParameters
+            TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT TORCH_DISTRIBUTED_OPERATION_TYPES broadcast
+            broadcast_object_list chained_operation concatenate convert_outputs_to_fp32 convert_to_fp32
+            copy_tensor_to_devices find_batch_size find_device gather gather_object get_data_structure get_shape
+            honor_type ignorant_find_batch_size initialize_tensors is_namedtuple is_tensor_information
+            is_torch_tensor is_torch_xpu_tensor listify pad_across_processes pad_input_tensors recursively_apply
+            reduce send_to_device slice_tensors verify_operation
         """,
     },
     "accelerate.utils.other": {
         "lockstep.utils.other": """
-            clear_environment extract_model_from_parallel is_compiled_module load patch_environment save
-            wait_for_everyone
+            FSDP_PYTORCH_VERSION check_os_kernel clean_state_dict_for_safetensors clear_environment compile_regions
+            compile_regions_deepspeed compile_regions_fsdp2 convert_bytes extract_model_from_parallel get_free_port
+            get_model_tp_size get_module_children_bottom_up get_pretty_name has_compiled_regions
+            has_repeated_blocks is_compiled_module is_port_in_use is_repeated_blocks load merge_dicts
+            model_has_dtensor patch_environment recursive_getattr save wait_for_everyone
         """,
     },
     "accelerate.utils.random": {
-        "lockstep.utils.random": "set_seed synchronize_rng_states",
+        "lockstep.utils.random": """
+            CUDA_DISTRIBUTED_TYPES set_seed synchronize_rng_state synchronize_rng_states
+        """,
     },
     "accelerate.utils.tqdm": {"lockstep.utils": "tqdm"},
-    "accelerate.utils.versions": {"lockstep.utils.versions": "compare_versions is_torch_version"},
+    "accelerate.utils.transformer_engine": {
+        "lockstep.utils.transformer_engine": "has_transformer_engine_layers",
+    },
+    "accelerate.utils.versions": {
+        "lockstep.utils.versions": "compare_versions is_torch_version",
+        "lockstep.utils.constants": "STR_OPERATION_TO_FUNC",
+    },
 }
 
-NOT_OFFERED: dict[str, dict[str, str]] = {}
+NOT_OFFERED: dict[str, dict[str, str]] = {
+    "it belongs to Megatron-LM's engine. Use parallel='tp=2 pp=2', for instance.": {
+        "accelerate.utils.dataclasses": """
+            MODEL_CONFIGS_TO_MEGATRON_PARSERS MegatronLMPlugin add_model_config_to_megatron_parser parse_bert_config
+            parse_glm4_moe_config parse_gpt2_config parse_llama_config parse_t5_config
+        """,
+        "accelerate.utils.megatron_lm": """
+            AbstractTrainStep BertTrainStep GPTTrainStep MegatronEngine MegatronLMDummyDataLoader
+            MegatronLMDummyScheduler MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper T5TrainStep
+            avg_losses_across_data_parallel_group finish_mpu_init gather_across_data_parallel_groups initialize
+            model_provider_func prepare_model_optimizer_scheduler prepare_optimizer prepare_scheduler
+        """,
+    },
+    "it belongs to Amazon SageMaker, which is not supported. Start the script with lockstep launch.": {
+        "accelerate.commands.config.config_args": """
+            SAGEMAKER_PYTHON_VERSION SAGEMAKER_PYTORCH_VERSION SAGEMAKER_TRANSFORMERS_VERSION SageMakerConfig
+        """,
+        "accelerate.commands.config.sagemaker": """
+            DYNAMO_BACKENDS SAGEMAKER_PARALLEL_EC2_INSTANCES TORCH_DYNAMO_MODES get_sagemaker_input
+        """,
+        "accelerate.commands.launch": "sagemaker_launcher",
+        "accelerate.utils.constants": """
+            SAGEMAKER_PARALLEL_EC2_INSTANCES SAGEMAKER_PYTHON_VERSION SAGEMAKER_PYTORCH_VERSION
+            SAGEMAKER_TRANSFORMERS_VERSION
+        """,
+        "accelerate.utils.dataclasses": "SageMakerDistributedType",
+        "accelerate.utils.launch": "prepare_sagemager_args_inputs",
+    },
+    "it belongs to TPUs, which are not supported. Use GPUs or CPUs.": {
+        "accelerate.commands.launch": "tpu_launcher tpu_pod_launcher",
+        "accelerate.commands.tpu": "default_config_file main tpu_command_launcher tpu_command_parser",
+        "accelerate.utils.imports": "USE_TORCH_XLA",
+        "accelerate.utils.launch": "prepare_tpu",
+        "accelerate.utils.operations": "gather_tensor_shape",
+        "accelerate.utils.torch_xla": "install_xla",
+    },
+    "mixed_precision='fp8' is not available. Use 'bf16', or convert layers with convert_model_to_fp8_ao.": {
+        "accelerate.utils.dataclasses": """
+            AORecipeKwargs FP8BackendType FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs
+        """,
+        "accelerate.utils.launch": "setup_fp8_env",
+        "accelerate.utils.transformer_engine": "apply_fp8_autowrap contextual_fp8_autocast convert_model",
+    },
+    "models are not quantised here. Load them with transformers and its BitsAndBytesConfig.": {
+        "accelerate.utils.bnb": """
+            get_keys_to_not_convert get_quantized_model_device_map load_and_quantize_model quantize_and_offload_8bit
+            replace_with_bnb_layers
+        """,
+    },
+    "it is a step inside of prepare. Call accelerator.prepare() with the model and its optimizer.": {
+        "accelerate.optimizer": "patch_optimizer_step",
+        "accelerate.utils.deepspeed": "map_pytorch_optim_to_deepspeed",
+        "accelerate.utils.fsdp_utils": """
+            fsdp2_apply_ac fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model fsdp2_switch_optimizer_parameters
+        """,
+    },
+    "checkpoints have another format. Use accelerator.save_state(), load_state() and register_for_checkpointing().": {
+        "accelerate.checkpointing": """
+            load_accelerator_state load_custom_state save_accelerator_state save_custom_state
+        """,
+    },
+    "it is a step inside of prepare_pippy. Call that.": {
+        "accelerate.inference": "build_pipeline find_pippy_batch_size generate_device_map pippy_forward",
+    },
+    "it is a step inside of infer_auto_device_map. Call that.": {
+        "accelerate.utils.modeling": "fallback_allocate get_module_size_with_ties",
+    },
+    "it is a part of how loaders are made there. Use DataLoaderShard or accelerator.prepare().": {
+        "accelerate.data_loader": "DataLoaderAdapter DataLoaderStateMixin",
+    },
+    "states are views of one object here. Use PartialState and AcceleratorState.": {
+        "accelerate.state": "ThreadLocalSharedDict",
+    },
+    "checkpoints hold no pickles. Read those of others with lockstep checkpoint import-pickle.": {
+        "accelerate.utils.other": "TORCH_SAFE_GLOBALS",
+    },
+    "enums here are searched by their values. Use BaseEnum.": {
+        "accelerate.utils.dataclasses": "EnumWithContains",
+    },
+    "commands are started in another way. Use lockstep launch, and its --dry-run to see what would run.": {
+        "accelerate.commands.launch": """
+            CustomHelpFormatter DYNAMO_BACKENDS clean_option deepspeed_launcher main multi_gpu_launcher
+            options_to_group simple_launcher
+        """,
+        "accelerate.commands.utils": "CustomArgumentGroup CustomArgumentParser",
+        "accelerate.utils.launch": """
+            env_var_path_add prepare_deepspeed_cmd_env prepare_extend_env_parallelism_config prepare_multi_gpu_env
+            prepare_simple_launcher_cmd_env
+        """,
+    },
+    "it is a part of another command line. Use lockstep config.": {
+        "accelerate.commands.config": "get_config_parser main",
+        "accelerate.commands.config.cluster": "get_cluster_input",
+        "accelerate.commands.config.config": "config_command config_command_parser get_user_input main",
+        "accelerate.commands.config.config_args": "BaseConfig ClusterConfig",
+        "accelerate.commands.config.config_utils": "DYNAMO_BACKENDS SubcommandHelpFormatter",
+        "accelerate.commands.config.default": "default_command_parser default_config_command",
+        "accelerate.commands.config.update": "update_command_parser update_config update_config_command",
+    },
+    "it is a part of another command line. Use lockstep env.": {
+        "accelerate.commands.env": "env_command env_command_parser main",
+    },
+    "it is a part of another command line. Use lockstep estimate.": {
+        "accelerate.commands.estimate": """
+            add_timm_hub_prefix check_has_model create_ascii_table create_empty_model estimate_command
+            estimate_command_parser estimate_training_usage gather_data main verify_on_hub
+        """,
+    },
+    "it is a part of another command line. Use merge_fsdp_weights, or lockstep checkpoint merge.": {
+        "accelerate.commands.merge": "main merge_command merge_command_parser",
+    },
+    "it is a part of another command line. Use lockstep test.": {
+        "accelerate.commands.test": "main test_command test_command_parser",
+        "accelerate.launchers": "test_launch",
+    },
+    "files for FSDP 1 are read as they are. Use lockstep config convert to see what becomes of one.": {
+        "accelerate.commands.to_fsdp2": """
+            ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING ConversionStatus convert_config_to_fsdp2 load_config
+            to_fsdp2_command to_fsdp2_command_parser
+        """,
+    },
+}

@@ -1,0 +1,114 @@
+"""Functions of ``accelerate.commands`` that other libraries call, on our commands."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.cli.main import main
+from lockstep.config.enums import PrecisionType
+from lockstep.config.sources import user_config_file
+from lockstep.errors import ConfigError
+
+default_config_file = str(user_config_file())
+"""Where ``lockstep config`` writes."""
+
+_FIXED = {
+    "compute_environment": "LOCAL_MACHINE",
+    "debug": False,
+    "machine_rank": 0,
+    "num_machines": 1,
+}
+
+
+class LoadedConfig:
+    """The settings of a configuration file, as they are written."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._settings:
+            raise AttributeError(name)
+        return self._settings[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self._settings)
+
+
+def load_config_from_file(config_file: str | None) -> LoadedConfig:
+    """A configuration file of ours or of Accelerate's, checked; None: the one that ``lockstep config`` wrote.
+
+    Raises:
+        ConfigError: it cannot be read, or is no configuration.
+    """
+    from lockstep.compat.accelerate.config_file import load
+
+    path = default_config_file if config_file is None else config_file
+    load(path)
+    return LoadedConfig(yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {})
+
+
+def write_basic_config(mixed_precision: str = "no", save_location: str = default_config_file) -> Path | bool:
+    """Write a configuration file for all accelerators of this machine, or its CPU; False: there is one already.
+
+    Raises:
+        ConfigError: an unknown precision.
+    """
+    path = Path(save_location)
+    if path.exists():
+        return False
+    precision = mixed_precision.lower()
+    if precision not in PrecisionType.list():
+        raise ConfigError(
+            f"mixed_precision is {mixed_precision!r}, but must be one of {', '.join(PrecisionType.list())}. Use one."
+        )
+    import torch
+
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    settings = {
+        **_FIXED,
+        "distributed_type": "MULTI_GPU" if count > 1 else "NO",
+        "mixed_precision": precision,
+        "num_processes": max(1, count),
+        "use_cpu": count == 0,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return path
+
+
+class LaunchParser(argparse.ArgumentParser):
+    """Keeps the words of a launch as they are; ``lockstep launch`` reads them."""
+
+    def __init__(self) -> None:
+        super().__init__("lockstep launch", add_help=False)
+        self.add_argument("words", nargs=argparse.REMAINDER)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        import sys
+
+        words = list(sys.argv[1:] if args is None else args)
+        namespace = argparse.Namespace() if namespace is None else namespace
+        namespace.words = words
+        return namespace, []
+
+
+def launch_command_parser(subparsers: Any = None) -> LaunchParser:
+    """What reads the words that ``launch_command`` gets."""
+    if subparsers is not None:
+        raise ConfigError(
+            "The options of `lockstep launch` are no part of another command. Call it by its name."
+        )
+    return LaunchParser()
+
+
+def launch_command(args: argparse.Namespace) -> None:
+    """Run what the words say; ``import accelerate`` means this library there. Ends the process as the command does."""
+    main(["launch", "--as-accelerate", *args.words])

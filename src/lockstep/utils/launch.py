@@ -1,0 +1,39 @@
+"""Names that scripts import from ``accelerate.utils.launch``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.config.sources import export_environment, inherited_environment
+from lockstep.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS
+
+__all__ = ["DEEPSPEED_MULTINODE_LAUNCHERS", "PrepareForLaunch"]
+
+
+class PrepareForLaunch:
+    """A function for ``torch.multiprocessing``'s ``spawn`` or ``start_processes``: its first argument is the rank.
+
+    Args:
+        launcher: What to call, with the other arguments.
+        distributed_type: Of the run; ranks are set in the environment unless it is ``"NO"``.
+        debug: The processes meet at the file ``ACCELERATE_DEBUG_RDV_FILE``, which does not exist here; refused.
+    """
+
+    def __init__(
+        self, launcher: Callable[..., Any], distributed_type: str = "NO", debug: bool = False
+    ) -> None:
+        if debug:
+            raise ValueError(
+                "debug=True is not available. Use debug_launcher, which starts processes on CPUs."
+            )
+        self.launcher = launcher
+        self.distributed_type = str(distributed_type)
+
+    def __call__(self, index: int, *args: Any) -> None:
+        if self.distributed_type != "NO":
+            per_node = int(inherited_environment().get("NPROC", 1))
+            node = int(inherited_environment().get("NODE_RANK", 0))
+            export_environment({"LOCAL_RANK": str(index), "RANK": str(per_node * node + index)})
+        export_environment({"FORK_LAUNCHED": "1"})
+        self.launcher(*args)
