@@ -52,8 +52,8 @@ def wait_for_everyone() -> None:
     PartialState().wait_for_everyone()
 
 
-def is_torch_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
+def is_torch_tensor(tensor: object) -> bool:
+    return isinstance(tensor, torch.Tensor)
 
 
 def recursively_apply(

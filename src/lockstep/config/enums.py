@@ -139,7 +139,14 @@ class RNGType(StringEnum):
 
     TORCH = "torch"
     CUDA = "cuda"
+    MLU = "mlu"
+    SDAA = "sdaa"
+    MUSA = "musa"
+    NPU = "npu"
     XLA = "xla"
+    XPU = "xpu"
+    HPU = "hpu"
+    NEURON = "neuron"
     GENERATOR = "generator"
 
 
@@ -154,12 +161,14 @@ class DynamoBackend(StringEnum):
     NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
     CUDAGRAPHS = "CUDAGRAPHS"
     OFI = "OFI"
+    FX2TRT = "FX2TRT"
     ONNXRT = "ONNXRT"
     TENSORRT = "TENSORRT"
     AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
     TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
     TVM = "TVM"
     HPU_BACKEND = "HPU_BACKEND"
+    NEURON = "NEURON"
 
 
 class ComputeEnvironment(StringEnum):

@@ -178,7 +178,10 @@ class DataLoaderConfiguration:
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """Options of ``torch.compile``; the backend ``no`` leaves models as they are."""
+    """Options of ``torch.compile``; the backend ``no`` leaves models as they are.
+
+    ``use_regional_compilation``: compile repeated blocks one by one, in less time than the whole model.
+    """
 
     backend: DynamoBackend | str | None = None
     mode: str | None = None
@@ -186,10 +189,12 @@ class TorchDynamoPlugin(KwargsHandler):
     dynamic: bool | None = None
     options: dict[str, Any] | None = None
     disable: bool = False
+    use_regional_compilation: bool | None = None
 
     def compile_options(self) -> dict[str, object]:
         """Keyword arguments of ``torch.compile`` besides the backend."""
-        return {name: value for name, value in self.to_kwargs().items() if name != "backend"}
+        others = ("backend", "use_regional_compilation")
+        return {name: value for name, value in self.to_kwargs().items() if name not in others}
 
 
 @dataclass

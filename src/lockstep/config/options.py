@@ -81,6 +81,7 @@ class Options:
     cpu: bool
     parallel: Parallel
     compile_options: dict[str, Any] | None
+    compile_blocks: bool
     accumulation: GradientAccumulationPlugin
     loaders: DataLoaderConfiguration
     project: ProjectConfiguration
@@ -195,6 +196,9 @@ def resolve_options(
             "backend": settings["dynamo_backend"].value,
             **(dynamo_plugin.compile_options() if dynamo_plugin else {}),
         },
+        compile_blocks=settings["dynamo_backend"].value != "no"
+        and dynamo_plugin is not None
+        and bool(dynamo_plugin.use_regional_compilation),
         accumulation=accumulation,
         loaders=loaders,
         project=project,

@@ -148,16 +148,23 @@ def prepare_data_loader(
     data_seed: int | None = None,
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
+    torch_device_mesh: None = None,
     *,
     step: StepState | None = None,
 ) -> PreparedLoader:
     """``prepare_loader`` with the arguments of Accelerate's function of this name.
 
-    ``slice_fn_for_dispatch`` must be None: batches are cut before they are collated.
+    ``slice_fn_for_dispatch`` must be None: batches are cut before they are collated. So must ``torch_device_mesh``:
+    ``Accelerator`` knows which ranks get the same batches.
     """
     if slice_fn_for_dispatch is not None:
         raise ConfigError(
             "slice_fn_for_dispatch has no effect here: rank 0 collates each rank's batch by itself. Leave it out."
+        )
+    if torch_device_mesh is not None:
+        raise ConfigError(
+            "torch_device_mesh says which ranks share a model, which Accelerator is told here. Leave it out, and call "
+            "accelerator.prepare() with parallel='tp=2', for instance."
         )
     runtime = start()
     config = DataLoaderConfiguration(

@@ -47,7 +47,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What ``parallelize`` does to a model. ``loss_scale``: the factor of losses now, with fp16."""
+    """What ``parallelize`` does to a model.
+
+    ``compile_blocks``: compile its blocks one by one, where it has some. ``loss_scale``: the factor of losses now, with
+    fp16.
+    """
 
     meshes: DeviceMeshes
     parallel: Parallel = field(default_factory=Parallel)
@@ -55,6 +59,7 @@ class ModelOptions:
     autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
     ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
     compile_options: dict[str, Any] | None = None
+    compile_blocks: bool = False
     init_weights: InitWeights | None = None
     loss_scale: Callable[[], float] | None = None
 
@@ -103,7 +108,10 @@ def parallelize(
     if device_placement and not parallel.offloads_params:
         model = model.to(runtime.device)
     model = autocast_forward(model, options.mixed_precision, runtime.device, options.autocast)
-    if options.compile_options is not None and not divides_weights:
+    repeated = find_blocks(model, parallel.blocks) if options.compile_blocks else {}
+    if repeated and not divides_weights:
+        _compile(repeated, options)
+    elif options.compile_options is not None and not divides_weights:
         model = torch.compile(model, **options.compile_options)  # type: ignore[assignment]
     if evaluation_mode:
         return ParallelModel(model)

@@ -190,6 +190,7 @@ class Preparation:
                 autocast=options.autocast,
                 ddp=options.ddp,
                 compile_options=options.compile_options,
+                compile_blocks=options.compile_blocks,
                 init_weights=init_weights,
                 loss_scale=None if self._scaler is None else self._scaler.scaler.get_scale,
             ),

@@ -97,7 +97,6 @@ is_matplotlib_available = _any_of("matplotlib")
 is_megatron_lm_available = _any_of("megatron.core")
 is_mlflow_available = _any_of("mlflow")
 is_msamp_available = _any_of("msamp")
-is_numpy_available = _any_of("numpy")
 is_pandas_available = _any_of("pandas")
 is_peft_available = _any_of("peft")
 is_pynvml_available = _any_of("pynvml")
@@ -119,6 +118,11 @@ is_transformers_available = _any_of("transformers")
 is_triton_available = _any_of("triton")
 is_wandb_available = _any_of("wandb")
 is_fp8_available = _any_of("torchao", "transformer_engine", "msamp")
+
+
+def is_numpy_available(min_version: str = "1.25.0") -> bool:
+    """NumPy, of at least ``min_version``."""
+    return is_available("numpy") and has_version("numpy", min_version)
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:

@@ -93,18 +93,24 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
                 torch.cuda.set_rng_state(state[f"cuda.{index}"], index)
 
 
+_DRIVEN = (RNGType.TORCH, RNGType.CUDA, RNGType.GENERATOR)
+
+
 def check_rng_types(rng_types: Iterable[str | RNGType]) -> list[RNGType]:
     """The generators of these names. Raises ConfigError for an unknown one, or a device this process lacks."""
     kinds = []
     for name in rng_types:
         if name not in RNGType.list():
-            valid = ", ".join(RNGType.list())
+            valid = ", ".join(_DRIVEN)
             raise ConfigError(
                 f"rng_types has {str(name)!r}, but may name only {valid}.{suggestion(str(name), RNGType.list())}"
             )
         kinds.append(RNGType(name))
-    if RNGType.XLA in kinds:
-        raise ConfigError("rng_types has 'xla', but Lockstep does not drive XLA devices. Remove it.")
+    foreign = [kind for kind in kinds if kind not in _DRIVEN]
+    if foreign:
+        raise ConfigError(
+            f"rng_types has '{foreign[0]}', but Lockstep does not drive {foreign[0].upper()} devices. Remove it."
+        )
     if RNGType.CUDA in kinds and not torch.cuda.is_available():
         raise ConfigError("rng_types has 'cuda', but this process sees no CUDA device. Remove it.")
     return kinds

@@ -83,7 +83,8 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
 def _with_compiled_blocks(module: nn.Module, options: Mapping[str, Any]) -> nn.Module:
     if is_repeated_blocks(module):
-        return nn.ModuleList(torch.compile(block, **options) for block in module.children())
+        blocks: Any = [torch.compile(block, **options) for block in module.children()]
+        return nn.ModuleList(blocks)
     if not has_repeated_blocks(module):
         whole: Any = torch.compile(module, **options)
         return whole

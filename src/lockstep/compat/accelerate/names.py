@@ -49,6 +49,12 @@ OFFERED: dict[str, dict[str, str]] = {
     "accelerate.commands.config": {
         "lockstep.cli.accelerate_commands": "default_config_file load_config_from_file",
     },
+    "accelerate.commands.config.cluster": {
+        "lockstep.utils.constants": """
+            DEEPSPEED_MULTINODE_LAUNCHERS FSDP2_STATE_DICT_TYPE FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH
+            FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE TORCH_DYNAMO_MODES
+        """,
+    },
     "accelerate.commands.config.config_args": {
         "lockstep.cli.accelerate_commands": "default_config_file load_config_from_file",
     },
@@ -81,8 +87,7 @@ OFFERED: dict[str, dict[str, str]] = {
         "lockstep.utils.memory": "find_executable_batch_size release_memory clear_device_cache"
     },
     "accelerate.optimizer": {
-        "lockstep.optimizer": "AcceleratedOptimizer",
-        "lockstep.utils": "move_to_device=send_to_device",
+        "lockstep.optimizer": "AcceleratedOptimizer move_to_device",
     },
     "accelerate.parallelism_config": {"lockstep.parallelism_config": "ParallelismConfig"},
     "accelerate.scheduler": {"lockstep.scheduler": "AcceleratedScheduler"},
@@ -249,7 +254,8 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
             AbstractTrainStep BertTrainStep GPTTrainStep MegatronEngine MegatronLMDummyDataLoader
             MegatronLMDummyScheduler MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper T5TrainStep
             avg_losses_across_data_parallel_group finish_mpu_init gather_across_data_parallel_groups initialize
-            model_provider_func prepare_model_optimizer_scheduler prepare_optimizer prepare_scheduler
+            model_provider_func prepare_data_loader prepare_model_optimizer_scheduler prepare_optimizer
+            prepare_scheduler
         """,
     },
     "it belongs to Amazon SageMaker, which is not supported. Start the script with lockstep launch.": {
@@ -331,7 +337,7 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
     },
     "it is a part of another command line. Use lockstep config.": {
         "accelerate.commands.config": "get_config_parser main",
-        "accelerate.commands.config.cluster": "get_cluster_input",
+        "accelerate.commands.config.cluster": "DYNAMO_BACKENDS get_cluster_input",
         "accelerate.commands.config.config": "config_command config_command_parser get_user_input main",
         "accelerate.commands.config.config_args": "BaseConfig ClusterConfig",
         "accelerate.commands.config.config_utils": "DYNAMO_BACKENDS SubcommandHelpFormatter",

@@ -527,12 +527,8 @@ def attach_layerwise_casting_hooks(
 ) -> None:
     """Store the weights of linear and convolution layers in another type than they compute in; for inference.
 
-    Without patterns (regular expressions of names) and classes to skip, the whole module is one.
+    Modules whose names match a pattern (a regular expression), or of a class to skip, stay with all below them.
     """
-    hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
-    if skip_modules_pattern is None and skip_modules_classes is None:
-        add_hook_to_module(module, hook, append=True)
-        return
     patterns = (
         (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
     )
