@@ -23,6 +23,11 @@ def original(module: Any) -> Any:
     return getattr(module, "_orig_mod", module)
 
 
+def mark_compiled(module: nn.Module, original: nn.Module) -> None:
+    """Let a module whose parts are compiled pass for what ``torch.compile`` returned. Relies on: ``_orig_mod``."""
+    module.__dict__["_orig_mod"] = original
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` returned it."""
     return hasattr(module, "_orig_mod")

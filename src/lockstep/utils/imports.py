@@ -11,7 +11,6 @@ from lockstep.runtime.available import (
     is_available,
     is_bnb_available,
     is_deepspeed_available,
-    is_hpu_available,
     is_torchao_available,
     is_transformer_engine_available,
 )
@@ -31,12 +30,8 @@ def is_neuron_available(check_device: bool = False) -> bool:
 
 
 def is_habana_gaudi1() -> bool:
-    """Whether this machine has the first generation of Gaudi."""
-    if not is_hpu_available():
-        return False
-    import habana_frameworks.torch.utils.experimental as htexp
-
-    return bool(htexp._get_device_type() == htexp.synDeviceType.synDeviceGaudi)
+    """Always False: Lockstep does not drive the first generation of Gaudi."""
+    return False
 
 
 def is_xccl_available() -> bool:

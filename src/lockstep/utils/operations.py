@@ -102,7 +102,7 @@ def is_torch_xpu_tensor(tensor: Any) -> bool:
 
 def is_namedtuple(data: Any) -> bool:
     """Whether it is an object of a class that ``collections.namedtuple`` or ``typing.NamedTuple`` made."""
-    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
+    return isinstance(data, tuple) and hasattr(data, "_fields")
 
 
 def honor_type(obj: Any, generator: Iterator[Any]) -> Any:

@@ -14,6 +14,7 @@ from torch import nn
 
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import ConfigError
+from lockstep.torch_internals import compile as torch_compile
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.utils import (
     clear_environment,
@@ -77,7 +78,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     """
     compiled = _with_compiled_blocks(module, compile_kwargs)
     if not is_compiled_module(compiled):
-        compiled.__dict__["_orig_mod"] = module
+        torch_compile.mark_compiled(compiled, module)
     return compiled
 
 
