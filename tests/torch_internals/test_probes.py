@@ -30,7 +30,7 @@ ENGINES = (
         "autograd",
         "optim",
     ),
-    *("dataloader", "dispatch", "fake", "gloo", "kernels", "compile"),
+    *("dataloader", "dispatch", "fake", "functions", "gloo", "kernels", "compile"),
 )
 
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.comm.tree import send_to_device
 from lockstep.data.batch_sharding import ShardPlan
+from lockstep.data.continued import batches_behind, until_used
 from lockstep.data.drawn import Drawing, SavedDraws, SeedableRandomSampler, generators_of, of_samplers
 from lockstep.data.map_reader import MapReader
 from lockstep.data.order import announce_epoch
@@ -290,38 +291,44 @@ class PreparedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # Not a generator itself: torch's loader draws when the iteration begins, and again with the first batch.
         begin, iteration = self._epochs.begin(self._setup().streams)
-        return self._iterate(self._source(begin, iteration), iteration)
+        behind = batches_behind(begin.behind, self.total_batch_size) if begin.is_midway else 0
+        return self._iterate(self._source(begin, iteration), iteration, behind)
 
-    def _iterate(self, source: GlobalBatches, iteration: Iteration) -> Iterator[Any]:
+    def _iterate(self, source: GlobalBatches, iteration: Iteration, behind: int) -> Iterator[Any]:
         self._parts.step.clock.batch_wanted()
         progress = LoaderProgress(loader=self)
         self._progress = progress
         self._parts.step.begin(progress)
         try:
-            yield from self._batches(source, progress, iteration)
+            yield from self._batches(source, progress, iteration, behind)
         finally:
             self._parts.step.finish(progress)
             # No reference cycle: workers of a loader that is collected late take seconds to end.
             progress.loader = None
 
     def _batches(
-        self, source: GlobalBatches, progress: LoaderProgress, iteration: Iteration
+        self, source: GlobalBatches, progress: LoaderProgress, iteration: Iteration, behind: int
     ) -> Iterator[Any]:
         device, non_blocking = self._parts.device, self._parts.non_blocking
         number = 0
         try:
-            for [batch], counts, last, behind, inner, digest, states in source:
+            for [batch], counts, last, reached, inner, digest, states in source:
                 if progress.end_of_data:
                     self._check_length(f"more than {number}")
                 number += 1
                 progress.end_of_data = last
                 progress.counts = counts
-                iteration.behind = behind
+                iteration.behind = reached
                 iteration.inner = inner
                 iteration.digest = digest
                 if iteration.drawing is not None:
                     iteration.drawing.shown = states
-                yield batch if device is None else place(batch, device, non_blocking)
+                placed = batch if device is None else place(batch, device, non_blocking)
+                if behind:
+                    yield from until_used(placed, behind, self._parts.step.clock, self._parts.rank)
+                    behind = 0
+                else:
+                    yield placed
                 if not last:  # behind the last one, the script has more to do before the step is complete
                     self._parts.step.clock.batch_wanted()
             iteration.behind = None
