@@ -92,9 +92,8 @@ class Use:
 
     def _may_skip(self) -> bool:
         loops = list(_loops(sys._getframe(2)))
-        return bool(loops) and _has_branch(
-            loops[-1]
-        )  # the script's; those within are of progress bars and the like
+        # The last is the script's; those within are of progress bars and the like.
+        return bool(loops) and _has_branch(loops[-1])
 
     def _is_held(self) -> bool:
         frames = list(_frames(sys._getframe(1)))
