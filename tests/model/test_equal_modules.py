@@ -151,3 +151,11 @@ def test_reading_a_dictionary_reads_all_of_it() -> None:
     assert found.of(first, "", lambda: vars(first)["number"]) == 0
     assert found.of(second, "", lambda: vars(second)["number"]) == 1
     assert "__getattribute__" not in vars(All)
+
+
+def test_a_tensor_whose_memory_was_let_go_is_not_read() -> None:
+    """To read it would end the process by a signal."""
+    module: Any = nn.Linear(2, 2)
+    module.gathered = [torch.ones(1000, 1000)]
+    module.gathered[0].untyped_storage().resize_(0)
+    assert describe(module).structure != describe(module).structure  # like no other, itself included

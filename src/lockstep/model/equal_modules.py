@@ -135,11 +135,16 @@ class _Reader:
         kind = (type(tensor), number, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         if not has_values or tensor.is_meta or isinstance(tensor, FakeTensor):
             return (*kind, tensor.requires_grad)
-        if type(tensor) is not Tensor or tensor.numel() > _MOST_VALUES:
+        if type(tensor) is not Tensor or tensor.numel() > _MOST_VALUES or not _has_values(tensor):
             return Unlike()
         copied = tensor.detach().clone().cpu().contiguous().reshape(-1)  # numpy would pin the memory itself
         values = copied.view(torch.uint8).numpy().tobytes()
         return (*kind, tensor.requires_grad, values)
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Not so where the memory was let go, as ``fully_shard`` does with gathered weights: to read them would crash."""
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
 
 
 def _is_plain(cls: type) -> bool:
