@@ -81,6 +81,26 @@ class Attention(nn.Module):
         return self.o_proj(self.after(self, x, y))
 
 
+class FourLayers(nn.Module):
+    """Attention of 'The Annotated Transformer': its layers in one list, queries, keys, values and mask as arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h, self.d_k = HEADS, WIDTH // HEADS
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=number != 1) for number in range(4))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        q, k, v = (
+            layer(x).view(x.size(0), -1, self.h, self.d_k).transpose(1, 2)
+            for layer, x in zip(self.linears[:3], (query, key, value), strict=True)
+        )
+        scores = q @ k.mT / self.d_k**0.5
+        if mask is not None:
+            scores = scores.masked_fill(mask == 0, -1e9)
+        y = (scores.softmax(-1) @ v).transpose(1, 2).contiguous().view(query.size(0), -1, self.h * self.d_k)
+        return self.linears[-1](y)
+
+
 class BiasArgument(nn.Module):
     """A bias of each head, made once, goes to each of the layers as an argument."""
 
@@ -167,6 +187,16 @@ class Fragment:
 
     make: Callable[[], nn.Module]
     split: int = 2
+
+
+def of_two_heads(m: nn.Module, x: Tensor) -> Tensor:
+    hidden = m.up(x).relu()
+    return m.mix(torch.cat([m.actor(hidden).log_softmax(-1), m.critic(hidden)], -1))
+
+
+def hidden_and_more(m: nn.Module, x: Tensor) -> Tensor:
+    hidden = m.up(x).relu()
+    return hidden + m.down(hidden).tanh()
 
 
 def sigmoid_gate(m: nn.Module, x: Tensor, h: Tensor) -> Tensor:
@@ -259,6 +289,25 @@ FRAGMENTS: dict[str, Fragment] = {
         lambda: Whole(row_after_row, **layers(score=nn.Linear(HIDDEN, 1))), 3
     ),
     # what must stay whole
+    "three layers of different widths": Fragment(
+        lambda: Whole(
+            lambda m, x: m.out(m.down(m.up(x).relu()).relu()),
+            **layers(down=nn.Linear(HIDDEN, 10), out=nn.Linear(10, WIDTH)),
+        )
+    ),
+    "two heads": Fragment(
+        lambda: Whole(
+            of_two_heads,
+            up=linear(HIDDEN),
+            actor=nn.Linear(HIDDEN, 5),
+            critic=nn.Linear(HIDDEN, 1),
+            mix=nn.Linear(6, WIDTH),
+        ),
+        3,
+    ),
+    "hidden features that are used after the row": Fragment(
+        lambda: Whole(hidden_and_more, up=linear(WIDTH), down=linear(WIDTH)), 0
+    ),
     "norm of hidden": Fragment(lambda: MLP(lambda m, x, h: m.norm(h), norm=nn.LayerNorm(HIDDEN)), 0),
     "softmax of hidden": Fragment(lambda: MLP(lambda m, x, h: h.softmax(-1)), 0),
     "scale of each feature": Fragment(lambda: MLP(scaled, scale=parameter(HIDDEN)), 0),
@@ -271,6 +320,12 @@ FRAGMENTS: dict[str, Fragment] = {
     "halves exchanged": Fragment(lambda: MLP(lambda m, x, h: torch.cat(h.chunk(2, -1)[::-1], -1) + h), 0),
     # attention
     "attention": Fragment(Attention, 4),
+    "attention, its layers in a list": Fragment(
+        lambda: Whole(
+            lambda m, x: m.attention(x, x, x, torch.ones(x.shape[1], x.shape[1]).tril()), attention=FourLayers()
+        ),
+        4,
+    ),
     "temperature": Fragment(lambda: Attention(query=scaled, scale=parameter()), 4),
     "temperature of one": Fragment(lambda: Attention(query=scaled, scale=parameter(1)), 4),
     "temperature of scores": Fragment(lambda: Attention(scores=scaled, scale=parameter()), 4),
@@ -358,6 +413,7 @@ FRAGMENTS: dict[str, Fragment] = {
 }
 
 FAST = (
+    *("two heads", "attention, its layers in a list", "hidden features that are used after the row"),
     *("gate of one", "own input's mean", "scale everywhere", "gate used twice", "two rows", "filled"),
     *(
         "temperature",

@@ -272,7 +272,7 @@ def test_features_that_do_not_divide_stay_whole() -> None:
         (Mixed, {"plan": {"classifier": "colwise"}}, 2, "The 3 output features of 'classifier'"),
         (Mixed, {"loss_parallel": True}, 2, "loss_parallel needs an output layer"),
         (Mixed, {"sequence_parallel": True}, 2, "sequence_parallel"),
-        (lambda: nn.Linear(4, 4), {}, 2, "Nothing in Linear was understood"),
+        (lambda: nn.Linear(4, 4), {}, 2, "Nothing in Linear could be split over tp="),
         (
             lambda: Gates(),
             {"sequence_parallel": True},

@@ -7,6 +7,7 @@ forward computes, and what it sends, is in ``hooks``; which layers are split is 
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -180,10 +181,18 @@ def _chosen(model: nn.Module, ranks: int, wanted: object, blocks: dict[str, nn.M
     plan = infer_plan(model, ranks, blocks)
     if not plan.entries:
         raise UsageError(
-            f"Nothing in {type(model).__name__} was understood well enough to be split over tp={ranks} ranks. "
-            "Give a plan, tp_plan={pattern: style}."
+            f"Nothing in {type(model).__name__} could be split over tp={ranks} ranks: {_why_whole(plan)}. "
+            "Name its layers, as tp_plan={'*.up': 'colwise', '*.down': 'rowwise'}, or use data parallelism or ZeRO."
         )
     return plan
+
+
+def _why_whole(plan: TensorPlan) -> str:
+    """Of the first three layers that stay whole."""
+    if not plan.left:
+        return "it has no nn.Linear and no embedding of tokens"
+    reasons = [f"'{name}' ({why})" for name, why in itertools.islice(plan.left.items(), 3)]
+    return ", ".join(reasons) + (f" and {len(plan.left) - 3} more" if len(plan.left) > 3 else "")
 
 
 # -- splitting -------------------------------------------------------------------------------------------

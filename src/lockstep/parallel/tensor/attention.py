@@ -10,7 +10,10 @@ from lockstep.errors import UsageError
 from lockstep.parallel.tensor.plan import AttentionRegion, features
 from lockstep.parallel.tensor.rehearse import Passed, TensorRehearsal, first_that_passes
 
-HEADS = ("heads", "n_head", "n_heads", "num_heads", "nheads", "num_attention_heads", "n_local_heads", "nhead")
+HEADS = (
+    *("heads", "n_head", "n_heads", "num_heads", "nheads", "num_attention_heads", "n_local_heads", "nhead"),
+    *("h", "H", "nh", "n_h", "num_head", "head_num", "attention_heads", "attn_heads"),
+)
 KV_HEADS = (
     *("kv_heads", "n_kv_head", "n_kv_heads", "num_kv_heads", "num_key_value_heads", "n_local_kv_heads"),
     "num_query_groups",

@@ -8,7 +8,7 @@ output layer. What does not pass, or is not understood, stays whole, and the pla
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -71,6 +71,9 @@ HEAD = (
     "fc_out",
 )
 
+Pair = tuple[dict[str, str], tuple[str, ...]]
+"""Column layers with their styles, and row layers."""
+
 
 @dataclass
 class _Findings:
@@ -113,8 +116,11 @@ def infer_plan(model: nn.Module, ranks: int, blocks: dict[str, nn.Module]) -> Te
             find_attention(name, module, modules, findings)
     for name, module in modules.items():
         if type(module).forward is not nn.Module.forward:
-            _find_pairs(name, module, findings)
+            _find_pairs(name, module, findings, _pairs)
     _find_vocabulary(modules, model, blocks, findings)
+    for name, module in modules.items():
+        if type(module).forward is not nn.Module.forward and _has_flat_parameters(module):
+            _find_pairs(name, module, findings, _pairs_of_any_widths)
     for name, module in modules.items():
         if is_linear(module) and name not in findings.names():
             findings.left[name] = "not part of a pair of layers that was found"
@@ -155,7 +161,8 @@ def output_layer(
     name: str, module: nn.Module, columns: Iterable[str], modules: dict[str, nn.Module]
 ) -> tuple[str, str, str | None]:
     """(module around projections and output layer, name of the projections' module in it, name of the output layer)."""
-    row = next((n for n in OUTPUT if _linear(module, n) is not None and n not in columns), None)
+    last = next((names[3] for names, _, _ in _in_lists(module) if set(names[:3]) == set(columns)), None)
+    row = last or next((n for n in OUTPUT if _linear(module, n) is not None and n not in columns), None)
     if row is not None or not name:
         return name, "", row
     # In a module beside it, as in BERT: attention.self.query, attention.output.dense.
@@ -198,10 +205,20 @@ def projections(module: nn.Module) -> Iterator[tuple[dict[str, str], nn.Module, 
             assert v is not None
             if features(k) == features(v):
                 yield dict.fromkeys(names, "colwise"), q, k
+    yield from ((dict.fromkeys(names[:3], "colwise"), q, k) for names, q, k in _in_lists(module))
     for fused in FUSED:
         layer = _linear(module, fused)
         if layer is not None and features(layer)[1] == 3 * features(layer)[0]:
             yield {fused: "qkv_colwise"}, layer, None
+
+
+def _in_lists(module: nn.Module) -> Iterator[tuple[list[str], nn.Module, nn.Module]]:
+    """(names, query, key) of lists of four linears: queries, keys, values and output, as in 'The Annotated Transformer'."""
+    for child, layers in module.named_children():
+        if isinstance(layers, nn.ModuleList) and len(layers) == 4 and all(map(is_linear, layers)):
+            query, key, value, output = layers
+            if features(key) == features(value) and features(output) == features(query)[::-1]:
+                yield [f"{child}.{number}" for number in range(4)], query, key
 
 
 def _renamed(query: str, letter: str, word: str) -> str:
@@ -225,7 +242,12 @@ def _beside(parent: nn.Module, name: str) -> str | None:
 # -- pairs -----------------------------------------------------------------------------------------------
 
 
-def _find_pairs(name: str, module: nn.Module, findings: _Findings) -> None:
+def _find_pairs(
+    name: str,
+    module: nn.Module,
+    findings: _Findings,
+    proposed: Callable[[dict[str, nn.Module], bool], Iterator[Pair]],
+) -> None:
     taken = findings.names()
     layers = {
         child: layer
@@ -235,7 +257,7 @@ def _find_pairs(name: str, module: nn.Module, findings: _Findings) -> None:
         and "weight" in torch_modules.parameters_of(layer)
     }
     while len(layers) > 1:
-        candidates = list(_pairs(layers, isinstance(module, nn.Sequential)))
+        candidates = list(proposed(layers, isinstance(module, nn.Sequential)))
         if not candidates:
             return
         # Several that begin alike are ways to read the same layers: the first that passes counts.
@@ -257,6 +279,11 @@ def _find_pairs(name: str, module: nn.Module, findings: _Findings) -> None:
             layers.pop(child)
 
 
+def _has_flat_parameters(module: nn.Module) -> bool:
+    """Whether all are its own or its children's: a large model is not run as a whole for two layers at its top."""
+    return all(name.count(".") < 2 for name, _ in module.named_parameters())
+
+
 def _rehearsed_pair(
     name: str, module: nn.Module, columns: dict[str, str], rows: tuple[str, ...], findings: _Findings
 ) -> Passed | str:
@@ -274,7 +301,7 @@ def _rehearsed_pair(
     return found
 
 
-def _pairs(layers: dict[str, nn.Module], in_order: bool) -> Iterator[tuple[dict[str, str], tuple[str, ...]]]:
+def _pairs(layers: dict[str, nn.Module], in_order: bool) -> Iterator[Pair]:
     """(column layers with styles, row layers): from a width to a hidden width, and back, or on to several others."""
     names = list(layers)
     if in_order:
@@ -293,9 +320,15 @@ def _pairs(layers: dict[str, nn.Module], in_order: bool) -> Iterator[tuple[dict[
             yield from _with_more_rows(layers, {packed[0]: "packed_colwise"}, row)
 
 
+def _pairs_of_any_widths(layers: dict[str, nn.Module], in_order: bool) -> Iterator[Pair]:
+    for first, second in itertools.combinations(layers, 2):
+        if features(layers[first])[1] == features(layers[second])[0]:
+            yield from _with_more_rows(layers, {first: "colwise"}, second)
+
+
 def _with_more_rows(
     layers: dict[str, nn.Module], columns: dict[str, str], row: str
-) -> Iterator[tuple[dict[str, str], tuple[str, ...]]]:
+) -> Iterator[Pair]:
     hidden = features(layers[row])[0]
     more = [name for name, layer in layers.items() if name not in columns and features(layer)[0] == hidden]
     if len(more) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +48,7 @@ class Run:
         on_parts: Names of modules inside that were called with a rank's features only.
         output: The first tensor that the module returned, where it ran to its end.
         is_marked: Whether that was computed from a rank's features.
+        stopped: After its row layers: what it raised, and by which lines of code.
     """
 
     argument: tuple[str, int] | None = None
@@ -58,6 +60,7 @@ class Run:
     on_parts: dict[str, bool] = field(default_factory=dict)
     output: Tensor | None = None
     is_marked: bool = False
+    stopped: tuple[object, ...] = ()
     pieces: Mapping[str, int] = field(default_factory=dict)
 
     def take(self, operand: Tensor) -> Tensor:
@@ -148,12 +151,16 @@ def forward_of_part(rehearsal: Any, attributes: Mapping[str, int], example: Exam
     if example.argument is not None:
         keywords[example.argument[0]] = part("argument", keywords[example.argument[0]])
     try:
-        with torch.enable_grad():
+        with torch.random.fork_rng([x.device] if x.is_cuda else []), torch.enable_grad():
+            torch.manual_seed(0)  # each run draws the same
             returned = module(x, **keywords)
-    except Exception:
+    except Exception as error:
         if len(noted.given) < len(rehearsal.rows):
             raise
-        return noted  # what follows its row layers needs more than the example has
+        # What follows its row layers needs more than the example has; a part must stop there as the whole does.
+        lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
+        noted.stopped = (type(error), str(error), *lines)
+        return noted
     if isinstance(returned, (tuple, list)) and returned:
         returned = returned[0]
     if isinstance(returned, Tensor):

@@ -103,8 +103,23 @@ def _with_rotary(module: nn.Module, x: Tensor) -> dict[str, object]:
     return {"position_embeddings": (ones, torch.zeros_like(ones)), "attention_mask": None}
 
 
+def _with_masks_absent(module: nn.Module, x: Tensor) -> dict[str, object]:
+    """For what wants more than one tensor, as attention of queries, keys and values does."""
+    return {name: None if "mask" in name or "bias" in name else x for name in _required(module)}
+
+
+def _with_others_absent(module: nn.Module, x: Tensor) -> dict[str, object]:
+    return dict.fromkeys(_required(module))
+
+
+def _required(module: nn.Module) -> list[str]:
+    """Names of arguments after the first that must be given."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[2:]
+    return [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
 _Call = Callable[[nn.Module, Tensor], dict[str, Any]]
-_CALLS: tuple[_Call, ...] = (_alone, _with_rotary)
+_CALLS: tuple[_Call, ...] = (_alone, _with_rotary, _with_masks_absent, _with_others_absent)
 
 
 class _DifferentError(Exception):
@@ -130,7 +145,7 @@ def _compare(
         partial = () if meets else partial
     arguments: dict[str, tuple[int, ...]] = {}
     if rehearsal.heads > 1:
-        for name in _optional(rehearsal.module):
+        for name in _may_be_none(rehearsal.module):
             shapes = _of_heads(rehearsal, attributes, reports_width, call, name, whole)
             if shapes:
                 arguments[name] = shapes
@@ -177,6 +192,8 @@ def _check_values(whole: Run, part: Run, rank: int, ranks: int) -> None:
             raise _DifferentError("its features depend on each other, as running it shows")
     if part.is_marked:
         raise _DifferentError("it returns something that is computed from a rank's features alone")
+    if part.stopped != whole.stopped:
+        raise _DifferentError("what follows its row layers differs with a rank's part of the features")
     if whole.output is None or part.output is None:
         return
     if part.output.shape != whole.output.shape or not _close(part.output, whole.output):
@@ -191,9 +208,10 @@ def _close(got: Tensor, expected: Tensor) -> bool:
 # -- arguments that have something of each head -------------------------------------------------------------
 
 
-def _optional(module: nn.Module) -> list[str]:
+def _may_be_none(module: nn.Module) -> list[str]:
     parameters = inspect.signature(type(module).forward).parameters.values()
-    return [p.name for p in parameters if p.default is None and p.kind is not p.VAR_KEYWORD]
+    optional = [p.name for p in parameters if p.default is None and p.kind is not p.VAR_KEYWORD]
+    return [*_required(module), *optional]
 
 
 def _of_heads(
