@@ -17,7 +17,7 @@ from typing import Any
 
 import common
 
-LINES = ("tp=2", "pp=2", "ddp")
+LINES = ("tp=2", "pp=2", "cp=2", "ddp")
 MODELS = ("GPT-2", "GPT-2 without cache", "Llama", "Llama without cache")
 
 
@@ -37,7 +37,7 @@ def model_of(name: str, chosen: argparse.Namespace) -> Any:
     }
     model: Any
     if name.startswith("GPT-2"):
-        model = GPT2LMHeadModel(GPT2Config(**sizes))
+        model = GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.0))
     else:
         model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=3 * chosen.width))
     model.config.use_cache = not name.endswith("without cache")
@@ -96,7 +96,7 @@ def main() -> None:
     rows = []
     for name in MODELS:
         plain = found[f"{name}, ddp"]
-        for line in LINES[:2]:
+        for line in LINES[:-1]:
             pairs = list(zip(found[f"{name}, {line}"], plain, strict=True))
             prepare = common.summary([split[0] - other[0] for split, other in pairs])
             first = common.summary([split[1] - other[1] for split, other in pairs])

@@ -322,7 +322,8 @@ FRAGMENTS: dict[str, Fragment] = {
     "attention": Fragment(Attention, 4),
     "attention, its layers in a list": Fragment(
         lambda: Whole(
-            lambda m, x: m.attention(x, x, x, torch.ones(x.shape[1], x.shape[1]).tril()), attention=FourLayers()
+            lambda m, x: m.attention(x, x, x, torch.ones(x.shape[1], x.shape[1]).tril()),
+            attention=FourLayers(),
         ),
         4,
     ),

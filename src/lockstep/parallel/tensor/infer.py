@@ -213,7 +213,7 @@ def projections(module: nn.Module) -> Iterator[tuple[dict[str, str], nn.Module, 
 
 
 def _in_lists(module: nn.Module) -> Iterator[tuple[list[str], nn.Module, nn.Module]]:
-    """(names, query, key) of lists of four linears: queries, keys, values and output, as in 'The Annotated Transformer'."""
+    """(names, query, key) of lists of four linears, as in 'The Annotated Transformer': query, key, value, output."""
     for child, layers in module.named_children():
         if isinstance(layers, nn.ModuleList) and len(layers) == 4 and all(map(is_linear, layers)):
             query, key, value, output = layers
@@ -326,9 +326,7 @@ def _pairs_of_any_widths(layers: dict[str, nn.Module], in_order: bool) -> Iterat
             yield from _with_more_rows(layers, {first: "colwise"}, second)
 
 
-def _with_more_rows(
-    layers: dict[str, nn.Module], columns: dict[str, str], row: str
-) -> Iterator[Pair]:
+def _with_more_rows(layers: dict[str, nn.Module], columns: dict[str, str], row: str) -> Iterator[Pair]:
     hidden = features(layers[row])[0]
     more = [name for name, layer in layers.items() if name not in columns and features(layer)[0] == hidden]
     if len(more) > 1:

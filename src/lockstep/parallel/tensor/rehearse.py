@@ -115,7 +115,11 @@ def _with_others_absent(module: nn.Module, x: Tensor) -> dict[str, object]:
 def _required(module: nn.Module) -> list[str]:
     """Names of arguments after the first that must be given."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[2:]
-    return [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
 
 
 _Call = Callable[[nn.Module, Tensor], dict[str, Any]]
