@@ -319,6 +319,35 @@ def test_a_rank_that_entered_a_collective_before_it_ended_is_not_waited_for() ->
     assert run.said == []
 
 
+def test_answers_from_before_a_rank_ended_are_not_judged_with_its_end() -> None:
+    """On a busy machine rank 0 was in a collective, went on, and rank 1 came to its end before rank 0 beat again."""
+    run = Run(2)
+    run.wait(1.0)
+    run.now += 6.0
+    run.coordinator.tick(run.now)
+    asked = next(message for message in run.peers[0].sent if message["kind"] == "watch.explain")
+    early = collective_of(0).to_message()
+    run.tell(run.peers[0], "evidence", question=asked["question"], evidence=early)
+    run.tell(run.peers[1], "bye", evidence=collective_of(1, done=411, waits=False).to_message())
+    run.coordinator.tick(run.now + 0.2)
+    assert run.said == []
+
+
+def test_a_rank_that_waits_for_one_that_ended_is_asked_again_before_the_run_is_ended() -> None:
+    run = Run(2, hang_timeout_s=20.0)
+    run.wait(1.0)
+    run.tell(run.peers[1], "bye", evidence=collective_of(1, waits=False).to_message())
+    answers_with(run, lambda rank: collective_of(rank))
+    while not run.said:
+        run.wait(0.2, but=(1,))
+    answers_with(run, lambda rank: collective_of(rank, waits=False))
+    run.wait(4.0, but=(1,))
+    assert run.coordinator.verdict is None
+    answers_with(run, lambda rank: collective_of(rank))
+    run.wait(10.0, but=(1,))
+    assert run.coordinator.verdict is not None
+
+
 def test_a_rank_that_trains_on_after_end_training_is_watched_again() -> None:
     run = Run(2)
     run.wait(1.0)

@@ -188,6 +188,7 @@ class Coordinator:
         is_news = ended.rank not in self._ended and ended.how != "has failed"
         self._ended[ended.rank] = ended
         if is_news:
+            self._question = None  # answers may be older than this end
             self._tell_others(ended.rank, "left")
         self._stop.settle()
 
@@ -278,8 +279,6 @@ class Coordinator:
         elif self._is_to_be_named(finding, running, now - progressed):
             self._hang = _Hang(finding, progressed)
             self._say(f"{finding.sentence} Nothing has got done for {now - progressed:.0f} s.")
-            if finding.cause == "ended" and self._ended.keys() >= set(finding.ranks):
-                self.verdict = finding  # a process that has ended never comes
         else:
             self._next_question = now + 1.0
 
@@ -320,7 +319,10 @@ class Coordinator:
         if progressed > hang.since:
             self._say(f"The ranks went on after {progressed - hang.since:.0f} s.")
             self._hang = None
-        elif self.verdict is None and now >= max(hang.since + self._timeout_s(), self._next_question):
+            return
+        has_ended = hang.finding.cause == "ended" and self._ended.keys() >= set(hang.finding.ranks)
+        limit_s = 0.0 if has_ended else self._timeout_s()  # a process that has ended never comes
+        if self.verdict is None and now >= max(hang.since + limit_s, self._next_question):
             self._ask(running, now)  # what was true when it was named may not be any more
 
     def _timeout_s(self) -> float:
