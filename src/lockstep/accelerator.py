@@ -188,6 +188,10 @@ class Accelerator(
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.runtime = process.start(options.cpu, options.init)
+        if options.cpu_affinity:
+            from lockstep.runtime.affinity import apply_affinity
+
+            apply_affinity(self.runtime)
         self._options = options = fit_to_world(options, self.runtime.world_size)
         self._watch = watch_process(self.runtime, options.watch, options.grace_s)
         self._watch.save_with(self._save_before_stop)

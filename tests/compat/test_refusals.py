@@ -15,8 +15,8 @@ import lockstep.nn
 import lockstep.utils
 from lockstep import Accelerator
 from lockstep.compat.accelerate import sections
-from lockstep.compat.accelerate.config_file import OTHER_KEYS, from_yaml
-from lockstep.compat.accelerate.flags import LATER_SWITCHES
+from lockstep.compat.accelerate.config_file import OTHER_KEYS
+from lockstep.compat.accelerate.flags import LATER_SWITCHES, REFUSED
 from lockstep.compat.deepspeed import keys as deepspeed_keys
 from lockstep.compat.deepspeed import section as deepspeed_section
 from lockstep.compat.deepspeed.config import from_deepspeed
@@ -26,7 +26,6 @@ from lockstep.compat.rules import NoEffect, Refused
 from lockstep.config.merge import parallel_of
 from lockstep.config.options import NOT_OPTIONS, parallel_fields
 from lockstep.config.settings import OF_WORKERS, TOPICS
-from lockstep.config.yaml_file import YamlFile
 from lockstep.errors import ConfigError
 from lockstep.utils import Parallel
 
@@ -79,6 +78,8 @@ def refusals() -> Iterator[tuple[str, str, str]]:
         yield name, what, instead
     for name, what in LATER_SWITCHES.items():
         yield name, what, "Drop it."
+    for name, (what, instead, _) in REFUSED.items():
+        yield name, what, instead
 
 
 def rules(table: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -188,10 +189,3 @@ def test_options_of_tensor_parallelism_that_change_nothing_are_said() -> None:
 def test_options_of_accelerate_that_are_not_ours_are_refused_with_what_to_do(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name} was given, which asks for .*\. That .*\."):
         parallel_fields({name: object()})
-
-
-@pytest.mark.parametrize("key", ["dynamo_config", "dynamo_backend"])
-def test_compilation_by_a_file_is_refused_with_the_way_that_there_is(key: str) -> None:
-    value = {"dynamo_backend": "INDUCTOR"} if key == "dynamo_config" else "INDUCTOR"
-    with pytest.raises(ConfigError, match="not available. Remove it, and set LOCKSTEP_DYNAMO_BACKEND"):
-        from_yaml(YamlFile("run.yaml", {key: value}, {(key,): 1}))

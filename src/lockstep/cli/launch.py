@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from lockstep.cli.launch_options import LaunchCommand, dashes, misplaced, options
-from lockstep.compat.accelerate.flags import LATER_SWITCHES, spread_settings
+from lockstep.compat.accelerate.flags import LATER_SWITCHES, check_refused, spread_settings
 from lockstep.compat.deepspeed.config import from_deepspeed
 from lockstep.compat.rules import Translation
 from lockstep.compat.settings import environment_settings
@@ -83,7 +83,8 @@ def command_function(ctx: click.Context, script: str, arguments: tuple[str, ...]
         device_count=_device_count(settings),
         cores=available_cores(),
         log_dir=options["log_dir"],
-        tee=bool(options["tee"]),
+        # where no files are written, everything is on the console, which is all that a value of --tee asks for
+        tee=bool(options["tee"] or (options["tee_all"] and options["log_dir"] is not None)),
         described=described.settings,
         output=options["output"],
     )
@@ -132,6 +133,7 @@ def _flags(ctx: click.Context, options: dict[str, object]) -> dict[str, SettingV
     for name, what in LATER_SWITCHES.items():
         if options[name]:
             raise ConfigError(f"--{dashes(name)} asks for {what}, which is not available yet. Drop it.")
+    check_refused(options)
     if "nproc" in given and "num_processes" in given:
         raise ConfigError("--nproc and --num-processes both say how many processes to run. Give one of them.")
     if "multi_gpu" in given and "use_cpu" in given:

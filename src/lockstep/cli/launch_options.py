@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import click
 
 from lockstep.cli.integers import IntegerRange
-from lockstep.compat.accelerate.flags import FOREIGN_FLAGS, FOREIGN_SWITCHES, LATER_SWITCHES, UNUSED_SWITCHES
+from lockstep.compat.accelerate.flags import (
+    FOREIGN_FLAGS,
+    FOREIGN_SWITCHES,
+    LATER_SWITCHES,
+    REFUSED,
+    REFUSED_SWITCHES,
+    UNUSED_SWITCHES,
+)
 from lockstep.config.settings import TOPICS, Setting
 from lockstep.errors import ConfigError
+
+SHORT = {"quiet": ("-q",)}
+TEE_VALUE = re.compile(r"[0-3]|[0-9]+:[0-3](,[0-9]+:[0-3])*")
+"""What torchrun's --tee takes: nothing, stdout, stderr or both, of all processes or of some."""
 
 
 class Checked(click.ParamType):
@@ -52,16 +64,20 @@ def options() -> list[click.Parameter]:
     shown: list[click.Parameter] = [
         option(one) for settings in TOPICS.values() for one in settings if one.flags
     ]
-    foreign = [click.Option(["--" + dashes(name), name], type=str, hidden=True) for name in FOREIGN_FLAGS]
+    values = (*FOREIGN_FLAGS, *(name for name in REFUSED if name not in REFUSED_SWITCHES))
+    foreign = [click.Option(["--" + dashes(name), name], type=str, hidden=True) for name in values]
     switches = [
         click.Option(["--" + dashes(name), name], is_flag=True, hidden=True)
-        for name in (*LATER_SWITCHES, *FOREIGN_SWITCHES)
+        for name in (*LATER_SWITCHES, *FOREIGN_SWITCHES, *REFUSED_SWITCHES)
     ]
     unused = [
-        click.Option(["--" + dashes(name), name], is_flag=True, hidden=True, expose_value=False)
+        click.Option(
+            [*SHORT.get(name, ()), "--" + dashes(name), name], is_flag=True, hidden=True, expose_value=False
+        )
         for name in UNUSED_SWITCHES
     ]
-    return [*shown, *foreign, *switches, *unused]
+    tee_all = click.Option(["--tee-all", "tee_all"], is_flag=True, hidden=True)
+    return [*shown, *foreign, *switches, *unused, tee_all]
 
 
 def misplaced(ctx: click.Context, arguments: Sequence[str], script: str) -> list[str]:
@@ -79,8 +95,41 @@ def misplaced(ctx: click.Context, arguments: Sequence[str], script: str) -> list
     return [word for word in found if dashes(word).strip("-") not in own]
 
 
+def joined_tee(words: Sequence[str], taking_values: Collection[str]) -> list[str]:
+    """``words`` before the script, where ``--tee`` may be a switch or have one of torchrun's values.
+
+    Such a value is read as one more switch; with 0, which shows nothing, there is none.
+    """
+    found: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name in ("-t", "--tee"):
+            following = next(rest, None) if not equals else value
+            is_value = following is not None and TEE_VALUE.fullmatch(following) is not None
+            if not (is_value and following == "0"):
+                found.append("--tee-all" if is_value else name)
+            if following is None or is_value:
+                continue
+            if equals:
+                raise click.UsageError(f"--tee {following!r} is not 0, 1, 2, 3 or a list such as 0:3,1:1.")
+            return [*found, *joined_tee([following, *rest], taking_values)]
+        found.append(word)
+        if not word.startswith("-") or word in ("-", "--"):
+            break
+        if not equals and dashes(word) in taking_values:
+            found += [one for one in (next(rest, None),) if one is not None]
+    return [*found, *rest]
+
+
 class LaunchCommand(click.Command):
     """A command whose help shows the options by topic."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        taking = {
+            dashes(word) for one in self.params for word in one.opts if not getattr(one, "is_flag", True)
+        }
+        return super().parse_args(ctx, joined_tee(args, taking))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         of = {param.name: param for param in self.get_params(ctx)}

@@ -33,6 +33,10 @@ SECTION_TABLES: dict[str, Table] = {
     "fsdp_config": {**fsdp.KEYS, **{fsdp.PREFIX + key: rule for key, rule in fsdp.KEYS.items()}},
     "deepspeed_config": DEEPSPEED_KEYS,
     sections.MPI_SECTION: sections.MPI_KEYS,
+    sections.DYNAMO_SECTION: {
+        **sections.DYNAMO_KEYS,
+        **{sections.DYNAMO_PREFIX + key: rule for key, rule in sections.DYNAMO_KEYS.items()},
+    },
     "parallelism_config": {
         **sections.LAYOUT_KEYS,
         **{sections.LAYOUT_PREFIX + key: rule for key, rule in sections.LAYOUT_KEYS.items()},

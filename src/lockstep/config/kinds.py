@@ -25,11 +25,14 @@ from lockstep.config.values import (
     parse_host,
     parse_integer,
     parse_interface,
+    parse_interval,
     parse_machines,
     parse_names,
     parse_pairs,
     parse_precision,
+    parse_rendezvous,
     parse_seconds,
+    parse_word,
     plain,
     refused,
     repr_short,
@@ -182,7 +185,7 @@ def _backend(value: object, origin: str) -> object:
     """The name of a backend of ``torch.compile``; in code any that torch knows there, or a function."""
     if callable(value):
         return value
-    word = str(value)
+    word = "no" if value is False else str(value)  # YAML reads an unquoted NO as false
     if word.upper() in DynamoBackend.list():
         return word.lower()
     from importlib.metadata import entry_points  # here, because workers seldom need it
@@ -190,16 +193,27 @@ def _backend(value: object, origin: str) -> object:
     registered = {point.name for point in entry_points(group="torch_dynamo_backends")}
     if not origin.startswith("Accelerator(") and word not in registered:
         known = [name.lower() for name in DynamoBackend.list()]
+        said = f"{origin}={plain(word)}" if origin else repr_short(word)
         raise ConfigError(
-            f"{origin}={plain(word)} is no backend of torch.compile.{suggestion(word, known)} Use one of "
-            f"{', '.join(sorted({*known, *registered}))}."
+            f"{said} is no backend of torch.compile.{suggestion(word, known)} Use one of "
+            f"{', '.join(sorted({*known, *registered}))}" + ("." if origin else "")
         )
     return word
+
+
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+def _compile_mode(value: object) -> str:
+    if value not in COMPILE_MODES:
+        raise ConfigError(f"{repr_short(value)} is not one of {', '.join(COMPILE_MODES)}")
+    return str(value)
 
 
 SWITCH = ValueKind(_truth, bool)
 PRECISION = ValueKind(_precision, PrecisionType, words=("no", "fp16", "bf16"), in_worker=parse_precision)
 SECONDS = _kind(parse_seconds, type=float, metavar="SECONDS")
+INTERVAL = _kind(parse_interval, type=float, metavar="SECONDS")
 HOST = _kind(parse_host, metavar="HOST")
 INTERFACE = _kind(parse_interface, metavar="NAME")
 GPUS = _kind(parse_gpus, metavar="GPUS")
@@ -212,6 +226,8 @@ PAIRS = _kind(
     metavar="KEY=VALUE",
     on_flag=lambda value: next(iter(parse_pairs(value).items())),
 )
+WORD = _kind(parse_word, metavar="NAME")
+RENDEZVOUS = _kind(parse_rendezvous, type=dict[str, float], metavar="KEY=SECONDS,...")
 ENDPOINT = _kind(parse_endpoint, metavar="HOST:PORT")
 MACHINES = replace(integer(1, MAX_MACHINES), bounds=None, metavar="N or MIN:MAX", on_flag=parse_machines)
 """A number; on a flag also the least and the most."""
@@ -223,4 +239,5 @@ PARALLEL = ValueKind(_parallel, metavar="WORDS", on_flag=_parallel_of_flag)
 OPTIMIZER = _section(readers.optimizer)
 SCHEDULER = _section(readers.scheduler)
 GRAD_SCALER = _section(readers.grad_scaler)
-COMPILER = ValueKind(_backend)
+COMPILER = ValueKind(_backend, metavar="NAME")
+COMPILE_MODE = _kind(_compile_mode, words=COMPILE_MODES)

@@ -74,6 +74,7 @@ class Options:
     - ``batch``: the batch sizes that were said; ``micro_batch_size``: rows that each process's batches must
       have, known after ``fit_to_world``; None: any.
     - ``watch``: look for hangs and stop signals; ``grace_s``: from such a signal to the end of the process.
+    - ``cpu_affinity``: run each process on the cores beside its GPU.
     - ``config_warnings``: what a configuration asks for in vain, to be said once by one process.
     """
 
@@ -102,6 +103,7 @@ class Options:
     parallelism_config: Any = None
     watch: bool = True
     grace_s: float = 30.0
+    cpu_affinity: bool = False
 
 
 def resolve_options(
@@ -157,6 +159,7 @@ def resolve_options(
             "parallel": parallel,
             "watch": watch,
             "dynamo_backend": dynamo_plugin.backend if dynamo_plugin is not None else dynamo_backend,
+            "dynamo_use_regional_compilation": getattr(dynamo_plugin, "use_regional_compilation", None),
         }
     )
     loaders = replace(dataloader_config or DataLoaderConfiguration())  # a copy: even_batches may be set later
@@ -190,15 +193,9 @@ def resolve_options(
         mixed_precision=precision_of(asked),
         cpu=settings["cpu"].value,
         parallel=parallel_of(asked),
-        compile_options=None
-        if settings["dynamo_backend"].value == "no"
-        else {
-            "backend": settings["dynamo_backend"].value,
-            **(dynamo_plugin.compile_options() if dynamo_plugin else {}),
-        },
+        compile_options=_compile_options(settings, dynamo_plugin),
         compile_blocks=settings["dynamo_backend"].value != "no"
-        and dynamo_plugin is not None
-        and bool(dynamo_plugin.use_regional_compilation),
+        and bool(settings["dynamo_use_regional_compilation"].value),
         accumulation=accumulation,
         loaders=loaders,
         project=project,
@@ -220,6 +217,7 @@ def resolve_options(
         parallelism_config=parallelism_config,
         watch=settings["watch"].value,
         grace_s=settings["grace"].value,
+        cpu_affinity=settings["cpu_affinity"].value,
     )
 
 
@@ -240,6 +238,21 @@ def fit_to_world(options: Options, world_size: int) -> Options:
         batch=batch,
         accumulation=replace(options.accumulation, num_steps=steps),
     )
+
+
+def _compile_options(
+    settings: Mapping[str, SettingValue], plugin: TorchDynamoPlugin | None
+) -> dict[str, Any] | None:
+    """Arguments of ``torch.compile``: what the plugin says, else the settings; None: models are left as they are."""
+    if settings["dynamo_backend"].value == "no":
+        return None
+    names = {"mode": "dynamo_mode", "fullgraph": "dynamo_use_fullgraph", "dynamic": "dynamo_use_dynamic"}
+    found = {name: settings[setting].value for name, setting in names.items()}
+    said = {name: value for name, value in found.items() if value is not None}
+    own = plugin.compile_options() if plugin is not None else {}
+    if "options" in own:  # which torch.compile takes only without a mode
+        said.pop("mode", None)
+    return {"backend": settings["dynamo_backend"].value, **said, **own}
 
 
 def _said_by_code(

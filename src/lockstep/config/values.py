@@ -17,6 +17,9 @@ FALSE_WORDS = frozenset({"0", "false", "f", "no", "n", "off"})
 MAX_PORT = 65535
 MAX_MACHINES = 100_000
 MAX_SECONDS = 10_000_000.0
+MAX_INTERVAL_S = 3600.0
+RENDEZVOUS_KEYS = ("join_timeout", "last_call_timeout")
+WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 PLAIN_NUMBER = re.compile(r"[0-9.]{1,20}(e[0-9+-]{1,4})?", re.ASCII)
 INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:@-]{0,14}")  # Linux allows 15 bytes
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
@@ -231,3 +234,41 @@ def parse_seconds(value: object) -> float:
     if not 0 <= number <= MAX_SECONDS:
         raise ConfigError(f"{repr_short(value)} is not a number of seconds from 0 to {MAX_SECONDS:.0f}")
     return number
+
+
+def parse_interval(value: object) -> float:
+    """A time between two looks, of more than 0 seconds and at most an hour; raises ConfigError."""
+    number = decimal_number(value)
+    if not 0 < number <= MAX_INTERVAL_S:
+        raise ConfigError(
+            f"{repr_short(value)} is not a number of seconds of more than 0 and at most {MAX_INTERVAL_S:.0f}"
+        )
+    return number
+
+
+def parse_word(value: object) -> str:
+    """A name of one line, as processes are called; raises ConfigError."""
+    if not isinstance(value, str) or not WORD.fullmatch(value):
+        raise ConfigError(f"{repr_short(value)} is not a name of letters, digits and ._- (at most 64)")
+    return value
+
+
+def parse_rendezvous(value: object) -> dict[str, float]:
+    """How long machines wait for each other: ``KEY=SECONDS,...`` or a mapping; raises ConfigError.
+
+    ``timeout`` is another name of ``join_timeout``, as in torchrun.
+    """
+    if isinstance(value, str):
+        value = [part for part in value.split(",") if part.strip()]
+    found: dict[str, float] = {}
+    for key, text in parse_pairs(value).items():
+        name = "join_timeout" if key == "timeout" else key
+        if name not in RENDEZVOUS_KEYS:
+            known = (*RENDEZVOUS_KEYS, "timeout")
+            raise ConfigError(f"{repr_short(key)} is not one of {', '.join(known)}")
+        seconds = parse_seconds(text)
+        if found.setdefault(name, seconds) != seconds:
+            raise ConfigError(
+                f"timeout and join_timeout are one time, but {found[name]:g} and {seconds:g} are given"
+            )
+    return found

@@ -14,6 +14,7 @@ from lockstep.launch.signals import Interrupted, Signals
 from lockstep.launch.workers import Starter, Workers
 from lockstep.runtime.exit_codes import PREEMPTED, of_signal
 
+# messages and signals are looked at so often; workers too, unless the plan says less often
 MONITOR_INTERVAL_S = 0.1
 # between the polite signal and SIGKILL; with it a launch is over within 2 s of its end being decided
 GRACE_S = 1.5
@@ -115,8 +116,9 @@ class Agent:
         give_up: float | None = None
         cause_limit: float | None = None
         stop_code: int | None = None
+        interval, next_look = self._plan.survival.monitor_interval_s, 0.0
         while True:
-            message = self._rendezvous.receive(MONITOR_INTERVAL_S)
+            message = self._rendezvous.receive(min(interval, MONITOR_INTERVAL_S))
             verb = verb_of(message)
             if message is not None and verb == "over":
                 return over_of(message)
@@ -134,8 +136,9 @@ class Agent:
             if not self._hosting and now >= next_states:
                 next_states = now + STATES_EVERY_S
                 self._rendezvous.show_states(states_of(workers.pids))
-            if told:
+            if told or now < next_look:
                 continue
+            next_look = now + interval if interval > MONITOR_INTERVAL_S else 0.0
             codes = workers.exit_codes()
             for local in sorted(codes.keys() - left):
                 left.add(local)

@@ -50,6 +50,8 @@ class CoordinatorServer:
             run=run,
             first=machine,
             now=time.monotonic(),
+            last_call_s=plan.survival.last_call_s,
+            join_limit_s=plan.survival.join_timeout_s,
         )
         watched = plan.survival.watch
         limits = WatchSettings(hang_timeout_s=plan.survival.hang_timeout_s)

@@ -94,7 +94,8 @@ def _run(
             own_address=meeting.own,
             store_port=plan.port or 0 if plan.num_machines == 1 else 0,
         )
-        rendezvous = Rendezvous(address, secret, identity, say, machine)
+        limit_s = plan.survival.join_timeout_s
+        rendezvous = Rendezvous(address, secret, identity, say, machine, coordinator_limit_s=limit_s)
         stack.callback(rendezvous.close)
 
         def interrupted(name: str, code: int) -> None:

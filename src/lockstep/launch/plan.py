@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +99,18 @@ class FaultPolicy:
     """What happens when something fails, hangs or is to stop.
 
     ``max_restarts``: rounds after a failure. ``hang_timeout_s``: how long a hang that was named may last.
-    ``grace_s``: from a stop signal to SIGKILL. ``watch``: whether workers are watched at all.
+    ``grace_s``: from a stop signal to SIGKILL. ``watch``: whether workers are watched at all. ``monitor_interval_s``:
+    between two looks at whether they run. ``join_timeout_s``: how long machines wait for each other, and
+    ``last_call_s``: for more of them once there are enough.
     """
 
     max_restarts: int = 0
     hang_timeout_s: float = 300.0
     grace_s: float = 30.0
     watch: bool = True
+    monitor_interval_s: float = 0.1
+    join_timeout_s: float = 900.0
+    last_call_s: float = 3.0
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,7 @@ class LaunchPlan:
     survival: FaultPolicy = field(default_factory=FaultPolicy)
     reach: Transport = field(default_factory=Transport)
     environment: Mapping[str, str] = field(default_factory=dict)
+    role: str = "default"
     log_dir: str | None = None
     tee: bool = False
     settings: Mapping[str, SettingValue] = field(default_factory=dict)
@@ -239,12 +245,25 @@ def make_plan(
         rdzv_backend=value["rdzv_backend"],
         interface=value["interface"],
         secret_file=value["secret_file"],
-        survival=FaultPolicy(restarts, value["hang_timeout"], value["grace"], value["watch"]),
+        survival=_survival(value, restarts),
         reach=reach,
         environment=_worker_environment(settings, threads),
+        role=value["role"],
         log_dir=log_dir,
         tee=tee,
         settings=shown,
+    )
+
+
+def _survival(value: Mapping[str, Any], restarts: int) -> FaultPolicy:
+    policy = FaultPolicy(
+        restarts, value["hang_timeout"], value["grace"], value["watch"], value["monitor_interval"]
+    )
+    waits = value["rdzv_conf"] or {}
+    return replace(
+        policy,
+        join_timeout_s=waits.get("join_timeout", policy.join_timeout_s),
+        last_call_s=waits.get("last_call_timeout", policy.last_call_s),
     )
 
 

@@ -61,7 +61,6 @@ class RankLogs(LogsSpecs):
         return destination
 
 
-ROLE = "default"
 # what torch's multiprocessing takes over, in a script that is a launcher itself
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 
@@ -73,6 +72,7 @@ class Workers:
         place: which ranks these are, and where they meet.
         environment: what they get beside the launcher's own, the same for all.
         restarts: what torch's variables say about restarts: (so far, at most).
+        role: what they find in ROLE_NAME.
     """
 
     def __init__(
@@ -84,16 +84,17 @@ class Workers:
         logs: RankLogs,
         run_id: str,
         max_restarts: int,
+        role: str = "default",
     ) -> None:
         self._logs = logs
         self.ranks = {local: place.base_rank + local for local in range(nproc)}
         environments = {
-            local: {**environment, **_place(local, nproc, place, run_id, max_restarts)}
+            local: {**environment, **_place(local, nproc, place, run_id, max_restarts), "ROLE_NAME": role}
             for local in self.ranks
         }
         logs.round = place.number
         self._context = start_processes(
-            name=ROLE,
+            name=role,
             entrypoint=sys.executable,
             args=dict.fromkeys(self.ranks, worker_arguments(command)),
             envs=environments,
@@ -170,6 +171,7 @@ class Starter:
             self._logs,
             run_id=self._launch_id,
             max_restarts=plan.survival.max_restarts,
+            role=plan.role,
         )
 
     def sweep(self) -> None:
@@ -189,7 +191,6 @@ def _place(local: int, nproc: int, place: Round, run_id: str, max_restarts: int)
         "LOCAL_WORLD_SIZE": str(nproc),
         "GROUP_RANK": str(place.group_rank),
         "GROUP_WORLD_SIZE": groups,
-        "ROLE_NAME": ROLE,
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": world,
         "MASTER_ADDR": place.address,

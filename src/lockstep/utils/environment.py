@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import functools
-import os
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lockstep.config.sources import inherited_environment, process_environment, restore_environment
+from lockstep.runtime.affinity import run_beside_gpu
 from lockstep.utils import clear_environment, patch_environment, str_to_bool
 
 __all__ = [
@@ -160,20 +159,11 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     """Let this process run only on the cores beside its GPU. Without CUDA, or where Linux does not say, nothing."""
     if not torch.cuda.is_available():
         return
-    gpu: Any = torch.cuda.get_device_properties(local_process_index)
-    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-    try:
-        node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
-        cores = Path(f"/sys/devices/system/node/node{max(0, node)}/cpulist").read_text()
-    except (OSError, ValueError):
+    cores = run_beside_gpu(local_process_index)
+    if not cores:
         return
-    chosen: set[int] = set()
-    for part in cores.strip().split(","):
-        first, _, last = part.partition("-")
-        chosen.update(range(int(first), int(last or first) + 1))
-    os.sched_setaffinity(0, chosen)
     if verbose or (verbose is None and parse_flag_from_env("ACCELERATE_DEBUG_MODE")):
-        warnings.warn(f"Process {local_process_index} runs on the cores {cores.strip()}.", stacklevel=2)
+        warnings.warn(f"Process {local_process_index} runs on the cores {cores}.", stacklevel=2)
 
 
 @functools.lru_cache

@@ -112,7 +112,7 @@ def test_every_key_of_accelerate_is_known() -> None:
         "main_training_function",
         "enable_cpu_affinity",
     ]
-    assert set(sections) <= {*OTHER_KEYS, *SECTIONS}
+    assert set(sections) <= {*OTHER_KEYS, *SECTIONS, *IN_FILES}
     for key in sections:
         assert read(TWO_PROCESSES.replace(f"{key}:", f"# {key}:") + f"{key}: null\n").num_processes == 2
 

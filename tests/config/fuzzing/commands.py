@@ -231,8 +231,11 @@ LAUNCH_FLAGS: dict[str, Pool] = {
     **{
         name: pool
         for name, pool in RUN.items()
-        if name not in ("optimizer", "scheduler", "grad_scaler", "micro_batch_size")
+        if name not in ("optimizer", "scheduler", "grad_scaler", "micro_batch_size", "rdzv_conf")
     },
+    "rdzv_conf": words(
+        {"join_timeout=60": ANY, "'timeout=9,last_call_timeout=0'": ANY}, "x", "a=1", "timeout=x"
+    ),
     "nproc": integers(1, 2, 8),
     "rdzv": words(
         {"10.0.0.1:29500": ANY, "'[::1]:29500'": ANY},
@@ -264,7 +267,10 @@ LAUNCH_FLAGS: dict[str, Pool] = {
     "cpu": RUN["use_cpu"],
 }
 del LAUNCH_FLAGS["use_cpu"]
-SWITCHES = ("slurm", "mpi", "cpu", "watch", "debug")
+SWITCHES = (
+    "slurm", "mpi", "cpu", "watch", "debug", "enable_cpu_affinity", "dynamo_use_fullgraph", "dynamo_use_dynamic",
+    "dynamo_use_regional_compilation",
+)  # fmt: skip
 
 # a command line that is right -> what it says
 LAUNCHES: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -297,6 +297,32 @@ RUN: dict[str, Pool] = {
         "{init_scale: .nan}",
     ),
     "num_cpu_threads_per_process": integers(1, 4),
+    "enable_cpu_affinity": TRUTHS,
+    "role": words({"trainer": "trainer", "a.b-c_1": "a.b-c_1"}, "'a b'", "''", "[a]", '"a\\nb"', "{a: 1}"),
+    "monitor_interval": words({"0.1": 0.1, "5": 5.0, "'2'": 2.0}, "0", "-1", ".inf", "soon", "[1]", "4000"),
+    "rdzv_conf": words(
+        {"{join_timeout: 60}": ANY, "'timeout=60,last_call_timeout=2'": ANY},
+        "x",
+        "{read_timeout: 1}",
+        "{join_timeout: -1}",
+        "{join_timeout: 1, timeout: 2}",
+        "[1]",
+        "7",
+    ),
+    "dynamo_backend": words(
+        {"inductor": "inductor", "INDUCTOR": "inductor", "'no'": "no"},
+        "indctor",
+        "'1'",
+        "[eager]",
+        "'a b'",
+        "{a: 1}",
+    ),
+    "dynamo_mode": words(
+        {"default": "default", "max-autotune": "max-autotune"}, "fast", "'1'", "[default]", "''"
+    ),
+    "dynamo_use_fullgraph": TRUTHS,
+    "dynamo_use_dynamic": TRUTHS,
+    "dynamo_use_regional_compilation": TRUTHS,
 }
 
 NOTHING = ("null", "", "~")
@@ -305,7 +331,6 @@ NOTHING = ("null", "", "~")
 ACCELERATE: dict[str, Pool] = {
     "compute_environment": words({"LOCAL_MACHINE": ANY}, "AMAZON_SAGEMAKER", "CLOUD", "[a]", "1"),
     "downcast_bf16": words({"'no'": ANY, "no": ANY}, "[1"),
-    "enable_cpu_affinity": words({"false": ANY, "true": "warned"}, "{"),
     "main_training_function": words({"main": ANY, "train": "warned"}, "}"),
     "same_network": words({"true": ANY}, "]"),
     "tpu_env": words({"[]": ANY}, "[!!python/name:os.system ]"),
@@ -313,7 +338,19 @@ ACCELERATE: dict[str, Pool] = {
     "tpu_use_sudo": words({"false": ANY}, "true"),
     "megatron_lm_config": words({"{}": ANY}, "{megatron_lm_tp_degree: 2}"),
     "fp8_config": words({"{}": ANY}, "{backend: TE}"),
-    "dynamo_config": words({"{}": ANY, "{dynamo_backend: 'NO'}": ANY}, "{dynamo_backend: INDUCTOR}"),
+    "dynamo_config": words(
+        {
+            "{}": ANY,
+            "{dynamo_backend: 'NO'}": ANY,
+            "{dynamo_backend: INDUCTOR, dynamo_use_dynamic: true}": ANY,
+            "{backend: eager, mode: max-autotune, use_fullgraph: false}": ANY,
+        },
+        "{dynamo_backend: INDUCTR}",
+        "{dynamo_mod: default}",
+        "{dynamo_mode: fast}",
+        "{dynamo_use_dynamic: maybe}",
+        "[1]",
+    ),
 }
 
 FSDP: dict[str, Pool] = {

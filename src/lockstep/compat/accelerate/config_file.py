@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from lockstep.compat.accelerate.sections import MPI_SECTION, from_layout, from_mpirun
+from lockstep.compat.accelerate.sections import (
+    DYNAMO_SECTION,
+    MPI_SECTION,
+    from_dynamo,
+    from_layout,
+    from_mpirun,
+)
 from lockstep.compat.deepspeed.section import from_deepspeed_section
 from lockstep.compat.fsdp.section import from_fsdp
 from lockstep.compat.rules import Translation, is_off
@@ -46,8 +52,6 @@ class Later(NamedTuple):
     instead: str = "Remove it, or leave it empty."
 
 
-COMPILED = "Remove it, and set LOCKSTEP_DYNAMO_BACKEND, or pass Accelerator(dynamo_backend=...)."
-
 OTHER_KEYS: dict[str, Ignored | Later] = {
     "downcast_bf16": Ignored("it concerns TPUs only"),
     "tpu_env": Ignored("it concerns TPUs only"),
@@ -56,15 +60,12 @@ OTHER_KEYS: dict[str, Ignored | Later] = {
     "tpu_vm": Ignored("it concerns TPUs only"),
     "commands": Ignored("it concerns TPU pods only"),
     "command_file": Ignored("it concerns TPU pods only"),
-    "enable_cpu_affinity": Ignored("processes are not pinned to cores; start them under numactl for that"),
     "main_training_function": Ignored("it concerns TPUs only"),
     "same_network": Ignored("every machine meets at main_process_ip"),
     "use_mps_device": Ignored("devices are found automatically"),
     "ipex_config": Ignored("torch itself now has these optimisations"),
     "megatron_lm_config": Later("Megatron-LM settings"),
     "fp8_config": Later("fp8 training"),
-    "dynamo_config": Later("compilation by a file", COMPILED),
-    "dynamo_backend": Later("compilation by a file", COMPILED),
     "tpu_use_cluster": Later("training on TPU pods"),
     "tpu_use_sudo": Later("training on TPU pods"),
 }
@@ -86,6 +87,7 @@ SECTIONS = {
     "deepspeed_config": ("sharding (DeepSpeed)", DistributedType.DEEPSPEED),
     "parallelism_config": ("a layout of ranks", None),
     MPI_SECTION: ("launching by mpirun", None),
+    DYNAMO_SECTION: ("compilation", None),
 }
 
 READERS: dict[str, Callable[[dict[str, object], str], Translation]] = {
@@ -93,6 +95,7 @@ READERS: dict[str, Callable[[dict[str, object], str], Translation]] = {
     "deepspeed_config": from_deepspeed_section,
     "parallelism_config": from_layout,
     MPI_SECTION: from_mpirun,
+    DYNAMO_SECTION: from_dynamo,
 }
 
 ACCELERATE_ONLY = ("compute_environment", "distributed_type")
@@ -215,6 +218,8 @@ def _spread(file: YamlFile, config: RunConfig) -> Translation:
         parts.append(from_layout(given["parallelism_config"], where, alone=not parts))
     if MPI_SECTION in given:
         parts.append(from_mpirun(given[MPI_SECTION], file.at(MPI_SECTION)))
+    if DYNAMO_SECTION in given:
+        parts.append(from_dynamo(given[DYNAMO_SECTION], file.at(DYNAMO_SECTION)))
     # Such a section asks for nothing, but a misspelt key may mean more.
     for key in written.keys() - given.keys():
         READERS[key](written[key], file.at(key))

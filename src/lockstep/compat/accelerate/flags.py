@@ -5,7 +5,7 @@ from __future__ import annotations
 from lockstep.compat.accelerate import sections
 from lockstep.compat.deepspeed import section as deepspeed
 from lockstep.compat.fsdp import section as fsdp
-from lockstep.compat.rules import Translation
+from lockstep.compat.rules import Translation, is_off
 from lockstep.config.merge import (
     joined_sources,
     merge_settings,
@@ -15,6 +15,7 @@ from lockstep.config.merge import (
 )
 from lockstep.config.settings import SETTINGS
 from lockstep.config.values import SettingValue
+from lockstep.errors import ConfigError
 
 FSDP_FLAGS = tuple(fsdp.PREFIX + key for key in fsdp.KEYS)
 DEEPSPEED_FLAGS = tuple(key for key in deepspeed.DEEPSPEED_KEYS if key not in SETTINGS)
@@ -24,7 +25,50 @@ FOREIGN_FLAGS = (*FSDP_FLAGS, *DEEPSPEED_FLAGS, *LAYOUT_FLAGS, *MPI_FLAGS)
 FOREIGN_SWITCHES = ("use_fsdp", "use_deepspeed", "use_parallelism_config")
 # Refused by name, not as unknown: what does not exist here yet.
 LATER_SWITCHES = {"use_megatron_lm": "Megatron-LM settings", "tpu": "training on TPUs"}
-UNUSED_SWITCHES = ("same_network", "quiet")
+UNUSED_SWITCHES = ("same_network", "quiet", "no_tpu_cluster")
+
+# What else is refused by name, unless it asks for nothing: (feature, what to do) -> options, with their defaults.
+_REFUSED: dict[tuple[str, str], str] = {
+    ("Megatron-LM settings", "Use --parallel, such as 'tp=2 pp=2', in its place."): """
+        megatron_lm_tp_degree=1 megatron_lm_pp_degree=1 megatron_lm_gradient_clipping=1.0 megatron_lm_use_custom_fsdp
+        megatron_lm_no_load_optim megatron_lm_eod_mask_loss megatron_lm_overlap_cpu_optimizer_d2h_h2d
+        megatron_lm_no_save_optim megatron_lm_optimizer_cpu_offload megatron_lm_use_precision_aware_optimizer
+        megatron_lm_decoder_last_pipeline_num_layers megatron_lm_num_micro_batches megatron_lm_sequence_parallelism
+        megatron_lm_recompute_activations megatron_lm_use_distributed_optimizer megatron_lm_recompute_granularity
+        megatron_lm_recompute_method megatron_lm_recompute_num_layers megatron_lm_attention_backend
+        megatron_lm_expert_model_parallel_size=1 megatron_lm_context_parallel_size=1 megatron_lm_attention_dropout
+        megatron_lm_hidden_dropout megatron_lm_attention_softmax_in_fp32 megatron_lm_expert_tensor_parallel_size=1
+        megatron_lm_calculate_per_token_loss megatron_lm_use_rotary_position_embeddings
+    """,
+    ("fp8 training", "Drop it, and use --mixed-precision bf16."): """
+        fp8_backend fp8_use_autocast_during_eval fp8_margin=0 fp8_interval=1 fp8_format=hybrid
+        fp8_amax_history_len=1024 fp8_amax_compute_algo=most_recent fp8_override_linear_precision=false,false,false
+        fp8_opt_level=o2 fp8_enable_fsdp_float8_all_gather=true fp8_pad_inner_dim=true
+    """,
+    ("training on TPUs", "Drop it."): """
+        tpu_cluster tpu_use_sudo vm env main_training_function=main downcast_bf16
+    """,
+    ("Amazon SageMaker", "Drop it, and start the script on the machines themselves."): """
+        aws_access_key_id aws_secret_access_key
+    """,
+}
+REFUSED = {
+    name: (what, instead, default)
+    for (what, instead), text in _REFUSED.items()
+    for name, _, default in (word.partition("=") for word in text.split())
+}
+"""Name -> what it asks for, what to do, and the value that asks for nothing."""
+REFUSED_SWITCHES = ("fp8_use_autocast_during_eval", "tpu_cluster", "tpu_use_sudo", "downcast_bf16")
+"""Of these the ones without a value."""
+
+
+def check_refused(options: dict[str, object]) -> None:
+    """Raise ConfigError where one of these options asks for something; its value, perhaps a key, is not shown."""
+    for name, (what, instead, default) in REFUSED.items():
+        value = options[name]
+        if is_off(value) or (default and str(value).lower() == default):
+            continue
+        raise ConfigError(f"--{name.replace('_', '-')} asks for {what}, which is not available. {instead}")
 
 
 def spread_settings(

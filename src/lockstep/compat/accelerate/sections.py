@@ -1,4 +1,4 @@
-"""The sections of Accelerate's YAML about ranks, in our settings: their layout, and that mpirun starts them."""
+"""The smaller sections of Accelerate's YAML in our settings: the layout of ranks, mpirun, and ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from lockstep.compat.deepspeed.section import file_name
 from lockstep.compat.rules import Detail, NoEffect, Table, Translation, Used, translate
 from lockstep.config import readers as read
+from lockstep.config.settings import SETTINGS
 from lockstep.config.values import SettingValue
 from lockstep.errors import ConfigError
 
@@ -28,6 +29,24 @@ def from_mpirun(section: Mapping[str, object], where: str) -> Translation:
     if "hostfile" not in found.settings:
         return found
     return Translation({**found.settings, "mpi": SettingValue(True, where)}, found.warnings, found.rows)
+
+
+DYNAMO_SECTION, DYNAMO_PREFIX = "dynamo_config", "dynamo_"
+DYNAMO_KEYS: Table = {
+    key.removeprefix(DYNAMO_PREFIX): Used(key, SETTINGS[key].kind.for_worker)
+    for key in SETTINGS
+    if key.startswith(DYNAMO_PREFIX)
+}
+
+
+def from_dynamo(section: Mapping[str, object], where: str) -> Translation:
+    """The section ``dynamo_config``: how ``torch.compile`` compiles; the prefix of its keys may be left out.
+
+    Raises:
+        ConfigError: a key is unknown, or has a value that is not allowed.
+    """
+    table = {**DYNAMO_KEYS, **{DYNAMO_PREFIX + key: rule for key, rule in DYNAMO_KEYS.items()}}
+    return translate(table, section, where)
 
 
 LAYOUT_PREFIX = "parallelism_config_"

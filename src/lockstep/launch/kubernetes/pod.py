@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.launch.kubernetes.options import KubernetesOptions
-from lockstep.launch.plan import LaunchPlan
+from lockstep.launch.plan import FaultPolicy, LaunchPlan
 from lockstep.runtime.exit_codes import PREEMPTED
 
 PORT = 29500
@@ -49,6 +49,14 @@ def arguments(plan: LaunchPlan, machine: PodMachine) -> list[str]:
     words += ["--max-restarts", str(survival.max_restarts), "--grace", _seconds(survival.grace_s)]
     words += ["--hang-timeout", _seconds(survival.hang_timeout_s)]
     words += [] if survival.watch else ["--no-watch"]
+    usual = FaultPolicy()
+    if survival.monitor_interval_s != usual.monitor_interval_s:
+        words += ["--monitor-interval", _seconds(survival.monitor_interval_s)]
+    waits = (survival.join_timeout_s, survival.last_call_s)
+    if waits != (usual.join_timeout_s, usual.last_call_s):
+        words += ["--rdzv-conf", f"join_timeout={_seconds(waits[0])},last_call_timeout={_seconds(waits[1])}"]
+    if plan.role != LaunchPlan.role:
+        words += ["--role", plan.role]
     if plan.interface is not None:
         words += ["--interface", plan.interface]
     if plan.log_dir is not None:
