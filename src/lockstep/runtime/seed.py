@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -162,6 +163,16 @@ def _numpy_state() -> dict[str, object]:
         "numpy.has_gauss": int(state["has_gauss"]),
         "numpy.gauss": float(state["gauss"]),
     }
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """All generators are afterwards as they were: what runs inside draws numbers that nobody misses."""
+    state = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)
 
 
 def _read(state: Mapping[str, object], key: str) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -326,3 +328,22 @@ def test_a_given_plan_is_rehearsed() -> None:
     message = "'inner.0' cannot be split as tp_plan says, because its features depend on each other"
     with pytest.raises(UsageError, match=message):
         make_plan(fragments.make_model("softmax of hidden"), 2, TensorOptions(plan=plan))
+
+
+def test_a_plan_leaves_all_generators_as_they_were() -> None:
+    class Drawing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            factor = 1 + random.random() + float(np.random.rand())
+            return self.down(self.up(x) * factor) + torch.randn(8)
+
+    model = Drawing()
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    plan = make_plan(model, 2, TensorOptions(plan="infer"))
+    assert plan.styles == {"up": "colwise", "down": "rowwise"}
+    assert random.getstate() == before[0]
+    assert str(np.random.get_state()) == str(before[1])
+    assert torch.equal(torch.get_rng_state(), before[2])

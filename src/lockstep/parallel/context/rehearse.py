@@ -22,7 +22,7 @@ from lockstep.model.contents import saved
 from lockstep.parallel.context.arguments import sequence_dim
 from lockstep.parallel.context.checks import InBlock
 from lockstep.parallel.determinism import WithoutChance, numbers, without_constants, without_dropout
-from lockstep.runtime.seed import rng_state, set_rng_state
+from lockstep.runtime.seed import generators_kept
 from lockstep.torch_internals import kernels
 from lockstep.torch_internals import modules as torch_modules
 
@@ -206,7 +206,6 @@ def _first_difference(whole: _Run, halves: list[_Run], half: int) -> str:
 def _left_as_it_was(module: nn.Module) -> Iterator[None]:
     """In its own mode, but without chance; then random numbers, buffers and what forwards keep are put back."""
     modules: list[Any] = list(module.modules())
-    generators = rng_state()
     kept = [(inner, dict(vars(inner))) for inner in modules]
     contents = [
         saved(value)
@@ -223,7 +222,12 @@ def _left_as_it_was(module: nn.Module) -> Iterator[None]:
             torch_modules.replace_forward_hooks(inner)  # nobody is to see these calls
             if hasattr(inner, "capacity_factor"):
                 inner.capacity_factor = None  # an expert's room depends on the number of positions
-        with without_constants(module.parameters()), without_dropout(modules), WithoutChance():
+        with (
+            generators_kept(),
+            without_constants(module.parameters()),
+            without_dropout(modules),
+            WithoutChance(),
+        ):
             yield
     finally:
         for inner, before in kept:
@@ -236,4 +240,3 @@ def _left_as_it_was(module: nn.Module) -> Iterator[None]:
         for restore in (*buffers, *contents):
             if restore is not None:
                 restore()
-        set_rng_state(generators)

@@ -33,8 +33,8 @@ from lockstep.parallel.pipeline.rows import (
     said,
 )
 from lockstep.parallel.pipeline.settings import Settings, settings_of_call
-from lockstep.parallel.pipeline.state import untouched_generators
 from lockstep.parallel.pipeline.undecided import Edge, Place, Undecided
+from lockstep.runtime.seed import generators_kept
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ class Derivation:
             whole = self._whole_plan(plan)
         modules = dict(self._module.named_modules())
         own = {id(p): p for _, m in stages.layout.own_modules() for p in m.parameters()}.values()
-        with untouched_generators(stages.device), without_chance(modules):
+        with generators_kept(), without_chance(modules):
             with without_constants(own):
                 rehearsal.run(whole, has_numbers)
             undecided = self._still_undecided(rehearsal)

@@ -32,6 +32,7 @@ from lockstep.parallel.pipeline.segment import (
 )
 from lockstep.parallel.pipeline.state import restored
 from lockstep.parallel.pipeline.trace import RECEIVED, Traced, Tracer, storage_of
+from lockstep.runtime.seed import generators_kept
 from lockstep.torch_internals.fake import quiet
 
 Signature = tuple[Any, ...]
@@ -169,8 +170,6 @@ def _run(
     blocks = {name: _Traced(tracer, name, block.copy) for name, block in layout.blocks.items()}
     for module in [*(part.copy for part in layout.parts.values()), *blocks.values()]:
         module.train(model.training)
-    devices = {leaf.device for leaf in leaves(call.tree).values() if isinstance(leaf, Tensor)}
-    cuda = [device for device in devices if device.type == "cuda"]
 
     def forward() -> Any:
         output = model(*call.args, **call.kwargs)
@@ -181,7 +180,7 @@ def _run(
     with (
         restored(inner),
         changed(layout.without_values(blocks)),
-        torch.random.fork_rng(cuda),
+        generators_kept(),
         torch.enable_grad(),
     ):
         return tracer.run(forward)

@@ -251,13 +251,6 @@ def untouched(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
                 del vars(module)[key]
 
 
-@contextmanager
-def untouched_generators(device: torch.device) -> Iterator[None]:
-    """Random numbers are as before afterwards."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-
-
 def _copied(value: object) -> object:
     return value.detach().clone() if isinstance(value, Tensor) else value
 

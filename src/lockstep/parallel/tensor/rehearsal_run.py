@@ -15,6 +15,7 @@ from lockstep.parallel.tensor.communication import part_of_pieces
 from lockstep.parallel.tensor.operands import RankFeatures, unmarked
 from lockstep.parallel.tensor.plan import PACKED, features
 from lockstep.parallel.tensor.width import ReportedWidth
+from lockstep.runtime.seed import generators_kept
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals.autograd import FunctionContext
 
@@ -151,7 +152,7 @@ def forward_of_part(rehearsal: Any, attributes: Mapping[str, int], example: Exam
     if example.argument is not None:
         keywords[example.argument[0]] = part("argument", keywords[example.argument[0]])
     try:
-        with torch.random.fork_rng([x.device] if x.is_cuda else []), torch.enable_grad():
+        with generators_kept(), torch.enable_grad():
             torch.manual_seed(0)  # each run draws the same
             returned = module(x, **keywords)
     except Exception as error:
