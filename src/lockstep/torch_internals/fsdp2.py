@@ -72,6 +72,23 @@ def is_in_forward(root: Any) -> bool:
     return bool(root._get_fsdp_state()._training_state.name == "FORWARD")
 
 
+def pre_forward(
+    root: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Begin a forward of the sharded model with something else than its own ``forward``; (args, kwargs) for that.
+
+    Relies on: ``_pre_forward`` and ``_post_forward`` may stand around any code, as torch's own
+    ``register_fsdp_forward_method`` puts them around methods; forwards of the model inside change nothing.
+    """
+    args, kwargs = root._get_fsdp_state()._pre_forward(module, args, kwargs)
+    return args, kwargs
+
+
+def post_forward(root: Any, module: nn.Module, args: object, output: object) -> object:
+    """End what ``pre_forward`` began; the output, with torch's hooks for backward."""
+    return root._get_fsdp_state()._post_forward(module, args, output)
+
+
 def all_gather_group(group: FSDPParamGroup) -> Any:
     """The process group over which weights are gathered; None if they are not sharded.
 

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm.dtensor import local
+from lockstep.comm.tree import leaves
 from lockstep.errors import UsageError
 from lockstep.offload.files.parameters import OffloadedParameters
 from lockstep.parallel.changed import SameParameters
+from lockstep.parallel.zero.calls import OtherCalls
 from lockstep.parallel.zero.gathered_edits import ChangesByHand
 from lockstep.parallel.zero.skipped import SkippedBlocks
 from lockstep.parallel.zero.unused import UnusedParameters
@@ -72,6 +74,7 @@ class Sharding:
         self.by_hand.cleared = self.unused.forget
         self.skipped = SkippedBlocks(groups[1:], self.unused.passed)
         self._same = SameParameters(self._root, self.parameter_groups(), parallel)
+        self.calls = OtherCalls(groups, self.before_call, self.after_call)
 
     @property
     def modules(self) -> list[Any]:
@@ -146,6 +149,12 @@ class Sharding:
             group.reshard()
 
     def before_forward(self, *_: object) -> None:
+        """The model itself is called. Raises as ``before_call``. Collective."""
+        if not self.calls.is_open:
+            self.before_call()
+        self.skipped.forward_begins()
+
+    def before_call(self) -> None:
         """Give all ranks rank 0's buffers, as DDP does; not inside a window. Collective.
 
         Raises:
@@ -163,7 +172,6 @@ class Sharding:
             if not self._steps_in_background and self.by_hand.shards_changed():
                 self.reshard()  # a script has written to what an optimizer holds
         self._check_changes()
-        self.skipped.forward_begins()
         if self._buffers and not self._is_held_back:
             self._broadcast_buffers()
 
@@ -174,9 +182,20 @@ class Sharding:
         Called after a forward that raised, too.
         """
         self.skipped.leave()
+        if self.calls.is_open:
+            return
         if fsdp2.is_in_forward(self._root):  # torch did not see its end
             self.recover()
         elif not torch.is_grad_enabled():
+            self.reshard()
+
+    def after_call(self, output: object) -> None:
+        """As ``after_forward``, of another method or an inner module that was called by itself."""
+        if fsdp2.is_in_forward(self._root):
+            self.recover()
+        elif not any(
+            isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves(output).values()
+        ):
             self.reshard()
 
     def recover(self) -> None:

@@ -1,0 +1,214 @@
+"""A script as diffusers' example of unconditional training is: accelerate by hand, averaged weights, save hooks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import diffusers
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.logging import get_logger
+from accelerate.utils import ProjectConfiguration, set_seed
+from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
+from diffusers.optimization import get_scheduler
+from diffusers.training_utils import EMAModel
+from packaging import version
+
+from cell import Result, cell, main
+
+logger = get_logger(__name__, log_level="INFO")
+
+
+class Images(torch.utils.data.Dataset):
+    def __init__(self, count: int) -> None:
+        self.rows = torch.rand(count, 3, 8, 8, generator=torch.Generator().manual_seed(1)) * 2 - 1
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input": self.rows[index]}
+
+
+def unet() -> UNet2DModel:
+    return UNet2DModel(
+        sample_size=8,
+        in_channels=3,
+        out_channels=3,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=8,
+    )
+
+
+def train(
+    folder: Path,
+    epochs: int = 3,
+    use_ema: bool = True,
+    checkpointing_steps: int = 5,
+    resume: str | None = None,
+    stop_after: int | None = None,
+    sample: bool = False,
+) -> Result:
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=2,
+        log_with="tensorboard",
+        project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "logs")),
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=7200))],
+    )
+    set_seed(0)
+    # What the example does: checkpoints of the model's own format, beside the optimizer's.
+    if version.parse(accelerate.__version__) >= version.parse("0.16.0"):
+
+        def save_model_hook(models: list[Any], weights: list[Any], output_dir: str) -> None:
+            if accelerator.is_main_process:
+                if use_ema:
+                    ema_model.save_pretrained(os.path.join(output_dir, "unet_ema"))
+                for model in models:
+                    model.save_pretrained(os.path.join(output_dir, "unet"))
+                    weights.pop()
+
+        def load_model_hook(models: list[Any], input_dir: str) -> None:
+            if use_ema:
+                load_model = EMAModel.from_pretrained(os.path.join(input_dir, "unet_ema"), UNet2DModel)
+                ema_model.load_state_dict(load_model.state_dict())
+                ema_model.to(accelerator.device)
+                del load_model
+            for _ in range(len(models)):
+                model = models.pop()
+                load_model = UNet2DModel.from_pretrained(input_dir, subfolder="unet")
+                model.register_to_config(**load_model.config)
+                model.load_state_dict(load_model.state_dict())
+                del load_model
+
+        accelerator.register_save_state_pre_hook(save_model_hook)
+        accelerator.register_load_state_pre_hook(load_model_hook)
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    diffusers.utils.logging.set_verbosity_error()
+    if accelerator.is_main_process:
+        os.makedirs(folder, exist_ok=True)
+    model = unet()
+    if use_ema:
+        ema_model = EMAModel(
+            model.parameters(),
+            decay=0.9,
+            use_ema_warmup=True,
+            inv_gamma=1.0,
+            power=0.75,
+            model_cls=UNet2DModel,
+            model_config=model.config,
+        )
+    noise_scheduler = DDPMScheduler(num_train_timesteps=20, beta_schedule="linear")
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=(0.95, 0.999), weight_decay=1e-6, eps=1e-8
+    )
+    dataset = Images(48)
+    train_dataloader = torch.utils.data.DataLoader(dataset, batch_size=4, shuffle=True, num_workers=0)
+    lr_scheduler = get_scheduler(
+        "cosine", optimizer=optimizer, num_warmup_steps=2, num_training_steps=len(train_dataloader) * epochs
+    )
+    model, optimizer, train_dataloader, lr_scheduler = accelerator.prepare(
+        model, optimizer, train_dataloader, lr_scheduler
+    )
+    if use_ema:
+        ema_model.to(accelerator.device)
+    if accelerator.is_main_process:
+        accelerator.init_trackers("train_unconditional")
+    num_update_steps_per_epoch = math.ceil(len(train_dataloader) / accelerator.gradient_accumulation_steps)
+    global_step = first_epoch = resume_step = 0
+    if resume:
+        accelerator.load_state(resume)
+        global_step = int(os.path.basename(resume).split("-")[1])
+        resume_global_step = global_step * accelerator.gradient_accumulation_steps
+        first_epoch = global_step // num_update_steps_per_epoch
+        resume_step = resume_global_step % (
+            num_update_steps_per_epoch * accelerator.gradient_accumulation_steps
+        )
+    logs: list[dict[str, Any]] = []
+    for epoch in range(first_epoch, epochs):
+        model.train()
+        for step, batch in enumerate(train_dataloader):
+            if resume and epoch == first_epoch and step < resume_step:
+                continue
+            clean_images = batch["input"]
+            # The example draws noise from the global generator; here it follows from the data, so that runs that
+            # were resumed, or have other numbers of processes, are comparable.
+            own = torch.Generator().manual_seed(int(clean_images.abs().sum() * 1000) % 2**31)
+            noise = torch.randn(clean_images.shape, generator=own)
+            timesteps = torch.randint(0, 20, (clean_images.shape[0],), generator=own).long()
+            noisy_images = noise_scheduler.add_noise(clean_images, noise, timesteps)
+            with accelerator.accumulate(model):
+                model_output = model(noisy_images, timesteps).sample
+                loss = F.mse_loss(model_output.float(), noise.float())
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                lr_scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                if use_ema:
+                    ema_model.step(model.parameters())
+                global_step += 1
+                if checkpointing_steps and global_step % checkpointing_steps == 0:
+                    if accelerator.is_main_process or accelerator.num_processes > 1:
+                        accelerator.save_state(str(folder / f"checkpoint-{global_step}"))
+            mean = accelerator.reduce(loss.detach(), reduction="mean")
+            logs.append({"loss": mean.item(), "lr": lr_scheduler.get_last_lr()[0], "step": global_step})
+            accelerator.log(logs[-1], step=global_step)
+            if stop_after == global_step:
+                break
+        accelerator.wait_for_everyone()
+        if stop_after == global_step:
+            break
+    unwrapped = accelerator.unwrap_model(model)
+    if sample and accelerator.is_main_process:
+        if use_ema:
+            ema_model.store(unwrapped.parameters())
+            ema_model.copy_to(unwrapped.parameters())
+        pipeline = DDPMPipeline(unet=unwrapped, scheduler=noise_scheduler)
+        images = pipeline(
+            generator=torch.Generator().manual_seed(0), batch_size=2, num_inference_steps=3, output_type="np"
+        ).images
+        logs.append({"images": float(images.sum())})
+        pipeline.save_pretrained(folder / "pipeline")
+        if use_ema:
+            ema_model.restore(unwrapped.parameters())
+    weights = accelerator.get_state_dict(model)
+    if use_ema:
+        weights = {**weights, **{f"ema.{i}": p for i, p in enumerate(ema_model.shadow_params)}}
+    accelerator.end_training()
+    return logs, weights
+
+
+@cell
+def unconditional(folder: Path) -> Result:
+    """Leaves ``checkpoint-5``, 10 and 15."""
+    return train(folder, sample=True)
+
+
+@cell
+def unconditional_resumed(folder: Path) -> Result:
+    """Goes on inside of the second epoch, from the checkpoint that ``unconditional`` left."""
+    origin = Path(os.environ.get("CELLS_FROM", folder.parent / folder.name.replace("_resumed", "")))
+    return train(folder, resume=str(origin / "checkpoint-10"))
+
+
+@cell
+def without_average(folder: Path) -> Result:
+    return train(folder, use_ema=False)
+
+
+if __name__ == "__main__":
+    main()

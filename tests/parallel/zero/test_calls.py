@@ -1,0 +1,20 @@
+"""A sharded model is used in other ways than by calling it."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel.zero import calls
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_methods_and_inner_modules_compute_and_train_as_the_whole_model_does(
+    run_distributed, stage: int
+) -> None:
+    assert run_distributed(calls.problems, 2, stage) == [[]] * 2
+
+
+def test_what_computes_without_a_tensor_is_refused_with_what_to_call(run_distributed) -> None:
+    for numel, refused, raised, right in run_distributed(calls.others, 2):
+        assert (numel, raised, right) == (True, "on purpose", True)
+        assert "register_fsdp_forward_method(model, 'draw')" in refused
