@@ -267,6 +267,21 @@ def test_what_a_hook_leaves_of_the_weights_is_what_is_saved(run_distributed, tmp
     assert run_distributed(altered, 2, str(tmp_path / "state")) == [0, 0]
 
 
+def drawn_by_a_hook(directory: str) -> bool:
+    """Whether what is drawn after a load is what was drawn after the save."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 2))
+    accelerator.register_save_state_pre_hook(lambda models, weights, output: nn.Linear(5, 5))
+    accelerator.save_state(directory)
+    after = torch.rand(3)
+    accelerator.load_state(directory)
+    return torch.equal(torch.rand(3), after)
+
+
+def test_random_numbers_go_on_behind_those_that_a_hook_draws(run_distributed, tmp_path: Path) -> None:
+    assert run_distributed(drawn_by_a_hook, 1, str(tmp_path / "state")) == [True]
+
+
 def refused(kind: str, directory: str) -> str:
     accelerator = Accelerator(cpu=True)
     plain = nn.Linear(3, 2)

@@ -15,9 +15,10 @@ that was saved before is touched.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ from lockstep.checkpoint.global_state import (
     split_divergent_state,
 )
 from lockstep.checkpoint.planner import SavePlan
-from lockstep.checkpoint.state import RankState, collect
+from lockstep.checkpoint.state import RankState, collect, collect_random
 from lockstep.checkpoint.writer import StagedState, Writer, now
 from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.comm.dtensor import whole
@@ -107,6 +108,7 @@ def save(
             weights = whole(shards)
             with raise_on_all_ranks(communicator):
                 _run_hooks(checkpointer.hooks.save.values(), contents, weights, state, area.path)
+                collect_random(state, rank)  # a hook that builds a model draws its weights
 
         # Where machines share no file system: every shard of everything, to all ranks of its mesh.
         if checkpointer.project.save_on_each_node and len(group.ranks) < communicator.world_size:
@@ -227,10 +229,24 @@ def _run_hooks(
 ) -> None:
     """Hooks see whole weights, and what they leave of them is what is saved."""
     left = list(weights)
-    for hook in list(hooks):
-        hook(list(contents.models), left, staging)
+    with _as_whole_models(contents, weights):
+        for hook in list(hooks):
+            hook(list(contents.models), left, staging)
     for number, of_model in enumerate(weights):
         state.replace_model(number, of_model if any(of_model is kept for kept in left) else None)
+
+
+@contextmanager
+def _as_whole_models(contents: CheckpointContents, weights: list[dict[str, object]]) -> Iterator[None]:
+    """Inside, ``state_dict`` of a model gives the weights that were gathered: one rank may save them alone."""
+    with ExitStack() as handles:
+        for model, gathered in zip(contents.models, weights, strict=True):
+            handles.callback(model.register_state_dict_post_hook(partial(_show, dict(gathered))).remove)
+        yield
+
+
+def _show(gathered: dict[str, object], _: object, state: dict[str, object], prefix: str, *__: object) -> None:
+    state.update({prefix + name: tensor for name, tensor in gathered.items() if prefix + name in state})
 
 
 def _refuse_url(writer: Writer) -> None:

@@ -80,7 +80,7 @@ def collect(contents: CheckpointContents, rank: int) -> RankState:
             )
     for name, item in contents.stateful(*COMMON):
         found.common[name] = encode(item.state_dict(), found.tensors, name)
-    found.own = {"rng": encode(rng_state(), found.of_rank, f"rank.{rank}.rng")}
+    collect_random(found, rank)
     if contents.place is not None:
         found.own["place"] = asdict(contents.place)
     if contents.whole:  # as are the gradients of some blocks
@@ -95,6 +95,11 @@ def collect(contents: CheckpointContents, rank: int) -> RankState:
                 f"{name} is on the meta device and has no elements. Give it some before it is saved."
             )
     return found
+
+
+def collect_random(found: RankState, rank: int) -> None:
+    """Where this rank's generators of random numbers stand now."""
+    found.own["rng"] = encode(rng_state(), found.of_rank, f"rank.{rank}.rng")
 
 
 def _collect_of_rank(item: Any, name: str, rank: int, found: RankState) -> object:

@@ -40,6 +40,18 @@ CHANGING = (
 """Operators that change a tensor: maybe a plain one by a DTensor (scalar parameters are never sharded), or a copy of a
 part of a DTensor, where plain torch would have a view."""
 
+BESIDE_IN_PLACE = (
+    *(aten._foreach_add_.List, aten._foreach_sub_.List, aten._foreach_mul_.List),
+    *(aten._foreach_lerp_.Scalar, aten._foreach_lerp_.List),
+)
+BESIDE = (
+    *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.lerp.Scalar, aten.lerp.Tensor),
+    *(aten._foreach_add.List, aten._foreach_sub.List, aten._foreach_mul.List),
+    *(aten._foreach_lerp.Scalar, aten._foreach_lerp.List, aten._foreach_copy_.default),
+    *BESIDE_IN_PLACE,
+)
+"""What averages of weights are computed with: maybe whole ones, made before the model was sharded, beside shards."""
+
 VIEWS = ("select", "narrow", "diagonal", "unbind", "split", "chunk", "view")
 """Methods whose results are parts of the tensor itself in plain torch."""
 
@@ -59,8 +71,12 @@ def behave_like_plain(shard_like: Sharded) -> LostChanges:
     draw for its part. Collective.
 
     ``tensor[...] = value`` and ``tensor.data = value`` change it, the first by gathering it: in torch's DTensors they
-    change a copy, or nothing. A plain tensor may be changed by a DTensor in place. The object that is returned knows
-    whether a script changes copies of parts, as by ``tensor[0].zero_()``.
+    change a copy, or nothing. A plain tensor may be changed by a DTensor in place, and a DTensor be copied from a whole
+    tensor, of which each rank takes its part. The object that is returned knows whether a script changes copies of
+    parts, as by ``tensor[0].zero_()``.
+
+    Where no gradient is asked for, a whole tensor beside a DTensor of its shape, as in averages of weights, gives a
+    whole tensor: the DTensor is gathered. Collective.
 
     Args:
         shard_like: Gives of a whole tensor, which every rank has, this rank's part as a DTensor laid out as another.
@@ -78,7 +94,9 @@ def behave_like_plain(shard_like: Sharded) -> LostChanges:
         handlers[operator] = functools.partial(_draw_like, shard_like)
     lost = LostChanges()
     for operator in CHANGING:
-        handlers[operator] = functools.partial(_change, handlers, lost)
+        handlers[operator] = functools.partial(_change, shard_like, handlers, lost)
+    for operator in BESIDE:
+        handlers[operator] = functools.partial(_beside, shard_like, handlers)
     kind: Any = DTensor
     data = kind.data
     kind.data = property(
@@ -115,13 +133,53 @@ def _draw_like(shard_like: Sharded, op: Any, args: tuple[Any, ...], kwargs: dict
     return shard_like(_of_first(whole, like), like)
 
 
+def _beside(
+    shard_like: Sharded, handlers: dict[Any, Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> object:
+    from torch.distributed.tensor import DTensor
+
+    if op is aten._foreach_copy_.default:  # torch has no strategy for it
+        for target, source in zip(args[0], args[1], strict=True):
+            target.copy_(source)
+        return None
+    given = [one for arg in args for one in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    tensors = [one for one in given if isinstance(one, torch.Tensor)]
+    sharded = [one for one in tensors if isinstance(one, DTensor)]
+    whole = [one for one in tensors if not isinstance(one, DTensor) and one.dim() > 0]
+    asks = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+    if not whole or asks or not {one.shape for one in whole} <= {one.shape for one in sharded}:
+        return _as_torch(handlers, op, args, kwargs)
+    if op in BESIDE_IN_PLACE and any(isinstance(one, DTensor) for one in args[0]):
+        return _as_torch(handlers, op, args, kwargs)
+    whole_args = [[*map(_whole, arg)] if isinstance(arg, (list, tuple)) else _whole(arg) for arg in args]
+    return op(*whole_args, **kwargs)
+
+
+def _as_torch(handlers: dict[Any, Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """What torch would have done."""
+    handler = handlers.pop(op)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = handler
+
+
 def _change(
-    handlers: dict[object, object], lost: LostChanges, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    shard_like: Sharded,
+    handlers: dict[Any, Any],
+    lost: LostChanges,
+    op: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> object:
     from torch.distributed.tensor import DTensor
 
     if not isinstance(args[0], DTensor):
         return op(*map(_whole, args), **{name: _whole(value) for name, value in kwargs.items()})
+    if op is aten.copy_.default and not isinstance(args[1], DTensor) and args[1].shape == args[0].shape:
+        lost.changes(args[0])
+        args[0]._local_tensor.copy_(shard_like(args[1], args[0])._local_tensor)
+        return args[0]
     for other in args[1:]:
         if isinstance(other, torch.Tensor) and not isinstance(other, DTensor) and other.numel() > 1:
             raise UsageError(
@@ -131,11 +189,7 @@ def _change(
                 "p.data = p.full_tensor() + other."
             )
     lost.changes(args[0])
-    handler = handlers.pop(op)  # so that torch does what it would have done
-    try:
-        return op(*args, **kwargs)
-    finally:
-        handlers[op] = handler
+    return _as_torch(handlers, op, args, kwargs)
 
 
 def _data(lost: LostChanges, in_torch: Callable[[object], object], tensor: torch.Tensor) -> object:

@@ -84,6 +84,13 @@ def trained(trainer: Any) -> Result:
     return trainer.state.log_history, trainer.accelerator.get_state_dict(trainer.model)
 
 
+def save_once(save: Callable[[], object]) -> None:
+    """Call this on the main process, and let the others wait for it."""
+    if PartialState().is_main_process:
+        save()
+    PartialState().wait_for_everyone()
+
+
 def sentences(count: int, shortest: int, longest: int, seed: int) -> list[str]:
     source = random.Random(seed)
     return [

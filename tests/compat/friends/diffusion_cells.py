@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.logging import get_logger
 from accelerate.utils import ProjectConfiguration, set_seed
+from cell import Result, cell, main
 from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from packaging import version
-
-from cell import Result, cell, main
 
 logger = get_logger(__name__, log_level="INFO")
 
@@ -53,7 +52,7 @@ def unet() -> UNet2DModel:
 
 def train(
     folder: Path,
-    epochs: int = 3,
+    epochs: int = 2,
     use_ema: bool = True,
     checkpointing_steps: int = 5,
     resume: str | None = None,
@@ -113,7 +112,7 @@ def train(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-3, betas=(0.95, 0.999), weight_decay=1e-6, eps=1e-8
     )
-    dataset = Images(48)
+    dataset = Images(96)
     train_dataloader = torch.utils.data.DataLoader(dataset, batch_size=4, shuffle=True, num_workers=0)
     lr_scheduler = get_scheduler(
         "cosine", optimizer=optimizer, num_warmup_steps=2, num_training_steps=len(train_dataloader) * epochs
@@ -162,8 +161,7 @@ def train(
                     ema_model.step(model.parameters())
                 global_step += 1
                 if checkpointing_steps and global_step % checkpointing_steps == 0:
-                    if accelerator.is_main_process or accelerator.num_processes > 1:
-                        accelerator.save_state(str(folder / f"checkpoint-{global_step}"))
+                    accelerator.save_state(str(folder / f"checkpoint-{global_step}"))
             mean = accelerator.reduce(loss.detach(), reduction="mean")
             logs.append({"loss": mean.item(), "lr": lr_scheduler.get_last_lr()[0], "step": global_step})
             accelerator.log(logs[-1], step=global_step)
@@ -173,7 +171,7 @@ def train(
         if stop_after == global_step:
             break
     unwrapped = accelerator.unwrap_model(model)
-    if sample and accelerator.is_main_process:
+    if sample:  # on all processes, where the example has the main one alone: a sharded model computes on all
         if use_ema:
             ema_model.store(unwrapped.parameters())
             ema_model.copy_to(unwrapped.parameters())
@@ -182,7 +180,6 @@ def train(
             generator=torch.Generator().manual_seed(0), batch_size=2, num_inference_steps=3, output_type="np"
         ).images
         logs.append({"images": float(images.sum())})
-        pipeline.save_pretrained(folder / "pipeline")
         if use_ema:
             ema_model.restore(unwrapped.parameters())
     weights = accelerator.get_state_dict(model)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from cell import Result, cell, main, quiet, save_once, sentences, tokenizer, trained
 from datasets import Dataset
 from sentence_transformers import (
     SentenceTransformer,
@@ -19,8 +20,6 @@ from sentence_transformers.losses import (
 )
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
-from cell import Result, cell, main, quiet, sentences, tokenizer, trained
-
 
 def embedder(folder: Path) -> SentenceTransformer:
     transformers.set_seed(0)
@@ -28,8 +27,8 @@ def embedder(folder: Path) -> SentenceTransformer:
         vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
     )
     place = folder / "bert"
-    transformers.BertModel(config).save_pretrained(place)
-    tokenizer().save_pretrained(place)
+    model = transformers.BertModel(config)
+    save_once(lambda: (model.save_pretrained(place), tokenizer().save_pretrained(place)))
     words = Transformer(str(place), max_seq_length=16)
     return SentenceTransformer(modules=[words, Pooling(words.get_embedding_dimension())], device="cpu")
 

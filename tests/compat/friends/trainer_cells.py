@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
-
 from cell import Result, cell, gpt2, main, quiet, trained
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 
 class Tokens(torch.utils.data.Dataset):

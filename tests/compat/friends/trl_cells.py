@@ -7,10 +7,9 @@ from typing import Any
 
 import transformers
 import trl
+from cell import Result, cell, gpt2, gpt2_config, main, quiet, save_once, sentences, tokenizer, trained
 from datasets import Dataset
 from peft import LoraConfig
-
-from cell import Result, cell, gpt2, gpt2_config, main, quiet, sentences, tokenizer, trained
 
 
 def settings(folder: Path, **given: Any) -> dict[str, Any]:
@@ -44,7 +43,7 @@ def lora() -> LoraConfig:
 def from_folder(folder: Path) -> str:
     """Where the model lies, for trainers that load it a second time as their reference."""
     place = str(folder / "gpt2")
-    gpt2().save_pretrained(place)
+    save_once(lambda: gpt2().save_pretrained(place))
     return place
 
 

@@ -121,13 +121,18 @@ class OtherCalls:
         try:
             return bound(*args, **kwargs)
         except RuntimeError as error:
+            kind = type(self._root).__name__.removeprefix("FSDP")
+            if "invalid python storage" in str(error):  # safetensors' way of saying that it was given a shard
+                raise UsageError(
+                    f"{kind}.{name}() would save shards. Pass it the whole weights, which all ranks gather together: "
+                    "state_dict=accelerator.get_state_dict(model)."
+                ) from error
             if "mixed torch.Tensor and DTensor" not in str(error) or isinstance(error, UsageError):
                 raise
-            kind = type(self._root).__name__.removeprefix("FSDP")
             raise UsageError(
-                f"{kind}.{name}() computes with weights that are sharded, and was called without a tensor, so that they "
-                f"were not gathered for it. Call torch.distributed.fsdp.register_fsdp_forward_method(model, '{name}') "
-                "once after prepare, or pass it a tensor."
+                f"{kind}.{name}() computes with weights that are sharded, and was called without a tensor, so that "
+                "they were not gathered for it. Pass it a tensor, or call once after prepare: "
+                f"torch.distributed.fsdp.register_fsdp_forward_method(model, '{name}')"
             ) from error
 
 

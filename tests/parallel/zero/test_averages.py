@@ -1,0 +1,17 @@
+"""Averages of a sharded model's weights (EMA, SWA)."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel.zero import averages
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_averages_are_those_of_one_process(run_distributed, stage: int) -> None:
+    assert run_distributed(averages.problems, 2, stage) == [[]] * 2
+
+
+def test_a_loss_of_a_shard_and_a_whole_tensor_is_torchs_error(run_distributed) -> None:
+    for said in run_distributed(averages.gradients_are_left_alone, 2):
+        assert "mixed torch.Tensor and DTensor" in said[0]
