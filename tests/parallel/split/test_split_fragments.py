@@ -22,7 +22,7 @@ def refusals(strategy: str) -> dict[str, str]:
 def check(run_distributed: Any, strategy: str, names: list[str]) -> None:
     says = refusals(strategy)
     wrong = {}
-    for results in run_distributed(outcomes, 2, names, strategy, timeout_s=400):
+    for results in run_distributed(outcomes, 2, names, strategy, timeout_s=1500):
         for name, (word, text) in results.items():
             expected = "refused" if name in says else "equal"
             is_said = says.get(name, "") in text or OTHER_RANK in text
@@ -37,7 +37,7 @@ def test_what_people_write_is_right_or_refused(run_distributed: Any, strategy: s
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(-(-len(FRAGMENTS) // AT_ONCE)))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_everything_that_people_write_is_right_or_refused(
