@@ -53,7 +53,6 @@ def make_llama(layers: int = 4) -> nn.Module:
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=LENGTH,
-        use_cache=False,
         attn_implementation="sdpa",
     )
     with torch.random.fork_rng():

@@ -20,6 +20,7 @@ from lockstep.config.parallel import Parallel
 from lockstep.config.world import ParallelDims
 from lockstep.errors import UsageError
 from lockstep.model.blocks import find_blocks
+from lockstep.model.cache import disable_cache
 from lockstep.offload.files.parameters import OffloadedParameters
 from lockstep.parallel.autocast import autocast_forward
 from lockstep.parallel.changed import refuse_hooks
@@ -268,6 +269,8 @@ def _pipeline(
         from lockstep.parallel.tensor.apply import make_plan
 
         plan = make_plan(model, meshes.axes.tp, _tensor_options(blocks, options, runtime), blocks)
+    if not evaluation_mode:
+        disable_cache(model, "every stage would keep keys and values, and send them with what it returns")
     pipeline = split_model(
         model,
         blocks,

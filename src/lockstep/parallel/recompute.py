@@ -11,7 +11,6 @@ Activation Recomputation in Large Transformer Models, MLSys 2023 (selective).
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -23,13 +22,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lockstep.comm.tree import map_leaves, map_tensors
 from lockstep.config.enums import Activation
 from lockstep.errors import UsageError
+from lockstep.model.cache import disable_cache
 from lockstep.model.subclass import Subclassed, subclass
 from lockstep.offload.activations import HostActivations
 from lockstep.torch_internals import dispatch
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals import tensors as torch_tensors
-
-logger = logging.getLogger(__name__)
 
 
 def recompute(model: nn.Module, mode: Activation, blocks: dict[str, nn.Module]) -> nn.Module:
@@ -76,7 +74,7 @@ def recompute(model: nn.Module, mode: Activation, blocks: dict[str, nn.Module]) 
                 f"{type(block).__name__}, so activation={mode} would not reach it. Change forward in a subclass, "
                 "or set it after prepare()."
             )
-    _disable_cache(model)
+    disable_cache(model, "activations are recomputed, which would append keys and values again")
     if mode is Activation.FULL and _checkpoints_itself(model, blocks):
         enable = (
             getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -246,15 +244,6 @@ def _checkpoints_itself(model: nn.Module, blocks: dict[str, nn.Module]) -> bool:
     # Of its layers the class has the flag; models and attentions may have one of their own, as an attribute.
     layers = {id(module) for module in model.modules() if hasattr(type(module), "gradient_checkpointing")}
     return layers == set(map(id, blocks.values()))
-
-
-def _disable_cache(model: nn.Module) -> None:
-    """Keys and values that forward appended to a cache would be appended again in backward."""
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", False) is True:
-            config.use_cache = False
-            logger.info("use_cache of %s is turned off: activations are recomputed.", type(module).__name__)
 
 
 class BuffersOnce:

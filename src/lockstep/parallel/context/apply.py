@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from typing import Any
 
 from torch import nn
@@ -11,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.config.enums import CPMethod
 from lockstep.errors import UsageError
+from lockstep.model.cache import disable_cache
 from lockstep.model.subclass import subclass
 from lockstep.parallel.context.layout import layout_on
 from lockstep.parallel.context.region import (
@@ -21,8 +21,6 @@ from lockstep.parallel.context.region import (
     regions_of,
 )
 from lockstep.torch_internals import modules as torch_modules
-
-logger = logging.getLogger(__name__)
 
 
 def context_parallel(
@@ -68,7 +66,7 @@ def context_parallel(
         changed._argument_names = tuple(inspect.signature(cls.forward).parameters)[1:]
         changed._block_name = name
         block.__class__ = classes[cls]
-    _disable_cache(model)
+    disable_cache(model, "keys and values would be those of one rank's positions")
     model.__class__ = subclass(type(model), ContextParallelModel, _region=region)
 
 
@@ -118,15 +116,6 @@ def _has_other_attention(model: nn.Module) -> bool:
     """Whether a model of ``transformers`` can call ``scaled_dot_product_attention``; True for other models."""
     said = [getattr(module, "_supports_sdpa", None) for module in model.modules()]
     return False not in said or True in said
-
-
-def _disable_cache(model: nn.Module) -> None:
-    """Keys and values in a cache would be those of one rank's positions."""
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", False) is True:
-            config.use_cache = False
-            logger.info("use_cache of %s is turned off: its sequence is split.", type(module).__name__)
 
 
 def _check_module(block: str, name: str, module: nn.Module, size: int) -> None:
