@@ -7,21 +7,29 @@ from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 from lockstep.data.batch_sharding import ShardPlan, grouped, rounds
 from lockstep.data.loader import PreparedLoader
-from lockstep.data.loader import PreparedLoader as DataLoaderDispatcher
-from lockstep.data.loader import PreparedLoader as DataLoaderShard
 from lockstep.data.prepare import prepare_data_loader
 from lockstep.data.rng import epoch_seed
 from lockstep.data.skip import LaterItems, skip_first_batches
 from lockstep.errors import ConfigError
+from lockstep.utils.loaders import (
+    DataLoaderAdapter,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    DataLoaderStateMixin,
+    SkipDataLoader,
+    get_sampler,
+)
 
 __all__ = [
     "BatchSamplerShard",
+    "DataLoaderAdapter",
     "DataLoaderDispatcher",
     "DataLoaderShard",
+    "DataLoaderStateMixin",
     "IterableDatasetShard",
     "PreparedLoader",
     "SeedableRandomSampler",
@@ -176,30 +184,3 @@ class SkipBatchSampler(LaterItems):
     @property
     def total_length(self) -> int:
         return len(self.batch_sampler)
-
-
-class SkipDataLoader(DataLoader[Any]):
-    """A ``DataLoader`` without its first ``skip_batches`` batches, which are read."""
-
-    def __init__(
-        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
-    ) -> None:
-        if use_stateful_dataloader:
-            raise ConfigError("use_stateful_dataloader=True is not available here. Use skip_first_batches.")
-        super().__init__(dataset, **kwargs)
-        self.skip_batches = skip_batches
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return islice(super().__iter__(), self.skip_batches, None)
-
-    def __len__(self) -> int:
-        return max(0, super().__len__() - self.skip_batches)
-
-
-def get_sampler(dataloader: DataLoader[Any]) -> Any:
-    """The sampler of indices that a loader's batches are made of."""
-    sampler: Any = dataloader.batch_sampler
-    while hasattr(sampler, "batch_sampler"):
-        sampler = sampler.batch_sampler
-    found = getattr(sampler, "sampler", None)
-    return dataloader.sampler if found is None else found

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from torch import nn
 
 from lockstep.config.parallel import Parallel
-from lockstep.errors import UsageError
+from lockstep.errors import ConfigError, UsageError
 from lockstep.model.blocks import find_blocks
+from lockstep.offload.device_map.infer import infer_auto_device_map
 from lockstep.runtime import process
 from lockstep.runtime.mesh import DeviceMeshes
+from lockstep.utils.modeling import calculate_maximum_sizes
+from lockstep.utils.operations import copy_tensor_to_devices, ignorant_find_batch_size, pad_input_tensors
+
+__all__ = ["build_pipeline", "find_pippy_batch_size", "generate_device_map", "pippy_forward", "prepare_pippy"]
 
 
 def prepare_pippy(
@@ -49,3 +54,76 @@ def prepare_pippy(
     )
     blocks = find_blocks(model, tuple(no_split_module_classes or ()))
     return split_model(model, blocks, mesh, options, runtime.device)
+
+
+def generate_device_map(
+    model: nn.Module,
+    num_processes: int = 1,
+    no_split_module_classes: Sequence[str] | None = None,
+    max_memory: Mapping[Any, Any] | None = None,
+) -> dict[str, Any]:
+    """Which process gets which part of a model, in equal shares of its bytes, by ``infer_auto_device_map``."""
+    if num_processes > 1 and max_memory is None:
+        whole, (largest, _) = calculate_maximum_sizes(model)
+        # A tenth more than a share, and room for the layer that does not fit behind the others.
+        share = round((whole + largest) / num_processes * 1.1)
+        max_memory = dict.fromkeys(range(num_processes), share)
+    limits = None if num_processes == 1 else dict(max_memory or {})
+    placed = infer_auto_device_map(
+        model, max_memory=limits, no_split_module_classes=no_split_module_classes, clean_result=False
+    )
+    if num_processes == 1:
+        return placed
+    # What did not fit into equal shares is the last one's: processes have no disk for it.
+    return {name: device if isinstance(device, int) else num_processes - 1 for name, device in placed.items()}
+
+
+def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> int | None:
+    """Rows of the first argument that has some; None: none has."""
+    found = map(ignorant_find_batch_size, (*(args or ()), *(kwargs or {}).values()))
+    return next((size for size in found if size is not None), None)
+
+
+def build_pipeline(
+    model: nn.Module, split_points: Sequence[str], args: Any, kwargs: Any, num_chunks: int
+) -> Any:
+    """A schedule of ``torch.distributed.pipelining`` with this process's stage of a model that torch can trace.
+
+    Stages begin with the modules of these names. ``args`` and ``kwargs`` are inputs of one of ``num_chunks`` chunks.
+    ``prepare_pippy`` needs none of this: it splits models as they are.
+    """
+    from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
+
+    runtime = process.start()
+    beginnings = dict.fromkeys(split_points, SplitPoint.BEGINNING)
+    pipe = pipeline(model, mb_args=args, mb_kwargs=kwargs, split_spec=beginnings)
+    return ScheduleGPipe(pipe.build_stage(runtime.rank, device=runtime.device), num_chunks)
+
+
+def pippy_forward(
+    forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any
+) -> Any:
+    """Call the ``step`` of a ``build_pipeline`` schedule: rank 0 gives the inputs, the last rank gets the output.
+
+    Inputs are padded with zeros to a multiple of ``num_chunks`` rows. ``gather_output``: all ranks get it.
+
+    Raises:
+        ValueError: no argument has rows.
+    """
+    runtime = process.start()
+    output = None
+    if runtime.world_size == 1:
+        output = forward(*args, **kwargs)
+    elif runtime.is_main:
+        rows = find_pippy_batch_size(args, kwargs)
+        if rows is None:
+            raise ConfigError("None of the arguments has rows to cut into chunks. Pass a tensor.")
+        if rows % num_chunks:
+            args = pad_input_tensors(args, rows, num_chunks)
+            kwargs = pad_input_tensors(kwargs, rows, num_chunks)
+        forward(*args, **kwargs)
+    elif runtime.is_last:
+        output = forward()
+    else:
+        forward()
+    return copy_tensor_to_devices(output) if gather_output else output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from lockstep.accelerator import Accelerator
@@ -15,9 +16,26 @@ __all__ = [
     "DistributedType",
     "GradientState",
     "PartialState",
+    "ThreadLocalSharedDict",
     "do_nothing",
     "is_initialized",
 ]
+
+
+class ThreadLocalSharedDict(threading.local):
+    """A class attribute whose value, a dict of the thread that asks, all instances share.
+
+    ``thread_local`` is there for callers of Accelerate's: it is always one for each thread.
+    """
+
+    def __init__(self, thread_local: bool = False) -> None:
+        self._storage: dict[str, Any] = {}
+
+    def __get__(self, obj: object, objtype: type | None = None) -> dict[str, Any]:
+        return self._storage
+
+    def __set__(self, obj: object, value: dict[str, Any]) -> None:
+        self._storage = value
 
 
 class _SharedByLatest:
@@ -34,7 +52,14 @@ class _SharedByLatest:
         }
 
 
-class AcceleratorState(RunState):
+class _OfRuns(type):
+    """``isinstance`` counts what an ``Accelerator`` has as its state."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, RunState)
+
+
+class AcceleratorState(RunState, metaclass=_OfRuns):
     """The state of the latest ``Accelerator``.
 
     Raises:

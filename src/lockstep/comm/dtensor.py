@@ -5,8 +5,10 @@ Nothing here imports ``torch.distributed.tensor`` before there is such a tensor:
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -98,6 +100,42 @@ def _gathered(
         for box in boxes(shape, mesh.shape, placements, coordinate):
             box.within(full).copy_(box.of(other))
     return full
+
+
+@functools.cache
+def _shown_class() -> type[torch.Tensor]:
+    from torch.distributed.tensor import DTensor
+
+    class ShownWhole(DTensor):
+        """A DTensor in whose place every operation gets its ``whole_value``."""
+
+        __slots__ = ()
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            def shown(value: Any) -> Any:
+                return vars(value)["whole_value"] if type(value) is cls else value
+
+            # Lists of tensors, as torch.cat takes them, are one level deep.
+            plain = [[shown(one) for one in value] if type(value) is list else shown(value) for value in args]
+            return func(*plain, **{name: shown(value) for name, value in (kwargs or {}).items()})
+
+    return ShownWhole
+
+
+@contextmanager
+def shown_whole(tensors: Sequence[Any], wholes: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside, these DTensors themselves act as the plain tensors ``wholes``, wherever they are held."""
+    kinds = [type(tensor) for tensor in tensors]
+    for tensor, whole in zip(tensors, wholes, strict=True):
+        tensor.whole_value = whole
+        tensor.__class__ = _shown_class()
+    try:
+        yield
+    finally:
+        for tensor, kind in zip(tensors, kinds, strict=True):
+            tensor.__class__ = kind
+            del tensor.whole_value
 
 
 def boxes_of(tensor: torch.Tensor) -> list[ShardRegion]:

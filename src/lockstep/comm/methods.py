@@ -37,10 +37,19 @@ def gather_for_metrics(
     if use_gather_object or not _all_tensors(data):
         if rows != real and isinstance(data, (list, tuple)):
             data = data[: _kept(len(data), rows, real)]
-        return communicator.gather_object(data)
+        gathered: Any = communicator.gather_object(data)
+        return gathered[: _samples(step, len(gathered))] if isinstance(gathered, list) else gathered
     if rows != real or 0 < rows < full:
         data = map_tensors(lambda tensor: _cut(tensor, rows, real, full), data)
-    return communicator.gather(data)
+    gathered = communicator.gather(data)
+    if step.counts is None and step.end_of_data:
+        gathered = map_tensors(lambda tensor: tensor[: _samples(step, len(tensor))], gathered)
+    return gathered
+
+
+def _samples(step: StepState, rows: int) -> int:
+    """How many of the gathered rows are samples, where a loader that was not prepared knows only that."""
+    return step.remainder if step.counts is None and step.end_of_data and step.remainder > 0 else rows
 
 
 def sample_weights(step: StepState, rank: int, device: torch.device) -> torch.Tensor | None:

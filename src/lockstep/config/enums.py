@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, EnumMeta
+from typing import Any
 
 
-class StringEnum(str, Enum):
+class EnumWithContains(EnumMeta):
+    """Enums whose values are in them, as on Python 3.12: ``"bf16" in PrecisionType``."""
+
+    def __contains__(cls, item: object) -> bool:
+        members: list[Any] = list(cls.__members__.values())
+        return isinstance(item, cls) or item in [member.value for member in members]
+
+
+class StringEnum(str, Enum, metaclass=EnumWithContains):
     """A string enum that compares and prints as its value."""
 
     def __str__(self) -> str:

@@ -116,6 +116,11 @@ class PreparedLoader(DataLoader[Any]):
         return self.original.generator
 
     @property
+    def dispatches(self) -> bool:
+        """Whether rank 0 reads for all."""
+        return self._parts.dispatch is not None
+
+    @property
     def device(self) -> torch.device | None:
         return self._parts.device
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Sampler
 
 from lockstep.data.checks import is_iterable, lengths
-from lockstep.data.loader import PreparedLoader, check_skip
+from lockstep.data.loader import check_skip
 from lockstep.data.prepare import carried_options
 
 
@@ -33,8 +33,9 @@ def skip_first_batches(dataloader: DataLoader[object], num_batches: int = 0) -> 
         assert rest == [[6, 7]]
         ```
     """
-    if isinstance(dataloader, PreparedLoader):
-        return dataloader.skipping(num_batches)
+    if hasattr(dataloader, "skipping"):
+        rest: DataLoader[object] = dataloader.skipping(num_batches)
+        return rest
     check_skip(num_batches, lengths(dataloader)[0])
     options = carried_options(dataloader)
     options.pop("snapshot_every_n_steps", None)

@@ -38,6 +38,43 @@ class LoaderProgress:
     counts: BatchCounts | None = None
 
 
+class OwnProgress(LoaderProgress):
+    """How far a loader is that says itself when it ends: one that was not made by ``prepare``."""
+
+    @property
+    def end_of_data(self) -> bool:
+        return bool(getattr(self.loader, "end_of_dataloader", False))
+
+    @end_of_data.setter
+    def end_of_data(self, value: bool) -> None:
+        """It is the loader's."""
+
+
+class PluginKwargs(dict[str, Any]):
+    """How windows are counted, by Accelerate's names; a value that is set here is set in the state."""
+
+    def __init__(self, state: StepState) -> None:
+        self._state = state
+        super().__init__((name, getattr(state, field)) for name, field in PLUGIN_FIELDS.items())
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in PLUGIN_FIELDS:
+            setattr(self._state, PLUGIN_FIELDS[name], value)
+        super().__setitem__(name, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+
+PLUGIN_FIELDS = {
+    "num_steps": "accumulation_steps",
+    "adjust_scheduler": "adjust_scheduler",
+    "sync_with_dataloader": "sync_with_dataloader",
+    "sync_each_batch": "sync_each_batch",
+}
+
+
 @dataclass
 class StepState:
     """The state of the current step of one ``Accelerator``.
@@ -77,13 +114,12 @@ class StepState:
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """How windows are counted, as the arguments of ``GradientAccumulationPlugin``."""
-        return {
-            "num_steps": self.accumulation_steps,
-            "adjust_scheduler": self.adjust_scheduler,
-            "sync_with_dataloader": self.sync_with_dataloader,
-            "sync_each_batch": self.sync_each_batch,
-        }
+        """How windows are counted, as the arguments of ``GradientAccumulationPlugin``. What is changed in it holds."""
+        return PluginKwargs(self)
+
+    @plugin_kwargs.setter
+    def plugin_kwargs(self, values: dict[str, Any]) -> None:
+        PluginKwargs(self).update(values)
 
     @property
     def is_xla_gradients_synced(self) -> bool:
@@ -94,6 +130,13 @@ class StepState:
     def dataloader_references(self) -> list[Any]:
         """The loaders over which loops run now, the outermost first."""
         return [None, *(progress.loader for progress in self.running)]
+
+    def _add_dataloader(self, dataloader: object) -> None:
+        """A loader that is not a prepared one starts an iteration; it has ``end_of_dataloader`` and ``remainder``."""
+        self.begin(OwnProgress(dataloader))
+
+    def _remove_dataloader(self, dataloader: object) -> None:
+        self.running = [progress for progress in self.running if progress.loader is not dataloader]
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients

@@ -3,8 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torch import load
-
 from lockstep.checkpoint.weights.model import save
 from lockstep.checkpoint.weights.names import INDEX as SAFE_WEIGHTS_INDEX_NAME
 from lockstep.checkpoint.weights.names import PICKLED_INDEX as WEIGHTS_INDEX_NAME
@@ -73,6 +71,7 @@ if TYPE_CHECKING:
     from lockstep.compat.deepspeed.optimizers import DummyOptim, DummyScheduler
     from lockstep.compat.deepspeed.plugin import DeepSpeedPlugin
     from lockstep.compat.fsdp.plugin import FullyShardedDataParallelPlugin
+    from lockstep.utils.other import load
 
 # Imported when a script asks for one of them.
 _EXTERNAL = {
@@ -80,6 +79,7 @@ _EXTERNAL = {
     "DummyOptim": "lockstep.compat.deepspeed.optimizers",
     "DummyScheduler": "lockstep.compat.deepspeed.optimizers",
     "FullyShardedDataParallelPlugin": "lockstep.compat.fsdp.plugin",
+    "load": "lockstep.utils.other",
 }
 
 __all__ = [

@@ -1,11 +1,241 @@
-"""Names that scripts import from ``accelerate.utils.bnb``."""
+"""Names that scripts import from ``accelerate.utils.bnb``: linear layers of 8 or 4 bits by the package bitsandbytes."""
 
 from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["get_parameter_device", "has_4bit_bnb_layers"]
+from lockstep.errors import ConfigError, UsageError
+from lockstep.offload.device_map.infer import infer_auto_device_map
+from lockstep.offload.device_map.memory import get_balanced_memory
+from lockstep.offload.device_map.ties import find_tied_parameters
+from lockstep.offload.dispatch.empty import init_empty_weights
+from lockstep.offload.dispatch.loading import load_checkpoint_in_model
+from lockstep.offload.dispatch.module_hooks import AlignDevicesHook, add_hook_to_module
+from lockstep.utils.dataclasses import BnbQuantizationConfig
+from lockstep.utils.imports import is_4bit_bnb_available, is_8bit_bnb_available
+from lockstep.utils.modeling import set_module_tensor_to_device
+from lockstep.utils.offload import offload_weight
+
+__all__ = [
+    "get_keys_to_not_convert",
+    "get_parameter_device",
+    "get_quantized_model_device_map",
+    "has_4bit_bnb_layers",
+    "load_and_quantize_model",
+    "quantize_and_offload_8bit",
+    "replace_with_bnb_layers",
+]
+
+WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def load_and_quantize_model(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    weights_location: str | os.PathLike[str] | None = None,
+    device_map: Any = None,
+    no_split_module_classes: list[str] | None = None,
+    max_memory: Any = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_state_dict: bool = False,
+) -> nn.Module:
+    """A model whose linear layers are quantised by bitsandbytes, with weights read from ``weights_location``.
+
+    A model that has its weights already is quantised as it goes to the accelerator; the other arguments are for a
+    model on the meta device, and are those of ``load_checkpoint_and_dispatch``.
+
+    Raises:
+        ImportError, ValueError: bitsandbytes for 8, or 4 bits is not installed.
+        RuntimeError: there is no accelerator, or a model on the meta device without ``weights_location``.
+    """
+    config = bnb_quantization_config
+    _check_package(config)
+    whole = list(config.skip_modules or get_keys_to_not_convert(model))
+    if config.load_in_4bit and isinstance(device_map, Mapping) and len(device_map) > 1:
+        whole += [name for name, device in device_map.items() if device in ("cpu", "disk")]
+    whole += config.keep_in_fp32_modules or []
+    config.skip_modules = whole
+    named: Any = model
+    named.is_loaded_in_4bit, named.is_loaded_in_8bit = config.load_in_4bit, config.load_in_8bit
+    if get_parameter_device(model).type != "meta":
+        device = _accelerator()
+        model = replace_with_bnb_layers(model, config, whole)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if any(kept in name for kept in config.keep_in_fp32_modules or ()):
+                parameter.data = parameter.data.to(torch.float32)
+            elif parameter.is_floating_point():
+                parameter.data = parameter.data.to(config.torch_dtype)
+        return model.to(device)
+    if weights_location is None:
+        raise UsageError(
+            "The model is on the meta device, and there is no weights_location to read its weights from. Pass the "
+            "file or folder of its checkpoint."
+        )
+    with init_empty_weights():
+        model = replace_with_bnb_layers(model, config, whole)
+    placed = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
+    away = [name for name, device in placed.items() if device in ("cpu", "disk")]
+    if away and config.load_in_8bit and torch.accelerator.is_available():
+        raise ConfigError(
+            f"{', '.join(away[:3])} would be on the CPU or the disk, and layers of 8 bits are not offloaded here. Give "
+            "the accelerators more memory."
+        )
+    load_checkpoint_in_model(
+        model, weights_location, dtype=config.torch_dtype, keep_in_fp32_modules=config.keep_in_fp32_modules
+    )
+    return _placed(model, placed)
+
+
+def _placed(model: nn.Module, device_map: Mapping[str, Any]) -> nn.Module:
+    """Modules on their devices, where they are quantised; inputs follow where there are several devices."""
+    spread = len(set(device_map.values())) > 1
+    for name, device in device_map.items():
+        part = model.get_submodule(name).to(device)
+        if spread:
+            add_hook_to_module(part, AlignDevicesHook(execution_device=device))
+    if spread:
+        add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
+    named: Any = model
+    named.hf_device_map = dict(device_map)
+    return model
+
+
+def _check_package(config: BnbQuantizationConfig) -> None:
+    message = "needs the package 'bitsandbytes'. Install it with: pip install bitsandbytes"
+    if config.load_in_8bit and not is_8bit_bnb_available():
+        raise ImportError(f"load_in_8bit=True {message}")
+    if config.load_in_4bit and not is_4bit_bnb_available():
+        raise ConfigError(f"load_in_4bit=True {message}")
+
+
+def _accelerator() -> torch.device:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        raise UsageError(
+            "Quantised layers compute on an accelerator, and there is none. Use a machine with a GPU, or load the "
+            "model as it is."
+        )
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def get_quantized_model_device_map(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    device_map: Any = None,
+    max_memory: Any = None,
+    no_split_module_classes: list[str] | None = None,
+) -> dict[str, Any]:
+    """Where each module goes: all to this accelerator (None), by a word such as ``"auto"``, or as the map says.
+
+    Raises:
+        RuntimeError: there is no accelerator.
+        ValueError: an unknown word, or layers of 4 bits would be on the CPU or the disk.
+    """
+    config = bnb_quantization_config
+    if device_map is None:
+        return {"": _accelerator()}
+    whole, exact = config.skip_modules or [], config.keep_in_fp32_modules or []
+    if isinstance(device_map, str):
+        if device_map not in WORDS:
+            raise ConfigError(
+                f"device_map is {device_map!r}, but must be one of {', '.join(WORDS)}, or a mapping."
+            )
+        names = [name for name, _ in model.named_parameters()]
+        special = {name: config.torch_dtype for name in names if any(part in name for part in whole)}
+        special |= {name: torch.float32 for name in names if any(part in name for part in exact)}
+        options: dict[str, Any] = {
+            "special_dtypes": special,
+            "no_split_module_classes": no_split_module_classes,
+            "dtype": config.target_dtype,
+        }
+        if device_map != "sequential":
+            max_memory = get_balanced_memory(
+                model, max_memory, low_zero=device_map == "balanced_low_0", **options
+            )
+        device_map = infer_auto_device_map(model, max_memory=max_memory, **options)
+    away = [
+        name
+        for name, device in device_map.items()
+        if device in ("cpu", "disk") and name not in (*whole, *exact)
+    ]
+    if away and config.load_in_4bit:
+        raise ConfigError(
+            f"{', '.join(away[:3])} would be on the CPU or the disk, where layers of 4 bits cannot compute. Give the "
+            "accelerator more memory, or name these modules in skip_modules."
+        )
+    return dict(device_map)
+
+
+def replace_with_bnb_layers(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    modules_to_not_convert: Collection[str] | None = None,
+    current_key_name: list[str] | None = None,
+) -> nn.Module:
+    """The model with bitsandbytes' layers in place of its linear ones, which keep their values. In place.
+
+    ``modules_to_not_convert`` are names, or beginnings of names up to a dot. Quantised as it goes to an accelerator.
+    """
+    import bitsandbytes
+
+    config, whole = bnb_quantization_config, set(modules_to_not_convert or ())
+    prefix = ".".join(current_key_name or ())
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if name
+        and isinstance(module, nn.Linear)
+        and not _stays(f"{prefix}.{name}" if prefix else name, whole)
+    }
+    for name, module in linear.items():
+        has_bias = module.bias is not None
+        made: Any
+        if config.load_in_8bit:
+            made = bitsandbytes.nn.Linear8bitLt(
+                module.in_features,
+                module.out_features,
+                has_bias,
+                has_fp16_weights=False,
+                threshold=config.llm_int8_threshold,
+            )
+        else:
+            made = bitsandbytes.nn.Linear4bit(
+                module.in_features,
+                module.out_features,
+                has_bias,
+                config.bnb_4bit_compute_dtype,
+                compress_statistics=config.bnb_4bit_use_double_quant,
+                quant_type=config.bnb_4bit_quant_type,
+            )
+        made.weight.data = module.weight.data
+        if has_bias:
+            made.bias.data = module.bias.data
+        model.set_submodule(name, made.requires_grad_(False))
+    if not linear:
+        warnings.warn(f"{type(model).__name__} has no linear layer to quantise.", stacklevel=2)
+    return model
+
+
+def _stays(name: str, whole: Collection[str]) -> bool:
+    return name.rpartition(".")[2] in whole or any(
+        name == kept or (kept in name and f"{kept}." in name) for kept in whole
+    )
+
+
+def get_keys_to_not_convert(model: nn.Module) -> list[str]:
+    """Names of modules that should keep their precision: those with tied weights, and the last one, mostly the head."""
+    tied = {name for group in find_tied_parameters(model) for name in group}
+    base = getattr(model, "base_model_prefix", None)
+    if not tied and base is not None and not hasattr(model, base):
+        return []
+    last = [name for name, _ in model.named_children()][-1:]
+    return sorted({name.replace(".weight", "").replace(".bias", "") for name in (*tied, *last)})
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
@@ -19,3 +249,30 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
 def get_parameter_device(parameter: nn.Module) -> torch.device:
     """The device of a module's first parameter."""
     return next(parameter.parameters()).device
+
+
+def quantize_and_offload_8bit(
+    model: nn.Module,
+    param: torch.Tensor,
+    param_name: str,
+    new_dtype: torch.dtype | None,
+    offload_folder: str | os.PathLike[str],
+    offload_index: dict[str, Any],
+    fp16_statistics: torch.Tensor | None,
+) -> None:
+    """Write a weight of 8 bits with its scales into an offload folder, and leave it on the meta device.
+
+    Without ``fp16_statistics`` it is quantised first, on the accelerator.
+    """
+    scales_name = param_name.replace("weight", "SCB")
+    if fp16_statistics is None:
+        set_module_tensor_to_device(model, param_name, _accelerator(), value=param, dtype=new_dtype)
+        quantised: Any = model.get_parameter(param_name)
+        quantised.requires_grad = False
+        offload_weight(quantised, param_name, offload_folder, index=offload_index)
+        if hasattr(quantised, "SCB"):
+            offload_weight(quantised.SCB, scales_name, offload_folder, index=offload_index)
+    else:
+        offload_weight(param, param_name, offload_folder, index=offload_index)
+        offload_weight(fp16_statistics, scales_name, offload_folder, index=offload_index)
+    set_module_tensor_to_device(model, param_name, "meta", value=torch.empty(param.shape), dtype=new_dtype)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lockstep.compat.deepspeed.optimizers import DummyOptim, DummyScheduler
-from lockstep.config.json_file import read_json
-from lockstep.errors import ConfigError, UsageError
+from lockstep.compat.deepspeed.sections import HfDeepSpeedConfig
+from lockstep.errors import UsageError
+from lockstep.utils.imports import deepspeed_required
 
 __all__ = [
     "DeepSpeedEngineWrapper",
@@ -20,88 +19,8 @@ __all__ = [
     "DummyScheduler",
     "HfDeepSpeedConfig",
     "get_active_deepspeed_plugin",
+    "map_pytorch_optim_to_deepspeed",
 ]
-
-
-class HfDeepSpeedConfig:
-    """A DeepSpeed configuration, from a path of a JSON file or a mapping, that is asked for keys such as ``a.b.c``.
-
-    Raises:
-        ValueError: it is neither.
-    """
-
-    def __init__(self, config_file_or_dict: Any) -> None:
-        if isinstance(config_file_or_dict, Mapping):
-            self.config: dict[str, Any] = _copied(config_file_or_dict)
-        elif isinstance(config_file_or_dict, (str, Path)):
-            self.config = dict(read_json(config_file_or_dict))
-        else:
-            raise ConfigError(
-                f"A DeepSpeed configuration of type {type(config_file_or_dict).__name__} was given. Pass the path of a "
-                "JSON file, or a mapping."
-            )
-        self.set_stage_and_offload()
-
-    def set_stage_and_offload(self) -> None:
-        """Read the stage, and whether something is offloaded, again."""
-        self._stage = self.get_value("zero_optimization.stage", -1)
-        devices = {
-            self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param")
-        }
-        self._offload = bool(devices & {"cpu", "nvme"})
-        self._dtype = next(
-            (dtype for key, dtype in _TYPES.items() if self.is_true(f"{key}.enabled")), torch.float32
-        )
-
-    def dtype(self) -> torch.dtype:
-        """The type in which weights are computed with."""
-        return self._dtype
-
-    def find_config_node(self, ds_key_long: str) -> tuple[Any, str]:
-        """(the section that holds a key, or None, the last part of the key)."""
-        *path, key = ds_key_long.split(".")
-        section: Any = self.config
-        for part in path:
-            section = section.get(part) if isinstance(section, Mapping) else None
-            if section is None:
-                return None, key
-        return section, key
-
-    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        section, key = self.find_config_node(ds_key_long)
-        return default if section is None else section.get(key, default)
-
-    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Remove a key with all that is below it. Raises ValueError if it is not there and must be."""
-        section, key = self.find_config_node(ds_key_long)
-        if section is not None and key in section:
-            del section[key]
-        elif must_exist:
-            raise ConfigError(f"{ds_key_long} is not in the configuration {self.config}. Check the name.")
-
-    def is_true(self, ds_key_long: str) -> bool:
-        value = self.get_value(ds_key_long)
-        return value is not None and bool(value)
-
-    def is_false(self, ds_key_long: str) -> bool:
-        value = self.get_value(ds_key_long)
-        return value is not None and not bool(value)
-
-    def is_zero2(self) -> bool:
-        return self._stage == 2
-
-    def is_zero3(self) -> bool:
-        return self._stage == 3
-
-    def is_offload(self) -> bool:
-        return self._offload
-
-
-_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-def _copied(section: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in section.items()}
 
 
 def get_active_deepspeed_plugin(state: Any) -> Any:
@@ -110,6 +29,26 @@ def get_active_deepspeed_plugin(state: Any) -> Any:
     if plugin is None:
         raise ValueError("This run has no DeepSpeed plugin. Pass deepspeed_plugin to Accelerator.")
     return plugin
+
+
+@deepspeed_required
+def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> Any:
+    """DeepSpeed's optimizer for the CPU, of its own package, with the settings of this one: Adagrad, Lion, or Adam.
+
+    Here ``parallel="zero=3 offload=optimizer"`` steps the optimizer as it is.
+    """
+    options = {name: value for name, value in optimizer.defaults.items() if name in ("lr", "weight_decay")}
+    name = type(optimizer).__name__.removesuffix("32bit")
+    bits = getattr(optimizer, "optim_bits", getattr(getattr(optimizer, "args", None), "optim_bits", 32))
+    if name == "Adagrad" and bits == 32:
+        from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad as Kind
+    elif name == "Lion" and bits == 32:
+        from deepspeed.ops.lion import DeepSpeedCPULion as Kind
+    else:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam as Kind
+
+        options["adamw_mode"] = name == "AdamW" and bits == 32
+    return Kind(optimizer.param_groups, **options)
 
 
 class _OfDeepSpeedsEngine:

@@ -7,9 +7,9 @@ libraries look for them. ``Accelerator.save_state`` writes neither: its own form
 from __future__ import annotations
 
 import os
-import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,15 @@ from lockstep.config.sources import export_environment
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.parallel.parallel_model import unwrap
 from lockstep.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from lockstep.utils.fsdp_prepare import (
+    ensure_weights_retied,
+    fsdp2_apply_ac,
+    fsdp2_canonicalize_names,
+    fsdp2_prepare_auto_wrap_policy,
+    fsdp2_prepare_model,
+    fsdp2_switch_optimizer_parameters,
+    get_parameters_from_modules,
+)
 from lockstep.utils.modeling import get_grad_scaler, is_peft_model
 
 __all__ = [
@@ -40,8 +49,12 @@ __all__ = [
     "disable_fsdp_ram_efficient_loading",
     "enable_fsdp_ram_efficient_loading",
     "ensure_weights_retied",
+    "fsdp2_apply_ac",
     "fsdp2_canonicalize_names",
     "fsdp2_load_full_state_dict",
+    "fsdp2_prepare_auto_wrap_policy",
+    "fsdp2_prepare_model",
+    "fsdp2_switch_optimizer_parameters",
     "get_fsdp2_grad_scaler",
     "get_parameters_from_modules",
     "load_fsdp_model",
@@ -65,10 +78,6 @@ def _is_whole(fsdp_plugin: Any) -> bool:
     return word == "FULL_STATE_DICT"
 
 
-def _numbered(name: str, index: int) -> str:
-    return f"{name}_{index}" if index else name
-
-
 def save_fsdp_model(
     fsdp_plugin: Any,
     accelerator: Any,
@@ -82,15 +91,9 @@ def save_fsdp_model(
 
     Which of them, ``fsdp_plugin.state_dict_type`` says. ``adapter_only``: of a model of peft its adapters alone.
     """
-    os.makedirs(output_dir, exist_ok=True)
     whole = _is_whole(fsdp_plugin)
     state = _model_state(model, whole, adapter_only)
-    if whole:
-        if accelerator.is_main_process:
-            torch.save(state, os.path.join(output_dir, f"{_numbered(FSDP_MODEL_NAME, model_index)}.bin"))
-        accelerator.wait_for_everyone()
-        return
-    _save_sharded({"model": state}, os.path.join(output_dir, f"{FSDP_MODEL_NAME}_{model_index}"))
+    _Files(accelerator, output_dir, "model", FSDP_MODEL_NAME, model_index).save(state, whole)
 
 
 def load_fsdp_model(
@@ -103,26 +106,16 @@ def load_fsdp_model(
     use_dcp: bool = True,
 ) -> Any:
     """Read what ``save_fsdp_model`` wrote, on any number of ranks; returns the missing and unexpected keys."""
-    accelerator.wait_for_everyone()
     plain = unwrap(model, keep_compile=False)
     adapters = adapter_only and is_peft_model(plain)
-    if _is_whole(fsdp_plugin):
-        path = os.path.join(input_dir, f"{_numbered(FSDP_MODEL_NAME, model_index)}.bin")
-        if not os.path.isfile(path):
-            raise CheckpointError(f"{path} is not there. Name the directory that save_fsdp_model wrote.")
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        if adapters:
-            state = _with_adapter_names(plain, state)
-        options = StateDictOptions(full_state_dict=True, strict=not adapters)
-        return set_model_state_dict(plain, state, options=options)
-    state = _model_state(model, False, adapter_only)
-    folder = os.path.join(input_dir, f"{FSDP_MODEL_NAME}_{model_index}")
-    if not os.path.isdir(folder):
-        folder = os.fspath(input_dir)
-    _load_sharded({"model": state}, folder)
+    files = _Files(accelerator, input_dir, "model", FSDP_MODEL_NAME, model_index)
+    whole = _is_whole(fsdp_plugin)
+    state = files.load(None if whole else _model_state(model, False, adapter_only))
     if adapters:
         state = _with_adapter_names(plain, state)
-    return set_model_state_dict(plain, state, options=StateDictOptions(strict=not adapters))
+    return set_model_state_dict(
+        plain, state, options=StateDictOptions(full_state_dict=whole, strict=not adapters)
+    )
 
 
 def save_fsdp_optimizer(
@@ -135,17 +128,11 @@ def save_fsdp_optimizer(
     use_dcp: bool = True,
 ) -> None:
     """Write an optimizer's state, by names of parameters: ``optimizer.bin``, or the folder ``optimizer_0/``."""
-    os.makedirs(output_dir, exist_ok=True)
     whole = _is_whole(fsdp_plugin)
-    options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
     plain, inner = unwrap(model, keep_compile=False), getattr(optimizer, "optimizer", optimizer)
+    options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
     state = get_optimizer_state_dict(plain, inner, options=options)
-    if whole:
-        if accelerator.is_main_process:
-            torch.save(state, os.path.join(output_dir, f"{_numbered(OPTIMIZER_NAME, optimizer_index)}.bin"))
-        accelerator.wait_for_everyone()
-        return
-    _save_sharded({"optimizer": state}, os.path.join(output_dir, f"{OPTIMIZER_NAME}_{optimizer_index}"))
+    _Files(accelerator, output_dir, "optimizer", OPTIMIZER_NAME, optimizer_index).save(state, whole)
 
 
 def load_fsdp_optimizer(
@@ -159,19 +146,57 @@ def load_fsdp_optimizer(
     use_dcp: bool = True,
 ) -> None:
     """Read what ``save_fsdp_optimizer`` wrote, on any number of ranks."""
-    accelerator.wait_for_everyone()
     plain, inner = unwrap(model, keep_compile=False), getattr(optimizer, "optimizer", optimizer)
-    if _is_whole(fsdp_plugin):
-        path = os.path.join(input_dir, f"{_numbered(OPTIMIZER_NAME, optimizer_index)}.bin")
-        if not os.path.isfile(path):
-            raise CheckpointError(f"{path} is not there. Name the directory that save_fsdp_optimizer wrote.")
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        set_optimizer_state_dict(plain, inner, state, options=StateDictOptions(full_state_dict=True))
-        return
-    state = get_optimizer_state_dict(plain, inner)
-    folder = os.path.join(input_dir, f"{OPTIMIZER_NAME}_{optimizer_index}")
-    _load_sharded({"optimizer": state}, folder if os.path.isdir(folder) else os.fspath(input_dir))
-    set_optimizer_state_dict(plain, inner, state)
+    files = _Files(accelerator, input_dir, "optimizer", OPTIMIZER_NAME, optimizer_index)
+    whole = _is_whole(fsdp_plugin)
+    state = files.load(None if whole else get_optimizer_state_dict(plain, inner))
+    set_optimizer_state_dict(plain, inner, state, options=StateDictOptions(full_state_dict=whole))
+
+
+@dataclass
+class _Files:
+    """Where one state is: ``<name>.bin`` if it is whole, ``<name>_0/`` if it is sharded."""
+
+    accelerator: Any
+    folder: str | os.PathLike[str]
+    key: str
+    name: str
+    index: int
+
+    @property
+    def _whole(self) -> Path:
+        return Path(self.folder, f"{self.name}_{self.index}.bin" if self.index else f"{self.name}.bin")
+
+    @property
+    def _shards(self) -> Path:
+        return Path(self.folder, f"{self.name}_{self.index}")
+
+    def save(self, state: dict[str, Any], whole: bool) -> None:
+        os.makedirs(self.folder, exist_ok=True)
+        if not whole:
+            state_dict_saver.save({self.key: state}, checkpoint_id=self._shards, no_dist=not _has_group())
+            return
+        if self.accelerator.is_main_process:
+            torch.save(state, self._whole)
+        self.accelerator.wait_for_everyone()
+
+    def load(self, shards: dict[str, Any] | None) -> dict[str, Any]:
+        """The whole state, or ``shards`` with the values that were saved."""
+        self.accelerator.wait_for_everyone()
+        if shards is None:
+            if not self._whole.is_file():
+                raise CheckpointError(
+                    f"{self._whole} is not there. Name the directory that save_fsdp_{self.key} wrote."
+                )
+            state: dict[str, Any] = torch.load(self._whole, map_location="cpu", weights_only=True)
+            return state
+        folder = self._shards if self._shards.is_dir() else Path(self.folder)
+        if not (folder / ".metadata").is_file():
+            raise CheckpointError(
+                f"{folder} is no sharded checkpoint (it has no .metadata). Name the one that was saved."
+            )
+        state_dict_loader.load({self.key: shards}, checkpoint_id=folder, no_dist=not _has_group())
+        return shards
 
 
 def _model_state(model: nn.Module, whole: bool, adapter_only: bool) -> dict[str, Any]:
@@ -194,18 +219,6 @@ def _with_adapter_names(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
         name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}"): name for name in model.state_dict()
     }
     return {names.get(name, name): value for name, value in state.items()}
-
-
-def _save_sharded(state: dict[str, Any], folder: str) -> None:
-    state_dict_saver.save(state, checkpoint_id=folder, no_dist=not _has_group())
-
-
-def _load_sharded(state: dict[str, Any], folder: str) -> None:
-    if not os.path.isfile(os.path.join(folder, ".metadata")):
-        raise CheckpointError(
-            f"{folder} is no sharded checkpoint (it has no .metadata). Name the one that was saved."
-        )
-    state_dict_loader.load(state, checkpoint_id=folder, no_dist=not _has_group())
 
 
 def _has_group() -> bool:
@@ -266,35 +279,6 @@ def disable_fsdp_ram_efficient_loading() -> None:
     export_environment({RAM_VARIABLE: "False"})
 
 
-def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: torch.device) -> Any:
-    """``param_init_fn`` that gives tied weights one value again after it has made the second of them."""
-    from lockstep.offload.device_map.ties import find_tied_parameters
-
-    groups = find_tied_parameters(model)
-    if not groups:
-        return param_init_fn
-    holders = {
-        name.rpartition(".")[0]: (name.rpartition(".")[2], group) for group in groups for name in group
-    }
-    path_of = {id(module): path for path, module in model.named_modules(remove_duplicate=False)}
-    made: dict[int, nn.Parameter] = {}
-
-    def init(module: nn.Module) -> Any:
-        result = param_init_fn(module)
-        key, group = holders.get(path_of.get(id(module), ""), ("", []))
-        if group:
-            setattr(module, key, made.setdefault(id(group), getattr(module, key)))
-        return result
-
-    return init
-
-
-def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
-    """The names without what compiling and recomputing put into them."""
-    words = r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\."
-    return {re.sub(words, "", name): value for name, value in named_params.items()}
-
-
 def fsdp2_load_full_state_dict(
     accelerator: Any, model: nn.Module, full_sd: Mapping[str, torch.Tensor], cpu_offload: bool = False
 ) -> None:
@@ -306,18 +290,3 @@ def fsdp2_load_full_state_dict(
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
     """A ``torch.amp.GradScaler`` for this process's device."""
     return get_grad_scaler(**kwargs)
-
-
-def get_parameters_from_modules(
-    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
-) -> set[nn.Parameter]:
-    """All parameters of these modules, which go to ``device``; a text is a pattern of whole names of modules."""
-    if modules is None:
-        return set()
-    if isinstance(modules, str):
-        pattern = re.compile(modules)
-        modules = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
-    found: set[nn.Parameter] = set()
-    for module in modules:
-        found.update(module.to(device).parameters())
-    return found

@@ -79,6 +79,11 @@ def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
     return _required(func, is_torchao_available, "torchao")
 
 
+def transformer_engine_required(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which needs the package transformer_engine."""
+    return _required(func, is_transformer_engine_available, "transformer_engine")
+
+
 def _required(func: Callable[..., Any], check: Callable[[], bool], package: str) -> Callable[..., Any]:
     @functools.wraps(func)
     def checked(*args: Any, **kwargs: Any) -> Any:

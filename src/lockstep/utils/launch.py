@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
 from lockstep.config.sources import export_environment, inherited_environment
 from lockstep.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 
-__all__ = ["DEEPSPEED_MULTINODE_LAUNCHERS", "PrepareForLaunch"]
+__all__ = ["DEEPSPEED_MULTINODE_LAUNCHERS", "PrepareForLaunch", "setup_fp8_env"]
+
+
+def setup_fp8_env(args: Namespace, current_env: dict[str, str]) -> dict[str, str]:
+    """``current_env`` with what the options ``fp8_*`` of a command say, as ``ACCELERATE_FP8_*``."""
+    for name, value in vars(args).items():
+        if not name.startswith("fp8_") or value is None:
+            continue
+        if name == "fp8_override_linear_precision":
+            for part, one in zip(("FPROP", "DGRAD", "WGRAD"), value, strict=True):
+                current_env[f"ACCELERATE_FP8_OVERRIDE_{part}"] = str(one)
+        else:
+            current_env[f"ACCELERATE_{name.upper()}"] = str(value)
+    return current_env
 
 
 class PrepareForLaunch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from lockstep.config.enums import DistributedType
 from lockstep.config.handlers import AutocastKwargs
 from lockstep.config.sizes import bytes_of
-from lockstep.offload.device_map.infer import infer_auto_device_map
+from lockstep.offload.device_map.infer import first_fitting, infer_auto_device_map, partners
 from lockstep.offload.device_map.memory import get_balanced_memory, get_max_memory
 from lockstep.offload.device_map.placement import check_device_map
 from lockstep.offload.device_map.sizes import (
@@ -56,6 +56,7 @@ __all__ = [
     "compute_module_total_buffer_size",
     "convert_file_size_to_int",
     "dtype_byte_size",
+    "fallback_allocate",
     "find_tied_parameters",
     "get_balanced_memory",
     "get_grad_scaler",
@@ -63,6 +64,7 @@ __all__ = [
     "get_max_memory",
     "get_mixed_precision_context_manager",
     "get_module_leaves",
+    "get_module_size_with_ties",
     "get_non_persistent_buffers",
     "get_state_dict_from_offload",
     "get_state_dict_offloaded_model",
@@ -79,6 +81,37 @@ __all__ = [
 ]
 
 Device = torch.device | str | int
+
+
+def get_module_size_with_ties(
+    tied_params: Sequence[str],
+    module_size: int,
+    module_sizes: Mapping[str, int],
+    modules_to_treat: Sequence[tuple[str, nn.Module]],
+) -> tuple[int, list[str], list[nn.Module]]:
+    """Bytes of a module with the modules that hold ``tied_params``, and the names of these, and these."""
+    found = partners(tied_params, list(modules_to_treat))
+    extra = sum(module_sizes[holder] - module_sizes[name] for name, (holder, _) in found)
+    modules: list[Any] = [module for _, (_, module) in found]
+    return module_size + extra, [holder for _, (holder, _) in found], modules
+
+
+def fallback_allocate(
+    modules: list[tuple[str, nn.Module]],
+    module_sizes: Mapping[str, int],
+    size_limit: int | str,
+    no_split_module_classes: Sequence[str] | None = None,
+    tied_parameters: Sequence[list[str]] | None = None,
+) -> tuple[str | None, Any, Any]:
+    """The first module, or module inside of one, of at most ``size_limit`` bytes: its name, it, and the others."""
+    try:
+        room = convert_file_size_to_int(size_limit)
+    except ValueError:
+        return None, None, modules
+    parts: Any = modules
+    return first_fitting(
+        parts, module_sizes, room, tuple(no_split_module_classes or ()), tied_parameters or ()
+    )
 
 
 def convert_file_size_to_int(size: int | str) -> int:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.comm.dtensor import is_dtensor
+from lockstep.comm.dtensor import full, is_dtensor, local, shard_like, shown_whole
 from lockstep.comm.tree import children, leaves, rebuild
 from lockstep.comm.tree import to_float32 as convert_to_fp32
 from lockstep.errors import CollectiveMismatchError as DistributedOperationException
 from lockstep.errors import UsageError
 from lockstep.runtime import process
+from lockstep.torch_internals.tensors import bits_digest
 from lockstep.utils import (
     broadcast,
     broadcast_object_list,
@@ -53,6 +54,7 @@ __all__ = [
     "find_device",
     "gather",
     "gather_object",
+    "gather_tensor_shape",
     "get_data_structure",
     "get_shape",
     "honor_type",
@@ -156,14 +158,29 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
     return recursively_apply(padded, tensor, error_on_other_type=True)
 
 
-def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """The tensor that one rank has, of any shape, on all ranks; the others pass None. Collective."""
-    runtime = process.start()
+def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]:
+    """Shape and type of the tensor that one rank has; the others pass None. Collective.
+
+    The shape is int32 of shape [dimensions, 1], the type a key of ``TENSOR_INT_TO_DTYPE``.
+    """
+    known = _of_one_rank(tensor, "gather_tensor_shape")
+    shape = torch.tensor(known.shape, dtype=torch.int32, device=process.start().device)
+    return shape[:, None], TENSOR_TYPE_TO_INT[known.dtype]
+
+
+def _of_one_rank(tensor: torch.Tensor | None, name: str) -> TensorInformation:
     found = [one for one in gather_object([None if tensor is None else get_data_structure(tensor)]) if one]
     if len(found) != 1:
-        raise UsageError(f"copy_tensor_to_devices needs one rank with a tensor, but {len(found)} have one.")
-    known = tensor if tensor is not None else torch.zeros(found[0].shape, dtype=found[0].dtype)
-    copied: torch.Tensor = reduce(known.to(runtime.device), reduction="sum")
+        raise UsageError(f"{name} needs one rank with a tensor, but {len(found)} have one.")
+    known: TensorInformation = found[0]
+    return known
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """The tensor that one rank has, of any shape, on all ranks; the others pass None. Collective."""
+    found = _of_one_rank(tensor, "copy_tensor_to_devices")
+    known = tensor if tensor is not None else torch.zeros(found.shape, dtype=found.dtype)
+    copied: torch.Tensor = reduce(known.to(process.start().device), reduction="sum")
     return copied
 
 
@@ -233,15 +250,34 @@ def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Inside, these parameters are whole. Those of a model that is not sharded are it always.
+    """Inside, these parameters are whole: they themselves, not copies of them. Collective.
+
+    Args:
+        params: Parameters of prepared models, one or many; those that are not sharded are whole always.
+        modifier_rank: The rank whose changes hold on all ranks afterwards; None: nobody changes them.
+        fwd_module: Ignored.
+        enabled: Otherwise it does nothing.
+
+    Models must not be called inside. What ranks other than ``modifier_rank`` change is lost, as in an exception all is.
 
     Raises:
-        UsageError: one of them is sharded.
+        UsageError: with ``modifier_rank=None`` this rank has changed one of them.
     """
     given = [params] if isinstance(params, torch.Tensor) else list(params)
-    if enabled and any(is_dtensor(parameter) for parameter in given):
-        raise UsageError(
-            "GatheredParameters got parameters that are sharded over ranks. Read them with "
-            "accelerator.get_state_dict(model), and change them before prepare or by operations on all ranks."
-        )
-    yield
+    sharded = [parameter for parameter in dict.fromkeys(given) if enabled and is_dtensor(parameter)]
+    wholes = [full(parameter).clone().requires_grad_(parameter.requires_grad) for parameter in sharded]
+    before = [bits_digest(whole) for whole in wholes] if modifier_rank is None else []
+    with shown_whole(sharded, wholes):
+        yield
+    if modifier_rank is None:
+        changed = [bits_digest(whole) != digest for whole, digest in zip(wholes, before, strict=True)]
+        if any(changed):
+            raise UsageError(
+                f"Rank {process.start().rank} changed {sum(changed)} of the {len(sharded)} parameters inside of "
+                "GatheredParameters, which is lost. Pass modifier_rank, the rank whose changes hold."
+            )
+        return
+    with torch.no_grad():
+        for parameter, whole in zip(sharded, wholes, strict=True):
+            given_whole = broadcast(whole.detach().reshape(parameter.shape), from_process=modifier_rank)
+            local(parameter).copy_(local(shard_like(given_whole, parameter)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import platform
 import socket
 import warnings
@@ -9,6 +10,7 @@ from collections.abc import Mapping, MutableMapping
 from functools import reduce
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,7 +22,6 @@ from lockstep.utils import (
     clear_environment,
     extract_model_from_parallel,
     is_compiled_module,
-    load,
     patch_environment,
     save,
     wait_for_everyone,
@@ -29,6 +30,7 @@ from lockstep.utils.constants import FSDP_PYTORCH_VERSION
 
 __all__ = [
     "FSDP_PYTORCH_VERSION",
+    "TORCH_SAFE_GLOBALS",
     "check_os_kernel",
     "clean_state_dict_for_safetensors",
     "clear_environment",
@@ -54,6 +56,23 @@ __all__ = [
     "save",
     "wait_for_everyone",
 ]
+
+TORCH_SAFE_GLOBALS: list[Any] = [
+    *{type(np.dtype(name)) for name in np.sctypeDict if isinstance(name, str)},
+    codecs.encode,
+    np.dtype,
+    np.ndarray,
+    np.array(0).__reduce__()[0],
+    np.float64(0).__reduce__()[0],
+]
+"""What ``load`` lets torch rebuild beside tensors and plain values: arrays of NumPy, such as states of generators."""
+
+
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """``torch.load``, by default with ``weights_only``, which then allows arrays of NumPy too."""
+    with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
+        return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
+
 
 # -- compiling block by block ----------------------------------------------------------------------------
 

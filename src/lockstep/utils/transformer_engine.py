@@ -1,12 +1,116 @@
-"""Names that scripts import from ``accelerate.utils.transformer_engine``."""
+"""Names that scripts import from ``accelerate.utils.transformer_engine``: layers of NVIDIA's TransformerEngine."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
 from torch import nn
 
-__all__ = ["has_transformer_engine_layers"]
+from lockstep.errors import ConfigError
+from lockstep.utils.imports import transformer_engine_required
+from lockstep.utils.operations import GatheredParameters
+
+__all__ = ["apply_fp8_autowrap", "contextual_fp8_autocast", "convert_model", "has_transformer_engine_layers"]
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
     """Whether a layer is one of NVIDIA's TransformerEngine."""
     return any(type(module).__module__.startswith("transformer_engine") for module in model.modules())
+
+
+@transformer_engine_required
+def convert_model(
+    model: nn.Module,
+    to_transformer_engine: bool = True,
+    _convert_linear: bool = True,
+    _convert_ln: bool = True,
+) -> None:
+    """Replace linear layers and layer normalisations by TransformerEngine's, or back by torch's; values stay.
+
+    Linear layers with a size that is not divisible by 16 stay as they are.
+    """
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            made = _converted(child, to_transformer_engine, _convert_linear, _convert_ln)
+            if made is not None:
+                with (
+                    torch.no_grad(),
+                    GatheredParameters(list(child.parameters(recurse=False)), modifier_rank=0),
+                ):
+                    for key, parameter in child.named_parameters(recurse=False):
+                        made.get_parameter(key).copy_(parameter)
+                setattr(module, name, made)
+
+
+def _converted(module: nn.Module, there: bool, linear: bool, norm: bool) -> nn.Module | None:
+    """A new layer of the other kind for one that is to be replaced."""
+    import transformer_engine.pytorch as engine
+
+    theirs, ours = (engine.Linear, engine.LayerNorm), (nn.Linear, nn.LayerNorm)
+    linear_kind, norm_kind = ours if there else theirs
+    new_linear, new_norm = theirs if there else ours
+    dtype = "params_dtype" if there else "dtype"
+    layer: Any = module
+    if linear and isinstance(module, linear_kind):
+        if there and any(size % 16 for size in layer.weight.shape):
+            return None
+        has_bias = layer.bias is not None and layer.bias.numel() > 0
+        made: nn.Module = new_linear(
+            layer.in_features, layer.out_features, bias=has_bias, **{dtype: layer.weight.dtype}
+        )
+        return made
+    if norm and isinstance(module, norm_kind):
+        if there and (layer.bias is None or not layer.elementwise_affine or len(layer.normalized_shape) > 1):
+            return None
+        shape = layer.normalized_shape[0] if there else layer.weight.shape[0]
+        made = new_norm(shape, eps=layer.eps, **{dtype: layer.weight.dtype})
+        return made
+    return None
+
+
+@transformer_engine_required
+def contextual_fp8_autocast(
+    model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
+) -> Callable[..., Any]:
+    """A forward, as a function of the module first, that computes in 8 bits: in training, or always."""
+    from transformer_engine.pytorch import fp8_autocast
+
+    @functools.wraps(model_forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with fp8_autocast(enabled=use_during_eval or self.training, fp8_recipe=fp8_recipe):
+            return model_forward(*args, **kwargs)
+
+    return forward
+
+
+@transformer_engine_required
+def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
+    """Let a model's forward compute in 8 bits, as a ``TERecipeKwargs`` says. In place.
+
+    Raises:
+        ValueError: block scaling that this GPU has not, or with options that it does not take.
+    """
+    import transformer_engine.common.recipe as recipes
+    from transformer_engine.pytorch.fp8 import check_mxfp8_support
+
+    options = {} if fp8_recipe_handler is None else fp8_recipe_handler.to_kwargs()
+    if "fp8_format" in options:
+        options["fp8_format"] = getattr(recipes.Format, options["fp8_format"])
+    during_eval = options.pop("use_autocast_during_eval", False)
+    kind = recipes.DelayedScaling
+    if options.pop("use_mxfp8_block_scaling", False):
+        is_there, why = check_mxfp8_support()
+        if not is_there:
+            raise ConfigError(
+                f"use_mxfp8_block_scaling=True is not possible on this GPU ({why}). Leave it out."
+            )
+        for name in ("amax_compute_algo", "amax_history_len"):
+            if name in options:
+                raise ConfigError(f"{name} is not for use_mxfp8_block_scaling=True. Leave one of them out.")
+        kind = recipes.MXFP8BlockScaling
+    model.forward = MethodType(contextual_fp8_autocast(model.forward, kind(**options), during_eval), model)
+    return model

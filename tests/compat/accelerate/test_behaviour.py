@@ -1,4 +1,4 @@
-"""Names by alias against the installed Accelerate: the same script (``behaviour.py``) with both."""
+"""Names by alias against the installed Accelerate: the same scripts, ``behaviour.py`` and ``steps.py``, with both."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("behaviour.py")
+HERE = Path(__file__).parent
 
 
-def lines(*words: str, path: str) -> list[Any]:
+def lines(*words: str, path: str, script: str) -> list[Any]:
     known = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
     done = subprocess.run(
-        [sys.executable, *words, str(SCRIPT)],
+        [sys.executable, *words, str(HERE / script)],
         env=known | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -27,11 +27,12 @@ def lines(*words: str, path: str) -> list[Any]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
 
 
-def test_each_name_does_what_it_does_there() -> None:
+@pytest.mark.parametrize("script", ["behaviour.py", "steps.py"])
+def test_each_name_does_what_it_does_there(script: str) -> None:
     pytest.importorskip("accelerate")
-    source = str(Path(__file__).parents[3] / "src")
-    there = lines(path="")
-    here = lines("-m", "lockstep.compat.accelerate", path=source)
-    assert len(there) > 100
+    source = str(HERE.parents[2] / "src")
+    there = lines(path="", script=script)
+    here = lines("-m", "lockstep.compat.accelerate", path=source, script=script)
+    assert len(there) > 80
     differing = [(theirs, ours) for theirs, ours in zip(there, here, strict=True) if theirs != ours]
     assert not differing, "\n".join(f"{theirs}\n  here {ours}" for theirs, ours in differing)

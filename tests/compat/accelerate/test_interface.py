@@ -141,8 +141,6 @@ IMPORTED = [(module, name) for module, text in _IMPORTED.items() for name in tex
 DIFFERENT = {
     "AcceleratedOptimizer": "prepare makes it",
     "AcceleratedScheduler": "prepare makes it",
-    "DataLoaderDispatcher": "prepare makes it",
-    "DataLoaderShard": "prepare makes it",
     "InitProcessGroupKwargs": "the backend follows from the device",
     "notebook_launcher": "a free port, so that two runs do not collide",
     "write_basic_config": "where lockstep config writes",

@@ -11,13 +11,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lockstep.compat.accelerate import interface
-from lockstep.compat.accelerate.interface import NotOffered, Offered
+from lockstep.compat.accelerate.interface import ROOT, NotOffered, Offered
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, DistributionFinder
-
-ROOT = "accelerate"
 
 
 def install() -> None:
@@ -69,7 +67,7 @@ class AliasFinder:
             # Each is a package, so that `from module import name` asks here for what it does not find.
             return ModuleSpec(fullname, AliasLoader(), origin="lockstep.compat.accelerate", is_package=True)
         module, _, name = fullname.rpartition(".")
-        found = interface.find(module, name) if module in interface.MODULES else None
+        found = interface.find_imported(module, name) if module in interface.MODULES else None
         if isinstance(found, NotOffered):
             raise ImportError(found.sentence(module, name), name=fullname)
         return None
@@ -93,6 +91,7 @@ class AliasLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__path__ = []
+        module.__file__ = __file__  # inspect.getfile asks for one
         if module.__name__ == ROOT:
             module.__dict__["__version__"] = interface.VERSION
 
@@ -103,7 +102,7 @@ class AliasModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":
             return list(interface.names(self.__name__))
-        found = None if name.startswith("__") else interface.find(self.__name__, name)
+        found = None if name.startswith("__") else interface.find_imported(self.__name__, name)
         if isinstance(found, Offered):
             value = found.load()
             self.__dict__[name] = value

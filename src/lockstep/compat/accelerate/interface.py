@@ -16,6 +16,8 @@ from lockstep.compat.accelerate.names import NOT_OFFERED, OFFERED
 VERSION = "1.15.0"
 """The version of Accelerate whose interface is offered."""
 
+ROOT = "accelerate"
+
 GATHERING = "accelerate.utils"
 """The module that has the names of all modules below it."""
 
@@ -40,6 +42,26 @@ class NotOffered:
     def sentence(self, module: str, name: str) -> str:
         return f"{module}.{name} is not offered by Lockstep: {self.reason}"
 
+
+IMPORTED_FROM = (
+    GATHERING,
+    "accelerate.state",
+    "accelerate.data_loader",
+    "accelerate.optimizer",
+    "accelerate.scheduler",
+    "accelerate.hooks",
+    "accelerate.tracking",
+    "accelerate.checkpointing",
+    "accelerate.parallelism_config",
+    "accelerate.logging",
+    "accelerate.big_modeling",
+    "accelerate.inference",
+    "accelerate.accelerator",
+    "accelerate.commands.config.config_args",
+    "accelerate.commands.config.config_utils",
+    "accelerate.commands.utils",
+)
+"""The modules of which Accelerate's other modules import names, so that scripts find these in both."""
 
 Names = dict[str, Offered | NotOffered]
 
@@ -73,8 +95,16 @@ MODULES = _read()
 
 
 def find(module: str, name: str) -> Offered | NotOffered | None:
-    """What is known of a name; None: nothing."""
+    """What is known of a name that is a module's own; None: nothing."""
     return MODULES.get(module, {}).get(name)
+
+
+def find_imported(module: str, name: str) -> Offered | NotOffered | None:
+    """``find``, and for modules that are no package also what they import from others."""
+    known = find(module, name)
+    if known is None and module not in (ROOT, GATHERING) and not name.startswith("_"):
+        known = next((found for other in IMPORTED_FROM if (found := find(other, name))), None)
+    return known
 
 
 def names(module: str) -> Iterator[str]:

@@ -44,6 +44,9 @@ OFFERED: dict[str, dict[str, str]] = {
             MODEL_NAME OPTIMIZER_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_NAME SAMPLER_NAME SCALER_NAME
             SCHEDULER_NAME WEIGHTS_NAME
         """,
+        "lockstep.checkpointing": """
+            load_accelerator_state load_custom_state save_accelerator_state save_custom_state
+        """,
     },
     "accelerate.commands.accelerate_cli": {"lockstep.cli.main": "main"},
     "accelerate.commands.config": {
@@ -65,8 +68,9 @@ OFFERED: dict[str, dict[str, str]] = {
     },
     "accelerate.data_loader": {
         "lockstep.data_loader": """
-            BatchSamplerShard DataLoaderDispatcher DataLoaderShard IterableDatasetShard SeedableRandomSampler
-            SkipBatchSampler SkipDataLoader get_sampler prepare_data_loader skip_first_batches
+            DataLoaderAdapter DataLoaderStateMixin BatchSamplerShard DataLoaderDispatcher DataLoaderShard
+            IterableDatasetShard SeedableRandomSampler SkipBatchSampler SkipDataLoader get_sampler
+            prepare_data_loader skip_first_batches
         """,
     },
     "accelerate.hooks": {
@@ -76,7 +80,9 @@ OFFERED: dict[str, dict[str, str]] = {
             attach_execution_device_hook remove_hook_from_module remove_hook_from_submodules
         """,
     },
-    "accelerate.inference": {"lockstep.inference": "prepare_pippy"},
+    "accelerate.inference": {
+        "lockstep.inference": "build_pipeline find_pippy_batch_size generate_device_map pippy_forward prepare_pippy"
+    },
     "accelerate.launchers": {
         "lockstep.launchers": "debug_launcher notebook_launcher",
         "lockstep.utils.constants": "ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION",
@@ -87,18 +93,21 @@ OFFERED: dict[str, dict[str, str]] = {
         "lockstep.utils.memory": "find_executable_batch_size release_memory clear_device_cache"
     },
     "accelerate.optimizer": {
-        "lockstep.optimizer": "AcceleratedOptimizer move_to_device",
+        "lockstep.optimizer": "patch_optimizer_step AcceleratedOptimizer move_to_device",
     },
     "accelerate.parallelism_config": {"lockstep.parallelism_config": "ParallelismConfig"},
     "accelerate.scheduler": {"lockstep.scheduler": "AcceleratedScheduler"},
     "accelerate.state": {
-        "lockstep.state": "AcceleratorState DistributedType GradientState PartialState do_nothing is_initialized",
+        "lockstep.state": """
+            ThreadLocalSharedDict AcceleratorState DistributedType GradientState PartialState do_nothing
+            is_initialized
+        """,
     },
     "accelerate.tracking": {
         "lockstep.tracking": """
-            AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker LOGGER_TYPE_TO_CLASS MLflowTracker
-            SwanLabTracker TensorBoardTracker TrackioTracker WandBTracker filter_trackers get_available_trackers
-            on_main_process register_tracker_class
+            AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker LOGGER_TYPE_TO_CLASS
+            MLflowTracker SwanLabTracker TensorBoardTracker TrackioTracker WandBTracker filter_trackers
+            get_available_trackers on_main_process register_tracker_class
         """,
     },
     "accelerate.utils": {
@@ -111,13 +120,19 @@ OFFERED: dict[str, dict[str, str]] = {
             find_first_last_linear_layers has_ao_layers
         """,
     },
-    "accelerate.utils.bnb": {"lockstep.utils.bnb": "get_parameter_device has_4bit_bnb_layers"},
+    "accelerate.utils.bnb": {
+        "lockstep.utils.bnb": """
+            get_keys_to_not_convert get_parameter_device get_quantized_model_device_map has_4bit_bnb_layers
+            load_and_quantize_model quantize_and_offload_8bit replace_with_bnb_layers
+        """
+    },
     "accelerate.utils.constants": {
         "lockstep.utils.constants": """
-            BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_SP_AVAILABLE_DEEPSPEED_VERSION BETA_TP_AVAILABLE_PYTORCH_VERSION
-            BETA_TP_AVAILABLE_TRANSFORMERS_VERSION CUDA_DISTRIBUTED_TYPES DEEPSPEED_MULTINODE_LAUNCHERS
-            DTENSOR_PYTORCH_VERSION ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION FSDP2_PYTORCH_VERSION
-            FSDP2_STATE_DICT_TYPE FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_MODEL_NAME FSDP_PYTORCH_VERSION
+            BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_SP_AVAILABLE_DEEPSPEED_VERSION
+            BETA_TP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_TRANSFORMERS_VERSION CUDA_DISTRIBUTED_TYPES
+            DEEPSPEED_MULTINODE_LAUNCHERS DTENSOR_PYTORCH_VERSION
+            ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION FSDP2_PYTORCH_VERSION FSDP2_STATE_DICT_TYPE
+            FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_MODEL_NAME FSDP_PYTORCH_VERSION
             FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE MITA_PROFILING_AVAILABLE_PYTORCH_VERSION MODEL_NAME
             OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME
             SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME
@@ -128,12 +143,13 @@ OFFERED: dict[str, dict[str, str]] = {
     },
     "accelerate.utils.dataclasses": {
         "lockstep.utils.dataclasses": """
-            AutocastKwargs BaseEnum BnbQuantizationConfig ComputeEnvironment CustomDtype DDPCommunicationHookType
-            DataLoaderConfiguration DeepSpeedPlugin DeepSpeedSequenceParallelConfig DistributedDataParallelKwargs
-            DistributedType DynamoBackend FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin
-            InitProcessGroupKwargs KwargsHandler LoggerType PrecisionType ProfileKwargs ProjectConfiguration RNGType
-            TensorInformation TorchContextParallelConfig TorchDynamoPlugin TorchTensorParallelConfig
-            TorchTensorParallelPlugin get_module_class_from_name
+            AutocastKwargs BaseEnum BnbQuantizationConfig ComputeEnvironment CustomDtype
+            DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin DeepSpeedSequenceParallelConfig
+            DistributedDataParallelKwargs DistributedType DynamoBackend FullyShardedDataParallelPlugin
+            GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler LoggerType
+            PrecisionType ProfileKwargs ProjectConfiguration RNGType TensorInformation
+            TorchContextParallelConfig TorchDynamoPlugin TorchTensorParallelConfig TorchTensorParallelPlugin
+            get_module_class_from_name
         """,
         "lockstep.utils.constants": """
             BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_PYTORCH_VERSION
@@ -141,23 +157,27 @@ OFFERED: dict[str, dict[str, str]] = {
             FSDP_BACKWARD_PREFETCH FSDP_SHARDING_STRATEGY MITA_PROFILING_AVAILABLE_PYTORCH_VERSION
             XPU_PROFILING_AVAILABLE_PYTORCH_VERSION
         """,
+        "lockstep.utils.fp8": "AORecipeKwargs FP8BackendType TERecipeKwargs",
+        "lockstep.config.enums": "EnumWithContains",
     },
     "accelerate.utils.deepspeed": {
         "lockstep.utils.deepspeed": """
-            DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim DummyScheduler
-            HfDeepSpeedConfig get_active_deepspeed_plugin
+            map_pytorch_optim_to_deepspeed DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper
+            DeepSpeedSchedulerWrapper DummyOptim DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin
         """,
     },
     "accelerate.utils.environment": {
         "lockstep.utils.environment": """
             CPUInformation are_libraries_initialized check_cuda_fp8_capability check_cuda_p2p_ib_support
-            clear_environment convert_dict_to_env_variables get_cpu_distributed_information get_current_device_type
-            get_driver_version get_gpu_info get_int_from_env override_numa_affinity parse_choice_from_env
-            parse_flag_from_env patch_environment purge_accelerate_environment set_numa_affinity str_to_bool
+            clear_environment convert_dict_to_env_variables get_cpu_distributed_information
+            get_current_device_type get_driver_version get_gpu_info get_int_from_env override_numa_affinity
+            parse_choice_from_env parse_flag_from_env patch_environment purge_accelerate_environment
+            set_numa_affinity str_to_bool
         """,
     },
     "accelerate.utils.fsdp_utils": {
         "lockstep.utils.fsdp_utils": """
+            fsdp2_apply_ac fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model fsdp2_switch_optimizer_parameters
             FSDP_MODEL_NAME OPTIMIZER_NAME SAFE_WEIGHTS_NAME WEIGHTS_NAME disable_fsdp_ram_efficient_loading
             enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_canonicalize_names
             fsdp2_load_full_state_dict get_fsdp2_grad_scaler get_parameters_from_modules load_fsdp_model
@@ -167,24 +187,24 @@ OFFERED: dict[str, dict[str, str]] = {
     "accelerate.utils.imports": {
         "lockstep.utils.imports": """
             is_4bit_bnb_available is_8bit_bnb_available is_aim_available is_bf16_available is_bnb_available
-            is_boto3_available is_clearml_available is_comet_ml_available is_cuda_available is_datasets_available
-            is_deepspeed_available is_dvclive_available is_fp16_available is_fp8_available is_hpu_available
-            is_lomo_available is_matplotlib_available is_megatron_lm_available is_mlflow_available is_mlu_available
-            is_mps_available is_msamp_available is_musa_available is_npu_available is_numpy_available
-            is_pandas_available is_peft_available is_pynvml_available is_pytest_available is_rich_available
-            is_rocm_available is_sagemaker_available is_schedulefree_available is_sdaa_available
-            is_swanlab_available is_tensorboard_available is_timm_available is_torch_distributed_available
-            is_torch_xla_available is_torchao_available is_torchdata_available
-            is_torchdata_stateful_dataloader_available is_torchvision_available is_tqdm_available
-            is_trackio_available is_transformer_engine_available is_transformers_available is_triton_available
-            is_wandb_available is_xpu_available deepspeed_required is_amdsmi_available
-            is_bitsandbytes_multi_backend_available is_habana_gaudi1 is_import_timer_available is_neuron_available
-            is_pippy_available is_transformer_engine_mxfp8_available is_weights_only_available is_xccl_available
-            torchao_required
+            is_boto3_available is_clearml_available is_comet_ml_available is_cuda_available
+            is_datasets_available is_deepspeed_available is_dvclive_available is_fp16_available
+            is_fp8_available is_hpu_available is_lomo_available is_matplotlib_available
+            is_megatron_lm_available is_mlflow_available is_mlu_available is_mps_available is_msamp_available
+            is_musa_available is_npu_available is_numpy_available is_pandas_available is_peft_available
+            is_pynvml_available is_pytest_available is_rich_available is_rocm_available is_sagemaker_available
+            is_schedulefree_available is_sdaa_available is_swanlab_available is_tensorboard_available
+            is_timm_available is_torch_distributed_available is_torch_xla_available is_torchao_available
+            is_torchdata_available is_torchdata_stateful_dataloader_available is_torchvision_available
+            is_tqdm_available is_trackio_available is_transformer_engine_available is_transformers_available
+            is_triton_available is_wandb_available is_xpu_available deepspeed_required is_amdsmi_available
+            is_bitsandbytes_multi_backend_available is_habana_gaudi1 is_import_timer_available
+            is_neuron_available is_pippy_available is_transformer_engine_mxfp8_available
+            is_weights_only_available is_xccl_available torchao_required
         """,
     },
     "accelerate.utils.launch": {
-        "lockstep.utils.launch": "DEEPSPEED_MULTINODE_LAUNCHERS PrepareForLaunch",
+        "lockstep.utils.launch": "DEEPSPEED_MULTINODE_LAUNCHERS PrepareForLaunch setup_fp8_env",
     },
     "accelerate.utils.memory": {
         "lockstep.utils.memory": """
@@ -193,14 +213,15 @@ OFFERED: dict[str, dict[str, str]] = {
     },
     "accelerate.utils.modeling": {
         "lockstep.utils.modeling": """
-            SAFE_WEIGHTS_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME align_module_device calculate_maximum_sizes
-            check_device_map check_device_same check_tied_parameters_in_config check_tied_parameters_on_same_device
-            clean_device_map compute_module_sizes compute_module_total_buffer_size convert_file_size_to_int
-            dtype_byte_size find_tied_parameters get_balanced_memory get_grad_scaler get_max_layer_size
-            get_max_memory get_mixed_precision_context_manager get_module_leaves get_non_persistent_buffers
+            fallback_allocate get_module_size_with_ties SAFE_WEIGHTS_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME
+            align_module_device calculate_maximum_sizes check_device_map check_device_same
+            check_tied_parameters_in_config check_tied_parameters_on_same_device clean_device_map
+            compute_module_sizes compute_module_total_buffer_size convert_file_size_to_int dtype_byte_size
+            find_tied_parameters get_balanced_memory get_grad_scaler get_max_layer_size get_max_memory
+            get_mixed_precision_context_manager get_module_leaves get_non_persistent_buffers
             get_state_dict_from_offload get_state_dict_offloaded_model has_offloaded_params id_tensor_storage
-            infer_auto_device_map is_peft_model load_checkpoint_in_model load_offloaded_weights load_state_dict
-            named_module_tensors retie_parameters set_module_tensor_to_device
+            infer_auto_device_map is_peft_model load_checkpoint_in_model load_offloaded_weights
+            load_state_dict named_module_tensors retie_parameters set_module_tensor_to_device
         """,
     },
     "accelerate.utils.offload": {
@@ -211,22 +232,24 @@ OFFERED: dict[str, dict[str, str]] = {
     },
     "accelerate.utils.operations": {
         "lockstep.utils.operations": """
-            CannotPadNestedTensorWarning ConvertOutputsToFp32 DistributedOperationException GatheredParameters
-            TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT TORCH_DISTRIBUTED_OPERATION_TYPES broadcast
-            broadcast_object_list chained_operation concatenate convert_outputs_to_fp32 convert_to_fp32
-            copy_tensor_to_devices find_batch_size find_device gather gather_object get_data_structure get_shape
-            honor_type ignorant_find_batch_size initialize_tensors is_namedtuple is_tensor_information
-            is_torch_tensor is_torch_xpu_tensor listify pad_across_processes pad_input_tensors recursively_apply
-            reduce send_to_device slice_tensors verify_operation
+            gather_tensor_shape CannotPadNestedTensorWarning ConvertOutputsToFp32
+            DistributedOperationException GatheredParameters TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT
+            TORCH_DISTRIBUTED_OPERATION_TYPES broadcast broadcast_object_list chained_operation concatenate
+            convert_outputs_to_fp32 convert_to_fp32 copy_tensor_to_devices find_batch_size find_device gather
+            gather_object get_data_structure get_shape honor_type ignorant_find_batch_size initialize_tensors
+            is_namedtuple is_tensor_information is_torch_tensor is_torch_xpu_tensor listify
+            pad_across_processes pad_input_tensors recursively_apply reduce send_to_device slice_tensors
+            verify_operation
         """,
     },
     "accelerate.utils.other": {
         "lockstep.utils.other": """
-            FSDP_PYTORCH_VERSION check_os_kernel clean_state_dict_for_safetensors clear_environment compile_regions
-            compile_regions_deepspeed compile_regions_fsdp2 convert_bytes extract_model_from_parallel get_free_port
-            get_model_tp_size get_module_children_bottom_up get_pretty_name has_compiled_regions
-            has_repeated_blocks is_compiled_module is_port_in_use is_repeated_blocks load merge_dicts
-            model_has_dtensor patch_environment recursive_getattr save wait_for_everyone
+            TORCH_SAFE_GLOBALS FSDP_PYTORCH_VERSION check_os_kernel clean_state_dict_for_safetensors
+            clear_environment compile_regions compile_regions_deepspeed compile_regions_fsdp2 convert_bytes
+            extract_model_from_parallel get_free_port get_model_tp_size get_module_children_bottom_up
+            get_pretty_name has_compiled_regions has_repeated_blocks is_compiled_module is_port_in_use
+            is_repeated_blocks load merge_dicts model_has_dtensor patch_environment recursive_getattr save
+            wait_for_everyone
         """,
     },
     "accelerate.utils.random": {
@@ -236,7 +259,9 @@ OFFERED: dict[str, dict[str, str]] = {
     },
     "accelerate.utils.tqdm": {"lockstep.utils": "tqdm"},
     "accelerate.utils.transformer_engine": {
-        "lockstep.utils.transformer_engine": "has_transformer_engine_layers",
+        "lockstep.utils.transformer_engine": """
+            apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers
+        """,
     },
     "accelerate.utils.versions": {
         "lockstep.utils.versions": "compare_versions is_torch_version",
@@ -247,8 +272,8 @@ OFFERED: dict[str, dict[str, str]] = {
 NOT_OFFERED: dict[str, dict[str, str]] = {
     "it belongs to Megatron-LM's engine. Use parallel='tp=2 pp=2', for instance.": {
         "accelerate.utils.dataclasses": """
-            MODEL_CONFIGS_TO_MEGATRON_PARSERS MegatronLMPlugin add_model_config_to_megatron_parser parse_bert_config
-            parse_glm4_moe_config parse_gpt2_config parse_llama_config parse_t5_config
+            MODEL_CONFIGS_TO_MEGATRON_PARSERS MegatronLMPlugin add_model_config_to_megatron_parser
+            parse_bert_config parse_glm4_moe_config parse_gpt2_config parse_llama_config parse_t5_config
         """,
         "accelerate.utils.megatron_lm": """
             AbstractTrainStep BertTrainStep GPTTrainStep MegatronEngine MegatronLMDummyDataLoader
@@ -278,51 +303,10 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
         "accelerate.commands.tpu": "default_config_file main tpu_command_launcher tpu_command_parser",
         "accelerate.utils.imports": "USE_TORCH_XLA",
         "accelerate.utils.launch": "prepare_tpu",
-        "accelerate.utils.operations": "gather_tensor_shape",
         "accelerate.utils.torch_xla": "install_xla",
     },
-    "mixed_precision='fp8' is not available. Use 'bf16', or convert layers with convert_model_to_fp8_ao.": {
-        "accelerate.utils.dataclasses": """
-            AORecipeKwargs FP8BackendType FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs
-        """,
-        "accelerate.utils.launch": "setup_fp8_env",
-        "accelerate.utils.transformer_engine": "apply_fp8_autowrap contextual_fp8_autocast convert_model",
-    },
-    "models are not quantised here. Load them with transformers and its BitsAndBytesConfig.": {
-        "accelerate.utils.bnb": """
-            get_keys_to_not_convert get_quantized_model_device_map load_and_quantize_model quantize_and_offload_8bit
-            replace_with_bnb_layers
-        """,
-    },
-    "it is a step inside of prepare. Call accelerator.prepare() with the model and its optimizer.": {
-        "accelerate.optimizer": "patch_optimizer_step",
-        "accelerate.utils.deepspeed": "map_pytorch_optim_to_deepspeed",
-        "accelerate.utils.fsdp_utils": """
-            fsdp2_apply_ac fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model fsdp2_switch_optimizer_parameters
-        """,
-    },
-    "checkpoints have another format. Use accelerator.save_state(), load_state() and register_for_checkpointing().": {
-        "accelerate.checkpointing": """
-            load_accelerator_state load_custom_state save_accelerator_state save_custom_state
-        """,
-    },
-    "it is a step inside of prepare_pippy. Call that.": {
-        "accelerate.inference": "build_pipeline find_pippy_batch_size generate_device_map pippy_forward",
-    },
-    "it is a step inside of infer_auto_device_map. Call that.": {
-        "accelerate.utils.modeling": "fallback_allocate get_module_size_with_ties",
-    },
-    "it is a part of how loaders are made there. Use DataLoaderShard or accelerator.prepare().": {
-        "accelerate.data_loader": "DataLoaderAdapter DataLoaderStateMixin",
-    },
-    "states are views of one object here. Use PartialState and AcceleratorState.": {
-        "accelerate.state": "ThreadLocalSharedDict",
-    },
-    "checkpoints hold no pickles. Read those of others with lockstep checkpoint import-pickle.": {
-        "accelerate.utils.other": "TORCH_SAFE_GLOBALS",
-    },
-    "enums here are searched by their values. Use BaseEnum.": {
-        "accelerate.utils.dataclasses": "EnumWithContains",
+    "it belongs to MS-AMP, which is not supported. Use AORecipeKwargs or TERecipeKwargs.": {
+        "accelerate.utils.dataclasses": "FP8RecipeKwargs MSAMPRecipeKwargs",
     },
     "commands are started in another way. Use lockstep launch, and its --dry-run to see what would run.": {
         "accelerate.commands.launch": """
@@ -331,8 +315,8 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
         """,
         "accelerate.commands.utils": "CustomArgumentGroup CustomArgumentParser",
         "accelerate.utils.launch": """
-            env_var_path_add prepare_deepspeed_cmd_env prepare_extend_env_parallelism_config prepare_multi_gpu_env
-            prepare_simple_launcher_cmd_env
+            env_var_path_add prepare_deepspeed_cmd_env prepare_extend_env_parallelism_config
+            prepare_multi_gpu_env prepare_simple_launcher_cmd_env
         """,
     },
     "it is a part of another command line. Use lockstep config.": {

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lockstep.compat.deepspeed.config import finish, from_deepspeed
 from lockstep.compat.deepspeed.section import DEEPSPEED_KEYS
+from lockstep.compat.deepspeed.sections import HfDeepSpeedConfig
 from lockstep.compat.rules import Translation, translate
-from lockstep.config.json_file import read_json
 from lockstep.config.merge import merge_settings
 from lockstep.errors import ConfigError
 
@@ -26,7 +28,7 @@ class DeepSpeedPlugin:
         ConfigError: the file cannot be read.
     """
 
-    hf_ds_config: object = None
+    hf_ds_config: Any = None
     gradient_accumulation_steps: int | str | None = None
     gradient_clipping: float | str | None = None
     zero_stage: int | None = None
@@ -40,23 +42,172 @@ class DeepSpeedPlugin:
     transformer_moe_cls_names: str | None = None
     enable_msamp: bool | None = None
     msamp_opt_level: str | None = None
-    deepspeed_config: Mapping[str, object] = field(init=False, repr=False)
+    deepspeed_config: dict[str, Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        config = getattr(self.hf_ds_config, "config", self.hf_ds_config)
-        if config is None or config == "none":
+        given = getattr(self.hf_ds_config, "config", self.hf_ds_config)
+        self._source = (
+            str(given) if isinstance(given, (str, Path)) and given != "none" else "deepspeed_plugin"
+        )
+        if given is None or given == "none":
             self.zero_stage = 2 if self.zero_stage is None else self.zero_stage
-            config = {"zero_optimization": {"stage": self.zero_stage}}
-        elif isinstance(config, (str, Path)):
-            config = read_json(config)
-        if not isinstance(config, Mapping):
+            given = {"zero_optimization": {"stage": self.zero_stage}}
+        elif not isinstance(given, (str, Path, Mapping)):
             raise ConfigError(
-                f"hf_ds_config is of type {type(config).__name__}. Give the path of a JSON file, or a mapping."
+                f"hf_ds_config is of type {type(given).__name__}. Give the path of a JSON file, or a mapping."
             )
-        self.deepspeed_config = config
-        zero = config.get("zero_optimization")
+        known = hasattr(self.hf_ds_config, "find_config_node")
+        self.hf_ds_config = self.hf_ds_config if known else HfDeepSpeedConfig(given)
+        self.deepspeed_config = self.hf_ds_config.config
+        zero = self.deepspeed_config.get("zero_optimization")
         if self.zero_stage is None and isinstance(zero, Mapping):
             self.zero_stage = zero.get("stage")
+
+    # -- the configuration, key by key -------------------------------------------------------------------
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """What the configuration says of a key such as ``zero_optimization.stage``."""
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether it leaves a key to the script."""
+        return bool(self.get_value(ds_key_long) == "auto")
+
+    def fill_match(
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
+        """Give a key that is ``"auto"`` its value in ``kwargs``, where values stand by whole names of keys.
+
+        With ``must_match`` another value than that in ``kwargs`` is added to ``mismatches``, in words.
+
+        Raises:
+            ValueError: a key is ``"auto"``, and ``kwargs`` has no value for it.
+        """
+        section, key = self.hf_ds_config.find_config_node(ds_key_long)
+        if section is None:
+            return
+        said = section.get(key)
+        if said == "auto":
+            if ds_key_long not in kwargs:
+                raise ConfigError(
+                    f"{ds_key_long} is 'auto', and nothing says its value. Pass it, or write it down."
+                )
+            section[key] = kwargs[ds_key_long]
+        elif (
+            must_match
+            and said is not None
+            and kwargs.get(ds_key_long, said) != said
+            and mismatches is not None
+        ):
+            mismatches.append(
+                f"{ds_key_long} is {said} in the configuration, but {kwargs[ds_key_long]} was passed"
+            )
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: Mapping[str, Any] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """``fill_match`` of all keys.
+
+        Raises:
+            ValueError: also where values differ that must match.
+        """
+        differing = [] if mismatches is None else mismatches
+        for key, value in (self.deepspeed_config if config is None else config).items():
+            if isinstance(value, dict):
+                self.deepspeed_config_process(f"{prefix}{key}.", differing, value, must_match, **kwargs)
+            else:
+                self.fill_match(f"{prefix}{key}", differing, must_match, **kwargs)
+        if differing and not prefix:
+            raise ConfigError(
+                f"{'; '.join(differing)}. Make them equal, or write 'auto' into the configuration."
+            )
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Write ``fp16``, ``bf16`` or ``no`` into the configuration.
+
+        Raises:
+            ValueError: the configuration has the other type on.
+        """
+        config = self.deepspeed_config
+        other = {"fp16": "bf16", "bf16": "fp16"}.get(mixed_precision)
+        section = config.get(other) if other else None
+        if isinstance(section, Mapping) and str(section.get("enabled", False)).lower() == "true":
+            raise ConfigError(
+                f"mixed_precision={mixed_precision!r}, but {other} is enabled in the configuration. Use one of them."
+            )
+        if mixed_precision == "fp16":
+            config.setdefault("fp16", {"enabled": True, "auto_cast": True})
+        for name in ("fp16", "bf16"):
+            config.setdefault(name, {"enabled": name == mixed_precision})
+            said: dict[str, Any] = {f"{name}.enabled": name == mixed_precision}
+            self.fill_match(f"{name}.enabled", None, False, **said)
+
+    # -- what belongs to DeepSpeed's engine ----------------------------------------------------------------
+
+    @property
+    def selected(self) -> bool:
+        """Always True: a run has one plugin."""
+        return True
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Nothing to choose from. Raises ValueError as scripts know it from there."""
+        if not _from_accelerator_state:
+            raise ConfigError(
+                "A plugin is selected by the state. Call accelerator.state.select_deepspeed_plugin()."
+            )
+
+    def is_zero3_init_enabled(self) -> bool:
+        """``zero3_init_flag``. Models are made on the meta device here, and get their values shard by shard."""
+        return bool(self.zero3_init_flag)
+
+    @contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """``zero3_init_flag`` is ``enable`` inside."""
+        before, self.zero3_init_flag = self.zero3_init_flag, enable
+        try:
+            yield
+        finally:
+            self.zero3_init_flag = before
+
+    def set_deepspeed_weakref(self) -> None:
+        """Let transformers know the configuration, where the package deepspeed is installed, which it asks for.
+
+        Raises:
+            ImportError: transformers or deepspeed is not installed.
+        """
+        try:
+            from transformers import integrations
+        except ImportError as error:
+            raise ImportError(
+                "set_deepspeed_weakref() needs the package 'transformers'. Install it with: pip install transformers"
+            ) from error
+        config = copy.deepcopy(self.deepspeed_config)
+        for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
+            if config.get(key, "auto") == "auto":
+                config[key] = 1
+        if config.get("train_batch_size") == "auto":
+            del config["train_batch_size"]
+        known: Any = integrations
+        known.unset_hf_deepspeed_config()
+        self.dschf = known.HfDeepSpeedConfig(config)  # transformers keeps a weak reference only
+
+    def set_moe_leaf_modules(self, model: Any) -> None:
+        """Check ``transformer_moe_cls_names`` against the model. Experts are found by its structure.
+
+        Raises:
+            ValueError: the model has no such class.
+        """
+        classes = {type(module).__name__ for module in model.modules()}
+        for name in filter(None, (self.transformer_moe_cls_names or "").split(",")):
+            if name not in classes:
+                raise ConfigError(
+                    f"{type(model).__name__} has no module of the class {name}. Check the name."
+                )
 
 
 OWN_FIELDS = (
@@ -80,8 +231,7 @@ def from_deepspeed_plugin(plugin: Any) -> Translation:
     Raises:
         ConfigError: as ``from_deepspeed``, or fields and configuration contradict each other.
     """
-    path = plugin.hf_ds_config
-    where = str(path) if isinstance(path, (str, Path)) and path != "none" else "deepspeed_plugin"
+    where = getattr(plugin, "_source", "deepspeed_plugin")
     described = from_deepspeed(plugin.deepspeed_config, where)
     fields = {name: getattr(plugin, name, None) for name in OWN_FIELDS}
     own = translate(DEEPSPEED_KEYS, fields, "deepspeed_plugin")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lockstep.compat.fsdp.section import KEYS, WRAP_WORDS, from_fsdp
@@ -43,6 +44,137 @@ class FullyShardedDataParallelPlugin:
     cpu_ram_efficient_loading: bool | None = None
     transformer_cls_names_to_wrap: list[str] | None = None
     min_num_params: int | None = None
+
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """How states are saved: a name, or a member of torch's ``StateDictType``; None: as it is, else sharded.
+
+        Raises:
+            ValueError: an unknown name, or ``LOCAL_STATE_DICT``, which nothing here can load.
+        """
+        from torch.distributed import fsdp
+
+        said = self.state_dict_type if state_dict_type is None else state_dict_type
+        word = str(getattr(said, "name", said or "SHARDED_STATE_DICT")).upper()
+        word = fsdp.StateDictType(int(word)).name if word.isdigit() else word
+        if word not in STATES:
+            raise ConfigError(
+                f"state_dict_type is {said!r}, but must be one of {', '.join(STATES)}. Use one of them."
+            )
+        kinds = STATES[word]
+        options = {"offload_to_cpu": True, **({"rank0_only": True} if word == "FULL_STATE_DICT" else {})}
+        self.state_dict_type = fsdp.StateDictType[word]
+        self.state_dict_config = getattr(fsdp, kinds[0])(**options)
+        self.optim_state_dict_config = getattr(fsdp, kinds[1])(**options)
+
+    def set_auto_wrap_policy(self, model: Any) -> None:
+        """Make a name of a policy, or torch's function for it, one that knows this model's classes.
+
+        ``prepare`` reads the policy that there was when the ``Accelerator`` was made.
+
+        Raises:
+            ValueError: the model has no class of a name in ``transformer_cls_names_to_wrap``.
+        """
+        from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+        policy: Any = self.auto_wrap_policy
+        if isinstance(policy, str):
+            known = {
+                "TRANSFORMER_BASED_WRAP": transformer_auto_wrap_policy,
+                "SIZE_BASED_WRAP": size_based_auto_wrap_policy,
+            }
+            policy = known.get(policy.upper())
+        if policy is transformer_auto_wrap_policy:
+            names = self.transformer_cls_names_to_wrap
+            self.transformer_cls_names_to_wrap = names = list(
+                getattr(model, "_no_split_modules", None) or () if names is None else names
+            )
+            classes = {type(module).__name__: type(module) for module in model.modules()}
+            missing = [name for name in names if name not in classes]
+            if missing:
+                raise ConfigError(
+                    f"{type(model).__name__} has no module of the class {missing[0]}. Check the name."
+                )
+            policy = partial(policy, transformer_layer_cls={classes[name] for name in names})
+        elif policy is size_based_auto_wrap_policy:
+            policy = partial(policy, min_num_params=self.min_num_params) if self.min_num_params else None
+        self.auto_wrap_policy = policy
+
+    def set_mixed_precision(
+        self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
+    ) -> None:
+        """Compute and reduce in a type: ``fp16``, ``bf16``, ``fp32`` or torch's. One that was said stays, but for
+        ``override``.
+
+        Raises:
+            ValueError: an unknown type, or a mapping that says less than torch's policy needs.
+        """
+        import torch
+
+        types = {"fp8": torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+        dtype = types.get(mixed_precision, mixed_precision)
+        if not isinstance(mixed_precision, Mapping) and dtype not in types.values():
+            raise ConfigError(
+                f"mixed_precision is {mixed_precision!r}, but must be one of {', '.join(types)}, or such a torch.dtype."
+            )
+        kind, last = _policy_kind(self.fsdp_version)
+        fields = ("param_dtype", "reduce_dtype", last)
+        said = self.mixed_precision_policy
+        if override or said is None:
+            values = [dtype, dtype, torch.float32 if buffer_autocast and last == "buffer_dtype" else dtype]
+            self.mixed_precision_policy = kind(**dict(zip(fields, values, strict=True)))
+        elif isinstance(said, Mapping):
+            if set(said) < set(fields) or any(value not in types.values() for value in said.values()):
+                raise ConfigError(
+                    f"mixed_precision_policy is {dict(said)}, but must have {', '.join(fields)}, each a torch.dtype "
+                    f"of {', '.join(types)}."
+                )
+            self.mixed_precision_policy = kind(**said)
+
+    def validate_mixed_precision_policy(self) -> None:
+        """Raise ValueError unless ``mixed_precision_policy`` is torch's object for it."""
+        kind, _ = _policy_kind(self.fsdp_version)
+        if not isinstance(self.mixed_precision_policy, kind):
+            raise ConfigError(
+                f"mixed_precision_policy is of type {type(self.mixed_precision_policy).__name__}. Pass a "
+                f"torch.distributed.fsdp.{kind.__name__}, or call set_mixed_precision."
+            )
+
+    def set_cpu_offload(self) -> None:
+        """Make a truth value in ``cpu_offload`` torch's object for it."""
+        from torch.distributed import fsdp
+
+        if isinstance(self.cpu_offload, bool) or self.cpu_offload is None:
+            on = bool(self.cpu_offload)
+            if self.fsdp_version == 1:
+                self.cpu_offload = fsdp.CPUOffload(offload_params=on)
+            else:
+                self.cpu_offload = fsdp.CPUOffloadPolicy() if on else fsdp.OffloadPolicy()
+
+    def validate_cpu_offload(self) -> None:
+        """Raise ValueError unless ``cpu_offload`` is torch's object for it."""
+        from torch.distributed import fsdp
+
+        kind: Any = fsdp.CPUOffload if self.fsdp_version == 1 else fsdp.OffloadPolicy
+        if not isinstance(self.cpu_offload, kind):
+            raise ConfigError(
+                f"cpu_offload is {self.cpu_offload!r}. Pass a torch.distributed.fsdp.{kind.__name__}, or a truth value "
+                "and call set_cpu_offload."
+            )
+
+
+STATES = {
+    "FULL_STATE_DICT": ("FullStateDictConfig", "FullOptimStateDictConfig"),
+    "SHARDED_STATE_DICT": ("ShardedStateDictConfig", "ShardedOptimStateDictConfig"),
+}
+
+
+def _policy_kind(version: int | None) -> tuple[Any, str]:
+    """torch's class of policies for a version of FSDP, and the last of its types."""
+    from torch.distributed import fsdp
+
+    return (
+        (fsdp.MixedPrecision, "buffer_dtype") if version == 1 else (fsdp.MixedPrecisionPolicy, "output_dtype")
+    )
 
 
 def resolved_plugin(plugin: Any, parallel: Parallel) -> Any:

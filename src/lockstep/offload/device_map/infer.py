@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -166,34 +166,12 @@ class _Filling:
     def _fall_back(self, name: str, part: nn.Module | torch.Tensor, together: int) -> bool:
         """Bring the first waiting part that fits the empty device to the front; False where there is none."""
         room = self.limits[self._devices[0]] - max(self._largest, together)
-        search = list(self.waiting)
-        found = None
-        while search and found is None and room >= 0:
-            candidate, inner = search.pop(0)
-            tied = [
-                other
-                for group in self._ties_across(candidate)
-                for other in group
-                if not _within(other, candidate)
-            ]
-            size = self.sizes.get(candidate, 0) + sum(
-                self.sizes.get(partner, 0) - self.sizes.get(other, 0)
-                for other, (partner, _) in self._partners(tied, search)
-            )
-            if size <= room:
-                found = candidate
-            elif self._is_divisible(inner):
-                search = _inside(candidate, inner) + search
-        if found is None:
+        found, inner, rest = first_fitting(
+            self.waiting, self.sizes, room, self.undivided, self.ties, buffers=True
+        )
+        if found is None or inner is None:
             return False
-        index = 0
-        while self.waiting[index][0] != found:
-            other, inner = self.waiting[index]
-            if _within(found, other):
-                self.waiting[index : index + 1] = _inside(other, inner)
-            else:
-                index += 1
-        self.waiting = [self.waiting.pop(index), (name, part), *self.waiting]
+        self.waiting = [(found, inner), (name, part), *rest]
         return True
 
     def _find_largest(self) -> None:
@@ -201,33 +179,84 @@ class _Filling:
         self._largest, self._largest_names = get_max_layer_size(modules, self.sizes, self.undivided)
 
     def _is_divisible(self, part: nn.Module | torch.Tensor) -> bool:
-        if not isinstance(part, nn.Module) or type(part).__name__ in self.undivided:
-            return False
-        return next(part.children(), None) is not None
+        return is_divisible(part, self.undivided)
 
     def _ties_across(self, name: str) -> list[list[str]]:
-        """The groups of tied names of which some, but not all, are inside of ``name``."""
-        inside = [[_within(other, name) for other in group] for group in self.ties]
-        return [group for group, are in zip(self.ties, inside, strict=True) if any(are) and not all(are)]
+        return ties_across(name, self.ties)
 
     def _partners(self, tied: list[str], parts: list[NamedPart]) -> list[tuple[str, NamedPart]]:
-        """For each tied name the waiting part that it is in; those of parts that were placed before are left out."""
-        found = []
-        for other in tied:
-            holder = next(((name, part) for name, part in parts if _within(other, name)), None)
-            if holder is not None:
-                found.append((other, holder))
-        return found
+        return partners(tied, parts)
+
+
+def is_divisible(part: nn.Module | torch.Tensor, undivided: Collection[str]) -> bool:
+    if not isinstance(part, nn.Module) or type(part).__name__ in undivided:
+        return False
+    return next(part.children(), None) is not None
+
+
+def ties_across(name: str, ties: Iterable[list[str]]) -> list[list[str]]:
+    """The groups of tied names of which some, but not all, are inside of ``name``."""
+    inside = ((group, [_within(other, name) for other in group]) for group in ties)
+    return [group for group, are in inside if any(are) and not all(are)]
+
+
+def partners(tied: Iterable[str], parts: list[NamedPart]) -> list[tuple[str, NamedPart]]:
+    """For each tied name the waiting part that it is in; those of parts that were placed before are left out."""
+    found = []
+    for other in tied:
+        holder = next(((name, part) for name, part in parts if _within(other, name)), None)
+        if holder is not None:
+            found.append((other, holder))
+    return found
+
+
+def first_fitting(
+    parts: list[NamedPart],
+    sizes: Mapping[str, int],
+    room: int,
+    undivided: Collection[str] = (),
+    ties: Iterable[list[str]] = (),
+    buffers: bool = False,
+) -> tuple[str | None, nn.Module | torch.Tensor | None, list[NamedPart]]:
+    """The first of these parts, or of their children, of at most ``room`` bytes with all that is tied to it.
+
+    Returns its name, itself, and what is left of ``parts`` (None, None and all of them where nothing fits). With
+    ``buffers`` those of a divided part are parts as well.
+    """
+    search, ties = list(parts), list(ties)
+    while search:
+        name, part = search.pop(0)
+        tied = [other for group in ties_across(name, ties) for other in group if not _within(other, name)]
+        extra = (sizes.get(holder, 0) - sizes.get(other, 0) for other, (holder, _) in partners(tied, search))
+        if sizes.get(name, 0) + sum(extra) <= room:
+            return name, part, _without(name, parts, buffers)
+        if is_divisible(part, undivided):
+            search = _inside(name, part, buffers) + search
+    return None, None, parts
+
+
+def _without(found: str, parts: list[NamedPart], buffers: bool) -> list[NamedPart]:
+    """``parts`` without ``found``: those that it is in, as their children."""
+    left, index = list(parts), 0
+    while left[index][0] != found:
+        name, part = left[index]
+        if _within(found, name):
+            left[index : index + 1] = _inside(name, part, buffers)
+        else:
+            index += 1
+    del left[index]
+    return left
 
 
 def _within(name: str, module_name: str) -> bool:
     return module_name == "" or f"{name}.".startswith(f"{module_name}.")
 
 
-def _inside(name: str, part: nn.Module | torch.Tensor) -> list[NamedPart]:
+def _inside(name: str, part: nn.Module | torch.Tensor, buffers: bool = True) -> list[NamedPart]:
     assert isinstance(part, nn.Module)
     own: list[NamedPart] = [*part.named_parameters(recurse=False), *part.named_children()]
-    return [(f"{name}.{key}", child) for key, child in (*own, *part.named_buffers(recurse=False))]
+    own += part.named_buffers(recurse=False) if buffers else ()
+    return [(f"{name}.{key}", child) for key, child in own]
 
 
 def _cleaned(device_map: Mapping[str, DeviceName]) -> dict[str, DeviceName]:

@@ -1,0 +1,187 @@
+"""Names that scripts import from ``accelerate.checkpointing``: the states of single objects in files of their own.
+
+The files are named and made as Accelerate names and makes them, so that either library reads what the other wrote.
+``Accelerator.save_state`` writes its own format, which is verified when it is read.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.checkpoint.weights.model import save
+from lockstep.checkpoint.weights.names import PICKLED_WEIGHTS, WEIGHTS
+from lockstep.data_loader import IterableDatasetShard, SeedableRandomSampler
+from lockstep.errors import CheckpointError
+from lockstep.observe.log import get_logger
+from lockstep.runtime import process
+from lockstep.utils.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SAMPLER_NAME, SCALER_NAME, SCHEDULER_NAME
+from lockstep.utils.other import load
+
+__all__ = ["load_accelerator_state", "load_custom_state", "save_accelerator_state", "save_custom_state"]
+
+logger = get_logger(__name__)
+
+
+def _numbered(name: str, index: int) -> str:
+    stem, _, ending = name.partition(".")
+    return f"{stem}_{index}.{ending}" if index else name
+
+
+def save_accelerator_state(
+    output_dir: str | os.PathLike[str],
+    model_states: Sequence[Mapping[str, Any]],
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
+    dataloaders: Sequence[Any],
+    process_index: int,
+    step: int,
+    scaler: torch.amp.GradScaler | None = None,
+    save_on_each_node: bool = False,
+    safe_serialization: bool = True,
+) -> Path:
+    """Write the states of these objects, and this process's random numbers, into an existing folder.
+
+    ``model.safetensors`` (or ``pytorch_model.bin``), ``optimizer.bin``, ``scheduler.bin``, ``sampler.bin``,
+    ``scaler.pt`` by rank 0, with a number from the second object of a kind on; ``random_states_<rank>.pkl`` by each
+    process.
+    """
+    folder = Path(output_dir)
+    for index, state in enumerate(model_states):
+        name = _numbered(WEIGHTS if safe_serialization else PICKLED_WEIGHTS, index)
+        save(state, folder / name, save_on_each_node, safe_serialization)
+    for kind, objects in ((OPTIMIZER_NAME, optimizers), (SCHEDULER_NAME, schedulers)):
+        for index, one in enumerate(objects):
+            save(one.state_dict(), folder / _numbered(f"{kind}.bin", index), save_on_each_node)
+    for index, loader in enumerate(dataloaders):
+        sampler = _own_sampler(loader)
+        if sampler is not None:
+            save(sampler, folder / _numbered(f"{SAMPLER_NAME}.bin", index), save_on_each_node)
+        if getattr(loader, "use_stateful_dataloader", False):
+            torch.save(loader.state_dict(), folder / _numbered("dl_state_dict.bin", index))
+    if scaler is not None:
+        torch.save(scaler.state_dict(), folder / SCALER_NAME)
+    torch.save({"step": step, **_random_states()}, folder / f"{RNG_STATE_NAME}_{process_index}.pkl")
+    logger.info("The state of this run is in %s.", folder)
+    return folder
+
+
+def load_accelerator_state(
+    input_dir: str | os.PathLike[str],
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
+    dataloaders: Sequence[Any],
+    process_index: int,
+    scaler: torch.amp.GradScaler | None = None,
+    map_location: str | None = None,
+    load_kwargs: Mapping[str, Any] | None = None,
+    **load_model_func_kwargs: Any,
+) -> dict[str, Any]:
+    """Read what ``save_accelerator_state`` wrote into these objects.
+
+    Returns ``{"step": ...}``, what was saved of the ``Accelerator`` itself. Files are read with ``weights_only``.
+
+    Raises:
+        TypeError: ``map_location`` is neither ``"cpu"``, nor ``"on_device"``, nor None.
+        CheckpointError: a file is missing.
+    """
+    if map_location not in (None, "cpu", "on_device"):
+        raise TypeError(
+            f"map_location is {map_location!r}, but must be None, 'cpu' or 'on_device'. Use one of them."
+        )
+    device: Any = process.start().device if map_location == "on_device" else "cpu"
+    folder, options = Path(input_dir), dict(load_kwargs or {})
+    for index, model in enumerate(models):
+        _load_model(model, folder, index, device, load_model_func_kwargs)
+    for index, optimizer in enumerate(optimizers):
+        state = _read(folder / _numbered(f"{OPTIMIZER_NAME}.bin", index), map_location=device, **options)
+        optimizer.load_state_dict(state)
+    for index, scheduler in enumerate(schedulers):
+        scheduler.load_state_dict(_read(folder / _numbered(f"{SCHEDULER_NAME}.bin", index), **options))
+    for index, loader in enumerate(dataloaders):
+        if _own_sampler(loader) is not None:
+            with torch.serialization.safe_globals([SeedableRandomSampler]):
+                loader.set_sampler(_read(folder / _numbered(f"{SAMPLER_NAME}.bin", index)))
+        stateful = folder / _numbered("dl_state_dict.bin", index)
+        if getattr(loader, "use_stateful_dataloader", False) and stateful.exists():
+            loader.load_state_dict(_read(stateful, **options))
+    if scaler is not None:
+        scaler.load_state_dict(_read(folder / SCALER_NAME))
+    states = folder / f"{RNG_STATE_NAME}_{process_index}.pkl"
+    if not states.exists():
+        logger.warning("%s is not there: random numbers go on as they are.", states)
+        return {}
+    found = _read(states)
+    _set_random_states(found)
+    return {"step": found["step"]} if "step" in found else {}
+
+
+def _load_model(
+    model: torch.nn.Module, folder: Path, index: int, device: Any, options: Mapping[str, Any]
+) -> None:
+    path = folder / _numbered(WEIGHTS, index)
+    if path.exists():
+        from safetensors.torch import load_model
+
+        load_model(model, path, device=str(device), **options)
+    else:
+        model.load_state_dict(
+            _read(folder / _numbered(PICKLED_WEIGHTS, index), map_location=device), **options
+        )
+
+
+def _read(path: Path, **options: Any) -> Any:
+    if not path.exists():
+        raise CheckpointError(f"{path} is not there. Name the folder that save_accelerator_state wrote.")
+    return load(path, **options)
+
+
+def _own_sampler(loader: Any) -> Any:
+    """The sampler that is saved for itself: of a sharded stream that is drawn by seed and epoch."""
+    if not isinstance(loader.dataset, IterableDatasetShard):
+        return None
+    sampler = loader.get_sampler()
+    return sampler if isinstance(sampler, SeedableRandomSampler) else None
+
+
+def _random_states() -> dict[str, Any]:
+    states: dict[str, Any] = {
+        "random_state": random.getstate(),
+        "numpy_random_seed": np.random.get_state(),
+        "torch_manual_seed": torch.get_rng_state(),
+    }
+    for name, device in _devices():
+        states[f"torch_{name}_manual_seed"] = device.get_rng_state_all()
+    return states
+
+
+def _set_random_states(states: Mapping[str, Any]) -> None:
+    random.setstate(states["random_state"])
+    np.random.set_state(states["numpy_random_seed"])
+    torch.set_rng_state(states["torch_manual_seed"])
+    for name, device in _devices():
+        if f"torch_{name}_manual_seed" in states:
+            device.set_rng_state_all(states[f"torch_{name}_manual_seed"])
+
+
+def _devices() -> Iterator[tuple[str, Any]]:
+    return ((name, module) for name in ("cuda", "xpu") if (module := getattr(torch, name)).is_available())
+
+
+def save_custom_state(
+    obj: Any, path: str | os.PathLike[str], index: int = 0, save_on_each_node: bool = False
+) -> None:
+    """Write ``obj.state_dict()`` to ``custom_checkpoint_<index>.pkl`` in an existing folder, by rank 0."""
+    save(obj.state_dict(), Path(path) / f"custom_checkpoint_{index}.pkl", save_on_each_node)
+
+
+def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) -> None:
+    """Read what ``save_custom_state`` wrote. Tensors and plain values only: nothing in the file is run."""
+    obj.load_state_dict(_read(Path(path) / f"custom_checkpoint_{index}.pkl", map_location="cpu"))

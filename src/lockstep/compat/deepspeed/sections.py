@@ -1,0 +1,96 @@
+"""A DeepSpeed configuration that is asked for keys such as ``a.b.c``. Plain data, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config.json_file import read_json
+from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class HfDeepSpeedConfig:
+    """A DeepSpeed configuration, from a path of a JSON file or a mapping, that is asked for keys such as ``a.b.c``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+
+    def __init__(self, config_file_or_dict: Any) -> None:
+        if isinstance(config_file_or_dict, Mapping):
+            self.config: dict[str, Any] = _copied(config_file_or_dict)
+        elif isinstance(config_file_or_dict, (str, Path)):
+            self.config = dict(read_json(config_file_or_dict))
+        else:
+            raise ConfigError(
+                f"A DeepSpeed configuration of type {type(config_file_or_dict).__name__} was given. Pass the path of a "
+                "JSON file, or a mapping."
+            )
+        self.set_stage_and_offload()
+
+    def set_stage_and_offload(self) -> None:
+        """Read the stage, and whether something is offloaded, again."""
+        self._stage = self.get_value("zero_optimization.stage", -1)
+        devices = {
+            self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param")
+        }
+        self._offload = bool(devices & {"cpu", "nvme"})
+        types = [name for key, name in _TYPES.items() if self.is_true(f"{key}.enabled")]
+        self._dtype = types[0] if types else "float32"
+
+    def dtype(self) -> torch.dtype:
+        """The type that is computed with."""
+        import torch
+
+        found: torch.dtype = getattr(torch, self._dtype)
+        return found
+
+    def find_config_node(self, ds_key_long: str) -> tuple[Any, str]:
+        """(the section that holds a key, or None, the last part of the key)."""
+        *path, key = ds_key_long.split(".")
+        section: Any = self.config
+        for part in path:
+            section = section.get(part) if isinstance(section, Mapping) else None
+            if section is None:
+                return None, key
+        return section, key
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        section, key = self.find_config_node(ds_key_long)
+        return default if section is None else section.get(key, default)
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Remove a key with all that is below it. Raises ValueError if it is not there and must be."""
+        section, key = self.find_config_node(ds_key_long)
+        if section is not None and key in section:
+            del section[key]
+        elif must_exist:
+            raise ConfigError(f"{ds_key_long} is not in the configuration {self.config}. Check the name.")
+
+    def is_true(self, ds_key_long: str) -> bool:
+        value = self.get_value(ds_key_long)
+        return value is not None and bool(value)
+
+    def is_false(self, ds_key_long: str) -> bool:
+        value = self.get_value(ds_key_long)
+        return value is not None and not bool(value)
+
+    def is_zero2(self) -> bool:
+        return self._stage == 2
+
+    def is_zero3(self) -> bool:
+        return self._stage == 3
+
+    def is_offload(self) -> bool:
+        return self._offload
+
+
+_TYPES = {"fp16": "float16", "bf16": "bfloat16"}
+
+
+def _copied(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in section.items()}

@@ -1,0 +1,110 @@
+"""How 8-bit floating point training is described, by the names that scripts import from Accelerate.
+
+Each description needs the package that it is for, and is refused without it. ``convert_model_to_fp8_ao``,
+``convert_model`` and ``apply_fp8_autowrap`` apply them to a model; ``mixed_precision="fp8"`` is not available.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.config.enums import StringEnum
+from lockstep.config.handlers import KwargsHandler
+from lockstep.config.sources import inherited_environment
+from lockstep.errors import ConfigError
+from lockstep.runtime.available import is_torchao_available, is_transformer_engine_available
+from lockstep.runtime.environ import str_to_bool
+
+PREFIX = "ACCELERATE_FP8_"
+
+
+class FP8BackendType(StringEnum):
+    """Packages that compute in 8 bits."""
+
+    NO = "NO"
+    TE = "TE"
+    MSAMP = "MSAMP"
+    AO = "AO"
+
+
+def _said(name: str, default: str) -> str:
+    return inherited_environment().get(f"{PREFIX}{name}", default)
+
+
+def _flag(name: str, default: str = "False") -> bool:
+    return bool(str_to_bool(_said(name, default)))
+
+
+def _needs(is_there: bool, name: str, package: str) -> None:
+    if not is_there:
+        raise ImportError(f"{name} needs the package '{package}'. Install it with: pip install {package}")
+
+
+def _one_of(value: str, name: str, words: tuple[str, ...]) -> str:
+    if value not in words:
+        raise ConfigError(f"{name} is {value!r}, but must be one of {', '.join(words)}. Use one of them.")
+    return value
+
+
+@dataclass
+class AORecipeKwargs(KwargsHandler):
+    """How torchao converts linear layers. What is None is read from ``ACCELERATE_FP8_*``, or is on.
+
+    Raises:
+        ImportError: torchao is not installed.
+    """
+
+    config: Any = None
+    module_filter_func: Any = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+
+    def __post_init__(self) -> None:
+        _needs(is_torchao_available(), "AORecipeKwargs", "torchao")
+        if self.config is not None:
+            return
+        from torchao.float8 import Float8LinearConfig
+
+        for name in ("pad_inner_dim", "enable_fsdp_float8_all_gather"):
+            if getattr(self, name) is None:
+                setattr(self, name, _flag(name.upper(), "True"))
+        self.config = Float8LinearConfig(
+            pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather
+        )
+
+
+@dataclass
+class TERecipeKwargs(KwargsHandler):
+    """How NVIDIA's TransformerEngine scales numbers of 8 bits. What is None is read from ``ACCELERATE_FP8_*``.
+
+    Raises:
+        ImportError: transformer_engine is not installed.
+        ValueError: an unknown format or algorithm.
+    """
+
+    use_autocast_during_eval: bool | None = None
+    margin: int | None = None
+    interval: int | None = None
+    fp8_format: Any = None
+    amax_history_len: int | None = None
+    amax_compute_algo: Any = None
+    override_linear_precision: Any = None
+    use_mxfp8_block_scaling: bool | None = None
+
+    def __post_init__(self) -> None:
+        _needs(is_transformer_engine_available(), type(self).__name__, "transformer_engine")
+        for name, default in (("margin", "0"), ("interval", "1"), ("amax_history_len", "1024")):
+            if getattr(self, name) is None:
+                setattr(self, name, int(_said(name.upper(), default)))
+        for name in ("use_autocast_during_eval", "use_mxfp8_block_scaling"):
+            if getattr(self, name) is None:
+                setattr(self, name, _flag(name.upper()))
+        word = self.fp8_format or _said("FORMAT", "HYBRID")
+        self.fp8_format = _one_of(word.upper(), "fp8_format", ("E4M3", "E5M2", "HYBRID"))
+        word = self.amax_compute_algo or _said("AMAX_COMPUTE_ALGO", "most_recent")
+        self.amax_compute_algo = _one_of(word.lower(), "amax_compute_algo", ("max", "most_recent"))
+        if self.override_linear_precision is None:
+            self.override_linear_precision = tuple(
+                _flag(f"OVERRIDE_{name}") for name in ("FPROP", "DGRAD", "WGRAD")
+            )

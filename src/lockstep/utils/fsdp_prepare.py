@@ -1,0 +1,144 @@
+"""Steps in which a model is sharded by torch's ``fully_shard``, as scripts take them by themselves.
+
+``accelerator.prepare`` does all of it. Names of ``accelerate.utils.fsdp_utils``.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lockstep.config.enums import Activation
+from lockstep.errors import ConfigError, UsageError
+from lockstep.model.blocks import find_blocks
+from lockstep.parallel.parallel_model import unwrap
+from lockstep.parallel.recompute import recompute
+from lockstep.utils.dataclasses import get_module_class_from_name
+
+
+def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:
+    """Which modules become groups of their own, as ``auto_wrap_policy`` says: f(module) -> bool; None: it says nothing.
+
+    Raises:
+        ValueError: the model has no class of a name in ``transformer_cls_names_to_wrap``.
+    """
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+    policy = fsdp2_plugin.auto_wrap_policy
+    policy = policy.func if isinstance(policy, functools.partial) else policy
+    word = str(policy).upper() if isinstance(policy, str) else ""
+    if policy is transformer_auto_wrap_policy or word == "TRANSFORMER_BASED_WRAP":
+        names = fsdp2_plugin.transformer_cls_names_to_wrap
+        names = getattr(model, "_no_split_modules", None) or () if names is None else names
+        found = {name: get_module_class_from_name(model, name) for name in names}
+        for name, kind in found.items():
+            if kind is None:
+                raise ConfigError(
+                    f"{type(model).__name__} has no module of the class {name}. Check the name."
+                )
+        kinds = tuple(kind for kind in found.values() if kind is not None)
+        return lambda module: isinstance(module, kinds)
+    if policy is size_based_auto_wrap_policy or word == "SIZE_BASED_WRAP":
+        least = fsdp2_plugin.min_num_params or 0
+        return lambda module: sum(parameter.numel() for parameter in module.parameters()) > least
+    return None
+
+
+def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
+    """The model, whose blocks compute their activations again in backward. In place; as ``activation=full`` does it.
+
+    Blocks are those of ``fsdp2_prepare_auto_wrap_policy``, else those that ``prepare`` finds.
+    """
+    plugin = accelerator.state.fsdp_plugin
+    policy = None if plugin is None else fsdp2_prepare_auto_wrap_policy(plugin, model)
+    mode = (
+        Activation.OFFLOAD if getattr(plugin, "activation_checkpointing_offload", None) else Activation.FULL
+    )
+    return recompute(
+        model, mode, find_blocks(model, () if policy is None else lambda name, module: policy(module))
+    )
+
+
+def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
+    """The model, sharded as the run says. One that is sharded already is returned.
+
+    Raises:
+        UsageError: the run does not shard models.
+    """
+    if isinstance(unwrap(model, keep_compile=False), FSDPModule):
+        return model
+    if not accelerator.is_fsdp2:
+        raise UsageError(
+            f"parallel='{accelerator.parallel}' does not shard models. Pass fsdp_plugin or parallel='zero=3' to "
+            "Accelerator."
+        )
+    prepared: nn.Module = accelerator.prepare_model(model)
+    return prepared
+
+
+def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[int, Any]) -> None:
+    """Let an optimizer step other parameters: those that ``mapping`` has for the addresses (``data_ptr``) of its own.
+
+    Raises:
+        KeyError: it has none for one of them; nothing was changed.
+    """
+    switched = []
+    for group in optimizer.param_groups:
+        keys = [one.data_ptr() if callable(one.data_ptr) else one.data_ptr for one in group["params"]]
+        if any(key not in mapping for key in keys):
+            raise KeyError(
+                "A parameter of the optimizer has no sharded parameter that stands for it. Pass one for each of them."
+            )
+        switched.append([mapping[key] for key in keys])
+    for group, parameters in zip(optimizer.param_groups, switched, strict=True):
+        group["params"] = parameters
+
+
+def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: torch.device) -> Any:
+    """``param_init_fn`` that gives tied weights one value again after it has made the second of them."""
+    from lockstep.offload.device_map.ties import find_tied_parameters
+
+    groups = find_tied_parameters(model)
+    if not groups:
+        return param_init_fn
+    holders = {
+        name.rpartition(".")[0]: (name.rpartition(".")[2], group) for group in groups for name in group
+    }
+    path_of = {id(module): path for path, module in model.named_modules(remove_duplicate=False)}
+    made: dict[int, nn.Parameter] = {}
+
+    def init(module: nn.Module) -> Any:
+        result = param_init_fn(module)
+        key, group = holders.get(path_of.get(id(module), ""), ("", []))
+        if group:
+            setattr(module, key, made.setdefault(id(group), getattr(module, key)))
+        return result
+
+    return init
+
+
+def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
+    """The names without what compiling and recomputing put into them."""
+    words = r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\."
+    return {re.sub(words, "", name): value for name, value in named_params.items()}
+
+
+def get_parameters_from_modules(
+    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
+) -> set[nn.Parameter]:
+    """All parameters of these modules, which go to ``device``; a text is a pattern of whole names of modules."""
+    if modules is None:
+        return set()
+    if isinstance(modules, str):
+        pattern = re.compile(modules)
+        modules = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    found: set[nn.Parameter] = set()
+    for module in modules:
+        found.update(module.to(device).parameters())
+    return found

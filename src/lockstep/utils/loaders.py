@@ -1,0 +1,413 @@
+"""Loaders that scripts construct by themselves, by the names that Accelerate's have.
+
+``accelerator.prepare`` makes a ``PreparedLoader`` of a plain ``DataLoader``, which deals samples to the ranks and
+knows its position. These here deal nothing: each process reads what its own dataset and sampler give. ``isinstance``
+takes prepared loaders for them as well.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader
+
+from lockstep.accelerator import Accelerator
+from lockstep.comm.functional import slice_tensors
+from lockstep.comm.tree import concatenate, find_batch_size, send_to_device
+from lockstep.data.loader import PreparedLoader, check_skip
+from lockstep.errors import ConfigError, MissingExtraError, UsageError
+from lockstep.runtime import process
+from lockstep.runtime.seed import synchronize_rng_states
+from lockstep.runtime.step import StepState
+from lockstep.utils.operations import broadcast, broadcast_object_list, get_data_structure, initialize_tensors
+
+
+def get_sampler(dataloader: Any) -> Any:
+    """The sampler of indices that a loader's batches are made of."""
+    sampler: Any = dataloader.batch_sampler
+    while hasattr(sampler, "batch_sampler"):
+        sampler = sampler.batch_sampler
+    found = getattr(sampler, "sampler", None)
+    return dataloader.sampler if found is None else found
+
+
+class DataLoaderStateMixin:
+    """For classes of loaders: ``gradient_state`` knows which loader runs, and whether it gave its last batch.
+
+    Call ``begin()`` and ``end()`` around an iteration, and set ``end_of_dataloader`` before the last batch.
+
+    Attributes:
+        end_of_dataloader: The last batch was handed out.
+        remainder: Samples in the last, incomplete global batch; 0: there is none, -1: not known.
+        gradient_state: The state of the latest ``Accelerator``; of none before there is one.
+    """
+
+    end_of_dataloader = False
+    remainder = -1
+    gradient_state: StepState
+
+    def reset(self) -> None:
+        self.end_of_dataloader = False
+        self.remainder = -1
+
+    def begin(self) -> None:
+        """An iteration starts."""
+        self.reset()
+        total = getattr(self, "total_batch_size", None)
+        dataset = getattr(self, "dataset", None)
+        if total and not getattr(self, "_drop_last", False) and hasattr(dataset, "__len__"):
+            self.remainder = getattr(dataset, "total_dataset_length", len(dataset)) % total  # type: ignore[arg-type]
+        self.gradient_state._add_dataloader(self)
+
+    def end(self) -> None:
+        """It is over."""
+        self.gradient_state._remove_dataloader(self)
+
+
+class DataLoaderAdapter:
+    """A loader around ``base_dataloader``: torch's, or torchdata's with ``use_stateful_dataloader``.
+
+    ``isinstance`` takes it for one; attributes that are not its own are those of ``base_dataloader``.
+
+    Raises:
+        ImportError: ``use_stateful_dataloader`` without the package torchdata.
+    """
+
+    def __init__(
+        self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
+    ) -> None:
+        self.use_stateful_dataloader = use_stateful_dataloader
+        kind: Any = DataLoader
+        if use_stateful_dataloader:
+            try:
+                from torchdata.stateful_dataloader import StatefulDataLoader
+            except ImportError as error:
+                raise MissingExtraError("use_stateful_dataloader", "torchdata", "torchdata") from error
+            kind = StatefulDataLoader
+        self.base_dataloader: Any = kind(dataset, batch_sampler=batch_sampler, **kwargs)
+        if hasattr(self.base_dataloader, "state_dict"):
+            self.dl_state_dict: dict[str, Any] = self.base_dataloader.state_dict()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base_dataloader" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.base_dataloader, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self.base_dataloader)
+
+    def __len__(self) -> int:
+        return len(self.base_dataloader)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        kept = {name: value for name, value in vars(self).items() if name != "gradient_state"}
+        return _restored, (type(self), kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position behind the last batch that was handed out, as torchdata keeps it."""
+        if not hasattr(self, "dl_state_dict"):
+            raise UsageError(
+                "This loader keeps no position: it is torch's own. Make it with use_stateful_dataloader=True, or pass "
+                "a DataLoader to accelerator.prepare()."
+            )
+        return self.dl_state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state_dict()
+        self.base_dataloader.load_state_dict(state_dict)
+        self.dl_state_dict = self.base_dataloader.state_dict()
+
+    def adjust_state_dict_for_prefetch(self) -> None:
+        """Change ``dl_state_dict`` where it counts other batches than those that were handed out. They are the same."""
+
+    def _update_state_dict(self) -> None:
+        """Note the position. The iteration is one batch ahead when the next one was read already."""
+        if hasattr(self.base_dataloader, "state_dict"):
+            self.dl_state_dict = self.base_dataloader.state_dict()
+            self.adjust_state_dict_for_prefetch()
+            self.dl_state_dict["_iterator_finished"] = getattr(self, "end_of_dataloader", False)
+
+
+def _restored(kind: type, state: dict[str, Any]) -> Any:
+    loader: Any = object.__new__(kind)
+    loader.__dict__.update(state)
+    if issubclass(kind, DataLoaderStateMixin):
+        loader.gradient_state = _state_of_latest()
+    return loader
+
+
+def _state_of_latest() -> StepState:
+    latest = Accelerator.latest()
+    return StepState() if latest is None else latest.gradient_state
+
+
+class _OrPrepared(type):
+    """A class of loaders to which ``isinstance`` counts those prepared loaders that do what it does."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        if isinstance(instance, PreparedLoader):
+            return vars(cls).get("_dispatches") is instance.dispatches
+        return issubclass(type(instance), cls)
+
+
+class _OwnLoader(DataLoaderAdapter, DataLoaderStateMixin):
+    """What the constructed loaders share: an iteration that is one batch ahead, so that it knows the last one."""
+
+    _drop_last = False
+
+    def _ahead(self, batches: Iterator[Any], skipped: int = 0) -> Iterator[Any]:
+        """Batches; before the last one is handed out, ``end_of_dataloader`` is True."""
+        self.begin()
+        try:
+            batches = islice(batches, skipped, None)
+            missing = object()
+            batch = next(batches, missing)
+            while batch is not missing:
+                self._update_state_dict()
+                following = next(batches, missing)
+                if following is missing:
+                    self.end_of_dataloader = True
+                    self._update_state_dict()
+                yield batch
+                batch = following
+        finally:
+            self.end()
+
+    def skipping(self, num_batches: int) -> Any:
+        """This loader without ``num_batches`` batches more at the beginning of each iteration."""
+        check_skip(num_batches, len(self) if hasattr(self.dataset, "__len__") else None)
+        other = copy.copy(self)
+        other.skip_batches += num_batches  # type: ignore[attr-defined]
+        return other
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Rows of a batch of all processes, as far as a ``BatchSamplerShard`` tells; None: they vary."""
+        sampler = self.sampler if isinstance(self.sampler, BatchSampler) else self.batch_sampler
+        size: int | None = getattr(sampler, "batch_size", None)
+        if size is None or getattr(sampler, "split_batches", False):
+            return size
+        return size * int(getattr(sampler, "num_processes", 1))
+
+    @property
+    def total_dataset_length(self) -> int:
+        found = getattr(self.dataset, "total_length", None)
+        return len(self.dataset) if found is None else int(found)
+
+    def get_sampler(self) -> Any:
+        return get_sampler(self)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Let the batches be made of the indices of another sampler."""
+        if isinstance(self.sampler, BatchSampler):
+            self.sampler.sampler = sampler
+            return
+        holder = self.batch_sampler
+        while hasattr(holder, "batch_sampler"):
+            holder.sampler = sampler
+            holder = holder.batch_sampler
+        holder.sampler = sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the samplers, or else the dataset, which epoch comes next."""
+        self.iteration = epoch
+        holder, told = self.batch_sampler, False
+        while holder is not None:
+            parts: list[Any] = [holder, getattr(holder, "sampler", None)]
+            for one in parts:
+                if hasattr(one, "set_epoch"):
+                    one.set_epoch(epoch)
+                    told = True
+            holder = getattr(holder, "batch_sampler", None)
+        if not told and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+
+class DataLoaderShard(_OwnLoader, metaclass=_OrPrepared):
+    """A loader of what this process's dataset and sampler give, which knows its last batch.
+
+    Args:
+        dataset: As for torch's ``DataLoader``, whose arguments ``kwargs`` are.
+        device: Where batches go; None: they stay.
+        rng_types: Generators that become those of rank 0 before each iteration.
+        synchronized_generator: The one that is meant by ``"generator"`` in ``rng_types``.
+        skip_batches: So many batches are read and left out in each iteration.
+        use_stateful_dataloader: Read through torchdata's loader, which keeps a position.
+    """
+
+    _dispatches = False
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: Any = None,
+        rng_types: Any = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        check_skip(skip_batches, None)
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self.device = device
+        self.rng_types = rng_types
+        self.synchronized_generator = synchronized_generator
+        self.skip_batches = skip_batches
+        self.gradient_state = _state_of_latest()
+        self._drop_last = _drop_last
+        self._non_blocking = _non_blocking
+        self.iteration = iteration
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.rng_types is not None:
+            synchronize_rng_states(self.rng_types, self.synchronized_generator)
+        self.set_epoch(self.iteration)
+        for batch in self._ahead(iter(self.base_dataloader), self.skip_batches):
+            placed = batch
+            if self.device is not None:
+                placed = send_to_device(batch, self.device, non_blocking=self._non_blocking)
+            yield placed
+        self.iteration += 1
+
+
+class DataLoaderDispatcher(_OwnLoader, metaclass=_OrPrepared):
+    """A loader that rank 0 reads for all processes, each of which gets its slice. Iterating is collective.
+
+    Args:
+        dataset: As for torch's ``DataLoader``, whose arguments ``kwargs`` are; only rank 0 reads it.
+        split_batches: A batch of the loader is that of all processes; else each process gets one of the loader's.
+        skip_batches: So many batches are read and left out in each iteration.
+        use_stateful_dataloader: Read through torchdata's loader, which keeps a position.
+        slice_fn: ``f(batch, slice, process_index, num_processes)`` cuts a batch; None: on dim 0 of its tensors.
+
+    The last round is completed with samples of the first one, so that all slices are equally long, unless
+    ``_drop_last`` leaves it out.
+    """
+
+    _dispatches = True
+
+    def __init__(
+        self,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        slice_fn: Callable[..., Any] | None = None,
+        torch_device_mesh: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        check_skip(skip_batches, None)
+        if torch_device_mesh is not None:
+            raise ConfigError(
+                "torch_device_mesh says which ranks share a model. Pass a plain DataLoader to accelerator.prepare(), "
+                "which knows them."
+            )
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self.split_batches = split_batches
+        self.skip_batches = skip_batches
+        self.gradient_state = _state_of_latest()
+        self.state = process.start()
+        self._drop_last = _drop_last
+        self._non_blocking = _non_blocking
+        self.slice_fn = slice_fn or _sliced
+        self.iteration = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.set_epoch(self.iteration)
+        runtime = self.state
+        for whole in self._ahead(self._rounds(), self.skip_batches):
+            size = find_batch_size(whole)
+            share = -(-size // runtime.world_size)
+            part = slice(runtime.rank * share, (runtime.rank + 1) * share)
+            yield self.slice_fn(whole, part, process_index=runtime.rank, num_processes=runtime.world_size)
+        self.iteration += 1
+
+    def _rounds(self) -> Iterator[Any]:
+        """The batches of all processes, as rank 0 reads them, on every rank."""
+        runtime = self.state
+        per_round = 1 if self.split_batches else runtime.world_size
+        source = iter(self.base_dataloader) if runtime.is_main else iter(())
+        first: Any = None
+        while True:
+            read = list(islice(source, per_round))
+            whole = _joined(read)
+            structure = None if whole is None else get_data_structure(whole)
+            [structure] = broadcast_object_list([structure])
+            if structure is None:
+                return
+            if runtime.world_size > 1:
+                whole = initialize_tensors(structure) if whole is None else whole
+                whole = broadcast(send_to_device(whole, runtime.device, non_blocking=self._non_blocking))
+            else:
+                whole = send_to_device(whole, runtime.device, non_blocking=self._non_blocking)
+            size = find_batch_size(whole)
+            first = whole if first is None else first
+            missing = -size % runtime.world_size
+            full = self.total_batch_size
+            if self._drop_last and full is not None and size < full:
+                return
+            if missing and not self._drop_last:
+                whole = _completed(whole, first, missing)
+            yield whole
+
+    @property
+    def total_batch_size(self) -> int | None:
+        size: int | None = self.base_dataloader.batch_size
+        return size if size is None or self.split_batches else size * self.state.world_size
+
+    def __len__(self) -> int:
+        batches = len(self.base_dataloader)
+        if self.split_batches:
+            return batches
+        rounds, rest = divmod(batches, self.state.world_size)
+        return rounds if self._drop_last or not rest else rounds + 1
+
+
+class SkipDataLoader(_OwnLoader):
+    """A loader without its first ``skip_batches`` batches, which are read."""
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        check_skip(skip_batches, None)
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self.skip_batches = skip_batches
+        self.gradient_state = _state_of_latest()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._ahead(iter(self.base_dataloader), self.skip_batches)
+
+    def __len__(self) -> int:
+        return max(0, len(self.base_dataloader) - self.skip_batches)
+
+
+def _sliced(
+    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+) -> Any:
+    return slice_tensors(data, tensor_slice)
+
+
+def _joined(batches: list[Any]) -> Any:
+    """Batches as one; None: there is none."""
+    return None if not batches else batches[0] if len(batches) == 1 else concatenate(batches)
+
+
+def _completed(batch: Any, first: Any, missing: int) -> Any:
+    """A batch with ``missing`` more rows, taken from the beginning of the first batch."""
+    rows = find_batch_size(first)
+    parts = [batch]
+    while missing > 0:
+        parts.append(slice_tensors(first, slice(0, min(missing, rows))))
+        missing -= rows
+    return concatenate(parts)
