@@ -119,7 +119,8 @@ def test_config_asks_when_nothing_is_said(
 ) -> None:
     import io
 
-    monkeypatch.setattr("sys.stdin", io.StringIO("2\n1\n10.0.0.1\n29500\ny\n4\nbf16\n"))
+    answers = "2 1 10.0.0.1 29500 y 4 bf16 zero=3 y y 8 inductor y max-autotune n y y"
+    monkeypatch.setattr("sys.stdin", io.StringIO(answers.replace(" ", "\n") + "\n"))
     assert call(capsys, "config")[0] == 0
     written = yaml.safe_load(no_user_file.read_text())
     assert (written["num_machines"], written["machine_rank"], written["main_process_ip"]) == (
@@ -128,6 +129,51 @@ def test_config_asks_when_nothing_is_said(
         "10.0.0.1",
     )
     assert (written["use_cpu"], written["num_processes"], written["mixed_precision"]) == (True, 4, "bf16")
+    assert (written["parallel"], written["gradient_accumulation_steps"]) == (
+        "zero=3 offload activation=full",
+        8,
+    )
+    compiled = {name: value for name, value in written.items() if name.startswith("dynamo_")}
+    assert compiled == {
+        "dynamo_backend": "inductor",
+        "dynamo_mode": "max-autotune",
+        "dynamo_use_dynamic": True,
+        "dynamo_use_regional_compilation": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("gpus", "processes", "cpu", "precision"), [(0, 1, True, "no"), (4, 4, False, "bf16")]
+)
+def test_answers_by_enter_are_those_of_this_machine(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    no_user_file: Path,
+    tmp_path: Path,
+    gpus: int,
+    processes: int,
+    cpu: bool,
+    precision: str,
+) -> None:
+    import io
+
+    tool = tmp_path / "bin" / "nvidia-smi"  # the driver's own list, as `nvidia-smi -L` prints it
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {index}: H100 (UUID: x)'\n" for index in range(gpus)))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tool.parent))
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n" * 12))
+    code, out, _ = call(capsys, "config")
+    assert code == 0
+    assert out.count("]: ") <= 8
+    written = yaml.safe_load(no_user_file.read_text())
+    assert written == {
+        "num_machines": 1,
+        "use_cpu": cpu,
+        "num_processes": processes,
+        "mixed_precision": precision,
+        "gradient_accumulation_steps": 1,
+    }
 
 
 def test_config_does_not_overwrite_unasked(

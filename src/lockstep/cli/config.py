@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -23,7 +22,19 @@ Examples:
   lockstep config --num-processes 2 --cpu --mixed-precision bf16
   lockstep config --config-file two_machines.yaml --num-processes 16 --num-machines 2 \\
       --main-process-ip 10.0.0.1 --main-process-port 29500
+  lockstep config default --mixed-precision bf16
+  lockstep config update --config-file old.yaml
   lockstep config convert ds_config.json --ranks 4 -o run.yaml
+"""
+
+DEFAULT_EPILOG = """\b
+Examples:
+  lockstep config default --mixed-precision bf16
+"""
+
+UPDATE_EPILOG = """\b
+Examples:
+  lockstep config update --config-file old.yaml
 """
 
 CONVERT_EPILOG = """\b
@@ -60,7 +71,12 @@ def command(ctx: click.Context, config_file: str | None, yes: bool, force: bool,
         return
     if config_file is not None and not config_file.strip():
         raise click.UsageError(f"--config-file {config_file!r} is not a path. Name a file, or drop it.")
-    answers = given if given or yes else _ask()
+    if given or yes:
+        answers = given
+    else:
+        from lockstep.cli.questions import ask
+
+        answers = ask()
     from lockstep.compat.accelerate.write import write_config
 
     path = Path(config_file) if config_file else user_config_file()
@@ -78,26 +94,33 @@ def command(ctx: click.Context, config_file: str | None, yes: bool, force: bool,
     )
 
 
-def _ask() -> dict[str, object]:
-    """The answers to the questions that matter for the machine at hand."""
-    answers: dict[str, Any] = {
-        "num_machines": click.prompt("How many machines", default=1, type=IntegerRange(1, MAX_MACHINES))
-    }
-    machines = answers["num_machines"]
-    if machines > 1:
-        answers["machine_rank"] = click.prompt(
-            "Number of this machine, from 0", default=0, type=IntegerRange(0, machines - 1)
+@command.command("default", epilog=DEFAULT_EPILOG)
+@click.option("--config-file", help="Where to write (default: the file that launch reads by itself).")
+@click.option("--mixed-precision", type=PRECISION, default="no", help="Precision of autocast.")
+def default_command(config_file: str | None, mixed_precision: str) -> None:
+    """Write a file for all accelerators of this machine, or for its CPU; ask nothing, and replace no file."""
+    from lockstep.cli.accelerate_commands import write_basic_config
+
+    path = Path(config_file) if config_file else user_config_file()
+    if write_basic_config(mixed_precision, str(path)):
+        click.echo(f"Wrote {path}.")
+    else:
+        click.echo(
+            f"{path} exists and was left as it is. Remove it, or name another by --config-file.", err=True
         )
-        answers["main_process_ip"] = click.prompt("Address of machine 0")
-        answers["main_process_port"] = click.prompt(
-            "Port there", type=IntegerRange(1, MAX_PORT), default=29500
-        )
-    answers["use_cpu"] = click.confirm("Train on CPUs only", default=False)
-    answers["num_processes"] = click.prompt(
-        "How many processes over all machines", default=machines, type=IntegerRange(1, MAX_PROCESSES)
-    )
-    answers["mixed_precision"] = click.prompt("Mixed precision", default="no", type=PRECISION)
-    return answers
+
+
+@command.command("update", epilog=UPDATE_EPILOG)
+@click.option("--config-file", help="The file (default: the one that launch reads by itself).")
+def update_command(config_file: str | None) -> None:
+    """Write a file anew in today's form: old keys renamed, and those that it lacks with their defaults."""
+    from lockstep.compat.accelerate.write import updated, write_text
+    from lockstep.config.yaml_file import read_yaml
+
+    path = Path(config_file) if config_file else user_config_file()
+    text, changes = updated(read_yaml(path))
+    write_text(path, text)
+    click.echo(f"Updated {path}: {', '.join(changes) or 'nothing changed'}.")
 
 
 @command.command("convert", epilog=CONVERT_EPILOG)

@@ -47,9 +47,9 @@ def print_estimate(
 ) -> None:
     name, largest = facts.largest()
     trained = "" if facts.trainable == facts.count else f", {facts.trainable:,} of them trained"
-    _say(f"{facts.name} ({facts.kind}): {facts.count:,} parameters{trained}, {_size(facts.nbytes())}")
+    _say(f"{facts.name} ({facts.kind}): {facts.count:,} parameters{trained}, {size_text(facts.nbytes())}")
     _say(
-        f"stored as {', '.join(facts.stored)}; {facts.blocks} blocks; largest part: {name}, {_size(largest)}"
+        f"stored as {', '.join(facts.stored)}; {facts.blocks} blocks; largest part: {name}, {size_text(largest)}"
     )
     for note in facts.notes:
         _say(note)
@@ -73,7 +73,12 @@ def _print_inference(rows: Sequence[InferenceRow], limits: Limits) -> None:
     _say("\nTo run it")
     titles = ["dtype", "weights", "device", "host", "disk", "moved a forward"]
     cells = [
-        [row.dtype, row.placement, *map(_size, (row.device, row.host, row.disk, row.moved)), _yes(row.fits)]
+        [
+            row.dtype,
+            row.placement,
+            *map(size_text, (row.device, row.host, row.disk, row.moved)),
+            _yes(row.fits),
+        ]
         for row in rows
     ]
     _table(titles, cells, fits=limits.hold(0, 0, 0) is not None, right=titles[2:])
@@ -100,12 +105,12 @@ def _print_training(rows: Sequence[TrainingRow], limits: Limits) -> None:
         if first.reason:
             cells.append([way, *["-"] * (len(titles) - 1), first.reason])
             continue
-        devices = [_size(ways[one][0].device) for one in precisions]
-        moved = [_size(ways[one][0].moved) for one in precisions]
+        devices = [size_text(ways[one][0].device) for one in precisions]
+        moved = [size_text(ways[one][0].moved) for one in precisions]
         found = {_name(one): _fitting(ways[one]) for one in precisions}
         same = len(set(found.values())) == 1
         fits = _fitting(ways[precisions[0]]) if same else ", ".join(map(": ".join, found.items()))
-        cells.append([way, *devices, _size(first.host), _size(first.disk), *moved, fits])
+        cells.append([way, *devices, size_text(first.host), size_text(first.disk), *moved, fits])
     _table(titles, cells, fits=limits.hold(0, 0, 0) is not None, right=titles[1:])
 
 
@@ -124,7 +129,7 @@ def _print_activations(facts: ModelFacts, precisions: set[str]) -> None:
     _say("\nActivations on a rank")
     titles = ["precision", "activation=none", "full", "offload"]
     rows = [
-        [_name(precision), *map(_size, (one.none, one.full, one.offload))]
+        [_name(precision), *map(size_text, (one.none, one.full, one.offload))]
         for precision, one in facts.activations.items()
         if precision.split()[0] in precisions
     ]
@@ -146,9 +151,9 @@ def _print_suggestions(
         least = least_memory(training)
         if least is not None:
             _say(
-                f"No way of training fits. The least on a device is {_size(least.device)}, on {several(least.ranks)} "
-                f"with parallel='{least.parallel}', with {_size(least.host)} on the host and {_size(least.disk)} on "
-                "the disk for each rank."
+                f"No way of training fits. The least on a device is {size_text(least.device)}, on "
+                f"{several(least.ranks)} with parallel='{least.parallel}', with {size_text(least.host)} on the host "
+                f"and {size_text(least.disk)} on the disk for each rank."
             )
 
 
@@ -171,7 +176,7 @@ def _yes(fits: bool | None) -> str:
     return "yes" if fits else "no"
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
     """Bytes with three digits that matter."""
     if count < UNITS[-2][0]:
         return f"{count} B" if count else "0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -24,6 +25,7 @@ from lockstep.config.merge import (
 )
 from lockstep.config.sources import (
     CONFIG_VARIABLE,
+    accelerate_config_file,
     inherited_environment,
     named_config_file,
     unknown_variables,
@@ -59,17 +61,19 @@ def command_function(ctx: click.Context, script: str, arguments: tuple[str, ...]
     What is said by flags wins over the environment, and that over the configuration file.
     """
     in_pods = options["k8s"] is not None
+    is_accelerates = ctx.parent is not None and ctx.parent.info_name == "accelerate"
     program = Program(
         script,
         arguments,
         bool(options["module"]),
         bool(options["no_python"]),
         in_pods,
-        bool(options["as_accelerate"]),
+        bool(options["as_accelerate"] or (is_accelerates and not options["no_python"])),
     )
     program.command()  # a missing script is refused before anything is read or imported
     environ = inherited_environment()
-    said_by_file, loaded = _file(options["config_file"])
+    also = accelerate_config_file(environ) if is_accelerates and not options["use_cpu"] else None
+    said_by_file, loaded = _file(options["config_file"], also)
     settings = merge(_flags(ctx, options), said_by_file, environ)
     for sentence in unknown_variables(environ):
         click.echo(f"lockstep launch: {sentence}", err=True)
@@ -210,10 +214,15 @@ def _without_effect(
             )
 
 
-def _file(path: str | None) -> tuple[dict[str, SettingValue], LoadedConfig | None]:
-    """The settings of the configuration file, if one is given or the user has a default one, and what else it says."""
+def _file(path: str | None, also: Path | None = None) -> tuple[dict[str, SettingValue], LoadedConfig | None]:
+    """The settings of the configuration file, if one is given or the user has a default one, and what else it says.
+
+    ``also`` is a default file where the user has none of ours.
+    """
     named = None if path is not None else named_config_file()
     default = user_config_file()
+    if also is not None and named is None and not os.path.lexists(default):
+        default = also
     if path is None and named is None and not os.path.lexists(default):
         return {}, None
     from lockstep.compat.accelerate.config_file import load

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -14,7 +15,7 @@ from lockstep.errors import LockstepError
 
 BAD_INPUT = 2
 
-# name -> (module, one line of help); a subcommand `name` is the object `command` in its module
+# name -> (module, one line of help); a subcommand is the object `command` in its module, or what is named after a colon
 COMMANDS = {
     "launch": ("lockstep.cli.launch", "Run a training script on one or more processes."),
     "config": ("lockstep.cli.config", "Write a configuration file for launch."),
@@ -23,6 +24,19 @@ COMMANDS = {
     "checkpoint": ("lockstep.cli.checkpoint", "Verify, show, merge and convert checkpoints."),
     "schedule": ("lockstep.cli.schedule", "Show a pipeline schedule and count its bubble."),
     "test": ("lockstep.cli.test", "Check on this machine that distributed training is right."),
+    "accelerate": ("lockstep.cli.accelerate", "The commands of accelerate, with its options."),
+    "estimate-memory": (
+        "lockstep.cli.accelerate:estimate_memory",
+        "As in accelerate: a model's memory by dtype.",
+    ),
+    "merge-weights": (
+        "lockstep.cli.accelerate:merge_weights",
+        "As in accelerate: sharded weights to one file.",
+    ),
+    "to-fsdp2": (
+        "lockstep.cli.accelerate:to_fsdp2",
+        "As in accelerate: a file for FSDP 1 to one for FSDP 2.",
+    ),
 }
 
 EPILOG = """\b
@@ -39,31 +53,45 @@ Examples:
 class LazyGroup(click.Group):
     """A group whose subcommands are imported when they are called; help needs none of them."""
 
+    def __init__(self, *args: Any, commands_by_name: Mapping[str, tuple[str, str]], **other: Any) -> None:
+        super().__init__(*args, **other)
+        self._known = commands_by_name
+
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return list(self._known)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
+        if cmd_name not in self._known:
             return None
-        command = importlib.import_module(COMMANDS[cmd_name][0]).command
+        module, _, name = self._known[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(module), name or "command")
         assert isinstance(command, click.Command)
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[Any, Any, list[str]]:
         if args and args[0] == "help":
             args = [*args[1:], "--help"]
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+        name = args[0].replace("_", "-") if args else ""
+        if args and name not in self._known and not name.startswith("-"):
             from lockstep.config.values import suggestion
 
-            ctx.fail(f"there is no command {args[0][:60]!r}.{suggestion(args[0], COMMANDS)}")
+            ctx.fail(f"there is no command {args[0][:60]!r}.{suggestion(args[0], self._known)}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+            formatter.write_dl([(name, text) for name, (_, text) in self._known.items()])
 
 
-@click.group(cls=LazyGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=LazyGroup,
+    commands_by_name=COMMANDS,
+    epilog=EPILOG,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda token: token.replace("_", "-"),
+    },
+)
 @click.version_option(__version__, "-V", "--version", prog_name="lockstep")
 def cli() -> None:
     """Distributed PyTorch training: the same script on one process or many."""

@@ -7,21 +7,40 @@ import click
 from lockstep.cli.integers import IntegerRange
 from lockstep.config.checks import MAX_PROCESSES
 
+EPILOG = """\b
+Examples:
+  lockstep test
+  lockstep test --nproc 4 --cpu
+  lockstep test --config-file run.yaml
+"""
 
-@click.command("test", epilog="\b\nExamples:\n  lockstep test\n  lockstep test --nproc 4 --cpu\n")
-@click.option("--nproc", type=IntegerRange(1, MAX_PROCESSES), default=2, show_default=True, help="Processes.")
+
+@click.command("test", epilog=EPILOG)
+@click.option("--config-file", help="Check as this file launches: its processes, precision and sharding.")
+@click.option(
+    "--nproc", type=IntegerRange(1, MAX_PROCESSES), help="Processes (default: 2, or as the file says)."
+)
 @click.option("--cpu", is_flag=True, help="Check on CPUs only.")
-def command(nproc: int, cpu: bool) -> None:
+def command(config_file: str | None, nproc: int | None, cpu: bool) -> None:
     """Train and communicate a little on this machine, and compare with formulas and with plain torch."""
+    from lockstep.launch import self_check
+
+    words = ["--module", self_check.__name__]
+    if config_file is not None:
+        from lockstep.cli.launch import command as launch_command
+
+        flags = ["--config-file", config_file, *(["--cpu"] if cpu else [])]
+        flags += ["--nproc", str(nproc)] if nproc is not None else []
+        launch_command.main([*flags, *words], "lockstep launch", standalone_mode=False)
+        return
     from lockstep.config.sources import inherited_environment
     from lockstep.config.values import SettingValue
-    from lockstep.launch import self_check
     from lockstep.launch.local import end_process, launch
     from lockstep.launch.plan import Program, available_cores, make_plan, merge
 
-    flags = {"nproc": SettingValue(nproc, "flag --nproc")}
+    flags_said = {"nproc": SettingValue(nproc or 2, "flag --nproc" if nproc else "default")}
     if cpu:
-        flags["use_cpu"] = SettingValue(True, "flag --cpu")
-    settings = merge(flags, {}, inherited_environment())
+        flags_said["use_cpu"] = SettingValue(True, "flag --cpu")
+    settings = merge(flags_said, {}, inherited_environment())
     program = Program(self_check.__name__, module=True)
     end_process(launch(make_plan(program, settings, device_count=0, cores=available_cores())))

@@ -192,6 +192,14 @@ def user_config_folder(environ: Environ | None = None) -> Path:
     return Path(base or os.path.expanduser("~/.config")) / "lockstep"
 
 
+def accelerate_config_file(environ: Environ | None = None) -> Path:
+    """Where `accelerate config` writes: in the cache of Hugging Face."""
+    environ = os.environ if environ is None else environ
+    cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    return Path(os.path.expanduser(home)) / "accelerate" / "default_config.yaml"
+
+
 def inherited_environment() -> dict[str, str]:
     """A copy of this process's environment."""
     return dict(os.environ)
