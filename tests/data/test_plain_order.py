@@ -23,13 +23,14 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lockstep import DataLoaderConfiguration
+from lockstep import Accelerator, DataLoaderConfiguration
 from lockstep.comm.collectives import Communicator
 from lockstep.data.prepare import prepare_loader
 from lockstep.data_loader import PreparedLoader
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.runtime.process import end, start
 from lockstep.runtime.step import StepState
+from lockstep.utils import set_seed
 from tests.data.helpers import Numbers, prepare, rows_of, shuffled
 
 
@@ -645,3 +646,34 @@ def test_workers_that_persist_draw_as_torchs_after_an_epoch_that_was_left(taken:
     expected = samples(loader())
     seed_all()
     assert samples(prepare(loader())) == expected
+
+
+class Own(torch.utils.data.Sampler[int]):
+    """Draws from a generator of its own that the loader does not know."""
+
+    def __iter__(self) -> Any:
+        yield from torch.randperm(8, generator=torch.Generator().manual_seed(1)).tolist()
+
+    def __len__(self) -> int:
+        return 8
+
+
+def drawn_behind_a_loader(prepared: bool) -> list[float]:
+    """What processes that were seeded for themselves draw while they read batches."""
+    accelerator = Accelerator(cpu=True)
+    set_seed(3, device_specific=True)
+    loader: Any = torch.utils.data.DataLoader(range(8), batch_size=2, sampler=Own())
+    if prepared:
+        loader = accelerator.prepare(loader)
+    found = []
+    for _ in range(2):
+        for _ in loader:
+            found.append(torch.rand(1).item())
+            break
+    return found
+
+
+def test_processes_seeded_for_themselves_draw_on_as_behind_a_plain_loader(run_distributed) -> None:
+    plain = run_distributed(drawn_behind_a_loader, 2, False)
+    assert run_distributed(drawn_behind_a_loader, 2, True) == plain
+    assert plain[0] != plain[1]

@@ -138,7 +138,7 @@ class Drawing:
     def beginning(self) -> Iterator[None]:
         """In which torch's loader begins the iteration, and a replay comes to where the epoch stands."""
         if not self.is_replay:
-            with nullcontext() if self.private is None else self.private.followed():
+            with nullcontext() if self.private is None else self.private.begun():
                 yield
             return
         # The generators do not follow: they have done so where the epoch was begun.

@@ -140,6 +140,19 @@ class PrivateDraws:
         if not is_inner:
             self.show(self.states)
 
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """As ``followed``, where torch's loader begins an iteration and draws a seed for its workers.
+
+        A process whose global generator stands elsewhere, because the script has seeded each process for itself, draws
+        one number as well: so it goes on with those that it would draw behind a plain loader.
+        """
+        before, stands_elsewhere = self.states, not torch.equal(torch.get_rng_state(), self.shown[0])
+        with self.followed():
+            yield
+        if stands_elsewhere and not torch.equal(before[0], self.states[0]):
+            torch.empty((), dtype=torch.int64).random_()
+
     def show(self, states: States) -> None:
         """Bring those generators to ``states`` that are where the last call of this has brought them."""
         now = self.generators.read()
