@@ -6,10 +6,13 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lockstep.config.sources import inherited_environment
 from lockstep.config.values import parse_integer
 from lockstep.errors import ConfigError
-from lockstep.runtime import process
+from lockstep.runtime.mesh import JOINT_AXES
+from lockstep.torch_internals import dtensor
 from lockstep.utils.dataclasses import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
@@ -66,7 +69,7 @@ class ParallelismConfig:
         if self.tp_size > 1 and self.tp_handler is None:  # type: ignore[operator]
             self.tp_handler = TorchTensorParallelConfig()
         if self.cp_size > 1 and self.cp_handler is None:  # type: ignore[operator]
-            self.cp_handler = TorchContextParallelConfig()
+            self.cp_handler = TorchContextParallelConfig(environ.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY"))
         if self.sp_size > 1 and self.sp_handler is None:  # type: ignore[operator]
             self.sp_handler = DeepSpeedSequenceParallelConfig()
         if self.cp_enabled and self.sp_enabled:
@@ -153,16 +156,18 @@ class ParallelismConfig:
         names = self.active_mesh_dims
         if not names:
             return None
-        world = process.start().world_size
+        world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else self.total_size
         if self.total_size != world:
             sizes = " x ".join(f"{name}={self._size(name)}" for name in names)
             raise ConfigError(
                 f"The mesh has {self.total_size} ranks ({sizes}), but there are {world} processes. Make them equal."
             )
-        self.device_mesh = init_device_mesh(
-            device_type, tuple(map(self._size, names)), mesh_dim_names=tuple(names)
-        )
-        return self.device_mesh
+        mesh = init_device_mesh(device_type, tuple(map(self._size, names)), mesh_dim_names=tuple(names))
+        for joint, parts in JOINT_AXES.items():
+            if self._active(*parts):
+                dtensor.flatten(mesh[tuple(self._active(*parts))], joint)
+        self.device_mesh = mesh
+        return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """The mesh, built when it is first asked for with a ``device_type``."""

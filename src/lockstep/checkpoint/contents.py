@@ -124,15 +124,6 @@ def checked_stateful(objects: Iterable[object]) -> list[object]:
     return objects
 
 
-def refuse_pickle(method: str, safe_serialization: bool) -> None:
-    """Raise UsageError for ``safe_serialization=False``."""
-    if not safe_serialization:
-        raise UsageError(
-            f"{method} got safe_serialization=False, but weights are written as safetensors only, which no pickle can "
-            "hide in. Drop the argument, or save accelerator.get_state_dict(model) yourself."
-        )
-
-
 def refuse_options(method: str, options: Mapping[str, object], known: Collection[str] = ()) -> None:
     """Raise UsageError for options that other libraries take, but which mean nothing here."""
     unknown = sorted(options.keys() - set(known))

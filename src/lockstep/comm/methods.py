@@ -99,6 +99,40 @@ class CollectiveMethods:
         """Which ranks share what."""
         return DeviceMeshes(self.runtime, self._options.parallel)
 
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The mesh of ranks as torch's ``DeviceMesh``; None where every rank has a whole copy of the model.
+
+        Its axes are those of ``ParallelismConfig`` with more than one rank: ``dp_replicate``, ``dp_shard``, ``cp``,
+        ``tp``, and before them ``pp``. Made when it is first asked for, which all ranks must do.
+        """
+        config = self._options.parallelism_config
+        if config is not None and hasattr(config, "get_device_mesh"):
+            return config.get_device_mesh(self.runtime.device.type)
+        return self.meshes.named_mesh
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """The place of this rank among those that split layers; 0 where none do. So are the others below."""
+        return self.meshes.rank_on("tp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        return self.meshes.rank_on("pp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        return self.meshes.rank_on("cp")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Among the copies of a model, each of which may be sharded."""
+        return self.meshes.rank_on("replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        return self.meshes.rank_on("shard")
+
     @cached_property
     def _communicator(self) -> Communicator:
         return Communicator(self.runtime)

@@ -17,12 +17,12 @@ from lockstep.checkpoint.contents import (
     SaveHook,
     checked_stateful,
     refuse_options,
-    refuse_pickle,
 )
 from lockstep.checkpoint.weights.model import save
 from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.comm.dtensor import is_dtensor, whole
 from lockstep.config.options import Options
+from lockstep.errors import UsageError
 from lockstep.observe.hang.process import ProcessWatch
 from lockstep.parallel.parallel_model import unwrap as unwrap_module
 from lockstep.preparation.prepare import Preparation
@@ -52,6 +52,8 @@ class FileMethods:
         def _preparation(self) -> Preparation: ...
         @property
         def _window(self) -> AccumulationState: ...
+        @property
+        def is_main_process(self) -> bool: ...
         def end_training(self) -> None: ...
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -92,7 +94,8 @@ class FileMethods:
     ) -> None:
         """Write the unwrapped model's weights as safetensors, in shards with an index if they are larger.
 
-        Called on every rank; rank 0 writes. All return when the files are there.
+        Called on every rank; rank 0 writes. All return when the files are there. Without ``safe_serialization`` they
+        are ``pytorch_model.bin`` by ``torch.save``, with a warning.
 
         Examples:
             ```python
@@ -104,9 +107,10 @@ class FileMethods:
             accelerator.save_model(model, "export")  # export/model.safetensors
             ```
         """
-        with raise_on_all_ranks(self._communicator):
-            refuse_pickle("save_model", safe_serialization)
-            plain = unwrap_module(model, keep_compile=False)
+        plain = unwrap_module(model, keep_compile=False)
+        if not safe_serialization:
+            self._save_pickled(plain, save_directory, max_shard_size)
+            return
         # With pydantic, which a run may never need.
         from lockstep.checkpoint.weights.export import save_model, save_stages
 
@@ -115,6 +119,23 @@ class FileMethods:
             save_stages(plain, whole_model, save_directory, max_shard_size, self._communicator)
         else:
             save_model(plain, save_directory, max_shard_size, self._communicator)
+
+    def _save_pickled(
+        self, model: nn.Module, directory: str | os.PathLike[str], max_shard_size: int | str
+    ) -> None:
+        from lockstep.checkpoint.weights.folder import local_directory
+        from lockstep.checkpoint.weights.names import parse_size
+        from lockstep.checkpoint.weights.pickled import check_folder, warn_of_pickles, write_pickled
+
+        with raise_on_all_ranks(self._communicator):
+            limit, folder = parse_size(max_shard_size), local_directory(directory)
+            if self.is_main_process:
+                check_folder(folder)
+                warn_of_pickles("save_model")
+        state = self.get_state_dict(model)
+        with raise_on_all_ranks(self._communicator):
+            if self.is_main_process:
+                write_pickled(state, folder, limit)
 
     def register_for_checkpointing(self, *objects: object) -> None:
         """Include objects with ``state_dict`` and ``load_state_dict`` in saved states."""
@@ -142,7 +163,8 @@ class FileMethods:
 
         Called on every rank. The directory, or URL, appears only when it is complete; without one it is the
         project's next ``checkpoints/checkpoint_<i>``. Not ``blocking``: returns when the state has been copied in
-        host memory, and writes it while training goes on. Returns the directory.
+        host memory, and writes it while training goes on. Returns the directory. Without ``safe_serialization``
+        ``pytorch_model.bin`` is there as well, weights by ``torch.save`` for other readers, with a warning.
 
         Raises:
             CheckpointError: it, or the save in the background before it, failed; earlier ones are untouched.
@@ -160,13 +182,39 @@ class FileMethods:
             ```
         """
         from lockstep.checkpoint.save import save
+        from lockstep.checkpoint.weights.folder import local_directory
 
         def contents() -> CheckpointContents:
-            refuse_pickle("save_state", safe_serialization)
             refuse_options("save_state", save_model_func_kwargs)
+            if not (safe_serialization or blocking):
+                raise UsageError(
+                    "save_state got safe_serialization=False and blocking=False, but pickled weights are written when "
+                    "the checkpoint is complete. Leave out one of them."
+                )
+            if not safe_serialization and output_dir is not None:
+                local_directory(output_dir)
             return self._contents()
 
-        return save(self._checkpointer, output_dir, contents, self._settings(), blocking)
+        folder = save(self._checkpointer, output_dir, contents, self._settings(), blocking)
+        if not safe_serialization:
+            self._add_pickled(folder)
+        return folder
+
+    def _add_pickled(self, folder: str) -> None:
+        """Weights of all models beside the files of a checkpoint."""
+        from lockstep.checkpoint.weights.folder import local_directory
+        from lockstep.checkpoint.weights.pickled import warn_of_pickles, write_pickled
+
+        with raise_on_all_ranks(self._communicator):
+            directory = local_directory(folder)
+            if self.is_main_process:
+                warn_of_pickles("save_state")
+        for index, prepared in enumerate(self._preparation.models):
+            state = self.get_state_dict(prepared.module)
+            name = f"pytorch_model_{index}.bin" if index else "pytorch_model.bin"
+            with raise_on_all_ranks(self._communicator):
+                if self.is_main_process:
+                    write_pickled(state, directory, name=name)
 
     def load_state(
         self,

@@ -12,6 +12,7 @@ The mesh is pp x replicate x shard x cp x tp, outermost first, so that ranks whi
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -27,6 +28,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _ORDER = ("pp", "replicate", "shard", "cp", "tp")
+
+# What scripts written for Accelerate call them.
+_NAMED = {"replicate": "dp_replicate", "shard": "dp_shard"}
+
+
+JOINT_AXES = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "dp_shard_cp": ("dp_shard", "cp"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+}
 
 
 class DeviceMeshes:
@@ -84,6 +95,28 @@ class DeviceMeshes:
         """The ranks that hold the stages of the same pipeline; None: there is one stage."""
         mesh = self.axis("pp")
         return None if mesh is None else mesh.get_group()
+
+    def rank_on(self, axis: str) -> int:
+        """The place of this rank on an axis of the mesh; 0 where the axis has one rank."""
+        inner = _ORDER[_ORDER.index(axis) + 1 :]
+        stride = math.prod(getattr(self.axes, name) for name in inner)
+        return self._runtime.rank // stride % int(getattr(self.axes, axis))
+
+    @cached_property
+    def named_mesh(self) -> DeviceMesh | None:
+        """The axes of several ranks as one mesh, under the names that scripts look for; None where all ranks replicate.
+
+        ``dp``, ``dp_shard_cp`` and ``dp_cp`` are axes of it as well, where some of their parts are.
+        """
+        if not (self.axes.splits_model or self.axes.shard > 1):
+            return None
+        sizes = {_NAMED.get(name, name): int(getattr(self.axes, name)) for name in _ORDER}
+        mesh = self._make({name: size for name, size in sizes.items() if size > 1})
+        for joint, parts in JOINT_AXES.items():
+            present = tuple(part for part in parts if sizes[part] > 1)
+            if present:
+                dtensor.flatten(mesh[present], joint)
+        return mesh
 
     def axis(self, name: str) -> DeviceMesh | None:
         """The ranks along ``pp``, ``cp``, ``tp`` or ``ep``; None where the axis has one rank."""

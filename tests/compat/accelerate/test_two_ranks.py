@@ -1,0 +1,236 @@
+"""What scripts do on several ranks with parts of Accelerate: against plain torch in one process."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler
+
+from lockstep import Accelerator
+from lockstep.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard
+from lockstep.errors import UsageError
+from lockstep.inference import build_pipeline, pippy_forward
+from lockstep.parallelism_config import ParallelismConfig
+from lockstep.utils import FullyShardedDataParallelPlugin
+from lockstep.utils.fsdp_utils import (
+    fsdp2_prepare_model,
+    load_fsdp_model,
+    load_fsdp_optimizer,
+    merge_fsdp_weights,
+    save_fsdp_model,
+    save_fsdp_optimizer,
+)
+from lockstep.utils.operations import GatheredParameters
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.second = nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+def tower() -> Tower:
+    torch.manual_seed(0)
+    return Tower()
+
+
+def all_of_them(folder: str) -> dict[str, Any]:
+    """Each case in the same two processes, one after the other."""
+    rank = Accelerator(cpu=True, watch=False).process_index
+    return {
+        case.__name__: case(rank, Path(folder))
+        for case in (gathered, states_in_files, loaders, stages, meshes, pickled)
+    }
+
+
+def gathered(rank: int, folder: Path) -> Any:
+    accelerator = Accelerator(cpu=True, parallel="zero=3", watch=False)
+    plain = tower()
+    model = fsdp2_prepare_model(accelerator, copy.deepcopy(plain))
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    parameters = list(model.parameters())
+    with GatheredParameters(parameters):
+        seen = [one.detach().clone() for one in model.parameters()]
+        own = parameters[0].data.sum() + torch.cat([parameters[1], parameters[3]]).sum()
+    with GatheredParameters(model.first.weight, modifier_rank=1):
+        if rank == 1:
+            nn.init.constant_(model.first.weight, 0.5)  # type: ignore[arg-type]
+            model.first.weight.data[0, 1] = 2.0
+    with torch.no_grad():
+        plain.first.weight.fill_(0.5)
+        plain.first.weight[0, 1] = 2.0
+    x = torch.arange(20.0).reshape(4, 5)
+    accelerator.backward(model(x).square().mean())
+    optimizer.step()
+    plain(x).square().mean().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    lost = ""
+    try:
+        with GatheredParameters(parameters):
+            parameters[0].data.mul_(2)
+    except UsageError as error:
+        lost = str(error)
+    after = accelerator.get_state_dict(model)
+    fresh = tower()
+    return {
+        "read": all(torch.equal(a, b) for a, b in zip(seen, fresh.parameters(), strict=True)),
+        "object": torch.allclose(
+            own, fresh.first.weight.sum() + fresh.first.bias.sum() + fresh.second.bias.sum()
+        ),
+        "changed": all(torch.allclose(after[name], value) for name, value in plain.state_dict().items()),
+        "lost": "modifier_rank" in lost,
+        "again": fsdp2_prepare_model(accelerator, model) is model,
+    }
+
+
+def states_in_files(rank: int, folder: Path) -> Any:
+    found = {}
+    for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        plugin.set_state_dict_type(kind)
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, watch=False)
+        model, optimizer = accelerator.prepare(*_pair())
+        accelerator.backward(model(torch.ones(2, 5)).sum())
+        optimizer.step()
+        place = folder / kind
+        save_fsdp_model(plugin, accelerator, model, place)
+        save_fsdp_optimizer(plugin, accelerator, optimizer, model, place)
+        other, later = accelerator.prepare(*_pair())
+        load_fsdp_model(plugin, accelerator, other, place)
+        load_fsdp_optimizer(plugin, accelerator, later, other, place)
+        for one, step in ((model, optimizer), (other, later)):
+            step.zero_grad()
+            accelerator.backward(one(torch.ones(2, 5)).square().sum())
+            step.step()
+        first, second = accelerator.get_state_dict(model), accelerator.get_state_dict(other)
+        found[kind] = all(torch.equal(first[name], second[name]) for name in first)
+        accelerator.wait_for_everyone()
+    found["files"] = sorted(os.listdir(folder / "FULL_STATE_DICT")) == [
+        "optimizer.bin",
+        "pytorch_model_fsdp.bin",
+    ]
+    if rank == 0:
+        merge_fsdp_weights(folder / "SHARDED_STATE_DICT" / "pytorch_model_fsdp_0", folder / "merged", False)
+        merged = torch.load(folder / "merged" / "pytorch_model.bin", weights_only=True)
+        whole = torch.load(folder / "FULL_STATE_DICT" / "pytorch_model_fsdp.bin", weights_only=True)
+        plain, optimizer = _pair()
+        plain(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        for name, value in plain.state_dict().items():
+            found[name] = torch.equal(merged[name], whole[name]) and torch.allclose(whole[name], value)
+    return found
+
+
+def _pair() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = tower()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def loaders(rank: int, folder: Path) -> Any:
+    accelerator = Accelerator(cpu=True, watch=False)
+    shards = BatchSamplerShard(BatchSampler(range(10), 2, False), 2, rank)
+    shard = DataLoaderShard([*range(10)], batch_sampler=shards)
+    metrics = [accelerator.gather_for_metrics(batch).tolist() for batch in shard]
+    found: dict[str, Any] = {"metrics": [row for batch in metrics for row in batch]}
+    for name, options in (("rounds", {}), ("split", {"split_batches": True}), ("drop", {"_drop_last": True})):
+        loader = DataLoaderDispatcher([*range(11)], batch_size=4, **options)  # type: ignore[arg-type]
+        found[name] = [(batch.tolist(), loader.end_of_dataloader) for batch in loader]
+    return found
+
+
+def stages(rank: int, folder: Path) -> Any:
+    Accelerator(cpu=True, watch=False)
+    model, x = tower().eval(), torch.arange(20.0).reshape(4, 5)
+    schedule = build_pipeline(model, ["second"], (x[:2],), {}, 2)
+    with torch.no_grad():
+        return pippy_forward(schedule.step, 2, True, x).tolist()
+
+
+def meshes(rank: int, folder: Path) -> Any:
+    split = Accelerator(cpu=True, parallel="tp=2", watch=False)
+    sharded = Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_shard_size=2), watch=False)
+    mesh, tensor = sharded.torch_device_mesh, torch.ones(1)
+    torch.distributed.all_reduce(tensor, group=mesh["dp_shard"].get_group())
+    return (
+        (split.tensor_parallel_rank, split.data_parallel_rank, split.torch_device_mesh.mesh_dim_names),
+        (sharded.data_parallel_shard_rank, sharded.tensor_parallel_rank, mesh["dp_shard_cp"].size()),
+        (tensor.item(), mesh.get_local_rank("dp_shard"), sharded.pipeline_parallel_rank),
+        Accelerator(cpu=True, watch=False).data_parallel_rank,
+    )
+
+
+def pickled(rank: int, folder: Path) -> Any:
+    accelerator = Accelerator(cpu=True, parallel="zero=3", watch=False)
+    model = accelerator.prepare(tower())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        accelerator.save_model(model, folder / "export", safe_serialization=False)
+        accelerator.save_model(model, folder / "many", max_shard_size=150, safe_serialization=False)
+        accelerator.save_state(folder / "state", safe_serialization=False)
+    wanted = tower().state_dict()
+    one = torch.load(folder / "export" / "pytorch_model.bin", weights_only=True)
+    beside = torch.load(folder / "state" / "pytorch_model.bin", weights_only=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    accelerator.load_state(folder / "state")
+    loaded = accelerator.get_state_dict(model)
+    many = tower()
+    with torch.no_grad():
+        many.first.weight.zero_()
+    from lockstep.utils import load_checkpoint_in_model
+
+    load_checkpoint_in_model(many, folder / "many")
+    return {
+        "same": [
+            all(torch.equal(state[name], value) for name, value in wanted.items())
+            for state in (one, beside, loaded, many.state_dict())
+        ],
+        "files": sorted(os.listdir(folder / "many"))[-1],
+        "warned": sum("safe_serialization=False" in str(warning.message) for warning in said),
+    }
+
+
+def test_on_two_ranks(run_distributed: Callable[..., list[Any]], tmp_path: Path) -> None:
+    first, second = run_distributed(all_of_them, 2, str(tmp_path))
+    for rank, found in enumerate((first, second)):
+        assert all(found["gathered"].values()), found["gathered"]
+        assert all(found["states_in_files"].values()), found["states_in_files"]
+        assert found["loaders"]["metrics"] == [*range(10)]
+        model = tower()
+        with torch.no_grad():
+            wanted = model(torch.arange(20.0).reshape(4, 5))
+        torch.testing.assert_close(torch.tensor(found["stages"]), wanted)
+        assert found["meshes"] == ((rank, 0, ("tp",)), (rank, 0, 2), (2.0, rank, 0), rank)
+        assert found["pickled"]["same"] == [True] * 4
+        assert found["pickled"]["files"] == "pytorch_model.bin.index.json"
+        assert found["pickled"]["warned"] == (3 if rank == 0 else 0)
+    # What Accelerate's dispatcher gives: the last round is completed to equal parts, and split.
+    assert first["loaders"]["rounds"] == [([0, 1, 2, 3], False), ([8, 9], True)]
+    assert second["loaders"]["rounds"] == [([4, 5, 6, 7], False), ([10, 0], True)]
+    assert first["loaders"]["split"] == [([0, 1], False), ([4, 5], False), ([8, 9], True)]
+    assert second["loaders"]["split"] == [([2, 3], False), ([6, 7], False), ([10, 0], True)]
+    assert first["loaders"]["drop"] == [([0, 1, 2, 3], True)]
+    assert second["loaders"]["drop"] == [([4, 5, 6, 7], True)]
+
+
+def test_pickled_weights_do_not_lie_beside_others(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, watch=False)
+    model = accelerator.prepare(tower())
+    accelerator.save_model(model, tmp_path)
+    with pytest.raises(UsageError, match="Name another folder"):
+        accelerator.save_model(model, tmp_path, safe_serialization=False)
+    with pytest.raises(UsageError, match="Leave out one of them"):
+        accelerator.save_state(tmp_path / "state", safe_serialization=False, blocking=False)
