@@ -236,7 +236,7 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
             "alike: zero times zero times rows",
             "alike: as many rows as four",
         ),
-        "runs on the whole batch, but raises": ("alike: nodes of one graph",),
+        "runs on the whole batch, but raises": ("alike: nodes of one graph", "loss: adaptive softmax"),
         "batch_dims=": ("model: a bank",),
         "changes the buffer": (
             "model: average of rows",
@@ -270,10 +270,7 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "needs a value of a tensor that only another stage": ("loss: l1 of norms",),
         "changes the parameter": ("loss: a moving teacher", "loss: a moving teacher that begins elsewhere"),
-        "runs on the first batch, but with parallel=": (
-            "structure: attributes of the first weight",
-            "loss: adaptive softmax",
-        ),
+        "runs on the first batch, but with parallel=": ("structure: attributes of the first weight",),
         "needs the value of a tensor that only another stage": (
             "loss: a dictionary with numbers",
             "state: metrics",
