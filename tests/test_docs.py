@@ -20,7 +20,7 @@ from lockstep.compat.accelerate.config_file import ACCELERATE_ONLY, OTHER_KEYS, 
 from lockstep.config.yaml_file import parse_yaml
 from lockstep.observe.trackers.run import TRACKERS
 from lockstep.utils import LoggerType
-from tests import settings_table
+from tests import migration_tables, settings_table
 from tests.warm_interpreter import WarmInterpreter
 
 ROOT = Path(__file__).parents[1]
@@ -116,6 +116,13 @@ def test_the_table_of_settings_is_that_of_the_source() -> None:
     found = settings_table.BLOCK.search(TEXTS["launching.md"])
     assert found is not None and found.group() == settings_table.table(), (
         "run python -m tests.settings_table, which writes it anew"
+    )
+
+
+def test_the_tables_for_migration_are_those_of_the_source() -> None:
+    text = TEXTS["migrating-from-accelerate.md"]
+    assert migration_tables.written(text) == text, (
+        "run python -m tests.migration_tables, which writes them anew"
     )
 
 

@@ -175,6 +175,13 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking",
+                     "use_stateful_dataloader"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value not in (True, False):  # a text such as "false" would count as true
+                raise ConfigError(f"{name} is {value!r}, which is not a truth value. Pass True or False.")
+
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from lockstep.config.enums import DynamoBackend
 from lockstep.config.handlers import (
     AutocastKwargs,
     DamageChecks,
@@ -20,6 +21,7 @@ from lockstep.config.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from lockstep.config.kinds import COMPILE_MODE
 from lockstep.config.merge import (
     PARALLEL_FIELDS,
     ExternalSettings,
@@ -250,9 +252,12 @@ def _compile_options(
     found = {name: settings[setting].value for name, setting in names.items()}
     said = {name: value for name, value in found.items() if value is not None}
     own = plugin.compile_options() if plugin is not None else {}
+    backend = settings["dynamo_backend"].value
+    if own.get("mode") is not None and str(backend).upper() in DynamoBackend.list():  # others have their own
+        COMPILE_MODE.for_worker(own["mode"], "TorchDynamoPlugin(mode=...)")
     if "options" in own:  # which torch.compile takes only without a mode
         said.pop("mode", None)
-    return {"backend": settings["dynamo_backend"].value, **said, **own}
+    return {"backend": backend, **said, **own}
 
 
 def _said_by_code(

@@ -1,0 +1,91 @@
+"""Tables in ``docs/migrating-from-accelerate.md``: ``python -m tests.migration_tables`` writes them anew."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from lockstep.cli.accelerate import COMMANDS
+from lockstep.cli.main import COMMANDS as OWN_COMMANDS
+from lockstep.compat.accelerate import interface
+from lockstep.compat.accelerate.flags import LATER_SWITCHES, REFUSED
+from lockstep.compat.accelerate.interface import NotOffered, Offered
+from lockstep.compat.accelerate.names import NOT_OFFERED
+
+PAGE = Path(__file__).parents[1] / "docs" / "migrating-from-accelerate.md"
+SHOWN = 6
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def quoted(words: Iterable[str], most: int = SHOWN) -> str:
+    every = sorted(words)
+    rest = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(f"`{word}`" for word in every[:most]) + rest
+
+
+def modules() -> str:
+    """Where the names of each module of Accelerate are, and how many of them."""
+    rows = []
+    for module, names in sorted(interface.MODULES.items()):
+        offered = [known for known in names.values() if isinstance(known, Offered)]
+        left_out = [name for name, known in names.items() if isinstance(known, NotOffered)]
+        if names and not (module == interface.GATHERING and not offered):
+            homes = quoted({known.module for known in offered}, 3)
+            if module == interface.GATHERING:
+                homes = "`lockstep.utils`: the names of all modules below it"
+                left_out = []
+            rows.append([f"`{module}`", homes or "none", f"{len(offered)}", quoted(left_out, 4)])
+    return table(["module", "here", "names", "left out"], rows)
+
+
+def reasons() -> str:
+    """Why names are left out."""
+    rows = []
+    for reason, by_module in NOT_OFFERED.items():
+        names = {name for text in by_module.values() for name in text.split()}
+        rows.append([quoted(names), reason[:1].upper() + reason[1:]])
+    return table(["not offered", "why, and what to use"], rows)
+
+
+def commands() -> str:
+    """Accelerate's commands."""
+    rows = []
+    for name, (_, text) in COMMANDS.items():
+        alike = f"`lockstep {name}`, " if name in OWN_COMMANDS else ""
+        rows.append([f"`accelerate {name}`", f"{alike}`lockstep accelerate {name}`", text])
+    return table(["there", "here", "what it does"], rows)
+
+
+def options() -> str:
+    """Options of ``accelerate launch`` that are refused when they ask for something."""
+    by_feature: dict[tuple[str, str], list[str]] = {}
+    for name, what in LATER_SWITCHES.items():
+        by_feature.setdefault((what, ""), []).append(name)
+    for name, (what, instead, _) in REFUSED.items():
+        key = next((known for known in by_feature if known[0] == what), (what, instead))
+        by_feature.setdefault(key, []).append(name)
+    return table(
+        ["refused", "what they ask for"],
+        ([quoted(f"--{name}" for name in names), what] for (what, _), names in by_feature.items()),
+    )
+
+
+BLOCKS = {"names": modules, "reasons": reasons, "commands": commands, "options": options}
+
+
+def written(text: str) -> str:
+    """The page with these tables."""
+    for name, make in BLOCKS.items():
+        block = re.compile(rf"(?<=<!-- {name} -->\n\n).*?(?=\n<!-- end of {name} -->)", re.DOTALL)
+        assert block.search(text), name
+        text = block.sub(lambda _, make=make: make(), text)
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
