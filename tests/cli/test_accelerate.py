@@ -70,6 +70,29 @@ def test_under_its_name_a_script_imports_lockstep_as_accelerate(
     assert command.split() == [sys.executable, str(script)]
 
 
+def test_workers_are_told_in_accelerates_words_too(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers.TrainingArguments reads these variables and passes defaults on: flags would be lost."""
+    flags = [
+        "--mixed_precision",
+        "bf16",
+        "--dynamo_backend",
+        "eager",
+        "--gradient_accumulation_steps",
+        3,
+        "--cpu",
+    ]
+    for words, there in (
+        (["launch", "--as-accelerate"], True),
+        (["accelerate", "launch"], True),
+        (["launch"], False),
+    ):
+        out = call(capsys, *words, *flags, "--dry-run", script)[1]
+        for name, value in (("MIXED_PRECISION", "bf16"), ("DYNAMO_BACKEND", "eager"), ("USE_CPU", "true")):
+            assert f"LOCKSTEP_{name}={value}" in out
+            assert (f"ACCELERATE_{name}={value}" in out) == there
+        assert ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS=3" in out) == there
+
+
 def test_the_file_that_accelerate_config_wrote_is_the_default_under_its_name_alone(
     script: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

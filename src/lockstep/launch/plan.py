@@ -247,7 +247,7 @@ def make_plan(
         secret_file=value["secret_file"],
         survival=_survival(value, restarts),
         reach=reach,
-        environment=_worker_environment(settings, threads),
+        environment=_worker_environment(settings, threads, program.as_accelerate),
         role=value["role"],
         log_dir=log_dir,
         tee=tee,
@@ -276,15 +276,22 @@ def _check_folder(log_dir: str) -> None:
         )
 
 
-def _worker_environment(settings: Mapping[str, SettingValue], threads: object) -> dict[str, str]:
-    """The settings that the workers read from their environment: only what was said."""
+def _worker_environment(
+    settings: Mapping[str, SettingValue], threads: object, as_accelerate: bool
+) -> dict[str, str]:
+    """The settings that the workers read from their environment: only what was said.
+
+    ``as_accelerate``: under Accelerate's names as well, which ``transformers.TrainingArguments`` reads by itself and
+    then passes on as its own wish.
+    """
     value = {
         name: None if setting.source == "default" else setting.value for name, setting in settings.items()
     }
     environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     for setting in OF_WORKERS.values():
         if value[setting.name] is not None:
-            environment[setting.variables[0]] = _as_text(setting.name, value[setting.name])
+            for variable in setting.variables if as_accelerate else setting.variables[:1]:
+                environment[variable] = _as_text(setting.name, value[setting.name])
     if value["gpu_ids"] not in (None, "all"):
         environment["CUDA_VISIBLE_DEVICES"] = str(value["gpu_ids"])
     if value["debug"]:
