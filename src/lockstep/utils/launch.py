@@ -9,7 +9,13 @@ from typing import Any
 from lockstep.config.sources import export_environment, inherited_environment
 from lockstep.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 
-__all__ = ["DEEPSPEED_MULTINODE_LAUNCHERS", "PrepareForLaunch", "setup_fp8_env"]
+__all__ = ["DEEPSPEED_MULTINODE_LAUNCHERS", "PrepareForLaunch", "env_var_path_add", "setup_fp8_env"]
+
+
+def env_var_path_add(env_var_name: str, path_to_add: Any) -> str:
+    """The value of a variable such as ``PYTHONPATH`` with one folder more behind; the variable stays as it is."""
+    folders = inherited_environment().get(env_var_name, "").split(":")
+    return ":".join([*filter(None, folders), str(path_to_add)])
 
 
 def setup_fp8_env(args: Namespace, current_env: dict[str, str]) -> dict[str, str]:

@@ -19,6 +19,12 @@ from accelerate.checkpointing import (
     save_accelerator_state,
     save_custom_state,
 )
+from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.estimate import estimate_command_parser, estimate_training_usage
+from accelerate.commands.launch import clean_option
+from accelerate.commands.merge import merge_command_parser
+from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2, to_fsdp2_command_parser
+from accelerate.commands.utils import CustomArgumentParser
 from accelerate.data_loader import (
     BatchSamplerShard,
     DataLoaderAdapter,
@@ -41,7 +47,7 @@ from accelerate.utils import (
 from accelerate.utils.bnb import get_keys_to_not_convert
 from accelerate.utils.dataclasses import BaseEnum, EnumWithContains, PrecisionType
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy, fsdp2_switch_optimizer_parameters
-from accelerate.utils.launch import setup_fp8_env
+from accelerate.utils.launch import env_var_path_add, setup_fp8_env
 from accelerate.utils.modeling import fallback_allocate, get_module_size_with_ties
 from accelerate.utils.operations import GatheredParameters, gather_tensor_shape
 from accelerate.utils.other import TORCH_SAFE_GLOBALS
@@ -376,3 +382,59 @@ say(
     refused(lambda: deep.set_mixed_precision("fp16")),
 )
 say("select", refused(deep.select), deep.zero_stage)
+
+# -- commands
+
+
+def parsed(parser: Any, *words: str) -> dict[str, Any]:
+    return {name: value for name, value in vars(parser.parse_args(words)).items() if name != "nondefault"}
+
+
+say(
+    "merge",
+    parsed(merge_command_parser(), "a", "b"),
+    parsed(merge_command_parser(), "a", "b", "--unsafe-serialization"),
+)
+say(
+    "estimate",
+    parsed(estimate_command_parser(), "m", "--dtypes", "float32", "int8", "--library_name", "timm"),
+)
+say("to fsdp2", parsed(to_fsdp2_command_parser(), "--config-file", "a", "--overwrite"))
+both = CustomArgumentParser()
+both.add_argument("--some_word", default=1, type=int)
+both.add_argument_group("of them").add_argument("--other_word", action="store_true")
+found_words: Any = both.parse_args(["--some-word", "3", "--other-word"])
+say("both", found_words.some_word, found_words.other_word, sorted(found_words.nondefault))
+say("both", parsed(both))
+for option in ("--a-b", "a", "--fp8-backend=te"):
+    say("option", clean_option(option))
+for kind in ("float32", "bfloat16", "int8"):
+    say("training", sorted(estimate_training_usage(1000, kind).items()))
+for sections in (
+    {},
+    {
+        "fsdp_sharding_strategy": "SHARD_GRAD_OP",
+        "fsdp_use_orig_params": True,
+        "fsdp_offload_params": False,
+        "fsdp_auto_wrap_policy": "NO_WRAP",
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+    },
+):
+    say(
+        "converted",
+        sorted(
+            convert_config_to_fsdp2({"mixed_precision": "no", "fsdp_config": sections})["fsdp_config"].items()
+        ),
+    )
+os.environ["FOLDERS"] = "a::b"
+say("path", env_var_path_add("FOLDERS", "c"), env_var_path_add("NO_FOLDERS", "c"))
+with tempfile.TemporaryDirectory() as folder:
+    written = ClusterConfig("LOCAL_MACHINE", "MULTI_CPU", "bf16", True, False, num_processes=2)
+    written.to_yaml_file(f"{folder}/a.yaml")
+    again = ClusterConfig.from_yaml_file(f"{folder}/a.yaml")
+    say(
+        "config",
+        again.to_dict(),
+        again == written,
+        refused(lambda: ClusterConfig("NOWHERE", "NO", "no", True, False)),
+    )

@@ -50,19 +50,59 @@ OFFERED: dict[str, dict[str, str]] = {
     },
     "accelerate.commands.accelerate_cli": {"lockstep.cli.main": "main"},
     "accelerate.commands.config": {
+        "lockstep.cli.accelerate_parsers": "get_config_parser main=config_group_main",
         "lockstep.cli.accelerate_commands": "default_config_file load_config_from_file",
     },
     "accelerate.commands.config.cluster": {
+        "lockstep.cli.accelerate_parsers": "DYNAMO_BACKENDS",
         "lockstep.utils.constants": """
             DEEPSPEED_MULTINODE_LAUNCHERS FSDP2_STATE_DICT_TYPE FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH
             FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE TORCH_DYNAMO_MODES
         """,
     },
     "accelerate.commands.config.config_args": {
+        "lockstep.cli.cluster_config": "BaseConfig ClusterConfig",
         "lockstep.cli.accelerate_commands": "default_config_file load_config_from_file",
     },
-    "accelerate.commands.config.default": {"lockstep.cli.accelerate_commands": "write_basic_config"},
+    "accelerate.commands.config.default": {
+        "lockstep.cli.accelerate_commands": "write_basic_config",
+        "lockstep.cli.accelerate_parsers": "default_command_parser default_config_command",
+    },
+    "accelerate.commands.config.config": {
+        "lockstep.cli.accelerate_parsers": "config_command config_command_parser main=config_main",
+    },
+    "accelerate.commands.config.config_utils": {
+        "lockstep.cli.accelerate_parsers": "DYNAMO_BACKENDS SubcommandHelpFormatter",
+    },
+    "accelerate.commands.config.update": {
+        "lockstep.cli.accelerate_parsers": "update_command_parser update_config update_config_command",
+    },
+    "accelerate.commands.env": {
+        "lockstep.cli.accelerate_parsers": "env_command env_command_parser main=env_main",
+    },
+    "accelerate.commands.estimate": {
+        "lockstep.cli.accelerate_parsers": """
+            estimate_command estimate_command_parser estimate_training_usage main=estimate_main
+        """,
+    },
+    "accelerate.commands.merge": {
+        "lockstep.cli.accelerate_parsers": "main=merge_main merge_command merge_command_parser",
+    },
+    "accelerate.commands.test": {
+        "lockstep.cli.accelerate_parsers": """
+            main=self_test_main test_command=self_test test_command_parser=self_test_parser
+        """,
+    },
+    "accelerate.commands.to_fsdp2": {
+        "lockstep.cli.accelerate_parsers": """
+            convert_config_to_fsdp2 load_config to_fsdp2_command to_fsdp2_command_parser
+        """,
+    },
+    "accelerate.commands.utils": {
+        "lockstep.cli.accelerate_parsers": "CustomArgumentGroup CustomArgumentParser",
+    },
     "accelerate.commands.launch": {
+        "lockstep.cli.accelerate_parsers": "DYNAMO_BACKENDS clean_option main=launch_main",
         "lockstep.cli.accelerate_commands": "default_config_file launch_command launch_command_parser",
         "lockstep.utils.constants": "DEEPSPEED_MULTINODE_LAUNCHERS TORCH_DYNAMO_MODES",
     },
@@ -84,7 +124,7 @@ OFFERED: dict[str, dict[str, str]] = {
         "lockstep.inference": "build_pipeline find_pippy_batch_size generate_device_map pippy_forward prepare_pippy"
     },
     "accelerate.launchers": {
-        "lockstep.launchers": "debug_launcher notebook_launcher",
+        "lockstep.launchers": "debug_launcher notebook_launcher test_launch=check_launch",
         "lockstep.utils.constants": "ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION",
     },
     "accelerate.local_sgd": {"lockstep.local_sgd": "LocalSGD"},
@@ -123,21 +163,20 @@ OFFERED: dict[str, dict[str, str]] = {
     "accelerate.utils.bnb": {
         "lockstep.utils.bnb": """
             get_keys_to_not_convert get_parameter_device get_quantized_model_device_map has_4bit_bnb_layers
-            load_and_quantize_model quantize_and_offload_8bit replace_with_bnb_layers
-        """
+            load_and_quantize_model quantize_and_offload_8bit replace_with_bnb_layers """
     },
     "accelerate.utils.constants": {
-        "lockstep.utils.constants": """
-            BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_SP_AVAILABLE_DEEPSPEED_VERSION
-            BETA_TP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_TRANSFORMERS_VERSION CUDA_DISTRIBUTED_TYPES
-            DEEPSPEED_MULTINODE_LAUNCHERS DTENSOR_PYTORCH_VERSION
-            ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION FSDP2_PYTORCH_VERSION FSDP2_STATE_DICT_TYPE
-            FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_MODEL_NAME FSDP_PYTORCH_VERSION
-            FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE MITA_PROFILING_AVAILABLE_PYTORCH_VERSION MODEL_NAME
-            OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME
-            SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME
-            STR_OPERATION_TO_FUNC SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING TORCH_DISTRIBUTED_OPERATION_TYPES
-            TORCH_DYNAMO_MODES TORCH_LAUNCH_PARAMS WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME
+        "lockstep.utils.constants": """ BETA_CP_AVAILABLE_PYTORCH_VERSION
+            BETA_SP_AVAILABLE_DEEPSPEED_VERSION BETA_TP_AVAILABLE_PYTORCH_VERSION
+            BETA_TP_AVAILABLE_TRANSFORMERS_VERSION CUDA_DISTRIBUTED_TYPES DEEPSPEED_MULTINODE_LAUNCHERS
+            DTENSOR_PYTORCH_VERSION ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION FSDP2_PYTORCH_VERSION
+            FSDP2_STATE_DICT_TYPE FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_MODEL_NAME
+            FSDP_PYTORCH_VERSION FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE
+            MITA_PROFILING_AVAILABLE_PYTORCH_VERSION MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME
+            RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME
+            SAMPLER_NAME SCALER_NAME SCHEDULER_NAME STR_OPERATION_TO_FUNC
+            SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING TORCH_DISTRIBUTED_OPERATION_TYPES TORCH_DYNAMO_MODES
+            TORCH_LAUNCH_PARAMS WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME
             XPU_PROFILING_AVAILABLE_PYTORCH_VERSION
         """,
     },
@@ -204,7 +243,9 @@ OFFERED: dict[str, dict[str, str]] = {
         """,
     },
     "accelerate.utils.launch": {
-        "lockstep.utils.launch": "DEEPSPEED_MULTINODE_LAUNCHERS PrepareForLaunch setup_fp8_env",
+        "lockstep.utils.launch": """
+            DEEPSPEED_MULTINODE_LAUNCHERS PrepareForLaunch env_var_path_add setup_fp8_env
+        """,
     },
     "accelerate.utils.memory": {
         "lockstep.utils.memory": """
@@ -308,46 +349,27 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
     "it belongs to MS-AMP, which is not supported. Use AORecipeKwargs or TERecipeKwargs.": {
         "accelerate.utils.dataclasses": "FP8RecipeKwargs MSAMPRecipeKwargs",
     },
-    "commands are started in another way. Use lockstep launch, and its --dry-run to see what would run.": {
-        "accelerate.commands.launch": """
-            CustomHelpFormatter DYNAMO_BACKENDS clean_option deepspeed_launcher main multi_gpu_launcher
-            options_to_group simple_launcher
-        """,
-        "accelerate.commands.utils": "CustomArgumentGroup CustomArgumentParser",
-        "accelerate.utils.launch": """
-            env_var_path_add prepare_deepspeed_cmd_env prepare_extend_env_parallelism_config
-            prepare_multi_gpu_env prepare_simple_launcher_cmd_env
-        """,
+    "its answers are fields of a file of Accelerate, which cannot say all that lockstep config asks. Use that.": {
+        "accelerate.commands.config.cluster": "get_cluster_input",
+        "accelerate.commands.config.config": "get_user_input",
     },
-    "it is a part of another command line. Use lockstep config.": {
-        "accelerate.commands.config": "get_config_parser main",
-        "accelerate.commands.config.cluster": "DYNAMO_BACKENDS get_cluster_input",
-        "accelerate.commands.config.config": "config_command config_command_parser get_user_input main",
-        "accelerate.commands.config.config_args": "BaseConfig ClusterConfig",
-        "accelerate.commands.config.config_utils": "DYNAMO_BACKENDS SubcommandHelpFormatter",
-        "accelerate.commands.config.default": "default_command_parser default_config_command",
-        "accelerate.commands.config.update": "update_command_parser update_config update_config_command",
-    },
-    "it is a part of another command line. Use lockstep env.": {
-        "accelerate.commands.env": "env_command env_command_parser main",
-    },
-    "it is a part of another command line. Use lockstep estimate.": {
+    "models of the Hub are counted without making them. Use lockstep estimate-memory, or lockstep estimate.": {
         "accelerate.commands.estimate": """
-            add_timm_hub_prefix check_has_model create_ascii_table create_empty_model estimate_command
-            estimate_command_parser estimate_training_usage gather_data main verify_on_hub
+            add_timm_hub_prefix check_has_model create_ascii_table create_empty_model gather_data verify_on_hub
         """,
     },
-    "it is a part of another command line. Use merge_fsdp_weights, or lockstep checkpoint merge.": {
-        "accelerate.commands.merge": "main merge_command merge_command_parser",
-    },
-    "it is a part of another command line. Use lockstep test.": {
-        "accelerate.commands.test": "main test_command test_command_parser",
-        "accelerate.launchers": "test_launch",
-    },
-    "files for FSDP 1 are read as they are. Use lockstep config convert to see what becomes of one.": {
+    "it is a step inside of a command. Use lockstep to-fsdp2.": {
         "accelerate.commands.to_fsdp2": """
-            ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING ConversionStatus convert_config_to_fsdp2 load_config
-            to_fsdp2_command to_fsdp2_command_parser
+            ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING ConversionStatus
+        """,
+    },
+    "processes are started in another way. Use lockstep launch, and its --dry-run to see what would run.": {
+        "accelerate.commands.launch": """
+            CustomHelpFormatter deepspeed_launcher multi_gpu_launcher options_to_group simple_launcher
+        """,
+        "accelerate.utils.launch": """
+            prepare_deepspeed_cmd_env prepare_extend_env_parallelism_config prepare_multi_gpu_env
+            prepare_simple_launcher_cmd_env
         """,
     },
 }

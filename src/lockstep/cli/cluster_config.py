@@ -1,0 +1,119 @@
+"""A configuration file as an object with Accelerate's fields, as scripts that write such files use it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from lockstep.config.enums import ComputeEnvironment, DistributedType
+from lockstep.errors import ConfigError
+
+Config = TypeVar("Config", bound="BaseConfig")
+
+
+@dataclass
+class BaseConfig:
+    """What each file says.
+
+    Raises:
+        ValueError: an unknown environment or way to distribute.
+    """
+
+    compute_environment: Any
+    distributed_type: Any
+    mixed_precision: Any
+    use_cpu: bool
+    debug: bool
+
+    def __post_init__(self) -> None:
+        if isinstance(self.compute_environment, str):
+            self.compute_environment = ComputeEnvironment(self.compute_environment)
+        if isinstance(self.distributed_type, str):
+            self.distributed_type = DistributedType(self.distributed_type)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that say something, as plain values."""
+        plain = {
+            name: value.value if isinstance(value, Enum) else value for name, value in asdict(self).items()
+        }
+        return {name: value for name, value in plain.items() if value is not None and value != {}}
+
+    def to_yaml_file(self, yaml_file: Any) -> None:
+        Path(yaml_file).write_text(yaml.safe_dump(self.to_dict()), encoding="utf-8")
+
+    def to_json_file(self, json_file: Any) -> None:
+        text = json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
+        Path(json_file).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def from_yaml_file(cls: type[Config], yaml_file: Any = None) -> Config:
+        """Read a file; None: the one that ``lockstep config`` wrote. Raises ValueError for unknown keys."""
+        return cls._read(yaml_file)
+
+    @classmethod
+    def from_json_file(cls: type[Config], json_file: Any = None) -> Config:
+        """``from_yaml_file``: JSON is YAML."""
+        return cls._read(json_file)
+
+    @classmethod
+    def _read(cls: type[Config], path: Any) -> Config:
+        from lockstep.cli.accelerate_commands import load_config_from_file
+
+        said = load_config_from_file(path).to_dict()
+        unknown = sorted(said.keys() - {known.name for known in fields(cls)})
+        if unknown:
+            raise ConfigError(
+                f"{path} has {', '.join(unknown)}, which {cls.__name__} has no field for. Read it with "
+                "load_config_from_file."
+            )
+        standard = {
+            "compute_environment": "LOCAL_MACHINE",
+            "distributed_type": "NO",
+            "mixed_precision": "no",
+            "use_cpu": False,
+            "debug": False,
+        }
+        return cls(**{**standard, **said})
+
+
+@dataclass
+class ClusterConfig(BaseConfig):
+    """A file for machines of one's own. Fields of engines that are not used here are kept as they are."""
+
+    num_processes: int = -1
+    machine_rank: int = 0
+    num_machines: int = 1
+    gpu_ids: str | None = None
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    rdzv_backend: str | None = "static"
+    same_network: bool | None = False
+    main_training_function: str = "main"
+    enable_cpu_affinity: bool = False
+    fp8_config: Any = None
+    deepspeed_config: Any = None
+    fsdp_config: Any = None
+    parallelism_config: Any = None
+    megatron_lm_config: Any = None
+    mpirun_config: Any = None
+    downcast_bf16: Any = False
+    tpu_name: str | None = None
+    tpu_zone: str | None = None
+    tpu_use_cluster: bool = False
+    tpu_use_sudo: bool = False
+    command_file: str | None = None
+    commands: Any = None
+    tpu_vm: Any = None
+    tpu_env: Any = None
+    dynamo_config: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("deepspeed", "fsdp", "megatron_lm", "mpirun", "fp8", "parallelism", "dynamo"):
+            if getattr(self, f"{name}_config") is None:
+                setattr(self, f"{name}_config", {})
+        super().__post_init__()
