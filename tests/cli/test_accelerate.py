@@ -12,15 +12,19 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.accelerate_cli import main as their_main
+from accelerate.commands.launch import launch_command_parser as their_launch_parser
 from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 from accelerate.utils import merge_fsdp_weights as their_merge
 from safetensors.torch import load_file
 from torch.distributed import checkpoint
 
 from cli.calling import call, check_refused
+from lockstep import Accelerator
 from lockstep.cli.accelerate import COMMANDS
+from lockstep.cli.accelerate_commands import launch_command, launch_command_parser
 from lockstep.compat.accelerate.config_file import load
 from lockstep.config.parallel import Parallel
+from lockstep.errors import ConfigError
 from tests.compat.accelerate.their_config import ANSWERS, write
 
 
@@ -320,3 +324,43 @@ def test_to_fsdp2_replaces_no_file_unasked(tmp_path: Path, capsys: pytest.Captur
     check_refused(capsys, [*words, "--overwrite"], "NO_SHARD replicates the model")
     write(path, ANSWERS["one CPU"])
     check_refused(capsys, [*words, "--overwrite"], "has no section fsdp_config")
+
+
+# -- functions that other libraries call ---------------------------------------------------------------------
+
+
+def test_the_parser_of_launch_gives_accelerates_attributes(script: Path) -> None:
+    for words in (
+        ["--multi-gpu", "--num_processes", "4", "--use-fsdp", "--fsdp_sharding_strategy", "FULL_SHARD"],
+        [
+            "--cpu",
+            "--config_file",
+            "c.yaml",
+            "--num-machines=1",
+            "--mixed_precision",
+            "bf16",
+            "--same-network",
+        ],
+        ["--use_deepspeed", "--zero-stage", "3", "--dynamo_backend", "eager", "--module"],
+    ):
+        line = [*words, str(script), "--lr", "1"]
+        ours, theirs = launch_command_parser().parse_args(line), their_launch_parser().parse_args(line)
+        said = {
+            word.partition("=")[0].lstrip("-").replace("-", "_") for word in words if word.startswith("--")
+        }
+        for name in (said & set(vars(theirs))) - {"same_network", "num_machines"} | {
+            "training_script",
+            "multi_gpu",
+        }:
+            assert str(getattr(ours, name)) == str(getattr(theirs, name)), name
+        assert ours.training_script_args == ["--lr", "1"]
+    changed = launch_command_parser().parse_args(["--num_processes", "2", str(script)])
+    changed.num_processes = 4
+    with pytest.raises(ConfigError, match=r"args.num_processes was changed from 2 to 4"):
+        launch_command(changed)
+
+
+def test_sequences_that_a_loader_would_cut_are_refused() -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ConfigError, match="sp_size=.* is not used"):
+        accelerator.deepspeed_ulysses_dl_adapter(None, None)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import yaml
 
 from lockstep.cli.main import main
@@ -83,11 +84,16 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = default
 
 
 class LaunchParser(argparse.ArgumentParser):
-    """Keeps the words of a launch as they are; ``lockstep launch`` reads them."""
+    """Reads the words of a launch into attributes with Accelerate's names; ``lockstep launch`` reads them again."""
 
     def __init__(self) -> None:
         super().__init__("lockstep launch", add_help=False)
         self.add_argument("words", nargs=argparse.REMAINDER)
+
+    def format_help(self) -> str:
+        from lockstep.cli.launch import command
+
+        return command.get_help(click.Context(command, info_name="lockstep launch"))
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -96,8 +102,25 @@ class LaunchParser(argparse.ArgumentParser):
 
         words = list(sys.argv[1:] if args is None else args)
         namespace = argparse.Namespace() if namespace is None else namespace
-        namespace.words = words
+        vars(namespace).update(_attributes(words), words=words)
         return namespace, []
+
+
+def _attributes(words: Sequence[str]) -> dict[str, Any]:
+    """What the words say, by Accelerate's names; what they do not say is None, and False of switches."""
+    from lockstep.cli.launch import command
+
+    said = command.make_context("launch", list(words), resilient_parsing=True).params
+    switches = {one.name for one in command.params if getattr(one, "is_flag", False)}
+    found: dict[str, Any] = {
+        one.name: said.get(one.name) or (False if one.name in switches else said.get(one.name))
+        for one in command.params
+        if one.name is not None and one.expose_value
+    }
+    found["cpu"] = found["use_cpu"]
+    found["training_script"] = found.pop("script")
+    found["training_script_args"] = list(found.pop("arguments") or ())
+    return found
 
 
 def launch_command_parser(subparsers: Any = None) -> LaunchParser:
@@ -110,5 +133,16 @@ def launch_command_parser(subparsers: Any = None) -> LaunchParser:
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Run what the words say; ``import accelerate`` means this library there. Ends the process as the command does."""
+    """Run what the words say; ``import accelerate`` means this library there. Ends the process as the command does.
+
+    Raises:
+        ConfigError: an attribute of ``args`` was changed after the words were read.
+    """
+    for name, value in _attributes(args.words).items():
+        now = getattr(args, name, value)
+        if now != value:
+            raise ConfigError(
+                f"args.{name} was changed from {value!r} to {now!r} after the words were read, which has no effect. "
+                "Put it among the words that the parser gets."
+            )
     main(["launch", "--as-accelerate", *args.words])

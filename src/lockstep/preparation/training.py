@@ -11,6 +11,7 @@ from torch import nn
 
 from lockstep.config.handlers import AutocastKwargs
 from lockstep.config.options import Options
+from lockstep.errors import ConfigError
 from lockstep.observe.state_bytes import StateBytes, count_state
 from lockstep.parallel.autocast import autocast
 from lockstep.parallel.ddp.join import join_replicas
@@ -245,6 +246,17 @@ class TrainingMethods:
         finally:
             for loader, value in zip(loaders, before, strict=True):
                 loader.even_batches = value
+
+    def deepspeed_ulysses_dl_adapter(self, dataloader: Any, model: Any) -> Any:
+        """Not offered: it cuts batches for DeepSpeed's engine.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "ParallelismConfig(sp_size=...) asks for a loader that cuts sequences for DeepSpeed's engine, which is not "
+            "used here. Use cp_size, or write parallel='cp=2 cp_method=ulysses' in a loop of your own."
+        )
 
     def maybe_context_parallel(
         self,
