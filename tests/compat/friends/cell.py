@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import random
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -34,23 +34,18 @@ def cell(run: Callable[[Path], Result]) -> Callable[[Path], Result]:
     return run
 
 
-def main() -> None:
-    """Run the cells named in the arguments (``name`` or ``name:parallel``), or all, one after the other."""
-    for word in sys.argv[1:] or list(CELLS):
-        name, _, parallel = word.partition(":")
+def run(words: list[str]) -> None:
+    """Run cells one after the other: ``trainer/plain``, ``trainer/plain/zero=3``. Their files are in ``CELLS_OUT``."""
+    for word in words:
+        module, name, *parallel = word.split("/")
+        importlib.import_module(f"{module}_cells")
         os.environ.pop("LOCKSTEP_PARALLEL", None)
         if parallel:
-            os.environ["LOCKSTEP_PARALLEL"] = parallel
+            os.environ["LOCKSTEP_PARALLEL"] = parallel[0]
         AcceleratorState._reset_state(True)
         began = time.monotonic()
-        folder = OUT / (f"{name}-{parallel}" if parallel else name)
-        try:
-            logged, weights = CELLS[name](folder)
-        except Exception as error:
-            if os.environ.get("CELLS_GO_ON") is None:
-                raise
-            print(f"FAILED {word}: {type(error).__name__}: {error}", flush=True)
-            continue
+        folder = OUT / "-".join([name, *parallel])
+        logged, weights = CELLS[name](folder)
         if PartialState().is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
             whole = {key: value.detach().cpu().clone() for key, value in weights.items()}

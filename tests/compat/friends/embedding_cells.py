@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from cell import Result, cell, main, quiet, save_once, sentences, tokenizer, trained
+from cell import Result, cell, quiet, save_once, sentences, tokenizer, trained
 from datasets import Dataset
 from sentence_transformers import (
     SentenceTransformer,
@@ -82,7 +82,3 @@ def cached_ranking(folder: Path) -> Result:
 @cell
 def similarity(folder: Path) -> Result:
     return train(folder, CosineSimilarityLoss, score=[number % 10 / 10 for number in range(48)])
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from cell import Result, cell, gpt2, main, quiet, trained
+from cell import Result, cell, gpt2, quiet, trained
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 
@@ -41,7 +41,7 @@ def arguments(folder: Path, kind: Any = TrainingArguments, **given: Any) -> Any:
             "output_dir": str(folder),
             "per_device_train_batch_size": 4,
             "per_device_eval_batch_size": 4,
-            "gradient_accumulation_steps": 2,
+            "gradient_accumulation_steps": int(os.environ.get("CELLS_WINDOW", "2")),
             "max_steps": 30,
             "learning_rate": 1e-3,
             # Some biases have a gradient of zero but for rounding, which Adam would make a step of full size.
@@ -140,9 +140,21 @@ def saved(folder: Path) -> Result:
 
 @cell
 def resumed(folder: Path) -> Result:
-    """Goes on from the first checkpoint of ``saved``, which maybe another number of processes has left."""
-    origin = Path(os.environ.get("CELLS_FROM", folder.parent / folder.name.replace("resumed", "saved")))
+    """Goes on from the first checkpoint of ``saved``."""
+    origin = folder.parent / folder.name.replace("resumed", "saved")
     return train(folder, resume=str(origin / "checkpoint-10"))
+
+
+@cell
+def kept(folder: Path) -> Result:
+    """As ``saved``, without dropout: of that, other numbers of processes draw other masks."""
+    return train(folder, model=gpt2(dropout=0.0), save_strategy="steps", save_steps=10)
+
+
+@cell
+def taken_up(folder: Path) -> Result:
+    origin = Path(os.environ.get("CELLS_FROM", folder.parent / folder.name.replace("taken_up", "kept")))
+    return train(folder, model=gpt2(dropout=0.0), resume=str(origin / "checkpoint-10"))
 
 
 @cell
@@ -265,7 +277,3 @@ def classification(folder: Path) -> Result:
     predicted = trainer.predict(Labelled(5, 3, 4, 12))
     logged, weights = trained(trainer)
     return [*logged, {"predicted": float(predicted.predictions.sum()), **predicted.metrics}], weights
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,7 @@ from typing import Any
 
 import transformers
 import trl
-from cell import Result, cell, gpt2, gpt2_config, main, quiet, save_once, sentences, tokenizer, trained
+from cell import Result, cell, gpt2, gpt2_config, quiet, save_once, sentences, tokenizer, trained
 from datasets import Dataset
 from peft import LoraConfig
 
@@ -145,7 +145,3 @@ def grpo(folder: Path) -> Result:
 @cell
 def rloo(folder: Path) -> Result:
     return from_rewards(trl.RLOOTrainer, trl.RLOOConfig, folder)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,129 @@
+"""Trainer, TRL, PEFT, sentence-transformers and diffusers, unmodified, by alias against the installed Accelerate.
+
+Each run is one process, or two, for all of its cells: most of its time is imports.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.compat.friends.compare import difference
+
+HERE = Path(__file__).parent
+SOURCE = str(HERE.parents[2] / "src")
+LAUNCH = ("-m", "lockstep.cli.main", "launch", "--cpu", "--nproc", "2", "--num-cpu-threads", "1")
+
+ALONE = """
+    trainer/plain trainer/saved trainer/resumed trainer/lora trainer/t5 trl/sft trl/grpo embedding/ranking
+    diffusion/unconditional diffusion/unconditional_resumed
+"""
+ALONE_AGAIN = """
+    trainer/epochs trainer/bf16 trainer/best trainer/workers trainer/by_length trainer/by_length_dropout
+    trainer/recompute trainer/ia3 trainer/prompt trainer/classification trl/sft_lora trl/dpo trl/dpo_lora trl/kto
+    trl/reward trl/rloo embedding/cached_ranking embedding/similarity diffusion/sampled diffusion/without_average
+"""
+TOGETHER = "trainer/plain trainer/kept trainer/taken_up trainer/t5 trl/grpo diffusion/unconditional"
+"""On two processes under DDP, with Accelerate as well."""
+TOGETHER_AGAIN = """
+    trainer/plain trainer/kept trainer/taken_up trainer/epochs trainer/workers trainer/by_length
+    trainer/by_length_dropout trainer/best trainer/saved trainer/resumed trainer/recompute trainer/lora trainer/ia3
+    trainer/prompt trainer/t5 trainer/classification trl/sft trl/sft_lora trl/dpo trl/dpo_lora trl/kto trl/reward
+    trl/grpo trl/rloo embedding/ranking embedding/cached_ranking embedding/similarity diffusion/unconditional
+    diffusion/without_average
+"""
+SHARDED = """
+    trainer/plain/zero=1 trainer/plain/zero=2 trainer/kept/zero=3 trainer/taken_up/zero=3 trainer/t5/zero=3
+    trl/grpo/zero=3 diffusion/unconditional/zero=3 diffusion/unconditional_resumed/zero=3
+"""
+EVERY_STAGE = " ".join(f"{word}/zero={stage}" for stage in (1, 2, 3) for word in TOGETHER_AGAIN.split())
+MOST = {"alone": 0.0, "ddp": 1e-6, "zero": 1e-5}
+
+
+def start(words: str, out: Path, here: bool, processes: int, **variables: str) -> subprocess.Popen[str]:
+    known = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    if processes == 1:
+        program = ["-m", "lockstep.compat.accelerate"] if here else []
+    else:
+        program = (
+            [*LAUNCH, "--as-accelerate"] if here else ["-m", "torch.distributed.run", "--nproc_per_node", "2"]
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "PYTHONPATH": SOURCE if here else "",
+        "CELLS_OUT": str(out),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return subprocess.Popen(
+        [sys.executable, *program, str(HERE / "run_cells.py"), *words.split()],
+        env=known | settings | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def end(*runs: subprocess.Popen[str]) -> None:
+    said = [(run.communicate(timeout=1700)[0], run.returncode) for run in runs]
+    for text, code in said:
+        assert code == 0, text[-6000:]
+
+
+def far(words: str, here: Path, there: Path, kind: str) -> list[str]:
+    """The cells that are further from Accelerate's, or from the run that they go on with, than ``MOST`` says."""
+    found = []
+    for word in words.split():
+        name, *parallel = word.split("/")[1:]
+        goes_on = name == "unconditional_resumed"
+        other = there / ("unconditional" if goes_on else name)
+        numbers, weights = difference(here / "-".join([name, *parallel]), other, goes_on)
+        if max(numbers, weights) > MOST[kind]:
+            found.append(f"{word}: numbers {numbers:.1e}, weights {weights:.1e}")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def libraries() -> None:
+    for name in ("accelerate", "transformers", "trl", "peft", "diffusers", "sentence_transformers"):
+        pytest.importorskip(name)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "words", [ALONE, pytest.param(ALONE_AGAIN, marks=pytest.mark.exhaustive)], ids=["some", "all"]
+)
+def test_one_process_trains_bit_for_bit_as_with_accelerate(words: str, tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    end(start(words, here, True, 1), start(words, there, False, 1))
+    # Accelerate's loaders begin the epoch anew, in another order, where ours continue.
+    assert far(words.replace("diffusion/unconditional_resumed", ""), here, there, "alone") == []
+    if "unconditional_resumed" in words:
+        assert far("diffusion/unconditional_resumed", here, here, "alone") == []
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("together", "sharded"),
+    [(TOGETHER, SHARDED), pytest.param(TOGETHER_AGAIN, EVERY_STAGE, marks=pytest.mark.exhaustive)],
+    ids=["some", "all"],
+)
+def test_two_processes_and_shards_train_as_with_accelerate_and_resume_on_one(
+    together: str, sharded: str, tmp_path: Path
+) -> None:
+    here, there, alone = tmp_path / "here", tmp_path / "there", tmp_path / "alone"
+    goes_on = "diffusion/unconditional_resumed"
+    end(start(f"{together} {goes_on} {sharded}", here, True, 2), start(together, there, False, 2))
+    assert far(together, here, there, "ddp") == []
+    assert far(goes_on, here, here, "ddp") == []
+    assert far(sharded, here, there, "zero") == []
+    # One process, with as many samples in a step: twice the windows.
+    on_one = {"CELLS_FROM": str(here / "kept-zero=3"), "CELLS_WINDOW": "4"}
+    end(start("trainer/taken_up/zero=3", alone, True, 1, **on_one))
+    assert far("trainer/taken_up/zero=3", alone, there, "zero") == []
