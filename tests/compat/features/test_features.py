@@ -1,0 +1,64 @@
+"""Scripts as in Accelerate's documentation, on two processes: with it, by alias, and with the import changed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("by_feature.py")
+SOURCE = str(Path(__file__).parents[3] / "src")
+LAUNCH = ("-m", "lockstep.cli.main", "launch", "--cpu", "--nproc", "2", "--num-cpu-threads", "1")
+
+
+def start(*words: str, path: str) -> subprocess.Popen[str]:
+    known = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    return subprocess.Popen(
+        [sys.executable, *words],
+        env=known | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def results(run: subprocess.Popen[str]) -> dict[str, Any]:
+    said = run.communicate(timeout=300)[0]
+    assert run.returncode == 0, said[-6000:]
+    return dict(json.loads(line[line.index('["') :]) for line in said.splitlines() if '["' in line)
+
+
+def numbers(tree: Any) -> list[Any]:
+    if isinstance(tree, dict):
+        tree = [*tree.items()]
+    return [leaf for item in tree for leaf in numbers(item)] if isinstance(tree, list) else [tree]
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(
+        math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9) if isinstance(a, float) else a == b
+        for a, b in zip(numbers(one), numbers(other), strict=True)
+    )
+
+
+@pytest.mark.timeout(400)
+def test_each_feature_gives_the_numbers_that_it_gives_with_accelerate(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    changed = tmp_path / "changed.py"
+    changed.write_text(SCRIPT.read_text().replace("from accelerate", "from lockstep"))
+    runs = (
+        start("-m", "torch.distributed.run", "--nproc_per_node", "2", str(SCRIPT), path=""),
+        start(*LAUNCH, "--as-accelerate", str(SCRIPT), path=SOURCE),
+        start(*LAUNCH, str(changed), path=SOURCE),
+    )
+    there, alias, ours = map(results, runs)
+    assert len(there) == 13
+    for here in (alias, ours):
+        assert here.keys() == there.keys()
+        assert [name for name in there if not same(here[name], there[name])] == []
