@@ -25,6 +25,10 @@ class UsageError(LockstepError, RuntimeError):
     """The library was called in an order or with objects that cannot give a correct result."""
 
 
+class ArgumentError(UsageError, ValueError):
+    """A ``UsageError`` of one argument, which scripts written for Accelerate catch as ``ValueError``."""
+
+
 class CollectiveMismatchError(LockstepError, RuntimeError):
     """Ranks entered one collective with different operations, structures, shapes or dtypes."""
 
@@ -33,8 +37,8 @@ class CheckpointError(LockstepError, RuntimeError):
     """A checkpoint is missing, incomplete or does not fit what it is loaded into."""
 
 
-class NoCheckpointError(CheckpointError):
-    """There is no checkpoint where one was looked for."""
+class NoCheckpointError(CheckpointError, ValueError):
+    """There is no checkpoint where one was looked for. Scripts written for Accelerate catch it as ``ValueError``."""
 
 
 class DamageError(LockstepError, RuntimeError):

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.errors import UsageError
+from lockstep.errors import ArgumentError, UsageError
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
@@ -117,7 +117,7 @@ def checked_stateful(objects: Iterable[object]) -> list[object]:
         if not (
             callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
         ):
-            raise UsageError(
+            raise ArgumentError(
                 f"register_for_checkpointing got a {type(item).__name__} without state_dict() and load_state_dict(). "
                 "Give it both, or leave it out."
             )

@@ -19,7 +19,7 @@ from lockstep.config.options import Options
 from lockstep.config.training_objects import Placeholder
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.prepare import prepare_loader
-from lockstep.errors import UsageError
+from lockstep.errors import ArgumentError, UsageError
 from lockstep.observe.damage.checks import DamageWatch
 from lockstep.observe.log import get_logger
 from lockstep.parallel.materialize import InitWeights
@@ -131,7 +131,7 @@ class Preparation:
         """
         placement = device_placement or [None] * len(objects)
         if len(placement) != len(objects):
-            raise UsageError(
+            raise ArgumentError(
                 f"prepare got {len(objects)} objects and {len(placement)} values of device_placement. "
                 "Pass one value for each object."
             )

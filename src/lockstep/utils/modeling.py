@@ -187,13 +187,14 @@ def set_module_tensor_to_device(
         clear_cache: Ignored: nothing is kept that torch's cache would have to give back.
 
     Raises:
+        AttributeError: no such module.
         ValueError: no such tensor, no value for it, or one of another shape.
     """
     path, _, key = tensor_name.rpartition(".")
     try:
         holder = module.get_submodule(path)
     except AttributeError as error:
-        raise ValueError(f"{type(module).__name__} has no module '{path}'. Check the name.") from error
+        raise AttributeError(f"{type(module).__name__} has no module '{path}'. Check the name.") from error
     parameters, buffers = torch_modules.parameters_of(holder), torch_modules.buffers_of(holder)
     if key not in parameters and key not in buffers:
         raise ValueError(

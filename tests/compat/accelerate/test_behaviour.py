@@ -36,3 +36,14 @@ def test_each_name_does_what_it_does_there(script: str) -> None:
     assert len(there) > 80
     differing = [(theirs, ours) for theirs, ours in zip(there, here, strict=True) if theirs != ours]
     assert not differing, "\n".join(f"{theirs}\n  here {ours}" for theirs, ours in differing)
+
+
+def test_bad_arguments_are_caught_by_what_catches_them_there() -> None:
+    pytest.importorskip("accelerate")
+    there = lines(path="", script="refusals.py")
+    here = lines("-m", "lockstep.compat.accelerate", path=str(HERE.parents[2] / "src"), script="refusals.py")
+    assert len(there) > 35
+    assert [name for name, _ in there] == [name for name, _ in here]
+    pairs = zip(there, here, strict=True)
+    missed = [(name, theirs, ours) for (name, theirs), (_, ours) in pairs if not set(theirs) <= set(ours)]
+    assert not missed

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lockstep.config.values import repr_short
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, NoCheckpointError
 from lockstep.offload.files.safetensors_file import read_header
 from lockstep.offload.files.stored import PickledTensor, Stored
 from lockstep.runtime.plain_file import check_plain_file, check_shard, read_plain_file
@@ -30,7 +30,7 @@ def stored_tensors(checkpoint: str | os.PathLike[str]) -> Mapping[str, Stored]:
     if os.path.isfile(path):
         return _indexed(path) if path.endswith(".json") else _tensors_of(path)
     if not os.path.isdir(path):
-        raise CheckpointError(
+        raise NoCheckpointError(
             f"{path} does not exist. Pass a file of weights, an index of shards, or a folder with either."
         )
     for name in SINGLE_FILES:
@@ -50,7 +50,9 @@ def stored_tensors(checkpoint: str | os.PathLike[str]) -> Mapping[str, Stored]:
         if indices
         else f"no index and none of {', '.join(SINGLE_FILES)}"
     )
-    raise CheckpointError(f"The folder {path} has {what}. Pass the path of the file or index that is meant.")
+    raise NoCheckpointError(
+        f"The folder {path} has {what}. Pass the path of the file or index that is meant."
+    )
 
 
 def _indexed(index_path: str) -> Mapping[str, Stored]:
