@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import operator
 
-from torch import nn
-
 from lockstep.checkpoint.weights.names import INDEX as SAFE_WEIGHTS_INDEX_NAME
 from lockstep.checkpoint.weights.names import PICKLED_INDEX as WEIGHTS_INDEX_NAME
 from lockstep.checkpoint.weights.names import PICKLED_WEIGHTS as WEIGHTS_NAME
 from lockstep.checkpoint.weights.names import WEIGHTS as SAFE_WEIGHTS_NAME
+from lockstep.offload.dispatch.module_hooks import UPCAST_LAYERS as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"
@@ -92,16 +91,6 @@ TORCH_DISTRIBUTED_OPERATION_TYPES = [
     "MULTI_HPU",
     "MULTI_NEURON",
 ]
-
-SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Linear,
-)
 
 __all__ = [
     "BETA_CP_AVAILABLE_PYTORCH_VERSION",
