@@ -5,6 +5,7 @@ from __future__ import annotations
 UNDER_CP: dict[str, tuple[str, ...]] = {
     "has a forward of its own that hides": ("structure: a block's forward around the one before",),
     "along dim 1, the sequence": (
+        "state: running mean",
         "layer: mean over positions",
         "block: roll",
         "block: mean",
@@ -21,6 +22,8 @@ UNDER_CP: dict[str, tuple[str, ...]] = {
         "attention: rope cached",
     ),
     "mixes positions outside of attention": (
+        "layer: attention, its layers in a list",
+        "mlp: branch on the batch's values",
         "alike: a function mixes positions",
         "alike: a dictionary chooses positions",
         "alike: an object chooses positions",
@@ -123,8 +126,6 @@ UNDER_CP: dict[str, tuple[str, ...]] = {
         "mlp: normalised gradient",
         "mlp: clipped gradient",
         "mlp: gradient over its norm",
-        "mlp: branch on the batch's values",
-        "state: running mean",
         "state: clipping hook on an MLP",
         "state: clipping hook on an inner layer",
         "state: norm hook on an inner layer",
@@ -220,6 +221,7 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "pp": {
         "mix the rows": (
+            "block: variance of all",
             "mlp: experts that choose rows",
             "mlp: number from a tensor",
             "mlp: branch on the batch's values",
@@ -254,7 +256,6 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
             "state: batch norm without statistics",
         ),
         "does not compute what the whole model does": (
-            "block: variance of all",
             "mlp: normalised gradient",
             "mlp: gradient over its norm",
             "loss: l2 of all parameters",
