@@ -165,7 +165,7 @@ class ParallelismConfig:
         mesh = init_device_mesh(device_type, tuple(map(self._size, names)), mesh_dim_names=tuple(names))
         for joint, parts in JOINT_AXES.items():
             if self._active(*parts):
-                dtensor.flatten(mesh[tuple(self._active(*parts))], joint)
+                dtensor.flatten(mesh[self._active(*parts)], joint)  # type: ignore[index]
         self.device_mesh = mesh
         return mesh
 
