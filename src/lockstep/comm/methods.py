@@ -101,7 +101,7 @@ class CollectiveMethods:
 
     @property
     def torch_device_mesh(self) -> Any:
-        """The mesh of ranks as torch's ``DeviceMesh``; None where every rank has a whole copy of the model.
+        """The mesh of ranks as torch's ``DeviceMesh``; None where ranks share no layers, unless a ``ParallelismConfig`` was passed.
 
         Its axes are those of ``ParallelismConfig`` with more than one rank: ``dp_replicate``, ``dp_shard``, ``cp``,
         ``tp``, and before them ``pp``. Made when it is first asked for, which all ranks must do.
@@ -109,7 +109,8 @@ class CollectiveMethods:
         config = self._options.parallelism_config
         if config is not None and hasattr(config, "get_device_mesh"):
             return config.get_device_mesh(self.runtime.device.type)
-        return self.meshes.named_mesh
+        # Libraries take a mesh beside an FSDP plugin for that of a ParallelismConfig, and ask for it.
+        return self.meshes.named_mesh if self.meshes.axes.splits_model else None
 
     @property
     def tensor_parallel_rank(self) -> int:
