@@ -101,7 +101,7 @@ class CollectiveMethods:
 
     @property
     def torch_device_mesh(self) -> Any:
-        """The mesh of ranks as torch's ``DeviceMesh``; None where ranks share no layers and no ``ParallelismConfig`` is given.
+        """The mesh of ranks, a ``DeviceMesh``; None where none share layers and no ``ParallelismConfig`` is given.
 
         Its axes are those of ``ParallelismConfig`` with more than one rank: ``dp_replicate``, ``dp_shard``, ``cp``,
         ``tp``, and before them ``pp``. Made when it is first asked for, which all ranks must do.
