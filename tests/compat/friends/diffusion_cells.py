@@ -112,7 +112,7 @@ def train(
         )
     noise_scheduler = DDPMScheduler(num_train_timesteps=20, beta_schedule="linear")
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-3, betas=(0.95, 0.999), weight_decay=1e-6, eps=1e-8
+        model.parameters(), lr=1e-3, betas=(0.95, 0.999), weight_decay=1e-6, eps=1e-5
     )
     dataset = Images(96)
     train_dataloader = torch.utils.data.DataLoader(dataset, batch_size=4, shuffle=True, num_workers=0)
