@@ -126,4 +126,5 @@ def test_two_processes_and_shards_train_as_with_accelerate_and_resume_on_one(
     # One process, with as many samples in a step: twice the windows.
     on_one = {"CELLS_FROM": str(here / "kept-zero=3"), "CELLS_WINDOW": "4"}
     end(start("trainer/taken_up/zero=3", alone, True, 1, **on_one))
-    assert far("trainer/taken_up/zero=3", alone, there, "zero") == []
+    # Means over other evaluation batches differ, weights do not.
+    assert difference(alone / "taken_up-zero=3", there / "taken_up")[1] <= MOST["zero"]
