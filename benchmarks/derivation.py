@@ -18,7 +18,7 @@ from typing import Any
 import common
 
 LINES = ("tp=2", "pp=2", "cp=2", "ddp")
-MODELS = ("GPT-2", "GPT-2 without cache", "Llama", "Llama without cache")
+MODELS = ("GPT-2", "Llama")
 
 
 def options() -> argparse.Namespace:
@@ -35,13 +35,9 @@ def model_of(name: str, chosen: argparse.Namespace) -> Any:
         "num_attention_heads": 4,
         "max_position_embeddings": 64,
     }
-    model: Any
-    if name.startswith("GPT-2"):
-        model = GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.0))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=3 * chosen.width))
-    model.config.use_cache = not name.endswith("without cache")
-    return model
+    if name == "GPT-2":
+        return GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.0))
+    return LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=3 * chosen.width))
 
 
 def once(name: str, line: str, chosen: argparse.Namespace) -> tuple[float, float]:
