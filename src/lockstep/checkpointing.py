@@ -157,8 +157,8 @@ def _random_states() -> dict[str, Any]:
         "numpy_random_seed": np.random.get_state(),
         "torch_manual_seed": torch.get_rng_state(),
     }
-    for name, device in _devices():
-        states[f"torch_{name}_manual_seed"] = device.get_rng_state_all()
+    for key, device in _devices():
+        states[key] = device.get_rng_state_all()
     return states
 
 
@@ -166,13 +166,15 @@ def _set_random_states(states: Mapping[str, Any]) -> None:
     random.setstate(states["random_state"])
     np.random.set_state(states["numpy_random_seed"])
     torch.set_rng_state(states["torch_manual_seed"])
-    for name, device in _devices():
-        if f"torch_{name}_manual_seed" in states:
-            device.set_rng_state_all(states[f"torch_{name}_manual_seed"])
+    for key, device in _devices():
+        if key in states:
+            device.set_rng_state_all(states[key])
 
 
 def _devices() -> Iterator[tuple[str, Any]]:
-    return ((name, module) for name in ("cuda", "xpu") if (module := getattr(torch, name)).is_available())
+    """Those that are here, and what their states are called in the file."""
+    names = {"torch_cuda_manual_seed": torch.cuda, "torch_xpu_manual_seed": torch.xpu}
+    return ((key, device) for key, device in names.items() if device.is_available())
 
 
 def save_custom_state(

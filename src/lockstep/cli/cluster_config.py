@@ -81,6 +81,17 @@ class BaseConfig:
         return cls(**{**standard, **said})
 
 
+SECTIONS = (
+    "deepspeed_config",
+    "fsdp_config",
+    "megatron_lm_config",
+    "mpirun_config",
+    "fp8_config",
+    "parallelism_config",
+    "dynamo_config",
+)
+
+
 @dataclass
 class ClusterConfig(BaseConfig):
     """A file for machines of one's own. Fields of engines that are not used here are kept as they are."""
@@ -113,7 +124,7 @@ class ClusterConfig(BaseConfig):
     dynamo_config: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("deepspeed", "fsdp", "megatron_lm", "mpirun", "fp8", "parallelism", "dynamo"):
-            if getattr(self, f"{name}_config") is None:
-                setattr(self, f"{name}_config", {})
+        for name in SECTIONS:
+            if getattr(self, name) is None:
+                setattr(self, name, {})
         super().__post_init__()

@@ -29,7 +29,7 @@ def start(*words: str, path: str) -> subprocess.Popen[str]:
 
 
 def results(run: subprocess.Popen[str]) -> dict[str, Any]:
-    said = run.communicate(timeout=300)[0]
+    said = run.communicate(timeout=900)[0]
     assert run.returncode == 0, said[-6000:]
     return dict(json.loads(line[line.index('["') :]) for line in said.splitlines() if '["' in line)
 
@@ -47,7 +47,8 @@ def same(one: Any, other: Any) -> bool:
     )
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1000)
 def test_each_feature_gives_the_numbers_that_it_gives_with_accelerate(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     changed = tmp_path / "changed.py"

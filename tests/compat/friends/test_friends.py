@@ -27,7 +27,7 @@ ALONE_AGAIN = """
     trainer/recompute trainer/ia3 trainer/prompt trainer/classification trl/sft_lora trl/dpo trl/dpo_lora trl/kto
     trl/reward trl/rloo embedding/cached_ranking embedding/similarity diffusion/sampled diffusion/without_average
 """
-TOGETHER = "trainer/plain trainer/kept trainer/taken_up trainer/t5 trl/grpo diffusion/unconditional"
+TOGETHER = "trainer/plain trainer/kept trainer/taken_up trl/grpo diffusion/unconditional"
 """On two processes under DDP, with Accelerate as well."""
 TOGETHER_AGAIN = """
     trainer/plain trainer/kept trainer/taken_up trainer/epochs trainer/workers trainer/by_length
@@ -37,8 +37,7 @@ TOGETHER_AGAIN = """
     diffusion/without_average
 """
 SHARDED = """
-    trainer/plain/zero=1 trainer/plain/zero=2 trainer/kept/zero=3 trainer/taken_up/zero=3 trainer/t5/zero=3
-    trl/grpo/zero=3 diffusion/unconditional/zero=3 diffusion/unconditional_resumed/zero=3
+    trainer/plain/zero=1 trainer/kept/zero=3 trainer/taken_up/zero=3 diffusion/unconditional/zero=3
 """
 EVERY_STAGE = " ".join(f"{word}/zero={stage}" for stage in (1, 2, 3) for word in TOGETHER_AGAIN.split())
 MOST = {"alone": 0.0, "ddp": 1e-6, "zero": 1e-5}
