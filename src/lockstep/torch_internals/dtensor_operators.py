@@ -112,7 +112,10 @@ def behave_like_plain(shard_like: Sharded) -> LostChanges:
 def _whole(tensor: object) -> Any:
     from torch.distributed.tensor import DTensor
 
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    shards: Any = tensor.detach()  # torch 2.11 would detach the result in place, for which it has no strategy
+    return shards.full_tensor()
 
 
 def _whole_number(op: object, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
