@@ -7,7 +7,6 @@ import os
 import warnings
 import weakref
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -56,11 +55,6 @@ def _external_settings(*asked: Any) -> ExternalSettings:
     from lockstep.compat.settings import external_settings
 
     return external_settings(*asked)
-
-
-def _forget(made: weakref.ref[Accelerator]) -> None:
-    with suppress(ValueError):  # ``forget_all`` was before
-        Accelerator._made.remove(made)
 
 
 class Accelerator(
@@ -212,7 +206,8 @@ class Accelerator(
         self._rng_types = rng_types
         self._registered: list[object] = []
         self._trackers = TrackerSet(log_with, options.project.logging_dir, self.runtime.is_main)
-        Accelerator._made.append(weakref.ref(self, _forget))
+        alive = [made for made in Accelerator._made if made() is not None]
+        Accelerator._made = [*alive, weakref.ref(self)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, and what is unpickled, has the same arguments and nothing prepared."""
@@ -221,7 +216,7 @@ class Accelerator(
     @classmethod
     def latest(cls) -> Accelerator | None:
         """The latest ``Accelerator`` that still exists: what ``lockstep.state`` shows."""
-        return cls._made[-1]() if cls._made else None
+        return next((found for made in reversed(cls._made) if (found := made()) is not None), None)
 
     @classmethod
     def forget_all(cls) -> None:

@@ -27,7 +27,9 @@ class StringEnum(str, Enum, metaclass=EnumWithContains):
 
 
 class DistributedType(StringEnum):
-    """How the processes of a run work together."""
+    """How the processes of a run work together. It prints as ``DistributedType.NO``, with the name of the class."""
+
+    __str__ = Enum.__str__
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"

@@ -46,7 +46,7 @@ class ProcessControl:
 
     @property
     def distributed_type(self) -> DistributedType:
-        if self.runtime.backend is None:
+        if self.runtime.world_size == 1:
             return DistributedType.NO
         kinds = {"cuda": DistributedType.MULTI_GPU, "xpu": DistributedType.MULTI_XPU}
         return kinds.get(self.runtime.device.type, DistributedType.MULTI_CPU)
@@ -267,7 +267,11 @@ class PartialState(ProcessControl):
 
     @property
     def backend(self) -> str | None:
-        return self.runtime.backend
+        """The one of this process's device, as ``gloo`` or ``nccl``. None where there is no process group."""
+        if self.runtime.backend is None:
+            return None
+        by_device = dict(part.split(":") for part in self.runtime.backend.split(",") if ":" in part)
+        return by_device.get(self.device.type, self.runtime.backend)
 
     @property
     def debug(self) -> bool:

@@ -100,6 +100,7 @@ for name, loader in (
             seen.append(state.active_dataloader is loader)
         say(name, seen, state.in_dataloader)
     say(name, isinstance(loader, DataLoader), loader.num_workers)
+say("run", str(accelerator.distributed_type), f"{accelerator.distributed_type}", accelerator.state.backend)
 say("skip", list(SkipDataLoader(list(range(10)), batch_size=4, skip_batches=2)))
 shard = DataLoaderShard(list(range(10)), batch_size=4)
 say("shard remainder", [(state.remainder, loader.total_dataset_length) for _ in shard for loader in [shard]])

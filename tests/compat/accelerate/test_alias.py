@@ -25,6 +25,7 @@ def run(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess[
 
 def results(done: subprocess.CompletedProcess[str]) -> list[Any]:
     assert done.returncode == 0, done.stderr
+    assert "Exception ignored" not in done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
 
 
@@ -125,8 +126,9 @@ import json, sys
 import accelerate
 import beside
 
-print(json.dumps([__name__, accelerate.__version__ > "1.", accelerate.Accelerator(cpu=True).num_processes,
-                  sys.argv[1:], beside.HERE]))
+accelerator = accelerate.Accelerator(cpu=True)
+print(json.dumps([__name__, accelerate.__version__ > "1.", str(accelerator.distributed_type), sys.argv[1:],
+                  beside.HERE]))
 """
 
 
@@ -135,12 +137,15 @@ def test_scripts_and_modules_run_as_by_the_interpreter(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("HERE = 1\n")
     lockstep = ("-m", "lockstep.cli.main", "launch", "--cpu", "--nproc", "2", "--as-accelerate")
     assert results(run("-m", "lockstep.compat.accelerate", "train.py", "--a", folder=tmp_path)) == [
-        ["__main__", True, 1, ["--a"], 1]
+        ["__main__", True, "DistributedType.NO", ["--a"], 1]
     ]
     assert results(run("-m", "lockstep.compat.accelerate", "-m", "train", "b", folder=tmp_path)) == [
-        ["__main__", True, 1, ["b"], 1]
+        ["__main__", True, "DistributedType.NO", ["b"], 1]
     ]
     for words, given in ((("train.py", "--a"), ["--a"]), (("-m", "train", "b"), ["b"])):
-        assert results(run(*lockstep, *words, folder=tmp_path)) == [["__main__", True, 2, given, 1]] * 2
+        expected = ["__main__", True, "DistributedType.MULTI_CPU", given, 1]
+        assert results(run(*lockstep, *words, folder=tmp_path)) == [expected] * 2
+    alone = run(*lockstep, "--nproc", "1", "train.py", folder=tmp_path)
+    assert results(alone) == [["__main__", True, "DistributedType.NO", [], 1]]
     wrong = run("-m", "lockstep.compat.accelerate")
     assert (wrong.returncode, "usage:" in wrong.stderr) == (1, True)

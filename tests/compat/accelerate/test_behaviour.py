@@ -24,6 +24,7 @@ def lines(*words: str, path: str, script: str) -> list[Any]:
         timeout=150,
     )
     assert done.returncode == 0, done.stderr
+    assert "Exception ignored" not in done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
 
 

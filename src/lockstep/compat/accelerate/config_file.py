@@ -190,10 +190,10 @@ def _check_section(file: YamlFile, key: str, value: object) -> None:
     what, own = SECTIONS[key]
     kind = file.data.get("distributed_type")
     if own is not None and kind not in (None, own):
-        kind = kind if kind else DistributedType.NO
+        kind = kind if kind else DistributedType.NO.value
         raise ConfigError(
             f"{file.at(key)} asks for {what}, but distributed_type is {kind}. "
-            f"Set distributed_type: {own}, or remove {key}."
+            f"Set distributed_type: {own.value}, or remove {key}."
         )
 
 
