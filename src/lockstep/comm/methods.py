@@ -35,7 +35,11 @@ def gather_for_metrics(
     rows, real = _own_rows(step, rank)
     full = getattr(step.active_dataloader, "batch_size", None) or rows
     if use_gather_object or not _all_tensors(data):
-        if rows != real and isinstance(data, (list, tuple)):
+        if isinstance(data, torch.Tensor):
+            data = _cut(data, rows, real, full)
+        elif isinstance(data, (list, tuple)) and 0 < rows < full == len(data):
+            data = data[:real]
+        elif rows != real and isinstance(data, (list, tuple)):
             data = data[: _kept(len(data), rows, real)]
         gathered: Any = communicator.gather_object(data)
         return gathered[: _samples(step, len(gathered))] if isinstance(gathered, list) else gathered

@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.compat.accelerate.sections import LAYOUT_KEYS, from_layout
 from lockstep.compat.deepspeed.config import finish, from_deepspeed
+from lockstep.compat.deepspeed.of_trainer import is_of_trainer
 from lockstep.compat.deepspeed.plugin import from_deepspeed_plugin, the_plugin
 from lockstep.compat.deepspeed.section import DEEPSPEED_KEYS, DEFAULT_STAGE, FILE_KEY
 from lockstep.compat.fsdp.plugin import check_fsdp_plugin, from_fsdp_plugin
@@ -59,7 +60,8 @@ def external_settings(
         found.append(from_deepspeed(config_file))
     found.append(environment_settings())
     warnings = dict.fromkeys([text for part in found for text in part.warnings] + _unread_file())
-    return ExternalSettings(merge_settings(*(part.settings for part in found)), tuple(warnings), plugin)
+    shown = None if plugin is None or is_of_trainer(plugin) else plugin
+    return ExternalSettings(merge_settings(*(part.settings for part in found)), tuple(warnings), shown)
 
 
 def from_parallelism_config(config: Any, alone: bool = True) -> Translation:

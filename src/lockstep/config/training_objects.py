@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -12,10 +12,14 @@ class Placeholder:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """An optimizer by name: ``type`` such as ``AdamW``, ``params`` such as ``{"lr": 1e-3}``."""
+    """An optimizer by name: ``type`` such as ``AdamW``, ``params`` such as ``{"lr": 1e-3}``.
+
+    With ``replaces`` it takes the place, and the parameters, of an optimizer that ``prepare`` is given.
+    """
 
     type: str
     params: dict[str, Any]
+    replaces: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True)

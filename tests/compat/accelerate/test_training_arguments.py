@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.compat.friends.packages import deepspeed_package
+
 # name of a case -> (arguments of TrainingArguments, as Python, or a variable), and what the error must name
 CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "fp8": ("", "ACCELERATE_MIXED_PRECISION=fp8", ("fp8",)),
@@ -39,9 +41,32 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "a kind of state dicts": (
         "fsdp='full_shard', fsdp_config={'state_dict_type': 'SOME'}", "", ("state_dict_type", "SOME")
     ),
-    "DeepSpeed without the package": ("deepspeed={'zero_optimization': {'stage': 2}}", "", ("deepspeed",)),
+    "a DeepSpeed schedule": (
+        "deepspeed={'zero_optimization': {'stage': 2}, 'scheduler': {'type': 'WarmupLR', 'params': {}}}",
+        "", ("scheduler", "WarmupLR", "lr_scheduler_type")
+    ),
+    "a DeepSpeed optimizer with another rate": (
+        "learning_rate=0.1, deepspeed={'optimizer': {'type': 'AdamW', 'params': {'lr': 0.2}}}",
+        "", ("optimizer.params.lr=0.2", "learning_rate=0.1")
+    ),
+    "DeepSpeed with another window": (
+        "gradient_accumulation_steps=3, deepspeed={'gradient_accumulation_steps': 2}",
+        "", ("gradient_accumulation_steps=2", "gradient_accumulation_steps=3")
+    ),
+    "a DeepSpeed optimizer that torch lacks": (
+        "deepspeed={'optimizer': {'type': 'Lamb', 'params': {}}}", "", ("Lamb", "AdamW")
+    ),
+    "an unknown key of DeepSpeed": ("deepspeed={'zero_optimisation': {'stage': 2}}", "", ("zero_optimisation",)),
+    "FSDP and DeepSpeed": (
+        "fsdp=True, deepspeed={'zero_optimization': {'stage': 2}}", "", ("fsdp", "deepspeed")
+    ),
+    # The last: it removes the package.
+    "DeepSpeed without the package": (
+        "deepspeed=without_package({'zero_optimization': {'stage': 2}})", "", ("deepspeed",)
+    ),
 }  # fmt: skip
 ACCEPTED = {
+    "DeepSpeed": "deepspeed={'zero_optimization': {'stage': 3}, 'train_batch_size': 'auto'}",
     "nothing": "",
     "truth values": "accelerator_config={'split_batches': False, 'dispatch_batches': None, 'even_batches': True}",
     "axes of one": "parallelism_config=ParallelismConfig()",
@@ -60,6 +85,11 @@ transformers.logging.set_verbosity_error()
 rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(4)]
 usual = "use_cpu=True, max_steps=1, report_to=[], save_strategy='no', logging_strategy='no', disable_tqdm=True"
 found = {}
+
+def without_package(config):
+    sys.path.remove(os.path.abspath("packages"))
+    return config
+
 for name, (arguments, variable) in json.loads(sys.argv[1]).items():
     before = dict(os.environ)
     os.environ.update([variable.split("=")] if variable else [])
@@ -85,12 +115,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, bool
     """Case -> (the error, whether weights changed)."""
     folder: Path = tmp_path_factory.mktemp("trainer")
     (folder / "train.py").write_text(SCRIPT)
-    asked = {name: (arguments, variable) for name, (arguments, variable, _) in CASES.items()}
-    asked |= {name: (arguments, "") for name, arguments in ACCEPTED.items()}
+    asked = {name: (arguments, "") for name, arguments in ACCEPTED.items()}
+    asked |= {name: (arguments, variable) for name, (arguments, variable, _) in CASES.items()}
+    packages = deepspeed_package(folder)
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), packages]))
     done = subprocess.run(
         [sys.executable, "-m", "lockstep.compat.accelerate", "train.py", json.dumps(asked)],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=170,

@@ -16,7 +16,16 @@ from tests.compat.friends.compare import difference
 
 HERE = Path(__file__).parent
 SOURCE = str(HERE.parents[2] / "src")
-LAUNCH = ("-m", "lockstep.cli.main", "launch", "--cpu", "--nproc", "2", "--num-cpu-threads", "1")
+LAUNCH = (
+    "-m",
+    "lockstep.cli.main",
+    "launch",
+    "--cpu",
+    "--num-cpu-threads",
+    "1",
+    "--as-accelerate",
+    "--nproc",
+)
 
 ALONE = """
     trainer/plain trainer/saved trainer/resumed trainer/lora trainer/t5 trl/sft trl/grpo embedding/ranking
@@ -43,17 +52,28 @@ EVERY_STAGE = " ".join(f"{word}/zero={stage}" for stage in (1, 2, 3) for word in
 MOST = {"alone": 0.0, "ddp": 1e-6, "zero": 1e-5}
 
 
-def start(words: str, out: Path, here: bool, processes: int, **variables: str) -> subprocess.Popen[str]:
+def start(
+    words: str,
+    out: Path,
+    here: bool,
+    processes: int,
+    packages: str = "",
+    launched: bool = False,
+    **variables: str,
+) -> subprocess.Popen[str]:
+    """Run cells in so many processes: here by alias, else with Accelerate itself.
+
+    ``packages``: a folder of packages beside those that are installed. ``launched``: one process by a launcher as well.
+    """
     known = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
-    if processes == 1:
+    if processes == 1 and not launched:
         program = ["-m", "lockstep.compat.accelerate"] if here else []
     else:
-        program = (
-            [*LAUNCH, "--as-accelerate"] if here else ["-m", "torch.distributed.run", "--nproc_per_node", "2"]
-        )
+        other = ["-m", "torch.distributed.run", "--nproc_per_node"]
+        program = [*(LAUNCH if here else other), str(processes)]
     out.mkdir(parents=True, exist_ok=True)
     settings = {
-        "PYTHONPATH": SOURCE if here else "",
+        "PYTHONPATH": os.pathsep.join(filter(None, [SOURCE if here else "", packages])),
         "CELLS_OUT": str(out),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",

@@ -25,17 +25,23 @@ def build_described(objects: tuple[object, ...], options: Options, world_size: i
         ("scheduler", options.scheduler, SCHEDULERS, "DummyScheduler(optimizer)"),
     ):
         found = [type(item).__name__ for item in objects if isinstance(item, kind)]
-        if described is not None and found:
+        if described is not None and found and not getattr(described, "replaces", False):
             raise UsageError(
                 f"prepare got {found[0]}, but the DeepSpeed configuration describes a {described.type} as {name} too. "
                 f"Pass {dummy}, or drop the section '{name}'."
             )
-    built: dict[int, Any] = {
-        id(item): build_optimizer(options.optimizer, item) for item in objects if isinstance(item, DummyOptim)
-    }
+    stand_ins = {id(item): item for item in objects if isinstance(item, DummyOptim)}
+    if options.optimizer is not None and options.optimizer.replaces:
+        stand_ins |= {id(item): _parameters_of(item) for item in objects if isinstance(item, Optimizer)}
+    built: dict[int, Any] = {key: build_optimizer(options.optimizer, item) for key, item in stand_ins.items()}
     steps_per_call = 1 if options.loaders.split_batches else world_size
     for item in objects:
         if isinstance(item, DummyScheduler):
             of = built.get(id(item.optimizer), getattr(item.optimizer, "optimizer", item.optimizer))
             built[id(item)] = build_scheduler(options.scheduler, item, of, steps_per_call)
     return tuple(built.get(id(item), item) for item in objects)
+
+
+def _parameters_of(optimizer: Optimizer) -> DummyOptim:
+    """Its parameters in one group, as DeepSpeed is given them by Trainer."""
+    return DummyOptim([parameter for group in optimizer.param_groups for parameter in group["params"]])

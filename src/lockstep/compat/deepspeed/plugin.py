@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.compat.deepspeed.config import finish, from_deepspeed
+from lockstep.compat.deepspeed.of_trainer import in_place_of_trainers, is_of_trainer, left_by_trainer
 from lockstep.compat.deepspeed.section import DEEPSPEED_KEYS
 from lockstep.compat.deepspeed.sections import HfDeepSpeedConfig
 from lockstep.compat.rules import Translation, translate
@@ -232,13 +233,18 @@ def from_deepspeed_plugin(plugin: Any) -> Translation:
         ConfigError: as ``from_deepspeed``, or fields and configuration contradict each other.
     """
     where = getattr(plugin, "_source", "deepspeed_plugin")
-    described = from_deepspeed(plugin.deepspeed_config, where)
+    by_trainer = is_of_trainer(plugin)
+    config = left_by_trainer(plugin.hf_ds_config) if by_trainer else plugin.deepspeed_config
+    described = from_deepspeed(config, where)
     fields = {name: getattr(plugin, name, None) for name in OWN_FIELDS}
     own = translate(DEEPSPEED_KEYS, fields, "deepspeed_plugin")
     settings = finish(own)
     warnings = [*described.warnings, *own.warnings]
     rows = (*described.rows, *own.rows)
-    return Translation(merge_settings(described.settings, settings), tuple(dict.fromkeys(warnings)), rows)
+    merged = merge_settings(described.settings, settings)
+    return Translation(
+        in_place_of_trainers(merged) if by_trainer else merged, tuple(dict.fromkeys(warnings)), rows
+    )
 
 
 def the_plugin(plugin: object, plugins: object) -> Any:

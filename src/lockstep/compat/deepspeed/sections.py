@@ -83,7 +83,8 @@ class HfDeepSpeedConfig:
         return self._stage == 2
 
     def is_zero3(self) -> bool:
-        return self._stage == 3
+        # transformers asks its own subclasses whether deepspeed.zero.Init splits models as they are made: never here.
+        return self._stage == 3 and not type(self).__module__.startswith("transformers.")
 
     def is_offload(self) -> bool:
         return self._offload
