@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -124,6 +124,30 @@ def test_a_hang_that_lasts_too_long_gets_a_verdict() -> None:
     assert run.coordinator.verdict is None
 
 
+def test_ranks_in_different_collectives_never_meet_so_that_the_run_ends_soon() -> None:
+    run = Run(2, hang_timeout_s=300.0)
+    answers_with(run, in_different_collectives)
+    run.wait(9.0)
+    assert len(run.said) == 1 and "Call Accelerator.save_state on every rank" in run.said[0]
+    assert run.coordinator.verdict is None  # it is looked at once more
+    run.wait(3.0)
+    assert run.coordinator.verdict is not None
+    assert run.coordinator.verdict.cause == "mismatch"
+    assert run.coordinator.verdict.sentence in run.said[0]
+
+
+def test_a_mismatch_that_was_none_at_the_second_look_has_its_time() -> None:
+    run = Run(2, hang_timeout_s=60.0)
+    answers_with(run, in_different_collectives)
+    run.wait(8.0)
+    assert len(run.said) == 1
+    answers_with(run, lambda rank: collective_of(rank, waits=rank == 0))
+    run.wait(30.0)
+    assert run.coordinator.verdict is None
+    run.wait(30.0)
+    assert run.coordinator.verdict is not None
+
+
 def test_a_rank_that_does_not_answer_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.observe.hang.coordinator.state_of", lambda pid: "stopped")
     run = Run()
@@ -231,6 +255,13 @@ def collective_of(rank: int, done: int = 411, waits: bool = True, **more: Any) -
     return Evidence(
         rank, platform.node(), 1, 3, 5.0, here, pending, {"default": done}, "", waits=waits, **more
     )
+
+
+def in_different_collectives(rank: int) -> Evidence:
+    """Rank 0 alone in ``save_state``."""
+    call = "Accelerator.save_state" if rank == 0 else "Accelerator.backward"
+    one = collective_of(rank, call=call)
+    return replace(one, pending=(replace(one.pending[0], operation=f"operation_{rank}"),))
 
 
 def answers_with(run: Run, answer: Any) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lockstep.config.merge import SettingValue
+from lockstep.config.values import SettingValue
 from lockstep.errors import ConfigError
 
 DONE_BY_TRAINER = (

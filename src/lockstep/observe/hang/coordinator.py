@@ -30,6 +30,8 @@ FAILED_LEAVE_S = 15.0  # a rank that failed ends within seconds, and then its er
 # What cannot be a rank that is only busy, or that starts slowly: named at once.
 CERTAIN = ("mismatch", "stopped", "ended")
 NAMED_THOUGH_NOBODY_WAITS = ("stopped", "data")
+# Two looks at the least this often HANG_AFTER apart, with the same answer, and it never ends by itself.
+MISMATCH_LOOKS = 2.0
 
 
 @dataclass(frozen=True)
@@ -320,18 +322,25 @@ class Coordinator:
             self._say(f"The ranks went on after {progressed - hang.since:.0f} s.")
             self._hang = None
             return
-        has_ended = hang.finding.cause == "ended" and self._ended.keys() >= set(hang.finding.ranks)
-        limit_s = 0.0 if has_ended else self._timeout_s()  # a process that has ended never comes
-        if self.verdict is None and now >= max(hang.since + limit_s, self._next_question):
+        if self.verdict is None and now >= max(hang.since + self._lasts_s(hang.finding), self._next_question):
             self._ask(running, now)  # what was true when it was named may not be any more
+
+    def _lasts_s(self, finding: Finding) -> float:
+        """How long what was found may last."""
+        if finding.cause == "ended" and self._ended.keys() >= set(finding.ranks):
+            return 0.0  # a process that has ended never comes
+        if finding.cause == "mismatch":  # ranks that have entered different collectives never meet
+            return min(MISMATCH_LOOKS * self._settings.hang_after_s, self._timeout_s())
+        return self._timeout_s()
 
     def _timeout_s(self) -> float:
         limit = self._settings.hang_timeout_s
         return limit if self.steps else max(limit, self._settings.startup_s)
 
     def _confirm(self, finding: Finding, now: float) -> None:
-        """The hang has lasted too long, unless it turns out that no rank waits for another."""
-        if finding.waiting:
+        """The hang has lasted too long, unless it turns out that no rank waits for another, or may come yet."""
+        assert self._hang is not None
+        if finding.waiting and now - self._hang.since >= self._lasts_s(finding):
             self.verdict = finding
         self._next_question = now + self._settings.hang_after_s
 
