@@ -136,6 +136,17 @@ def test_ranks_in_different_collectives_never_meet_so_that_the_run_ends_soon() -
     assert run.coordinator.verdict.sentence in run.said[0]
 
 
+def test_ranks_that_seem_to_wait_in_a_circle_have_their_time() -> None:
+    """On a busy machine answers of different moments look like one."""
+    run = Run(2, hang_timeout_s=60.0)
+    answers_with(run, lambda rank: in_different_collectives(rank, number=412 + rank, group=str(rank)))
+    run.wait(40.0)
+    assert len(run.said) == 1 and "wait for each other" in run.said[0]
+    assert run.coordinator.verdict is None
+    run.wait(21.0)
+    assert run.coordinator.verdict is not None
+
+
 def test_a_mismatch_that_was_none_at_the_second_look_has_its_time() -> None:
     run = Run(2, hang_timeout_s=60.0)
     answers_with(run, in_different_collectives)
@@ -257,11 +268,11 @@ def collective_of(rank: int, done: int = 411, waits: bool = True, **more: Any) -
     )
 
 
-def in_different_collectives(rank: int) -> Evidence:
+def in_different_collectives(rank: int, **more: Any) -> Evidence:
     """Rank 0 alone in ``save_state``."""
     call = "Accelerator.save_state" if rank == 0 else "Accelerator.backward"
     one = collective_of(rank, call=call)
-    return replace(one, pending=(replace(one.pending[0], operation=f"operation_{rank}"),))
+    return replace(one, pending=(replace(one.pending[0], operation=f"operation_{rank}", **more),))
 
 
 def answers_with(run: Run, answer: Any) -> None:

@@ -30,8 +30,8 @@ FAILED_LEAVE_S = 15.0  # a rank that failed ends within seconds, and then its er
 # What cannot be a rank that is only busy, or that starts slowly: named at once.
 CERTAIN = ("mismatch", "stopped", "ended")
 NAMED_THOUGH_NOBODY_WAITS = ("stopped", "data")
-# Two looks at the least this often HANG_AFTER apart, with the same answer, and it never ends by itself.
-MISMATCH_LOOKS = 2.0
+# What cannot end by itself is ended when it was still so at this share of HANG_AFTER: named before, looked at again.
+LASTING_SHARE = 2.0
 
 
 @dataclass(frozen=True)
@@ -329,8 +329,8 @@ class Coordinator:
         """How long what was found may last."""
         if finding.cause == "ended" and self._ended.keys() >= set(finding.ranks):
             return 0.0  # a process that has ended never comes
-        if finding.cause == "mismatch":  # ranks that have entered different collectives never meet
-            return min(MISMATCH_LOOKS * self._settings.hang_after_s, self._timeout_s())
+        if finding.is_lasting and self._hang is not None and finding.sentence == self._hang.finding.sentence:
+            return min(LASTING_SHARE * self._settings.hang_after_s, self._timeout_s())
         return self._timeout_s()
 
     def _timeout_s(self) -> float:

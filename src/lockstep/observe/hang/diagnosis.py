@@ -80,12 +80,14 @@ class Finding:
         ranks: Those that hold up the others.
         sentence: What happened, with names, numbers and lines, and then what to do.
         waiting: The ranks that wait for another one. Where there are none, the ranks may only be busy.
+        is_lasting: It cannot end by itself: the ranks take different collectives for one and the same.
     """
 
     cause: str
     ranks: tuple[int, ...]
     sentence: str
     waiting: tuple[int, ...] = ()
+    is_lasting: bool = False
 
 
 SILENCE = {  # state -> cause, what it means, what to do; where ranks differ, the first counts
@@ -222,9 +224,11 @@ def of_sides(sides: list[list[tuple[int, PendingCollective]]], seen: dict[int, E
     fact = "the ranks are in collectives that do not belong together: " + ", ".join(parts)
     if alone := call_for_every_rank(blamed, seen):
         blamed = [rank for rank in blamed if seen[rank].call == alone]
-        return finding("mismatch", blamed, fact, f"Call {alone} on every rank, or on none.")
-    what = "shapes and dtypes" if has_one_operation else "path"
-    return finding("mismatch", blamed, fact, f"Make every rank take the same {what} to this collective.")
+        advice = f"Call {alone} on every rank, or on none."
+    else:
+        what = "shapes and dtypes" if has_one_operation else "path"
+        advice = f"Make every rank take the same {what} to this collective."
+    return replace(finding("mismatch", blamed, fact, advice), is_lasting=True)
 
 
 def of_absence(waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
