@@ -29,8 +29,7 @@ from torch.utils.data import DataLoader
 from lockstep import Accelerator
 from lockstep.parallel.asynchronous.diloco import DiLoCo
 from lockstep.parallel.asynchronous.local_sgd import LocalSGD
-from lockstep.parallel.asynchronous.report import StalenessReport
-from lockstep.parallel.asynchronous.stale import BoundedStaleness
+from lockstep.parallel.asynchronous.stale import BoundedStaleness, StalenessReport
 from lockstep.utils import set_seed
 
 sys.path.insert(0, str(Path(__file__).parent / "gpt"))

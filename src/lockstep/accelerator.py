@@ -33,9 +33,9 @@ from lockstep.data.skip import skip_first_batches
 from lockstep.observe.hang.process import watch_process
 from lockstep.observe.methods import TrackingMethods
 from lockstep.observe.trackers.run import TrackerSet
-from lockstep.parallel.compilation import check_backend
 from lockstep.parallel.materialize import InitWeights
 from lockstep.parallel.parallel_model import unwrap
+from lockstep.preparation.checks import check_backend
 from lockstep.preparation.files import FileMethods
 from lockstep.preparation.prepare import Preparation
 from lockstep.preparation.training import TrainingMethods

@@ -270,7 +270,7 @@ def test_a_backend_of_torch_is_passed_on(
 
 def test_torch_is_asked_for_the_backends_that_code_names() -> None:
     from lockstep import Accelerator
-    from lockstep.parallel.compilation import check_backend
+    from lockstep.preparation.checks import check_backend
 
     with pytest.raises(
         ConfigError, match=r"dynamo_backend=induktor is no backend .* Did you mean 'inductor'\?"

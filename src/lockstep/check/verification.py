@@ -24,10 +24,10 @@ from lockstep.check.reference import Live, Reference
 from lockstep.check.snapshot import Snapshot, numbers
 from lockstep.comm.collectives import Communicator
 from lockstep.errors import LockstepError, UsageError
-from lockstep.model.hook import UncopiedHook
+from lockstep.model.changes import UncopiedHook
 from lockstep.parallel.determinism import BeforeWrites, WithoutChance, without_capacities, without_dropout
 from lockstep.parallel.parallel_model import ParallelModel, PipelinedModel
-from lockstep.parallel.pipeline.failing import module_noted
+from lockstep.parallel.pipeline.errors import module_noted
 from lockstep.parallel.sync_batchnorm import unsynchronized
 from lockstep.runtime import failure
 from lockstep.runtime.process import Runtime

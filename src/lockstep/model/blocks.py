@@ -168,7 +168,7 @@ def _list_members(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]
         if isinstance(module, _LISTS):
             for key, member in torch_modules.children_of(module).items():
                 if member is not None:
-                    yield module, _join(name, key), member
+                    yield module, joined_name(name, key), member
 
 
 def _repeated(module: nn.Module, name: str, in_lists: Counter[str]) -> set[str]:
@@ -176,7 +176,7 @@ def _repeated(module: nn.Module, name: str, in_lists: Counter[str]) -> set[str]:
     found: set[str] = set()
     alone = name != "" and isinstance(module, _LISTS) and len(torch_modules.children_of(module)) == 1
     for key, child in module.named_children():
-        child_name = _join(name, key)
+        child_name = joined_name(name, key)
         is_block = isinstance(module, _LISTS) and _has_layers(child) and (alone or in_lists[_kind(child)] > 1)
         if is_block and type(child) not in _LISTS:
             found.add(child_name)
@@ -191,13 +191,13 @@ def _repeated(module: nn.Module, name: str, in_lists: Counter[str]) -> set[str]:
 def _layers(module: nn.Module, name: str) -> set[str]:
     """Names of the members of the outermost lists that hold several layers with parameters."""
     members = {
-        _join(name, key)
+        joined_name(name, key)
         for key, child in module.named_children()
         if _has_parameters(child) and _is_called(child)
     }
     if isinstance(module, _LISTS) and len(members) > 1:
         return members
-    return set().union(*(_layers(child, _join(name, key)) for key, child in module.named_children()))
+    return set().union(*(_layers(child, joined_name(name, key)) for key, child in module.named_children()))
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -231,8 +231,9 @@ def _count(model: nn.Module) -> int:
     return sum(1 for _ in model.modules()) - 1
 
 
-def _join(parent: str, key: str) -> str:
-    return f"{parent}.{key}" if parent else key
+def joined_name(parent: str, name: str) -> str:
+    """Of a module or parameter called ``name`` inside of ``parent``; either may be empty."""
+    return f"{parent}.{name}" if parent and name else parent or name
 
 
 def settings(module: nn.Module) -> str:

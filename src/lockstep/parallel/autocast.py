@@ -14,7 +14,7 @@ from torch import nn
 
 from lockstep.comm.tree import to_float32
 from lockstep.config.handlers import AutocastKwargs
-from lockstep.model.subclass import Subclassed, subclass
+from lockstep.model.changes import Subclassed, subclass
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

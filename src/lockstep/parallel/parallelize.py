@@ -20,7 +20,7 @@ from lockstep.config.parallel import Parallel
 from lockstep.config.world import ParallelDims
 from lockstep.errors import UsageError
 from lockstep.model.blocks import find_blocks
-from lockstep.model.cache import disable_cache
+from lockstep.model.changes import disable_cache
 from lockstep.offload.files.parameters import OffloadedParameters
 from lockstep.parallel.autocast import autocast_forward
 from lockstep.parallel.changed import refuse_hooks

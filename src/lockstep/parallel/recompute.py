@@ -22,8 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lockstep.comm.tree import map_leaves, map_tensors
 from lockstep.config.enums import Activation
 from lockstep.errors import UsageError
-from lockstep.model.cache import disable_cache
-from lockstep.model.subclass import Subclassed, subclass
+from lockstep.model.changes import Subclassed, disable_cache, subclass
 from lockstep.offload.activations import HostActivations
 from lockstep.torch_internals import dispatch
 from lockstep.torch_internals import modules as torch_modules

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from lockstep.errors import UsageError
-from lockstep.model.subclass import Subclassed, subclass
+from lockstep.model.changes import Subclassed, subclass
 from lockstep.torch_internals.autograd import FunctionContext
 from lockstep.torch_internals.batchnorm import check_input_dim
 

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.comm.tree import leaves
 from lockstep.errors import UsageError
-from lockstep.model.hook import UncopiedHook
+from lockstep.model.changes import UncopiedHook
 from lockstep.runtime.step import StepState
 from lockstep.torch_internals.autograd import at_end_of_backward as at_end_of_pass
 from lockstep.torch_internals.autograd import current_backward as current_pass

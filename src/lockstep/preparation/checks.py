@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lockstep.errors import UsageError
+from lockstep.config.values import plain, suggestion
+from lockstep.errors import ConfigError, UsageError
 
 
 class PreparedObjects:
@@ -42,6 +43,18 @@ class PreparedObjects:
     def clear(self) -> None:
         self._given.clear()
         self._made.clear()
+
+
+def check_backend(backend: object) -> None:
+    """Raise ConfigError unless this torch has a backend of that name; functions are backends themselves."""
+    if backend is None or callable(backend):
+        return
+    known = sorted(torch.compiler.list_backends(exclude_tags=()))
+    if backend not in known:
+        raise ConfigError(
+            f"dynamo_backend={plain(backend)} is no backend of torch.compile in torch {torch.__version__}."
+            f"{suggestion(str(backend), known)} Use one of {', '.join(known)}, or register it first."
+        )
 
 
 def refuse_replicas(model: nn.Module) -> None:

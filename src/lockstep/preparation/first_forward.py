@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.model.hook import UncopiedHook
+from lockstep.model.changes import UncopiedHook
 
 
 class FirstForward(UncopiedHook):

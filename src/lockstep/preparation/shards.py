@@ -18,8 +18,7 @@ from lockstep.parallel.zero.sharding import Sharding
 from lockstep.torch_internals.dtensor_operators import behave_like_plain
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.sharded_optimizer import check_optimizer, choose_implementation, replace_parameters
-from lockstep.train.whole.elementwise import check_elementwise, declares_elementwise
-from lockstep.train.whole.kinds import steps_on_shards
+from lockstep.train.whole.kinds import check_elementwise, declares_elementwise, steps_on_shards
 from lockstep.train.whole.step import step_on_whole, whole_step_of
 from lockstep.train.whole.tensors import Storages
 

@@ -14,7 +14,7 @@ from lockstep.config.options import Options
 from lockstep.errors import ConfigError
 from lockstep.observe.state_bytes import StateBytes, count_state
 from lockstep.parallel.autocast import autocast
-from lockstep.parallel.ddp.join import join_replicas
+from lockstep.parallel.ddp.apply import join_replicas
 from lockstep.parallel.parallel_model import PipelinedModel, call_of
 from lockstep.preparation.prepare import Preparation
 from lockstep.runtime.mesh import DeviceMeshes

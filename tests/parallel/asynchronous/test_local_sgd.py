@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep import Accelerator
-from lockstep.parallel.asynchronous.averaging import buckets
+from lockstep.parallel.asynchronous.block import buckets
 from lockstep.parallel.asynchronous.local_sgd import LocalSGD
 from parallel.asynchronous import problem
 from parallel.asynchronous.problem import Tensors, Worker

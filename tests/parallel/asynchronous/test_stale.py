@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from lockstep import Accelerator
-from lockstep.parallel.asynchronous.report import StalenessReport
-from lockstep.parallel.asynchronous.stale import BoundedStaleness
+from lockstep.parallel.asynchronous.stale import BoundedStaleness, StalenessReport
 from parallel.asynchronous import problem
 from parallel.asynchronous.problem import Tensors
 from train import problems

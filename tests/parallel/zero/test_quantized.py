@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.comm.ledger import CommunicationLedger
 from lockstep.config.enums import QuantizedType
 from lockstep.errors import ConfigError, UsageError
-from lockstep.parallel.zero.quantized import QuantizedAllGather, QuantizedReduceScatter, quantize_collectives
+from lockstep.parallel.zero.exchange import QuantizedAllGather, QuantizedReduceScatter, quantize_collectives
 from lockstep.runtime.process import start
 from tests.marks import again
 

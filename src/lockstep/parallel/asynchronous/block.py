@@ -1,8 +1,8 @@
-"""What all asynchronous training shares: which models it takes, its with block, and where ranks meet."""
+"""What all asynchronous training shares: which models it takes, its with block, where ranks meet, and their means."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import ConfigError, LockstepError, UsageError
 from lockstep.runtime.process import Runtime
+from lockstep.torch_internals import optim as torch_optim
 from lockstep.torch_internals.fsdp2 import is_sharded
 
 
@@ -169,3 +170,53 @@ def meet(communicator: Communicator, what: str, step: int, failure: BaseExceptio
             f"Ranks met at different places: {found}. Let every rank make the same number of steps: prepare the "
             "loader with even_batches=True."
         )
+
+
+BUCKET_BYTES = 25 * 2**20  # as DDP's: large enough for bandwidth, small beside the model
+
+
+def floating_buffers(model: nn.Module) -> list[torch.Tensor]:
+    """Buffers with a mean, such as running statistics; counters and masks have none."""
+    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+
+
+def buckets(tensors: Iterable[torch.Tensor], limit_bytes: int = BUCKET_BYTES) -> Iterator[list[torch.Tensor]]:
+    """The tensors, in order, in lists of one type and device and of at most ``limit_bytes`` (or one tensor)."""
+    waiting: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        bucket = waiting.setdefault((tensor.dtype, tensor.device), [])
+        if bucket and sum(one.nbytes for one in bucket) + tensor.nbytes > limit_bytes:
+            yield list(bucket)
+            bucket.clear()
+        bucket.append(tensor)
+    yield from waiting.values()
+
+
+@torch.no_grad()
+def means(
+    communicator: Communicator, tensors: Iterable[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(tensor, its mean over the ranks) of each, by type and device; halves are added up in fp32. Collective."""
+    for bucket in buckets(tensors):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        parts = communicator.reduce(flat, "mean").split([tensor.numel() for tensor in bucket])
+        for tensor, part in zip(bucket, parts, strict=True):
+            yield tensor, part.view(tensor.shape)
+
+
+@torch.no_grad()
+def average(communicator: Communicator, tensors: Iterable[torch.Tensor]) -> None:
+    """Replace each tensor by its mean over the ranks. Collective."""
+    for tensor, mean in means(communicator, tensors):
+        tensor.detach().copy_(mean)
+
+
+def agree_on_loss_scale(communicator: Communicator, scaler: torch.amp.GradScaler | None) -> None:
+    """Take the smallest of the ranks' fp16 loss scales, which each adjusted by itself. Collective with a scaler."""
+    if scaler is None or communicator.world_size == 1:
+        return
+    state = scaler.state_dict()
+    if not state:  # it is switched off
+        return
+    scale, growth = min(communicator.gather_object([(state["scale"], state[torch_optim.GROWTH_TRACKER])]))
+    scaler.load_state_dict({**state, "scale": scale, torch_optim.GROWTH_TRACKER: growth})

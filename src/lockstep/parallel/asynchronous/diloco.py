@@ -11,8 +11,7 @@ from torch.optim import SGD, Optimizer
 
 from lockstep.comm.collectives import raise_on_all_ranks
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.parallel.asynchronous.averaging import means
-from lockstep.parallel.asynchronous.block import Trainer
+from lockstep.parallel.asynchronous.block import Trainer, means
 from lockstep.parallel.asynchronous.local_sgd import LocalRounds
 
 OuterOptimizer = Callable[[list[torch.Tensor]], Optimizer]

@@ -9,8 +9,16 @@ import torch
 from torch import nn
 
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.parallel.asynchronous.averaging import agree_on_loss_scale, average, floating_buffers
-from lockstep.parallel.asynchronous.block import Trainer, TrainingBlock, check_count, check_replicas, meet
+from lockstep.parallel.asynchronous.block import (
+    Trainer,
+    TrainingBlock,
+    agree_on_loss_scale,
+    average,
+    check_count,
+    check_replicas,
+    floating_buffers,
+    meet,
+)
 from lockstep.runtime.failure import is_consequence
 from lockstep.torch_internals import compile as torch_compile
 

@@ -3,19 +3,68 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from lockstep.errors import ConfigError, LockstepError, UsageError
-from lockstep.parallel.asynchronous.averaging import average, floating_buffers
-from lockstep.parallel.asynchronous.block import Trainer, TrainingBlock, check_count, check_replicas
-from lockstep.parallel.asynchronous.report import StalenessReport
+from lockstep.parallel.asynchronous.block import (
+    Trainer,
+    TrainingBlock,
+    average,
+    check_count,
+    check_replicas,
+    floating_buffers,
+)
 from lockstep.parallel.asynchronous.rounds import MessageFormat, MessageWord, Rounds, Total
 from lockstep.runtime.failure import is_consequence
 from lockstep.torch_internals import optim as torch_optim
+
+
+@dataclass(frozen=True)
+class StalenessReport:
+    """Of all ranks' gradients that were applied, each once.
+
+    The staleness of a gradient is the number of updates between the parameters that it was computed on and those
+    that it was applied to.
+
+    Args:
+        bound: No gradient may be staler.
+        histogram: Staleness -> number of gradients.
+        waits: How often this rank had to wait for an update, because it would have run too far ahead.
+        bytes_sent: By this rank.
+    """
+
+    bound: int
+    histogram: Mapping[int, int]
+    waits: int
+    bytes_sent: int
+
+    @property
+    def gradients(self) -> int:
+        return sum(self.histogram.values())
+
+    @property
+    def maximum(self) -> int:
+        return max(self.histogram, default=0)
+
+    @property
+    def mean(self) -> float:
+        return sum(stale * count for stale, count in self.histogram.items()) / max(1, self.gradients)
+
+    def __str__(self) -> str:
+        shares = ", ".join(
+            f"{stale}: {count / self.gradients:.0%}" for stale, count in sorted(self.histogram.items())
+        )
+        return (
+            f"{self.gradients} gradients, staleness at most {self.maximum} (bound {self.bound}), mean {self.mean:.2f}"
+            f"{f' ({shares})' if shares else ''}; {self.waits} waits"
+        )
+
 
 SCHEDULED = frozenset({"lr", "momentum", "betas", "weight_decay"})
 """What schedules change in an optimizer's groups. An update is applied with the values of its own step."""

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.config.enums import CPMethod
 from lockstep.errors import UsageError
-from lockstep.model.cache import disable_cache
-from lockstep.model.subclass import subclass
+from lockstep.model.blocks import joined_name
+from lockstep.model.changes import disable_cache, subclass
 from lockstep.parallel.context.layout import layout_on
 from lockstep.parallel.context.region import (
     Chain,
@@ -96,7 +96,7 @@ def _check_block(name: str, block: nn.Module, size: int, has_another: bool) -> N
             f"cp={size} would not reach it. Change forward in a subclass, or set it after prepare()."
         )
     for inner, module in block.named_modules():
-        full = f"{name}.{inner}" if inner else name
+        full = joined_name(name, inner)
         _check_module(name, full, module, size)
         chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
         if not isinstance(chosen, str) or chosen == "sdpa" or (chosen == "eager" and not has_another):

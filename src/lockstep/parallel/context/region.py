@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lockstep.comm.tree import leaves, map_leaves, map_tensors
 from lockstep.config.enums import CPMethod
 from lockstep.errors import LockstepError, UsageError
-from lockstep.model.subclass import Subclassed
+from lockstep.model.changes import Subclassed
 from lockstep.parallel.context.arguments import (
     Masks,
     arguments_on_chunks,
@@ -27,9 +27,8 @@ from lockstep.parallel.context.arguments import (
 )
 from lockstep.parallel.context.checks import OnChunks
 from lockstep.parallel.context.interception import SplitSequence
-from lockstep.parallel.context.judge import Judge
 from lockstep.parallel.context.layout import SequenceLayout
-from lockstep.parallel.context.rehearse import BlockCall
+from lockstep.parallel.context.rehearse import BlockCall, Judge
 from lockstep.torch_internals import autograd as torch_autograd
 from lockstep.torch_internals import compile as torch_compile
 

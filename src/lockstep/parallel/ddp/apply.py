@@ -2,13 +2,15 @@
 
 # Without postponed annotations: DDP compares those of a communication hook with types, not with strings.
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -19,6 +21,7 @@ from lockstep.parallel.ddp.replica import DistributedDataParallel, refuse_thawed
 from lockstep.runtime.process import Runtime
 from lockstep.torch_internals import c10d, gloo
 from lockstep.torch_internals import tensors as torch_tensors
+from lockstep.torch_internals.fsdp2 import is_sharded
 
 GradientHook = Callable[[Any, c10d.GradBucket], "torch.futures.Future[torch.Tensor]"]
 
@@ -193,3 +196,28 @@ def _in_half(inner: GradientHook, dtype: torch.dtype) -> GradientHook:
 
 _HALF_TYPES = {Hook.FP16: torch.float16, Hook.BF16: torch.bfloat16}
 _HALF_HOOKS = {hook: _half_all_reduce(dtype) for hook, dtype in _HALF_TYPES.items()}
+
+
+def join_replicas(models: Iterable[Any], world_size: int) -> AbstractContextManager[object]:
+    """Ranks that have run out of batches answer the others' collectives until all are done.
+
+    Reference: ``torch.distributed.algorithms.join``.
+
+    Raises:
+        UsageError: an object that is not a replica made by ``prepare``.
+    """
+    if world_size == 1:
+        return nullcontext()
+    models = list(models)
+    for model in models:
+        if is_sharded(model):
+            raise UsageError(
+                f"join_uneven_inputs got a {type(model).__name__} that is sharded: every rank takes part in each of "
+                "its forwards. Use even batches and accelerator.sample_weights(), or parallel='ddp'."
+            )
+        if not isinstance(model, Joinable):
+            raise UsageError(
+                f"join_uneven_inputs got a {type(model).__name__}, which is not replicated over the ranks. "
+                "Pass the models that accelerator.prepare() returned."
+            )
+    return Join(models, enable=True, throw_on_early_termination=False)

@@ -1,7 +1,14 @@
-"""Copies of a model on several ranks that should be equal, because all are stepped by the same averages."""
+"""Replicas that should stay equal: their copies are compared, and hooks of parameters must not part them.
+
+DDP averages what hooks have made of each rank's own gradient. Of a hook that multiplies that is the same as on one
+process; of one that clips, normalises or rounds it is not. A parameter that has a hook on every rank when it is
+prepared is therefore averaged first, by a hook before the user's: DDP's average of equal numbers changes nothing.
+Other hooks may look, but not change: such are those of loggers on the main process.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +17,14 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.errors import UsageError
+from lockstep.torch_internals.parameter_hooks import (
+    TENSOR,
+    call_around_others,
+    has_hook,
+    hooks_of_parameter,
+    kinds_of_hooks,
+)
+from lockstep.torch_internals.tensors import version
 
 TOLERANCE = 1e-6
 """Of the sum of magnitudes: more than steps in another order of rounding make, less than gradients of other data."""
@@ -69,3 +84,98 @@ def differences(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> to
 def _sums(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
     return values.sum(dtype=torch.float64), values.abs().sum(dtype=torch.float64)
+
+
+def average_before_hooks(replica: Any, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+    """Let hooks of ``register_hook`` that all ranks have see averages of these parameters. Collective."""
+    if replica.find_unused_parameters or not parameters:
+        return  # a rank may leave out a parameter, and with it the average
+    have = torch.tensor([has_hook(p, TENSOR) for p in parameters], dtype=torch.uint8, device=device)
+    dist.all_reduce(have, dist.ReduceOp.MIN, group=replica.process_group)
+    for parameter, is_everywhere in zip(parameters, have.tolist(), strict=True):
+        if is_everywhere and not any(
+            isinstance(hook, _Average) for hook in hooks_of_parameter(parameter, TENSOR)
+        ):
+            call_around_others(parameter, TENSOR, _Average(replica), None, _OURS)
+
+
+def guard_hooks(replica: Any, parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse what other hooks of these parameters change, when they do."""
+    for parameter in parameters:
+        for kind in kinds_of_hooks(parameter):
+            hooks = hooks_of_parameter(parameter, kind)
+            if isinstance(hooks[0], _Average) or (
+                isinstance(hooks[0], _Before) and hooks[-1] is hooks[0].after
+            ):
+                continue
+            guard = _Before(replica, parameter, kind)
+            call_around_others(parameter, kind, guard, guard.after, _OURS)
+
+
+class _Average:
+    """A hook of a parameter. Collective, as long as there is the replica."""
+
+    def __init__(self, replica: Any) -> None:
+        self._replica = weakref.ref(replica)
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        replica = self._replica()
+        if replica is None:
+            return gradient
+        if gradient.requires_grad or gradient.layout is not torch.strided:
+            kind = "one of create_graph=True" if gradient.requires_grad else "a sparse one"
+            raise UsageError(
+                f"A parameter of {type(replica.module).__name__} has a hook and its gradient is {kind}, which "
+                "parallel='ddp' cannot average before the hook sees it. Remove the hook, and change gradients "
+                "between accelerator.backward() and optimizer.step()."
+            )
+        mean = gradient.detach() / replica.process_group.size()
+        dist.all_reduce(mean, group=replica.process_group)
+        return mean
+
+
+class _Before:
+    """The first hook of a parameter, with the last one: ``after``."""
+
+    def __init__(self, replica: Any, parameter: nn.Parameter, kind: str) -> None:
+        self.after = _After(self)
+        self._replica = weakref.ref(replica)
+        self._parameter = weakref.ref(parameter)
+        self._kind = kind
+        self._seen: tuple[torch.Tensor | None, int] | None = None
+
+    def __call__(self, given: torch.Tensor) -> None:
+        self._seen = self._state(given)
+
+    def check(self, given: torch.Tensor) -> None:
+        """Raise UsageError unless the gradient is what it was before the hooks."""
+        before, self._seen = self._seen, None
+        replica = self._replica()
+        if replica is None or before is None:
+            return
+        now = self._state(given)
+        if now[0] is before[0] and now[1] == before[1]:
+            return
+        parameter = self._parameter()
+        names = (name for name, p in replica.module.named_parameters() if p is parameter)
+        raise UsageError(
+            f"A hook by {self._kind} on '{next(names, 'a parameter')}' of {type(replica.module).__name__} changed this "
+            "rank's own gradient, which parallel='ddp' averages only afterwards. Set hooks by register_hook on every "
+            "rank before accelerator.prepare(), without find_unused_parameters, where they see the average; or change "
+            "gradients between accelerator.backward() and optimizer.step()."
+        )
+
+    def _state(self, given: torch.Tensor) -> tuple[torch.Tensor | None, int]:
+        gradient = given if self._kind == TENSOR else given.grad
+        return gradient, 0 if gradient is None else version(gradient)
+
+
+class _After:
+    def __init__(self, before: _Before) -> None:
+        self._before = before
+
+    def __call__(self, given: torch.Tensor) -> None:
+        self._before.check(given)
+
+
+_OURS = (_Average, _Before, _After)

@@ -21,8 +21,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from lockstep.comm.tree import leaves
 from lockstep.errors import UsageError
-from lockstep.parallel.ddp.consistency import TOLERANCE, CopiesAlike, differences
-from lockstep.parallel.ddp.hooks import average_before_hooks, guard_hooks
+from lockstep.parallel.ddp.consistency import (
+    TOLERANCE,
+    CopiesAlike,
+    average_before_hooks,
+    differences,
+    guard_hooks,
+)
 from lockstep.torch_internals.autograd import at_end_of_backward as at_end_of_pass
 from lockstep.torch_internals.autograd import current_backward as current_pass
 from lockstep.torch_internals.c10d import check_reduced, is_joining, rebuild_buckets

@@ -10,10 +10,9 @@ from torch import nn
 
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import CollectiveMismatchError, ConfigError, LockstepError, UsageError
-from lockstep.parallel.expert.agreement import AfterForward, Calls
-from lockstep.parallel.expert.collectives import Ranks
-from lockstep.parallel.expert.experts import Experts
-from lockstep.parallel.expert.layer import MixtureOfExperts, layers
+from lockstep.model.blocks import joined_name
+from lockstep.parallel.expert.collectives import AfterForward, Calls, Ranks
+from lockstep.parallel.expert.layer import Experts, MixtureOfExperts, layers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -210,7 +209,7 @@ def _used_elsewhere(
     for prefix, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
             if id(parameter) in stacked and id(module) not in of_experts:
-                full = f"{prefix}.{own}" if prefix else own
+                full = joined_name(prefix, own)
                 return UsageError(
                     f"'{full}' is a weight of the experts of '{name}', too, of which each rank holds a part. Give "
                     "that module a weight of its own."

@@ -15,13 +15,20 @@ from torch import nn
 from lockstep.comm.tree import leaves
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.determinism import without_constants
-from lockstep.parallel.pipeline.failing import consequence_of, text_of
+from lockstep.parallel.pipeline.errors import (
+    batch_norm,
+    consequence_of,
+    follows_rows,
+    runs_only_whole,
+    sees_micro_batches,
+    text_of,
+)
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import BatchDims, Call, batch_size
 from lockstep.parallel.pipeline.options import PipelineOptions
 from lockstep.parallel.pipeline.passes import Autocast, Batch, LossFunction, Reduction, WhyNot
 from lockstep.parallel.pipeline.plan import Plan, used_arguments
-from lockstep.parallel.pipeline.refusals import batch_norm, follows_rows, runs_only_whole, sees_micro_batches
+from lockstep.parallel.pipeline.reduction import Edge, Place, Undecided
 from lockstep.parallel.pipeline.rehearsal import Rehearsal, without_chance
 from lockstep.parallel.pipeline.rows import (
     argument_names,
@@ -33,7 +40,6 @@ from lockstep.parallel.pipeline.rows import (
     said,
 )
 from lockstep.parallel.pipeline.settings import Settings, settings_of_call
-from lockstep.parallel.pipeline.undecided import Edge, Place, Undecided
 from lockstep.runtime.seed import generators_kept
 
 logger = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.model.blocks import joined_name
 from lockstep.parallel.pipeline.absent import AbsentBlock, StandIns, copy_without_values, slots
 from lockstep.parallel.pipeline.segment import Change
 from lockstep.torch_internals import modules as torch_modules
@@ -91,8 +92,8 @@ class Layout:
                 owner,
                 module,
                 key,
-                self._first[_join(owner, key)],
-                self.values[self._first[_join(owner, key)]],
+                self._first[joined_name(owner, key)],
+                self.values[self._first[joined_name(owner, key)]],
             )
             for owner, module in model.named_modules()
             if owner in trunk
@@ -103,7 +104,7 @@ class Layout:
         for name, module in _children_of(model, trunk):
             if module not in blocks.values() and next(module.parameters(), None) is not None:
                 copy = copy_without_values(module, dict(memo), keep_buffers=True)
-                names = {self._first[_join(name, inner)] for inner, _ in module.named_parameters()}
+                names = {self._first[joined_name(name, inner)] for inner, _ in module.named_parameters()}
                 self.parts[name] = Part(copy, list(slots(model, module)), names)
         memo |= {id(buffer): self.stand_ins.like(buffer) for buffer in model.buffers()}
         self.blocks: dict[str, Block] = {}
@@ -112,12 +113,12 @@ class Layout:
             stage = self.starts.get(name, stage)
             copy = copy_without_values(module, dict(memo), keep_buffers=False)
             absent = AbsentBlock(name, copy)
-            names = {self._first[_join(name, inner)] for inner, _ in module.named_parameters()}
+            names = {self._first[joined_name(name, inner)] for inner, _ in module.named_parameters()}
             self.blocks[name] = Block(stage, copy, absent, list(slots(model, module)), module, names)
         copies = {name: part.copy for name, part in self.parts.items()}
         copies |= {name: block.copy for name, block in self.blocks.items()}
         for name, copy in copies.items():
-            self.names |= {id(inner): _join(name, path) for path, inner in copy.named_modules()}
+            self.names |= {id(inner): joined_name(name, path) for path, inner in copy.named_modules()}
 
     @property
     def outer(self) -> dict[str, Tensor]:
@@ -238,7 +239,3 @@ def _children_of(model: nn.Module, trunk: set[str]) -> Iterator[tuple[str, nn.Mo
     for name, module in model.named_modules():
         if name not in trunk and name.rpartition(".")[0] in trunk:
             yield name, module
-
-
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path and key else path or key

@@ -12,11 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UsageError
-from lockstep.parallel.pipeline.assign import SPLIT_BACKWARD, rank_of_stage
 from lockstep.parallel.pipeline.gradients import Deposit
 from lockstep.parallel.pipeline.layout import Layout
 from lockstep.parallel.pipeline.micro_batch import Joined
-from lockstep.parallel.pipeline.options import PipelineOptions
+from lockstep.parallel.pipeline.options import SPLIT_BACKWARD, PipelineOptions, rank_of_stage
 from lockstep.parallel.pipeline.plan import Plan
 from lockstep.parallel.pipeline.segment import Conversion, Pass
 from lockstep.parallel.pipeline.stage import Executed, Stage, StageModule

@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.comm.tree import leaves, map_leaves
 from lockstep.config.enums import Schedule
 from lockstep.errors import UsageError
-from lockstep.parallel.pipeline.assign import fits, least_micro_batches
+from lockstep.parallel.pipeline.options import fits, least_micro_batches
 
 BatchDims = Mapping[str, "int | None"]
 """Path of a tensor in a call -> the dimension that is cut into micro-batches; None: each gets it whole."""

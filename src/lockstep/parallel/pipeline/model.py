@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.parallel_model import ModuleAround
 from lockstep.parallel.pipeline.derivation import Derivation
-from lockstep.parallel.pipeline.failing import first_is_named
+from lockstep.parallel.pipeline.errors import first_is_named
 from lockstep.parallel.pipeline.layout import Layout
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import (

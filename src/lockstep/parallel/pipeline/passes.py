@@ -15,13 +15,12 @@ from lockstep.parallel.pipeline.gradients import Gradients, attach, attach_outpu
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import Call, Joined
 from lockstep.parallel.pipeline.options import PipelineOptions
-from lockstep.parallel.pipeline.orders import FillDrain, run, torch_schedule
 from lockstep.parallel.pipeline.plan import Plan
-from lockstep.parallel.pipeline.reduction import denominators, equal
+from lockstep.parallel.pipeline.reduction import Undecided, denominators, equal
 from lockstep.parallel.pipeline.segment import Pass
 from lockstep.parallel.pipeline.settings import Settings
+from lockstep.parallel.pipeline.stage import FillDrain, run, torch_schedule
 from lockstep.parallel.pipeline.trace import Kind
-from lockstep.parallel.pipeline.undecided import Undecided
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.tree import leaves, map_leaves
 from lockstep.errors import UsageError
+from lockstep.model.blocks import joined_name
 from lockstep.parallel.pipeline.absent import Instead, is_stand_in
 from lockstep.parallel.pipeline.carried import Exchange
 from lockstep.parallel.pipeline.layout import Layout
@@ -163,7 +164,7 @@ def _run(
     tracer.real = {storage_of(parameter): name for name, parameter in model.named_parameters()}
     tracer.parts = {id(part.copy): name for name, part in layout.parts.items()}
     tracer.kept = [
-        (f"{name}.{path}" if path else name, inner)
+        (joined_name(name, path), inner)
         for name, block in layout.blocks.items()
         for path, inner in block.copy.named_modules()
     ]

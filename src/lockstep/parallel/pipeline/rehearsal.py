@@ -14,15 +14,22 @@ from torch import Tensor, nn
 from lockstep.comm.tree import leaves, map_leaves
 from lockstep.errors import UsageError
 from lockstep.parallel.determinism import WithoutChance, without_dropout
+from lockstep.parallel.pipeline.errors import mixes_rows, neither_mean_nor_sum
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import Call
 from lockstep.parallel.pipeline.passes import Autocast, Batch, LossFunction, fill_only, nothing, with_loss
 from lockstep.parallel.pipeline.plan import Plan, Tail
-from lockstep.parallel.pipeline.reduction import found, kind_of, same_rows
-from lockstep.parallel.pipeline.refusals import mixes_rows, neither_mean_nor_sum
+from lockstep.parallel.pipeline.reduction import (
+    Edge,
+    Undecided,
+    edges_without_gradient,
+    found,
+    is_same,
+    kind_of,
+    same_rows,
+)
 from lockstep.parallel.pipeline.segment import Pass
 from lockstep.parallel.pipeline.state import ForwardState
-from lockstep.parallel.pipeline.undecided import Edge, Undecided, edges_without_gradient, is_same
 
 Outputs = dict[str, list[Any]]
 """Block of the last stage -> what it returns for each micro-batch; also what the stage receives."""

@@ -15,9 +15,9 @@ from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.absent import AbsentBlock, Instead, carried, carry, is_stand_in
 from lockstep.parallel.pipeline.carried import Exchange
 from lockstep.parallel.pipeline.micro_batch import Call
+from lockstep.parallel.pipeline.reduction import Undecided
 from lockstep.parallel.pipeline.state import ForwardState
 from lockstep.parallel.pipeline.trace import RECEIVED, Argument, Cut, Kind
-from lockstep.parallel.pipeline.undecided import Undecided
 from lockstep.runtime.failure import is_consequence
 from lockstep.torch_internals import tensors as torch_tensors
 from lockstep.torch_internals.fake import UNKNOWN_VALUE

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.dtensor import local
+from lockstep.model.blocks import joined_name
 from lockstep.model.contents import is_container, is_ours, is_plain, saved_attributes, set_contents
 from lockstep.parallel.pipeline.absent import is_stand_in
 from lockstep.torch_internals import modules as torch_modules
@@ -158,7 +159,7 @@ class ForwardState:
         if find:
             modules = list(modules)
             self._frozen = {
-                f"{prefix}.{name}" if prefix else name: (parameter, torch_tensors.version(local(parameter)))
+                joined_name(prefix, name): (parameter, torch_tensors.version(local(parameter)))
                 for prefix, module in modules
                 for name, parameter in torch_modules.parameters_of(module).items()
                 if parameter is not None and not parameter.requires_grad

@@ -19,8 +19,7 @@ from lockstep.comm.tree import leaves, map_leaves
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.pipeline.absent import StandIns, carried, carry, is_stand_in
 from lockstep.parallel.pipeline.carried import OUTPUT, Fetch, Source, Values, calling
-from lockstep.parallel.pipeline.failing import note_module, text_of
-from lockstep.parallel.pipeline.refusals import unknown_result
+from lockstep.parallel.pipeline.errors import note_module, text_of, unknown_result
 from lockstep.parallel.pipeline.replay import Replays
 from lockstep.torch_internals import tensors as torch_tensors
 from lockstep.torch_internals.dispatch import TorchDispatchMode, changes_arguments

@@ -19,8 +19,7 @@ from torch import nn
 from lockstep.config.values import repr_short, suggestion
 from lockstep.errors import UsageError
 from lockstep.model.blocks import find_blocks
-from lockstep.parallel.tensor.checks import check_plan, complete, with_ties
-from lockstep.parallel.tensor.given import BROUGHT, called, with_meetings
+from lockstep.parallel.tensor.checks import BROUGHT, called, check_plan, complete, with_meetings, with_ties
 from lockstep.parallel.tensor.hooks import (
     ColumnRowRegion,
     ColwiseEmbedding,

@@ -21,10 +21,14 @@ from lockstep.errors import UsageError
 from lockstep.parallel.tensor import communication
 from lockstep.parallel.tensor.communication import part_of
 from lockstep.parallel.tensor.modules import Group, ParallelHook, first_tensor, with_argument
-from lockstep.parallel.tensor.operands import RankFeatures, unmarked
 from lockstep.parallel.tensor.randomness import HasDropout, Stream, stream_of_group, stream_of_rank
-from lockstep.parallel.tensor.weights import WeightElsewhere, leave_logits
-from lockstep.parallel.tensor.width import ReportedWidth
+from lockstep.parallel.tensor.tensor_likes import (
+    RankFeatures,
+    ReportedWidth,
+    WeightElsewhere,
+    leave_logits,
+    unmarked,
+)
 from lockstep.torch_internals import modules as torch_modules
 
 

@@ -14,10 +14,17 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.model.blocks import joined_name
 from lockstep.model.equal_modules import Found
 from lockstep.parallel.tensor.attention import COUNTS, check_heads, heads_of, region_of
-from lockstep.parallel.tensor.linear import computes_linear
-from lockstep.parallel.tensor.plan import AttentionRegion, PlanEntry, TensorPlan, features, is_linear
+from lockstep.parallel.tensor.plan import (
+    AttentionRegion,
+    PlanEntry,
+    TensorPlan,
+    computes_linear,
+    features,
+    is_linear,
+)
 from lockstep.parallel.tensor.rehearse import Passed, TensorRehearsal, rehearse
 from lockstep.torch_internals import modules as torch_modules
 
@@ -87,12 +94,14 @@ class _Findings:
         self, prefix: str, columns: dict[str, str], rows: tuple[str, ...], why: str, passed: Passed
     ) -> None:
         self.entries += [
-            PlanEntry(_join(prefix, name), style, why, passed.meets) for name, style in columns.items()
+            PlanEntry(joined_name(prefix, name), style, why, passed.meets) for name, style in columns.items()
         ]
-        self.entries += [PlanEntry(_join(prefix, row), "rowwise", why) for row in rows]
+        self.entries += [PlanEntry(joined_name(prefix, row), "rowwise", why) for row in rows]
         for name in passed.partial:
             self.entries.append(
-                PlanEntry(_join(prefix, name), "replicated_with_grad_allreduce", "works on parts of features")
+                PlanEntry(
+                    joined_name(prefix, name), "replicated_with_grad_allreduce", "works on parts of features"
+                )
             )
 
     def names(self) -> set[str]:
@@ -107,7 +116,7 @@ def infer_plan(model: nn.Module, ranks: int, blocks: dict[str, nn.Module]) -> Te
         if isinstance(module, nn.MultiheadAttention):
             findings.left[name] = "nn.MultiheadAttention computes with all of its weights at once"
             findings.left.update(
-                (_join(name, inner), "inside nn.MultiheadAttention")
+                (joined_name(name, inner), "inside nn.MultiheadAttention")
                 for inner, layer in module.named_modules()
                 if inner and is_linear(layer)
             )
@@ -133,22 +142,22 @@ def infer_plan(model: nn.Module, ranks: int, blocks: dict[str, nn.Module]) -> Te
 def find_attention(name: str, module: nn.Module, modules: dict[str, nn.Module], findings: _Findings) -> None:
     for columns, query, key in projections(module):
         place, prefix, row = output_layer(name, module, columns, modules)
-        names = [_join(name, column) for column in columns]
+        names = [joined_name(name, column) for column in columns]
         if row is None:
             findings.left.update(dict.fromkeys(names, "no output layer was found for these projections"))
             return
         heads = heads_of(module, query, key)
         if heads is None:
             findings.left.update(
-                dict.fromkeys([*names, _join(place, row)], "the number of heads is not known")
+                dict.fromkeys([*names, joined_name(place, row)], "the number of heads is not known")
             )
             return
-        inside = {_join(prefix, column): style for column, style in columns.items()}
+        inside = {joined_name(prefix, column): style for column, style in columns.items()}
         rehearsal = TensorRehearsal(modules[place], inside, (row,), findings.ranks, prefix, heads[0])
         check_heads(name, heads, findings.ranks)
         result = rehearsed_region(findings.rehearsed, rehearsal, name, module, heads)
         if isinstance(result, str):
-            findings.left.update(dict.fromkeys([*names, _join(place, row)], result))
+            findings.left.update(dict.fromkeys([*names, joined_name(place, row)], result))
             return
         region, passed, rehearsed_columns = result
         findings.attention.append(replace(region, name=name, around=place))
@@ -253,7 +262,7 @@ def _find_pairs(
         child: layer
         for child, layer in module.named_children()
         if is_linear(layer)
-        and _join(name, child) not in taken
+        and joined_name(name, child) not in taken
         and "weight" in torch_modules.parameters_of(layer)
     }
     while len(layers) > 1:
@@ -274,7 +283,7 @@ def _find_pairs(
         else:
             columns, rows = ways[-1]
             for child in (*columns, *rows):
-                findings.left[_join(name, child)] = reason
+                findings.left[joined_name(name, child)] = reason
         for child in (*columns, *rows):
             layers.pop(child)
 
@@ -378,7 +387,3 @@ def _linear(module: nn.Module, name: str) -> nn.Module | None:
     if not is_linear(found) or "weight" not in torch_modules.parameters_of(found):
         return None
     return found if computes_linear(found) else None
-
-
-def _join(parent: str, name: str) -> str:
-    return f"{parent}.{name}" if parent and name else parent or name

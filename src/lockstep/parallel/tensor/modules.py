@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from lockstep.comm.dtensor import is_dtensor
-from lockstep.model.subclass import Subclassed, subclass
+from lockstep.model.changes import Subclassed, subclass
 from lockstep.parallel.tensor import communication
 from lockstep.torch_internals import modules as torch_modules
 

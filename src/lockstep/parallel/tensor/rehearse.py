@@ -18,8 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.tensor.rehearsal_run import Example, Run, example_of, forward_of_part
-from lockstep.parallel.tensor.rehearsed_gradients import GradientsDifferError, meetings
+from lockstep.parallel.tensor.rehearsal_run import (
+    Example,
+    GradientsDifferError,
+    Run,
+    example_of,
+    forward_of_part,
+    meetings,
+)
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 

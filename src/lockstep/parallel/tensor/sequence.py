@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
+from lockstep.model.blocks import joined_name
 from lockstep.parallel.tensor import communication
 from lockstep.parallel.tensor.modules import Group, ParallelHook, first_tensor, with_argument
 from lockstep.parallel.tensor.plan import TensorPlan
@@ -104,7 +105,7 @@ def check_blocks(model: nn.Module, blocks: Mapping[str, nn.Module], plan: Tensor
                 "both block and attention. Put the attention into a module of its own, or turn it off."
             )
         for inner_name, module in block.named_modules():
-            name = f"{block_name}.{inner_name}" if inner_name else block_name
+            name = joined_name(block_name, inner_name)
             own = next(module.parameters(recurse=False), None)
             if own is None or name in styles:
                 continue

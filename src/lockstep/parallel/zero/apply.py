@@ -38,9 +38,8 @@ from lockstep.parallel.materialize import (
     initialisers,
     modules_inside_out,
 )
-from lockstep.parallel.zero.exchange import exchange_on_cpu
-from lockstep.parallel.zero.outputs import without_views
-from lockstep.parallel.zero.quantized import quantize_collectives
+from lockstep.parallel.zero.calls import without_views
+from lockstep.parallel.zero.exchange import exchange_on_cpu, quantize_collectives
 from lockstep.parallel.zero.sharding import Sharding, send_shards_home, synchronised_buffers
 from lockstep.runtime.process import Runtime
 from lockstep.torch_internals import fsdp2, fsdp2_probe

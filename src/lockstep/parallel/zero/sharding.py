@@ -15,10 +15,8 @@ from lockstep.comm.tree import leaves
 from lockstep.errors import UsageError
 from lockstep.offload.files.parameters import OffloadedParameters
 from lockstep.parallel.changed import SameParameters
-from lockstep.parallel.zero.calls import OtherCalls
-from lockstep.parallel.zero.gathered_edits import ChangesByHand
-from lockstep.parallel.zero.skipped import SkippedBlocks
-from lockstep.parallel.zero.unused import UnusedParameters
+from lockstep.parallel.zero.calls import OtherCalls, SkippedBlocks
+from lockstep.parallel.zero.unused import ChangesByHand, UnusedParameters
 from lockstep.torch_internals import c10d, fsdp2
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals.dtensor_operators import LostChanges

@@ -1,11 +1,14 @@
-"""Objects that get a subclass of their own class: as in torch's ``fully_shard``, names and ``isinstance`` stay."""
+"""What is changed of a user's modules: they get subclasses of their own classes, hooks, and no key-value caches."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
+
+from torch import nn
 
 
 class Subclassed:
@@ -60,3 +63,30 @@ def _as_plain(subclassed: Any) -> Iterator[None]:
         yield
     finally:
         subclassed.__class__ = cls
+
+
+class UncopiedHook:
+    """Copies and pickles of the module lose it: what is left of it there does nothing."""
+
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return _copy_of_hook, ()
+
+
+def _copy_of_hook() -> Callable[..., None]:
+    return _ignore
+
+
+def _ignore(*args: object, **kwargs: object) -> None:
+    pass
+
+
+logger = logging.getLogger(__name__)
+
+
+def disable_cache(model: nn.Module, why: str) -> None:
+    """Turn off ``use_cache`` of every configuration in the model; the log says ``why``."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False) is True:
+            config.use_cache = False
+            logger.info("use_cache of %s is turned off: %s.", type(module).__name__, why)
