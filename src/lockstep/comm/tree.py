@@ -83,6 +83,11 @@ def leaves(tree: object) -> dict[str, Any]:
     return found
 
 
+def tensors(tree: object) -> dict[str, torch.Tensor]:
+    """Path and tensor of every leaf that is one, depth first."""
+    return {path: leaf for path, leaf in leaves(tree).items() if isinstance(leaf, torch.Tensor)}
+
+
 def find_batch_size(data: object) -> int:
     """Size of dim 0 of the first tensor that has one: n of [n, ...].
 

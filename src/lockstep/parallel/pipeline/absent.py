@@ -7,19 +7,25 @@ memory; what it computes from inputs and buffers alone is real.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lockstep.comm.tree import leaves, map_leaves
 from lockstep.errors import UsageError
 from lockstep.model.contents import copy_of
+from lockstep.parallel.pipeline.traced import repeated
 from lockstep.torch_internals import dtensor
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals.fake import FakeTensor, FakeTensorMode, emptied
 
 _CARRIED = "_lockstep_carried"
+_MISSING = object()
+Change = tuple[dict[str, Any], str, Any]
+"""(dict, key, value) of an entry that is changed while a stage runs."""
 
 
 class StandIns:
@@ -105,6 +111,59 @@ class AbsentBlock(Instead):
             f"The block '{self._name}' is on another rank of the pipeline, and was called outside of a forward of "
             "the whole model. Call the model that was prepared."
         )
+
+
+class StageLeft(BaseException):  # not an Exception, so that no handler in the user's forward takes it
+    """A stage's forward is over: the call of the next stage's first block, ``call``, was reached."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+
+class NextStage(AbsentBlock):
+    """The first block of the next stage: this one's forward ends where it is called."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise StageLeft((args, kwargs))
+
+
+class Replayed(AbsentBlock):
+    """A block of an earlier stage: returns stand-ins of what it returned when the model was traced."""
+
+    def __init__(self, name: str, block: nn.Module, result: Any) -> None:
+        super().__init__(name, block)
+        self._result = result
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # New ones each time: the value that one carries is of one micro-batch.
+        return repeated(self._result, leaves((args, kwargs)), Tensor.detach)
+
+
+class ReplayedPart(Instead):
+    """A module outside of blocks that an earlier stage calls: returns stand-ins of what it gave in the trace."""
+
+    def __init__(self, module: nn.Module, result: Any) -> None:
+        super().__init__(module)
+        self._result = result
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return map_leaves(lambda _, leaf: leaf.detach(), self._result)
+
+
+@contextmanager
+def changed(changes: list[Change]) -> Iterator[None]:
+    """The entries have other values inside."""
+    before = [(entries, key, entries.get(key, _MISSING)) for entries, key, _ in changes]
+    for entries, key, value in changes:
+        entries[key] = value
+    try:
+        yield
+    finally:
+        for entries, key, value in before:
+            if value is _MISSING:
+                del entries[key]
+            else:
+                entries[key] = value
 
 
 def copy_without_values(module: nn.Module, memo: dict[int, object], keep_buffers: bool) -> nn.Module:

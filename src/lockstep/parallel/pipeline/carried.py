@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lockstep.comm.tree import leaves, map_leaves
+from lockstep.comm.tree import leaves, map_leaves, tensors
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.absent import carried, is_stand_in
 from lockstep.parallel.pipeline.replay import Replays
+from lockstep.parallel.pipeline.traced import Fetch, Source
 from lockstep.torch_internals import tensors as torch_tensors
 
 ITSELF = "itself"
@@ -41,40 +42,6 @@ _ABOUT_TENSORS = {
         "is_neg",
     ),
 }
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where the stage before a cut finds what is sent: in what a block returns (``path``), in an attribute (``path``)
-    of the module ``name``, in what a function made behind the block ``name``, or among what it received.
-
-    ``path``: the leaf, or the name of the attribute; ``number``: the call of the function, or the place among what was
-    received.
-    """
-
-    kind: Literal["output", "attribute", "function", "received"]
-    name: str = ""
-    path: str = ""
-    function: str = ""
-    number: int = 0
-
-    def __str__(self) -> str:
-        if self.kind == "output":
-            return f"what the block '{self.name}' returns" + (f" at {self.path}" if self.path else "")
-        if self.kind == "attribute":
-            return f"the attribute '{self.name}.{self.path}'"
-        where = f"behind the block '{self.name}'" if self.name else "before the blocks"
-        return f"the result of {self.function} {where}"
-
-
-@dataclass(frozen=True)
-class Fetch:
-    """The first use of a received tensor in a stage: its number among what is received, and which function uses it."""
-
-    number: int
-    by: str
-    ndim: int
-    dtype: torch.dtype
 
 
 @dataclass(eq=False)
@@ -108,7 +75,7 @@ def changed_by(name: str, args: Any, kwargs: Any) -> Tensor | None:
     target = kwargs.get("out", args[0] if in_place and args else None)
     if not isinstance(target, Tensor) or is_stand_in(target):
         return None
-    return target if _has_stand_in(args) or _has_stand_in(kwargs.values()) else None
+    return target if has_stand_in(args) or has_stand_in(kwargs.values()) else None
 
 
 def is_about(function: Any) -> bool:
@@ -151,9 +118,8 @@ class Values(TorchFunctionMode):
         self._order: dict[int, list[tuple[Value, str, Tensor]]] = {}
         self.replays: Replays | None = None  # is told what blocks make
         self.within: set[int] = set()  # segments that use something within a block
-        self.between: set[int] = (
-            set()
-        )  # segments in which functions get something else than they are called with
+        # segments in which functions get something else than they are called with
+        self.between: set[int] = set()
 
     @contextmanager
     def paused(self, is_paused: bool = True) -> Iterator[None]:
@@ -190,9 +156,8 @@ class Values(TorchFunctionMode):
                 self._of.pop(id(instead), None)
                 self._note(instead, Source("function", self._block, ITSELF, name, number))
                 self._of[id(changed)] = self._of[id(instead)]
-            for path, leaf in leaves(out).items():
-                if isinstance(leaf, Tensor):
-                    self._note(leaf, Source("function", self._block, path, name, number))
+            for path, leaf in tensors(out).items():
+                self._note(leaf, Source("function", self._block, path, name, number))
         return out
 
     def _taken(self, changed: Tensor, args: Any, kwargs: Any) -> Any:
@@ -230,9 +195,8 @@ class Values(TorchFunctionMode):
         """Note what a block gives back."""
         self._block = block
         self._counts.clear()
-        for path, leaf in leaves(out).items():
-            if isinstance(leaf, Tensor):
-                self._note(leaf, Source("output", block, path))
+        for path, leaf in tensors(out).items():
+            self._note(leaf, Source("output", block, path))
 
     def arrived(self, leaf: Tensor, new: Tensor, path: str) -> None:
         """``new`` stands for ``leaf`` from now on, as an argument of the first block of a segment."""
@@ -316,146 +280,10 @@ def _place(value: Value, segment: int, messages: Sequence[Value], paths: Sequenc
     return len(paths) + list(messages).index(value)
 
 
-class Exchange(TorchFunctionMode):
-    """Within a stage's forward: uses what was received, and keeps what the next stage is sent.
-
-    Args:
-        fetches: What the stage uses, in order.
-        sources: Where what it sends comes from.
-        module: A module of this stage by name.
-        within: Whether something is used within blocks.
-    """
-
-    def __init__(
-        self,
-        fetches: Sequence[Fetch],
-        sources: Sequence[Source],
-        module: Callable[[str], nn.Module],
-        within: bool,
-        is_first: bool,
-        title: str,
-    ) -> None:
-        super().__init__()
-        self._fetches, self._sources, self._module, self._title = fetches, sources, module, title
-        self._within, self._is_first = within, is_first
-        self._functions = {source.function for source in sources if source.kind == "function"}
-        self._outputs = {source.name for source in sources if source.kind == "output"}
-        self._wanted = {source for source in sources if source.kind in ("function", "output")}
-        self.begin(())
-
-    def begin(self, received: Sequence[Tensor]) -> None:
-        """A forward begins, for which this was received."""
-        self._received = received
-        self._known: dict[int, tuple[Tensor, Tensor]] = {}
-        self._changed: dict[int, Tensor] = {}  # real tensors that earlier stages have changed
-        self._next = 0
-        self._found: dict[Source, Tensor] = {}
-        self._counts: Counter[str] = Counter()
-        self._block = ""
-        self._inside = 0
-        self._is_own = self._is_first
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if (self._inside and not self._within) or is_about(func):
-            return func(*args, **kwargs)
-        name = name_of(func)
-        if not self._is_own:
-            changed = changed_by(name, args, kwargs)
-            if changed is None:
-                return func(*args, **kwargs)
-            self._changed[id(changed)] = changed  # what comes of it is received
-            return None if name == "__setitem__" else changed
-        if self._changed or _has_stand_in(args) or _has_stand_in(kwargs.values()):
-            args, kwargs = map_leaves(lambda _, leaf: self.here(leaf, name), (args, kwargs))
-        out = func(*args, **kwargs)
-        if name in self._functions and not self._inside:
-            number = self._counts[name]
-            self._counts[name] += 1
-            self._keep(out, "function", self._block, name, number)
-            if (itself := Source("function", self._block, ITSELF, name, number)) in self._wanted:
-                self._found[itself] = kwargs.get("out", args[0])
-        return out
-
-    def _keep(self, out: Any, kind: Any, block: str, function: str = "", number: int = 0) -> None:
-        for path, leaf in leaves(out).items():
-            source = Source(kind, block, path, function, number)
-            if source in self._wanted:
-                self._found[source] = leaf
-
-    @contextmanager
-    def calling(self, block: str, call: Any) -> Iterator[Any]:
-        """Around a block's call: what it is called with, as far as it is known."""
-        by = calling(block)
-        self._is_own = True
-        call = map_leaves(lambda _, leaf: self.here(leaf, by), call)
-        self._inside += 1
-        try:
-            yield call
-        finally:
-            self._inside -= 1
-
-    def result(self, output: Any) -> Any:
-        """The output of the model.
-
-        Raises:
-            UsageError: something that was received was not used where the trace used it.
-        """
-        output = map_leaves(lambda _, leaf: self.here(leaf, OUTPUT), output)
-        self.check_used()
-        return output
-
-    def returned(self, block: str, out: Any) -> None:
-        """A block of this stage gave this back."""
-        self._block = block
-        self._counts.clear()
-        if block in self._outputs:
-            self._keep(out, "output", block)
-
-    def here(self, leaf: Any, by: str) -> Any:
-        """The real tensor for which ``leaf`` stands, if it is known."""
-        if not is_stand_in(leaf) and id(leaf) not in self._changed:
-            return leaf
-        if id(leaf) in self._known:
-            return self._known[id(leaf)][1]
-        value = carried(leaf)
-        if value is not leaf or self._next == len(self._fetches):
-            return value
-        fetch = self._fetches[self._next]
-        if (fetch.by, fetch.ndim, fetch.dtype) != (by, leaf.ndim, leaf.dtype):
-            return leaf
-        self._next += 1
-        value = self._received[fetch.number]
-        self._known[id(leaf)] = (leaf, value)
-        return value
-
-    def check_used(self) -> None:
-        """
-        Raises:
-            UsageError: something that was received was not used where the trace used it.
-        """
-        if self._next < len(self._fetches):
-            raise UsageError(
-                f"The forward of {self._title} does not use in {self._fetches[self._next].by} what an earlier stage of "
-                "the pipeline sends for it, as it did without values. Collect what later code uses as results of "
-                "blocks (x, aux = block(x)), not by hooks or in containers that blocks share."
-            )
-
-    def sent(self) -> list[Any]:
-        """What goes to the next stage beside the arguments of its first block; None for what is missing."""
-        return [self._one(source) for source in self._sources]
-
-    def _one(self, source: Source) -> Any:
-        if source.kind == "received":
-            return self._received[source.number]
-        if source.kind == "attribute":
-            return getattr(self._module(source.name), source.path, None)
-        return self._found.get(source)
-
-
-def _has_stand_in(given: Any) -> bool:
+def has_stand_in(given: Iterable[Any]) -> bool:
+    """Whether there is one among the values, or in the lists, tuples and dicts among them."""
     return any(
-        _has_stand_in(one.values() if isinstance(one, dict) else one)
+        has_stand_in(one.values() if isinstance(one, dict) else one)
         if isinstance(one, (list, tuple, dict))
         else is_stand_in(one)
         for one in given

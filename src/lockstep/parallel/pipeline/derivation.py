@@ -26,7 +26,7 @@ from lockstep.parallel.pipeline.errors import (
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import BatchDims, Call, batch_size
 from lockstep.parallel.pipeline.options import PipelineOptions
-from lockstep.parallel.pipeline.passes import Autocast, Batch, LossFunction, Reduction, WhyNot
+from lockstep.parallel.pipeline.passes import Batch, LossFunction, Reduction, WhyNot
 from lockstep.parallel.pipeline.plan import Plan, used_arguments
 from lockstep.parallel.pipeline.reduction import Edge, Place, Undecided
 from lockstep.parallel.pipeline.rehearsal import Rehearsal, without_chance
@@ -138,34 +138,26 @@ class Derivation:
         if name is not None:
             raise sees_micro_batches(self._title, name)
 
-    def reduction(
-        self, plan: Plan, batch: Batch, loss_fn: LossFunction | None, autocast: Autocast
-    ) -> Reduction:
+    def reduction(self, batch: Batch) -> Reduction:
         """What the loss is over the batch; with the first batch a forward finds it, and what forwards change.
 
         Raises:
             UsageError: something that a forward changes follows the rows, or cannot be put together.
         """
+        plan = batch.plan
         has_numbers = plan.micro_batches > 1 and plan.has_tensors_without_rows(self._stages.layout)
-        kind = self._kind(plan, batch, loss_fn)
+        kind = self._kind(batch)
         plan.kinds = self._kinds.setdefault(kind, {})
         known = self._reductions.get(kind)
         if known is None or (has_numbers and kind not in self._knows_numbers):
-            known = self._reductions[kind] = self._rehearsed(plan, batch, loss_fn, autocast, has_numbers)
+            known = self._reductions[kind] = self._rehearsed(batch, has_numbers)
             self._knows_numbers |= {kind} if has_numbers else set()
             self._say(known, "the first batch")
         known.settings = self._settings if known.was_found or has_numbers else None
         known.puts_together = has_numbers
         return known
 
-    def another(
-        self,
-        why: WhyNot,
-        plan: Plan,
-        batch: Batch,
-        loss_fn: LossFunction | None,
-        autocast: Autocast,
-    ) -> Reduction:
+    def another(self, why: WhyNot, batch: Batch) -> Reduction:
         """What the loss is where ``reduction`` does not hold any more."""
         if why == "settings":
             mine = self._settings.digest()
@@ -173,14 +165,14 @@ class Derivation:
             is_first = all(same for _, same in told)
             self._setting = () if is_first else tuple(digest for digest, _ in told)
             self.refuse_batch_norm()
-            return self.reduction(plan, batch, loss_fn, autocast)
-        kind = self._kind(plan, batch, loss_fn)
+            return self.reduction(batch)
+        kind = self._kind(batch)
         before = self._reductions[kind].undecided
         if why == "undecided":
             del self._reductions[kind]
             self._moved = before.moved()
             try:
-                return self.reduction(plan, batch, loss_fn, autocast)
+                return self.reduction(batch)
             finally:
                 self._moved = set(), set()
         # Its gradient is right whatever parts it has; tensors that come to it may still be means or sums.
@@ -189,23 +181,16 @@ class Derivation:
         self._say(self._reductions[kind], "this batch")
         return self._reductions[kind]
 
-    def _kind(self, plan: Plan, batch: Batch, loss_fn: LossFunction | None) -> object:
-        return (
-            plan.loss,
-            loss_fn is not None,
-            self._module.training,
-            settings_of_call(batch.whole),
-            self._setting,
-        )
+    def _kind(self, batch: Batch) -> object:
+        settings = settings_of_call(batch.whole), self._setting
+        return batch.plan.loss, batch.loss_fn is not None, self._module.training, settings
 
-    def _rehearsed(
-        self, plan: Plan, batch: Batch, loss_fn: LossFunction | None, autocast: Autocast, has_numbers: bool
-    ) -> Reduction:
-        stages, word = self._stages, self._options.loss_reduction
+    def _rehearsed(self, batch: Batch, has_numbers: bool) -> Reduction:
+        stages, plan, word = self._stages, batch.plan, self._options.loss_reduction
         if not self.is_on:
             return Reduction("mean" if word == "auto" else word, False)
         is_open = word == "auto" and plan.loss is not None and plan.micro_batches > 1
-        rehearsal = Rehearsal(stages, plan, batch, loss_fn, autocast, is_open, self._title)
+        rehearsal = Rehearsal(stages, batch, is_open, self._title)
         whole = None
         if plan.micro_batches > 1 and (is_open or word == "whole" or plan.loss is None):
             whole = self._whole_plan(plan)
@@ -254,7 +239,7 @@ class Derivation:
     def _whole_plan(self, plan: Plan) -> Plan:
         """Of the whole batch as one micro-batch."""
         whole = Plan.of(plan.whole, plan.whole, 1, plan.dims)
-        whole.build_segments(self._module, self._stages.layout, self._stages.indices, self._stages.conversion)
+        whole.build_segments(self._module, self._stages.layout, self._stages.indices)
         return whole
 
     def _failures(self, rehearsal: Rehearsal, plan: Plan) -> list[tuple[int, str, bool]]:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.model.blocks import joined_name
-from lockstep.parallel.pipeline.absent import AbsentBlock, StandIns, copy_without_values, slots
-from lockstep.parallel.pipeline.segment import Change
+from lockstep.parallel.pipeline.absent import AbsentBlock, Change, StandIns, copy_without_values, slots
 from lockstep.torch_internals import modules as torch_modules
 
 

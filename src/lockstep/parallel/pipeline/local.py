@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.gradients import Deposit
@@ -17,10 +16,10 @@ from lockstep.parallel.pipeline.layout import Layout
 from lockstep.parallel.pipeline.micro_batch import Joined
 from lockstep.parallel.pipeline.options import SPLIT_BACKWARD, PipelineOptions, rank_of_stage
 from lockstep.parallel.pipeline.plan import Plan
-from lockstep.parallel.pipeline.segment import Conversion, Pass
+from lockstep.parallel.pipeline.segment import Pass
 from lockstep.parallel.pipeline.stage import Executed, Stage, StageModule
 from lockstep.parallel.pipeline.state import ForwardState
-from lockstep.parallel.pipeline.trace import Kind
+from lockstep.parallel.pipeline.traced import Kind
 
 
 class LocalStages:
@@ -39,7 +38,6 @@ class LocalStages:
         self.modules: dict[int, StageModule] = {}
         self.tied: dict[str, list[int]] = {}
         self.deposit = Deposit({})
-        self.conversion = Conversion(_plain, lambda tensor: tensor)
         self.executed: list[Executed] = []
         self.state = ForwardState(self.tell)
         self.named_modules: Callable[[], list[tuple[str, nn.Module]]] = list
@@ -154,7 +152,3 @@ class LocalStages:
         value = value.detach().to(like.dtype).contiguous()  # weights may have been gathered in 16 bits
         dist.broadcast(value, self._last_rank, group=self.group)
         return value
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

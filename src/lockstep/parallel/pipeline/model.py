@@ -78,28 +78,14 @@ class PipelineModel(ModuleAround):
     # -- what it consists of -----------------------------------------------------------------------------
 
     @property
-    def unwrapped(self) -> nn.Module:
-        """The user's own model object, with the parameters that this rank holds."""
-        return self.module
-
-    @property
     def settled(self) -> bool:
         """Whether parameters outside of blocks have been given to the stages that use them."""
         return self._local.settled
-
-    @property
-    def has_last_stage(self) -> bool:
-        """Whether this rank holds the stage that makes the outputs."""
-        return self._local.count - 1 in self._local.indices
 
     def local_blocks(self) -> dict[str, nn.Module]:
         """Name -> module of the blocks of this rank, in order: what to recompute, compile and so on."""
         blocks = self._local.layout.blocks
         return {name: block.module for name, block in blocks.items() if block.module is not None}
-
-    def local_parts(self) -> list[nn.Module]:
-        """The trees of this rank to change in place before the first forward: ``[self.module]``."""
-        return [self.module]
 
     def on_settled(self, callback: Callable[[], None]) -> None:
         """``callback()`` runs on all ranks in the first forward, when each knows which parameters it keeps."""
@@ -179,10 +165,6 @@ class PipelineModel(ModuleAround):
         else:
             setattr(self.module, name, value)
 
-    def convert_at_cuts(self, leave: Callable[[Tensor], Tensor], enter: Callable[[Tensor], Tensor]) -> None:
-        """``leave`` makes a plain tensor of what is sent to another stage, ``enter`` undoes that (tensor parallel)."""
-        self._local.conversion.leave, self._local.conversion.enter = leave, enter
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward inside leaves the gradients of tied parameters unsummed; the next backward outside sums them."""
@@ -249,12 +231,12 @@ class PipelineModel(ModuleAround):
             first_is_named(self._local.group, type(self.module).__name__, self._calls),
         ):
             plan = self._plan(call, loss_fn, autocast)
-            batch = Batch(call, cut(call, plan.micro_batches, plan.dims))
+            batch = Batch(call, cut(call, plan.micro_batches, plan.dims), plan, loss_fn, autocast)
             if not torch.is_grad_enabled():
-                return evaluate(self._local, plan, batch, loss_fn, self._options, autocast)
+                return evaluate(self._local, batch, self._options.outputs)
             derivation = self._derivation
-            reduction = derivation.reduction(plan, batch, loss_fn, autocast)
-            self._prove_new(call, loss_fn, autocast)
+            reduction = derivation.reduction(batch)
+            self._prove_new(batch)
             parameters = self._parameters_by_name
             if plan.loss is None:
                 self._check_loss_outside()
@@ -262,21 +244,19 @@ class PipelineModel(ModuleAround):
             while True:
                 if plan.loss is None:
                     done, why_not = forward_now(
-                        self._local, plan, batch, autocast, parameters, reduction, lambda: named("backward")
+                        self._local, batch, parameters, reduction, lambda: named("backward")
                     )
                 else:
-                    done, why_not = Training(
-                        self._local, plan, batch, loss_fn, self._options, autocast, parameters, reduction
-                    ).run()
+                    done, why_not = Training(self._local, batch, self._options, parameters, reduction).run()
                 if why_not is None:
                     return done
-                reduction = derivation.another(why_not, plan, batch, loss_fn, autocast)
-                self._prove_new(call, loss_fn, autocast)
+                reduction = derivation.another(why_not, batch)
+                self._prove_new(batch)
 
-    def _prove_new(self, call: Call, loss_fn: LossFunction | None, autocast: Autocast) -> None:
+    def _prove_new(self, batch: Batch) -> None:
         if self._derivation.is_new and self._prove is not None:
-            with autocast.inside():
-                self._prove(call.args, call.kwargs, loss_fn, call.targets)
+            with batch.autocast.inside():
+                self._prove(batch.whole.args, batch.whole.kwargs, batch.loss_fn, batch.whole.targets)
         self._derivation.is_new = False
 
     def _plan(self, call: Call, loss_fn: LossFunction | None, autocast: Autocast) -> Plan:
@@ -316,7 +296,7 @@ class PipelineModel(ModuleAround):
         local.settle(traced.uses, self._callbacks)
         local.named_modules = self._named_modules
         plan = Plan.of(traced, whole, count, dims)
-        plan.build_segments(self.module, local.layout, local.indices, local.conversion)
+        plan.build_segments(self.module, local.layout, local.indices)
         self._plans[key] = plan
         if len(self._plans) > PLANS:
             self._plans.popitem(last=False)

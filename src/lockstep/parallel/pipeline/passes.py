@@ -10,25 +10,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.tree import leaves, map_leaves
+from lockstep.comm.tree import map_leaves, tensors
 from lockstep.parallel.pipeline.gradients import Gradients, attach, attach_outputs, kept_apart, pull
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import Call, Joined
-from lockstep.parallel.pipeline.options import PipelineOptions
+from lockstep.parallel.pipeline.options import Outputs, PipelineOptions
 from lockstep.parallel.pipeline.plan import Plan
 from lockstep.parallel.pipeline.reduction import Undecided, denominators, equal
 from lockstep.parallel.pipeline.segment import Pass
 from lockstep.parallel.pipeline.settings import Settings
 from lockstep.parallel.pipeline.stage import FillDrain, run, torch_schedule
-from lockstep.parallel.pipeline.trace import Kind
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A call of the model, whole and as micro-batches."""
-
-    whole: Call
-    parts: list[Call]
+from lockstep.parallel.pipeline.traced import Kind
 
 
 @dataclass
@@ -76,15 +68,36 @@ class Autocast:
 
 
 @dataclass(frozen=True)
+class Batch:
+    """A call of the model, whole and as micro-batches, and how it goes through the pipeline.
+
+    ``loss_fn``: of the output and the targets of the call; None: the model itself returns the loss, or none is wanted.
+    """
+
+    whole: Call
+    parts: list[Call]
+    plan: Plan
+    loss_fn: LossFunction | None
+    autocast: Autocast
+
+    def with_loss(self, output: object, part: int | None = None) -> object:
+        """The output for the whole batch or a part of it, or the loss that ``loss_fn`` makes of it."""
+        call = self.whole if part is None else self.parts[part]
+        return output if self.loss_fn is None else (self.loss_fn(output, *call.targets),)
+
+    def tail_of(self, outputs: dict[str, list[object]]) -> object:
+        """The model's output for the whole batch; ``outputs``: of the last stage's blocks, for each micro-batch."""
+        assert self.plan.tail is not None
+        return self.plan.tail.run(self.whole, self.plan.tail.joined(outputs), whole=True)
+
+
+@dataclass(frozen=True)
 class Training:
     """A training call of a model that returns a loss."""
 
     stages: LocalStages
-    plan: Plan
     batch: Batch
-    loss_fn: LossFunction | None
     options: PipelineOptions
-    autocast: Autocast
     parameters: Parameters
     reduction: Reduction
 
@@ -94,16 +107,17 @@ class Training:
         Returns:
             The output, and why ``reduction`` does not hold for this batch: nothing has happened then.
         """
-        assert self.plan.loss is not None
+        path = self.batch.plan.loss
+        assert path is not None
         scale = self.options.loss_scale() if self.options.loss_scale is not None else 1.0
         self.reduction.undecided.begin()
         train = _train_whole if self.reduction.word == "whole" else _train
-        return train(self, self.plan.loss, scale)
+        return train(self, path, scale)
 
     @property
     def wants_outputs(self) -> bool:
         """Beside the loss."""
-        return self.options.outputs == "all" and self.loss_fn is None
+        return self.options.outputs == "all" and self.batch.loss_fn is None
 
     @property
     def watched(self) -> Undecided | None:
@@ -125,16 +139,16 @@ class Training:
 
         results = {path: attach(value, add)}
         if self.wants_outputs:
-            for key, kind in self.plan.outputs.items():
+            for key, kind in self.batch.plan.outputs.items():
                 if key != path:
                     results[key] = self.stages.from_last(kept(key, kind), kind)
-        return _fill(self.plan.template, results)
+        return _fill(self.batch.plan.template, results)
 
 
 def _train(call: Training, path: str, scale: float) -> tuple[object, WhyNot | None]:
     """A loss that is the mean or the sum of those of micro-batches, in the order of the schedule."""
-    stages, plan, options, reduction = call.stages, call.plan, call.options, call.reduction
-    calls, undecided = call.batch.parts, reduction.undecided
+    stages, batch, plan, reduction = call.stages, call.batch, call.batch.plan, call.reduction
+    undecided = reduction.undecided
     has_changed = reduction.settings is not None and reduction.settings.have_changed()
     share = 1 / plan.micro_batches if reduction.word == "mean" else 1.0
     kept: list[dict[str, Tensor]] = []
@@ -142,26 +156,29 @@ def _train(call: Training, path: str, scale: float) -> tuple[object, WhyNot | No
     counted: list[Any] = []
 
     def finish(index: int, output: object) -> Tensor:
-        found = leaves(with_loss(output, calls[index], call.loss_fn))
+        found = tensors(batch.with_loss(output, index))
         losses.append(found[path].detach())
         if reduction.was_found:
             counted.append(denominators(found[path], once.ends))
             undecided.watch(found[path])
         if call.wants_outputs:
-            kept.append({key: leaf.detach() for key, leaf in found.items() if isinstance(leaf, Tensor)})
-        loss: Tensor = found[path] * (share * scale)
-        return loss
+            kept.append({key: leaf.detach() for key, leaf in found.items()})
+        return found[path] * (share * scale)
 
     if plan.schedule is None:
-        plan.schedule = torch_schedule(options.schedule, stages.torch_stages(plan, 1), plan.micro_batches)
+        plan.schedule = torch_schedule(
+            call.options.schedule, stages.torch_stages(plan, 1), plan.micro_batches
+        )
     once = stages.begin(
         plan,
-        Pass(calls, finish, call.autocast.inside, wants_ends=reduction.was_found, undecided=call.watched),
+        Pass(
+            batch.parts, finish, batch.autocast.inside, wants_ends=reduction.was_found, undecided=call.watched
+        ),
     )
     with kept_apart(stages.parameters()) as gradients:
         run(plan.schedule, plan.micro_batches)
     once.ends.clear()
-    like = Kind.of(leaves(plan.template)[path])
+    like = Kind.of(tensors(plan.template)[path])
     if reduction.was_found:
         why_not = _why_not(stages, has_changed, undecided, not counted or equal(counted))
         if why_not is not None:
@@ -193,22 +210,20 @@ def _why_not(
 def _train_whole(call: Training, path: str, scale: float) -> tuple[object, WhyNot | None]:
     """A loss that is neither a mean nor a sum of those of micro-batches: all forwards come before all backwards, and
     what comes after the last block is computed on the whole batch."""
-    stages, plan, batch, reduction = call.stages, call.plan, call.batch, call.reduction
+    stages, batch, plan, reduction = call.stages, call.batch, call.batch.plan, call.reduction
     kept: list[dict[str, Tensor]] = []
     roots: list[Tensor] = []
 
-    def whole(outputs: dict[str, list[Any]]) -> Tensor:
-        assert plan.tail is not None
-        output = plan.tail.run(batch.whole, plan.tail.joined(outputs), whole=True)
-        found = leaves(with_loss(output, batch.whole, call.loss_fn))
-        kept.append({key: leaf.detach() for key, leaf in found.items() if isinstance(leaf, Tensor)})
+    def whole(outputs: dict[str, list[object]]) -> Tensor:
+        found = tensors(batch.with_loss(batch.tail_of(outputs)))
+        kept.append({key: leaf.detach() for key, leaf in found.items()})
         roots.append(found[path] * scale)
         return roots[0]
 
     runner = FillDrain(stages.torch_stages(plan, 1), stages.rank_of, plan.micro_batches, keep=True)
     is_watched = _whole_is_watched(reduction)
     has_changed = is_watched and reduction.settings is not None and reduction.settings.have_changed()
-    stages.begin(plan, Pass(batch.parts, nothing, call.autocast.inside, whole=whole, undecided=call.watched))
+    stages.begin(plan, Pass(batch.parts, nothing, batch.autocast.inside, whole=whole, undecided=call.watched))
     with kept_apart(stages.parameters()) as gradients:
         runner.fill()
         pulls = _all_from_first(roots[0], plan.micro_batches) if roots else []
@@ -218,15 +233,13 @@ def _train_whole(call: Training, path: str, scale: float) -> tuple[object, WhyNo
         stages.state.forget_batch()
         return None, why_not
     stages.state.end_batch()
-    value = stages.from_last(kept[0][path] if kept else None, Kind.of(leaves(plan.template)[path]))
+    value = stages.from_last(kept[0][path] if kept else None, Kind.of(tensors(plan.template)[path]))
     return call.result(path, value, gradients, scale, lambda key, _: kept[0][key] if kept else None), None
 
 
 def forward_now(
     stages: LocalStages,
-    plan: Plan,
     batch: Batch,
-    autocast: Autocast,
     parameters: Parameters,
     reduction: Reduction,
     around_backward: Callable[[], AbstractContextManager[object]],
@@ -236,20 +249,19 @@ def forward_now(
     Returns:
         As ``Training.run``.
     """
-    outputs = plan.outputs
+    plan, outputs = batch.plan, batch.plan.outputs
     with_gradient = [path for path, kind in outputs.items() if kind.requires_grad]
     kept: list[dict[str, Tensor]] = []
 
-    def finish(_: int, output: Any) -> tuple[Tensor, ...]:
-        found = leaves(output)
+    def finish(_: int, output: object) -> tuple[Tensor, ...]:
+        found = tensors(output)
         kept.append({path: found[path] for path in outputs})
         return tuple(found[path] for path in with_gradient)
 
-    def whole(given: dict[str, list[Any]]) -> tuple[Tensor, ...]:
-        assert plan.tail is not None
-        return finish(0, plan.tail.run(batch.whole, plan.tail.joined(given), whole=True))
+    def whole(given: dict[str, list[object]]) -> tuple[Tensor, ...]:
+        return finish(0, batch.tail_of(given))
 
-    once = Pass(batch.parts, finish, autocast.inside, whole=None if plan.by_rows else whole)
+    once = Pass(batch.parts, finish, batch.autocast.inside, whole=None if plan.by_rows else whole)
     undecided = reduction.undecided
     undecided.begin()
     is_watched = not plan.by_rows and _whole_is_watched(reduction)
@@ -301,37 +313,26 @@ def forward_now(
     return _fill(plan.template, results), None
 
 
-def evaluate(
-    stages: LocalStages,
-    plan: Plan,
-    batch: Batch,
-    loss_fn: LossFunction | None,
-    options: PipelineOptions,
-    autocast: Autocast,
-) -> object:
+def evaluate(stages: LocalStages, batch: Batch, outputs_to: Outputs) -> object:
     """All forwards, and no backward."""
-    outputs = plan.outputs
+    plan, outputs = batch.plan, batch.plan.outputs
     kept: list[dict[str, Tensor]] = []
 
-    def finish(index: int, output: object) -> tuple[Tensor, ...]:
-        found = leaves(with_loss(output, batch.parts[index], loss_fn))
+    def finish(part: int | None, output: object) -> tuple[Tensor, ...]:
+        found = tensors(batch.with_loss(output, part))
         kept.append({path: found[path] for path in outputs})
         return ()
 
-    def whole(given: dict[str, list[Any]]) -> tuple[Tensor, ...]:
-        assert plan.tail is not None
-        output = plan.tail.run(batch.whole, plan.tail.joined(given), whole=True)
-        found = leaves(with_loss(output, batch.whole, loss_fn))
-        kept.append({path: found[path] for path in outputs})
-        return ()
+    def whole(given: dict[str, list[object]]) -> tuple[Tensor, ...]:
+        return finish(None, batch.tail_of(given))
 
-    once = Pass(batch.parts, finish, autocast.inside, whole=None if plan.by_rows else whole)
+    once = Pass(batch.parts, finish, batch.autocast.inside, whole=None if plan.by_rows else whole)
     fill_only(stages, plan, once)
     stages.state.end_batch()
     joined: dict[str, Tensor] = {}
     if kept:
         joined = {path: kind.join([each[path] for each in kept]) for path, kind in outputs.items()}
-    if options.outputs != "last":
+    if outputs_to != "last":
         joined = {path: stages.from_last(joined.get(path), kind) for path, kind in outputs.items()}
     return _fill(plan.template, joined)
 
@@ -355,11 +356,6 @@ def nothing(_: int, output: object) -> tuple[Tensor, ...]:
 def _all_from_first(root: Tensor, count: int) -> list[Tensor]:
     """What the micro-batches' backwards begin with, where the first one's goes through all of them."""
     return [root, *(torch.zeros_like(root).requires_grad_() for _ in range(count - 1))]
-
-
-def with_loss(output: object, call: Call, loss_fn: LossFunction | None) -> object:
-    """The output, or the loss that ``loss_fn`` makes of it."""
-    return output if loss_fn is None else (loss_fn(output, *call.targets),)
 
 
 def _fill(template: object, results: Mapping[str, Tensor]) -> object:

@@ -12,27 +12,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.comm.tree import leaves, map_leaves
+from lockstep.comm.tree import leaves, map_leaves, tensors
 from lockstep.errors import UsageError
 from lockstep.model.blocks import joined_name
-from lockstep.parallel.pipeline.absent import Instead, is_stand_in
-from lockstep.parallel.pipeline.carried import Exchange
-from lockstep.parallel.pipeline.layout import Layout
-from lockstep.parallel.pipeline.micro_batch import BatchDims, Call, Joined, find_loss, joined
-from lockstep.parallel.pipeline.segment import (
+from lockstep.parallel.pipeline.absent import (
     Change,
-    Conversion,
-    Given,
-    LocalBlock,
+    Instead,
     NextStage,
     Replayed,
     ReplayedPart,
-    Segment,
     changed,
-    for_itself,
+    is_stand_in,
 )
+from lockstep.parallel.pipeline.exchange import Exchange, Given, LocalBlock, for_itself
+from lockstep.parallel.pipeline.layout import Layout
+from lockstep.parallel.pipeline.micro_batch import BatchDims, Call, Joined, find_loss, joined
+from lockstep.parallel.pipeline.segment import Segment
 from lockstep.parallel.pipeline.state import restored
-from lockstep.parallel.pipeline.trace import RECEIVED, Traced, Tracer, storage_of
+from lockstep.parallel.pipeline.trace import Tracer
+from lockstep.parallel.pipeline.traced import RECEIVED, Traced, storage_of
 from lockstep.runtime.seed import generators_kept
 from lockstep.torch_internals.fake import quiet
 
@@ -60,11 +58,8 @@ def check_same_batch(call: Call, group: dist.ProcessGroup, device: torch.device)
     """
     text = "".join(map(str, signature(call)))
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
-    sums = [
-        leaf.detach().double().nan_to_num().sum()
-        for leaf in leaves(call.tree).values()
-        if isinstance(leaf, Tensor) and not leaf.is_complex()
-    ]
+    real = [leaf.detach() for leaf in tensors(call.tree).values() if not leaf.is_complex()]
+    sums = [leaf.double().nan_to_num().sum() for leaf in real]
     total = torch.stack(sums).sum() if sums else torch.zeros((), device=device)
     mine = torch.stack(
         [torch.tensor(float(digest), dtype=torch.float64, device=device), total.to(device).double()]
@@ -127,29 +122,20 @@ def used_arguments(
 
     def alike(_: str, block: nn.Module) -> str:
         if id(block) not in known:
-            shapes = [tuple(p.shape) for p in leaves(_plain(block)).values() if isinstance(p, Tensor)]
+            held = (value for module in block.modules() for value in vars(module).values())
+            shapes = [tuple(value.shape) for value in held if isinstance(value, Tensor)]
             known[id(block)] = f"{block!r}{shapes}"
         return known[id(block)]
 
     tracer.alike = alike
-    for path, leaf in leaves(call.tree).items():
-        if isinstance(leaf, Tensor):
-            tracer.inputs.setdefault(storage_of(leaf), set()).add(path)
+    for path, leaf in tensors(call.tree).items():
+        tracer.inputs.setdefault(storage_of(leaf), set()).add(path)
     try:
         with quiet():
             _run(tracer, model, layout, call, loss_fn)
     except Exception:  # whatever a user's forward raises
         return None
     return tracer.used
-
-
-def _plain(block: nn.Module) -> dict[str, object]:
-    return {
-        f"{path}.{key}": value
-        for path, module in block.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, Tensor)
-    }
 
 
 def _tracer(model: nn.Module, layout: Layout) -> Tracer:
@@ -196,9 +182,8 @@ class Plan:
     micro_batches: int
     dims: BatchDims  # of the arguments
     loss: str | None  # path of the loss in the output; None: the loop computes it
-    kinds: dict[tuple[str, str], str] = field(
-        default_factory=dict
-    )  # (block, path) -> what has no rows is over the batch
+    # (block, path) -> what has no rows is over the batch
+    kinds: dict[tuple[str, str], str] = field(default_factory=dict)
     tail: Tail | None = None  # where the last stage is
     schedule: object = None
     evaluation: Any = None
@@ -229,11 +214,10 @@ class Plan:
                 f"The model returns at output{self.traced.early[0]} a tensor that another stage than the last of the "
                 "pipeline made. Ask the model not to return it (for transformers: output_hidden_states=False)."
             )
-        whole = leaves(self.whole.output)
+        whole = tensors(self.whole.output)
         return {
             path: joined(leaf, whole[path], self.micro_batches)
-            for path, leaf in leaves(self.template).items()
-            if isinstance(leaf, Tensor)
+            for path, leaf in tensors(self.template).items()
         }
 
     def row_dim(self, block: str, path: str) -> int | None:
@@ -253,9 +237,7 @@ class Plan:
         """Whether the outputs of micro-batches, one after the other, are those of the batch."""
         return self.micro_batches == 1 or all(kind.by_rows for kind in self.outputs.values())
 
-    def build_segments(
-        self, model: nn.Module, layout: Layout, stages: list[int], conversion: Conversion
-    ) -> None:
+    def build_segments(self, model: nn.Module, layout: Layout, stages: list[int]) -> None:
         """One for each stage of this rank."""
         cuts = self.traced.cuts
         for stage in stages:
@@ -263,7 +245,7 @@ class Plan:
             changes, own = stage_changes(layout, self.traced, stage, set(stages), exchange)
             following = cuts[stage + 1] if stage + 1 < len(cuts) else None
             first = next(iter(own.values()), None) if stage else None
-            self.segments[stage] = Segment(model, changes, first, following, conversion, own, exchange)
+            self.segments[stage] = Segment(model, changes, first, following, own, exchange)
             if following is None:
                 self.tail = Tail(model, layout, self, stage, set(stages))
 

@@ -11,7 +11,7 @@ inactive hinge). Where such a one comes to differ, it must be looked at again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,10 +164,10 @@ class Undecided:
         """Another batch comes."""
         self._seen, self._flags = {}, []
 
-    def note(self, name: str, tensors: Iterable[tuple[str, object]]) -> None:
-        """What a block returned for a micro-batch, or what was received."""
-        for path, value in tensors:
-            if (name, path) in self.places and isinstance(value, Tensor):
+    def note(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """What a block returned for a micro-batch, or what was received, by path."""
+        for path, value in tensors.items():
+            if (name, path) in self.places:
                 self._seen.setdefault((name, path), []).append(value.detach().clone())
 
     def watch(self, loss: Tensor) -> None:

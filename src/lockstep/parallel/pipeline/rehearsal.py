@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.tree import leaves, map_leaves
+from lockstep.comm.tree import leaves, map_leaves, tensors
 from lockstep.errors import UsageError
 from lockstep.parallel.determinism import WithoutChance, without_dropout
 from lockstep.parallel.pipeline.errors import mixes_rows, neither_mean_nor_sum
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import Call
-from lockstep.parallel.pipeline.passes import Autocast, Batch, LossFunction, fill_only, nothing, with_loss
+from lockstep.parallel.pipeline.passes import Batch, fill_only, nothing
 from lockstep.parallel.pipeline.plan import Plan, Tail
 from lockstep.parallel.pipeline.reduction import (
     Edge,
@@ -40,10 +40,7 @@ class Rehearsal:
     """With one batch. ``looks_at_loss``: what the loss is over it is to be found."""
 
     stages: LocalStages
-    plan: Plan
     batch: Batch
-    loss_fn: LossFunction | None
-    autocast: Autocast
     looks_at_loss: bool
     title: str
     word: str = ""
@@ -68,14 +65,14 @@ class Rehearsal:
                 self.whole = {}
         looks = self._look if self.looks_at_loss or whole_plan is not None else None
         once = self._pass(self.batch.parts, self._finish, looks)
-        fill_only(self.stages, self.plan, once, find=True)
+        fill_only(self.stages, self.batch.plan, once, find=True)
 
     def raises_on_whole(self, plan: Plan) -> bool:
         """Whether forwards of this rank's stages raise something of the whole batch too."""
         failures: list[Exception] = []
 
-        def finish(_: int, output: Any) -> tuple[Tensor, ...]:
-            with_loss(output, self.batch.whole, self.loss_fn)
+        def finish(_: int, output: object) -> tuple[Tensor, ...]:
+            self.batch.with_loss(output)
             return ()
 
         once = replace(self._pass([self.batch.whole], finish, None), failures=failures)
@@ -87,7 +84,7 @@ class Rehearsal:
         return Pass(
             calls,
             finish,
-            self.autocast.inside,
+            self.batch.autocast.inside,
             whole=whole,
             notes_whole=False,
             failures=self.failures,
@@ -95,7 +92,7 @@ class Rehearsal:
         )
 
     def _finish(self, index: int, output: object) -> tuple[Tensor, ...]:
-        with_loss(output, self.batch.parts[index], self.loss_fn)
+        self.batch.with_loss(output, index)
         return ()
 
     def _note_whole(self, outputs: Outputs) -> tuple[Tensor, ...]:
@@ -121,27 +118,25 @@ class Rehearsal:
 
     @property
     def _tail(self) -> Tail:
-        assert self.plan.tail is not None
-        return self.plan.tail
+        assert self.batch.plan.tail is not None
+        return self.batch.plan.tail
 
     def _compared(self, outputs: Outputs) -> list[tuple[str, str]]:
         """Notes what each tensor without rows is; returns those that are neither a mean nor a sum."""
         unknown = []
         for name, each in outputs.items():
             parts = [leaves(one) for one in each]
-            for path, value in leaves(self.whole[name][0]).items():
-                if not isinstance(value, Tensor):
-                    continue
-                dim = self.plan.row_dim(name, path)
+            for path, value in tensors(self.whole[name][0]).items():
+                dim = self.batch.plan.row_dim(name, path)
                 mine = [part[path] for part in parts]
                 if dim is not None:
-                    if not same_rows(value, mine, dim, self.autocast.is_on):
-                        raise mixes_rows(self.title, name or self.plan.traced.cuts[-1].block)
+                    if not same_rows(value, mine, dim, self.batch.autocast.is_on):
+                        raise mixes_rows(self.title, name or self.batch.plan.traced.cuts[-1].block)
                     continue
                 kind = kind_of(value, mine)
                 if is_same(value, mine):
                     self.undecided.places[name, path] = not bool(value.any())
-                self.plan.kinds[name, path] = kind or "mean"
+                self.batch.plan.kinds[name, path] = kind or "mean"
                 if not kind:
                     unknown.append((name, path))
         return unknown
@@ -161,27 +156,23 @@ class Rehearsal:
         return any(not torch.equal(first[key], second[key]) for key in first)
 
     def _numbers(self, outputs: Outputs) -> dict[str, Tensor]:
-        call = self.batch.whole
-        output = with_loss(self._tail.run(call, self._tail.joined(outputs), True), call, self.loss_fn)
-        return {key: leaf for key, leaf in leaves(output).items() if isinstance(leaf, Tensor)}
+        return tensors(self.batch.with_loss(self.batch.tail_of(outputs)))
 
     @torch.enable_grad()
     def _reduction(self, outputs: Outputs) -> str:
-        plan, tail, batch = self.plan, self._tail, self.batch
+        plan, tail, batch = self.batch.plan, self._tail, self.batch
         path = plan.loss
         assert path is not None
         state: ForwardState = self.stages.state
         without: list[set[Edge]] = []
 
-        def gradient(call: Call, given: dict[str, Any], is_whole: bool) -> tuple[Tensor, dict[str, Tensor]]:
-            given = map_leaves(_leaf, given)
-            own = {
-                key: value
-                for key, value in leaves(given).items()
-                if isinstance(value, Tensor) and value.requires_grad
-            }
+        def gradient(given: dict[str, object], part: int | None) -> tuple[Tensor, dict[str, Tensor]]:
+            """The loss of the whole batch (``part`` None) or of a part, and its gradients in ``given``."""
+            given, is_whole = map_leaves(_leaf, given), part is None
+            own = {key: value for key, value in tensors(given).items() if value.requires_grad}
+            call = batch.whole if part is None else batch.parts[part]
             with state.micro_batch(note=not is_whole):
-                loss = leaves(with_loss(tail.run(call, given, is_whole), call, self.loss_fn))[path]
+                loss = tensors(batch.with_loss(tail.run(call, given, is_whole), part))[path]
             got, edges = edges_without_gradient(
                 loss, lambda: torch.autograd.grad(loss, list(own.values()), allow_unused=True)
             )
@@ -190,10 +181,10 @@ class Rehearsal:
             zeros = (torch.zeros_like(v) if g is None else g for v, g in zip(own.values(), got, strict=True))
             return loss.detach(), dict(zip(own, zeros, strict=True))
 
-        loss, gradients = gradient(batch.whole, tail.joined(outputs), True)
+        loss, gradients = gradient(tail.joined(outputs), None)
         each = [
-            gradient(call, {name: values[index] for name, values in outputs.items()}, False)
-            for index, call in enumerate(batch.parts)
+            gradient({name: values[index] for name, values in outputs.items()}, index)
+            for index in range(len(batch.parts))
         ]
         self.undecided.edges = set.intersection(*without)
         dims = {key: plan.row_dim(*_place(key)) for key in gradients}

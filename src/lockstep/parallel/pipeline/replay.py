@@ -11,20 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.comm.tree import children, leaves, map_leaves
+from lockstep.comm.tree import children, leaves, map_leaves, tensors
 from lockstep.model.equal_modules import Unlike, describe, described, reading
 from lockstep.parallel.pipeline.absent import is_stand_in
+from lockstep.parallel.pipeline.traced import Argument, repeated, storage_of
 from lockstep.torch_internals import tensors as torch_tensors
 
 _PLAIN = (bool, int, float, str, type(None))
 _CONSTANTS = (*_PLAIN, torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-class Given:
-    """A leaf of what a block returns that is an argument of it."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
 
 
 class Replays:
@@ -38,7 +32,6 @@ class Replays:
     that compute the same, operation by operation, have outputs of equal shapes for another number of rows, too.
 
     Args:
-        storage: The key of a tensor's storage.
         is_known: Whether a storage belongs to a parameter outside of blocks, or to something that was computed.
         is_made: Whether a tensor was made by this segment.
         new: Makes a stand-in that this segment makes.
@@ -47,13 +40,12 @@ class Replays:
 
     def __init__(
         self,
-        storage: Callable[[Tensor], int],
         is_known: Callable[[Tensor], bool],
         is_made: Callable[[Tensor], bool],
         new: Callable[[Tensor], Tensor],
         kept: list[Tensor],
     ) -> None:
-        self._storage, self._is_known, self._is_made = storage, is_known, is_made
+        self._is_known, self._is_made = is_known, is_made
         self._new, self._kept = new, kept
         self._traced: dict[Any, list[tuple[dict[Any, Any], Any]]] = {}
         self._alive: list[Any] = []
@@ -72,7 +64,7 @@ class Replays:
         def is_known(tensor: Tensor) -> bool:
             if self._is_known(tensor):
                 return True
-            own.add(self._storage(tensor))
+            own.add(storage_of(tensor))
             return False
 
         before = describe(module, is_known)
@@ -85,13 +77,13 @@ class Replays:
         for values, result in known:
             if all(before.values.get(key) == value for key, value in values.items()):
                 self.count += 1
-                return self._again(result, given)
+                return repeated(result[0], given, self._new)
         self.made = []
-        self._log = Operations(self._storage) if caches else None
+        self._log = Operations() if caches else None
         kinds_inside = set() if caches else {type(inner) for inner in module.modules()}
         with reading(kinds_inside) as reads:
             out = run(module, args, kwargs)
-        after = describe(module, lambda tensor: self._storage(tensor) not in own and self._is_known(tensor))
+        after = describe(module, lambda tensor: storage_of(tensor) not in own and self._is_known(tensor))
         is_whole = before == after and kinds == self._kinds(args, kwargs)
         if is_whole and self._log is not None:
             self._operations[name] = before.structure, kinds, tuple(self._log.noted)
@@ -117,19 +109,19 @@ class Replays:
 
     def _remain_inside(self, out: Any, given: dict[str, Any]) -> None:
         """What was made and not returned is to be used by nobody else."""
-        passed = {self._storage(leaf) for tree in (out, given) for leaf in _tensors(leaves(tree))}
+        passed = {storage_of(leaf) for tree in (out, given) for leaf in tensors(tree).values()}
         made = [tensor for one in self.made or () if (tensor := one()) is not None]
-        self._inside |= {self._storage(tensor) for tensor in made} - passed
+        self._inside |= {storage_of(tensor) for tensor in made} - passed
         self._alive += made
 
     def _check(self, given: dict[str, Any]) -> None:
-        if any(self._storage(tensor) in self._inside for tensor in _tensors(given)):
+        if any(storage_of(tensor) in self._inside for tensor in tensors(given).values()):
             self._operations.clear()  # blocks are not alone in what they do
 
     def note(self, out: Any) -> None:
         """Something that a function of torch gave within a block."""
         if self.made is not None:
-            self.made += [weakref.ref(one) for one in leaves(out).values() if isinstance(one, Tensor)]
+            self.made += [weakref.ref(one) for one in tensors(out).values()]
 
     def _has_escaped(self, out: Any, given: dict[str, Any]) -> bool:
         """Whether somebody has a tensor that was made inside and not returned."""
@@ -155,7 +147,7 @@ class Replays:
             if not is_stand_in(leaf):
                 self._alive.append(leaf)
                 return id(leaf), torch_tensors.version(leaf), leaf.requires_grad
-            same = (number(id(leaf)), number(self._storage(leaf)), leaf.storage_offset())
+            same = (number(id(leaf)), number(storage_of(leaf)), leaf.storage_offset())
             return (*same, type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
 
         return _modes(), _skeleton((args, kwargs), kind)
@@ -163,16 +155,16 @@ class Replays:
     def _kept_of(self, out: Any, given: dict[str, Any], own: set[int]) -> Any:
         """The output as it is to be given again; None if it cannot be."""
         places = {id(leaf): path for path, leaf in given.items() if not isinstance(leaf, _PLAIN)}
-        taken = own | {self._storage(leaf) for leaf in given.values() if isinstance(leaf, Tensor)}
+        taken = own | {storage_of(leaf) for leaf in tensors(given).values()}
         seen: dict[int, int] = {}
         failed = False
 
         def keep(_: str, leaf: Any) -> Any:
             nonlocal failed
             if id(leaf) in places:
-                return Given(places[id(leaf)])
+                return Argument(places[id(leaf)])
             if isinstance(leaf, Tensor):
-                storage = self._storage(leaf)
+                storage = storage_of(leaf)
                 owner = seen.setdefault(storage, id(leaf))
                 is_own = storage not in taken and owner == id(leaf) and self._is_made(leaf)
                 failed |= not (is_own and is_stand_in(leaf) and (leaf.is_leaf or leaf.is_contiguous()))
@@ -183,23 +175,6 @@ class Replays:
         kept = map_leaves(keep, out)
         return None if failed else (kept,)
 
-    def _again(self, result: Any, given: dict[str, Any]) -> Any:
-        made: dict[int, Tensor] = {}
-
-        def again(_: str, leaf: Any) -> Any:
-            if isinstance(leaf, Given):
-                return given[leaf.path]
-            if not isinstance(leaf, Tensor):
-                return leaf
-            if id(leaf) not in made:
-                new = self._new(leaf)
-                made[id(leaf)] = (
-                    new if leaf.is_leaf else new.clone()
-                )  # what is no leaf may be changed in place
-            return made[id(leaf)]
-
-        return map_leaves(again, result[0])
-
 
 class Operations:
     """What a block computes, operation by operation, with the shapes of what goes in: equal where blocks do the same.
@@ -207,10 +182,9 @@ class Operations:
     Tensors are known by the order in which they are first used.
     """
 
-    def __init__(self, storage: Callable[[Tensor], int]) -> None:
+    def __init__(self) -> None:
         self.noted: list[Hashable] = []
         self.alive: list[Tensor] = []  # addresses must not be used again
-        self._storage = storage
         self._numbers: dict[int, int] = {}
 
     def note(self, function: Any, given: dict[str, Any]) -> None:
@@ -220,7 +194,7 @@ class Operations:
         if not isinstance(leaf, Tensor):
             return type(leaf), leaf if isinstance(leaf, _CONSTANTS) else Unlike()
         self.alive.append(leaf)
-        number = self._numbers.setdefault(self._storage(leaf), len(self._numbers))
+        number = self._numbers.setdefault(storage_of(leaf), len(self._numbers))
         layout = leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device
         return number, type(leaf), is_stand_in(leaf), *layout
 
@@ -231,10 +205,6 @@ def is_cache(value: Any) -> bool:
         cls.__module__ == "transformers.cache_utils" and cls.__name__ == "Cache"
         for cls in type(value).__mro__
     )
-
-
-def _tensors(found: dict[str, Any]) -> list[Tensor]:
-    return [leaf for leaf in found.values() if isinstance(leaf, Tensor)]
 
 
 def _skeleton(tree: Any, kind: Callable[[Any], Hashable]) -> Hashable:

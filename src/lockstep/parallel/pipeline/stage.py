@@ -13,7 +13,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from lockstep.config.enums import Schedule
 from lockstep.errors import LockstepError
 from lockstep.parallel.pipeline.segment import Segment
-from lockstep.parallel.pipeline.trace import Cut, Kind
+from lockstep.parallel.pipeline.traced import Cut, Kind
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals import pipelining
 from lockstep.torch_internals.pipelining_stage import StageBase

@@ -1,102 +1,28 @@
-"""One run of a model without its parameters' values, which shows what passes between its stages.
-
-A *segment* is the code from the call of a stage's first block to the call of the next stage's first block; the
-first one begins with the forward, the last one ends with it (and with the loss). Each stage runs its segment.
-"""
+"""One run of a model without its parameters' values, which shows what passes between its stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from lockstep.comm.tree import leaves, map_leaves
+from lockstep.comm.tree import leaves, map_leaves, map_tensors, tensors
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.pipeline.absent import StandIns, carried, carry, is_stand_in
-from lockstep.parallel.pipeline.carried import OUTPUT, Fetch, Source, Values, calling
+from lockstep.parallel.pipeline.carried import OUTPUT, Values, calling
 from lockstep.parallel.pipeline.errors import note_module, text_of, unknown_result
 from lockstep.parallel.pipeline.replay import Replays
-from lockstep.torch_internals import tensors as torch_tensors
+from lockstep.parallel.pipeline.traced import RECEIVED, Cut, Kind, Traced, Use, marked, repeated, storage_of
 from lockstep.torch_internals.dispatch import TorchDispatchMode, changes_arguments
 from lockstep.torch_internals.fake import UNKNOWN_VALUE, without_values
 
 _REAL = (Tensor, nn.Parameter)
 SOME = 4
 """How many elements a mask without values is taken to choose."""
-RECEIVED = ""
-"""Stands among the names of the last stage's blocks for all that it receives."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What is known of a tensor before it is there."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @staticmethod
-    def of(tensor: Tensor) -> Kind:
-        return Kind(tensor.shape, tensor.dtype, tensor.requires_grad)
-
-
-@dataclass(frozen=True)
-class Cut:
-    """What a stage receives: the arguments of its first block that depend on earlier stages, and what else it uses, or
-    stages after it.
-
-    ``paths``: of the leaves of (args, kwargs), one for each tensor; ``sources``: of the rest, in the stage before.
-    ``kinds``: of both.
-    """
-
-    block: str
-    paths: tuple[str, ...] = ()
-    kinds: tuple[Kind, ...] = ()
-    sources: tuple[Source, ...] = ()
-
-
-@dataclass(frozen=True)
-class Use:
-    """How a stage uses what it receives outside of the call of its first block. ``within``: inside of blocks too."""
-
-    fetches: tuple[Fetch, ...] = ()
-    between: bool = False
-    within: bool = False
-
-
-@dataclass
-class Traced:
-    """What a run showed. ``cuts[s]`` is before stage s; the first is empty."""
-
-    cuts: list[Cut]
-    stages: list[Use] = field(default_factory=list)
-    output: Any = None
-    uses: dict[str, set[int]] = field(default_factory=dict)  # name of a parameter outside blocks -> segments
-    results: dict[str, Any] = field(
-        default_factory=dict
-    )  # block -> its output; leaves: stand-ins, `Argument`s
-    shapes: dict[str, dict[str, torch.Size]] = field(
-        default_factory=dict
-    )  # block -> path in its output -> shape of the tensor there
-    parts: dict[str, list[tuple[int, Any]]] = field(
-        default_factory=dict
-    )  # module -> segment, result of its calls
-    operations: dict[str, Hashable] = field(default_factory=dict)  # what blocks computed that filled a cache
-    early: list[str] = field(
-        default_factory=list
-    )  # paths of outputs that an earlier segment than the last made
-
-
-class Argument:
-    """A leaf of a block's output that is the argument at ``path``, unchanged. No dataclass, which would be no leaf."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
 
 
 class Tracer(TorchDispatchMode):
@@ -131,15 +57,13 @@ class Tracer(TorchDispatchMode):
         self._alive: list[Tensor] = []  # storages' addresses must not be used again
         self._empty: dict[int, tuple[Tensor, Tensor]] = {}  # id -> real tensor, and it without values
         self.parts: dict[int, str] = {}  # id -> name of modules whose results are to be kept
-        self.kept: list[
-            tuple[str, nn.Module]
-        ] = []  # modules of blocks, whose attributes may be tensors that they made
+        # modules of blocks, whose attributes may be tensors that they made
+        self.kept: list[tuple[str, nn.Module]] = []
         self._names = names
         self._title = title
         self._stack: list[str] = []
-        self.real: dict[
-            int, str
-        ] = {}  # storage -> name of the model's own parameters, which are not to be used
+        # storage -> name of the model's own parameters, which are not to be used
+        self.real: dict[int, str] = {}
         self.inputs: dict[int, set[str]] = {}  # storage -> paths of arguments
         self.used: set[str] = set()  # paths of those that an operation reads
         # Equal for blocks (name, module) that make the same shapes; None where that is not known.
@@ -152,10 +76,9 @@ class Tracer(TorchDispatchMode):
     def replay_equal_blocks(self) -> Replays:
         """Trace blocks that are equal once."""
         self._replays = self._values.replays = Replays(
-            storage_of,
             lambda tensor: storage_of(tensor) in self._parameters or storage_of(tensor) in self._born,
             lambda tensor: self._born.get(storage_of(tensor)) == self._segment,
-            self._new,
+            self._new_result,
             self._alive,
         )
         return self._replays
@@ -174,9 +97,8 @@ class Tracer(TorchDispatchMode):
         given = [leaf for leaf in called_with.values() if isinstance(leaf, Tensor)]
         is_empty = any(is_stand_in(tensor) for tensor in given)
         out = self._without_values(func, args, kwargs, given) if is_empty else func(*args, **kwargs)
-        made = [leaf for leaf in leaves(out).values() if isinstance(leaf, Tensor)]
-        for tensor in given if self.inputs else ():
-            self.used |= self.inputs.get(storage_of(tensor), set())
+        made = tensors(out).values()
+        self._note_used(given)
         if not made:
             return out
         random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
@@ -264,9 +186,11 @@ class Tracer(TorchDispatchMode):
                 "once and in order: choose them with blocks=..."
             )
         last = len(self._starts) - 1
-        for path, leaf in leaves(self.traced.output).items():
-            if isinstance(leaf, Tensor) and self._born.get(storage_of(leaf), last) < last:
-                self.traced.early.append(path)
+        self.traced.early = [
+            path
+            for path, leaf in tensors(self.traced.output).items()
+            if self._born.get(storage_of(leaf), last) < last
+        ]
         self._complete_cuts()
         return self.traced
 
@@ -306,20 +230,12 @@ class Tracer(TorchDispatchMode):
             self._cut(name, call, (args, kwargs))
             args, kwargs = map_leaves(lambda _, leaf: carried(leaf), call)
         out = self._result(name, module, args, kwargs)
-        given = {id(leaf): path for path, leaf in leaves((args, kwargs)).items() if isinstance(leaf, Tensor)}
-
-        def foreign(_: str, leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or id(leaf) in given or is_stand_in(leaf):
-                return leaf
-            return self._new(leaf)  # only this block's stage computes it
-
-        self.traced.shapes[name] = {
-            path: leaf.shape for path, leaf in leaves(out).items() if isinstance(leaf, Tensor)
-        }
-        out = map_leaves(foreign, out)
-        self.traced.results[name] = map_leaves(
-            lambda _, leaf: Argument(given[id(leaf)]) if id(leaf) in given else leaf, out
-        )
+        given = tensors((args, kwargs))
+        ids = set(map(id, given.values()))
+        self.traced.shapes[name] = {path: leaf.shape for path, leaf in tensors(out).items()}
+        # What is real and no argument, only this block's stage computes.
+        out = map_tensors(lambda leaf: leaf if id(leaf) in ids or is_stand_in(leaf) else self._new(leaf), out)
+        self.traced.results[name] = marked(out, given)
         self._values.returned(name, out)
         return out
 
@@ -336,25 +252,15 @@ class Tracer(TorchDispatchMode):
         key = (like, tuple((path, _shape(leaf)) for path, leaf in given.items()))
         if key not in self._seen:
             out = self._called_for(module, args, kwargs)
-            places = {id(leaf): path for path, leaf in given.items() if isinstance(leaf, Tensor)}
-            self._seen[key] = map_leaves(
-                lambda _, leaf: Argument(places[id(leaf)]) if id(leaf) in places else leaf, out
-            )
+            self._seen[key] = marked(out, given)
             return out
         self.followed += 1
-        for leaf in given.values():
-            if isinstance(leaf, Tensor) and self.inputs:
-                self.used |= self.inputs.get(storage_of(leaf), set())
+        self._note_used(tensors(given).values())
+        return repeated(self._seen[key], given, self._new_result)
 
-        def again(_: str, leaf: Any) -> Any:
-            if isinstance(leaf, Argument):
-                return given[leaf.path]
-            if not isinstance(leaf, Tensor):
-                return leaf
-            new = self._new(leaf)
-            return new if leaf.is_leaf else new.clone()  # what is no leaf may be changed in place
-
-        return map_leaves(again, self._seen[key])
+    def _note_used(self, given: Iterable[Tensor]) -> None:
+        for tensor in given if self.inputs else ():
+            self.used |= self.inputs.get(storage_of(tensor), set())
 
     def _called_for(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         depth = len(self._stack)
@@ -364,14 +270,8 @@ class Tracer(TorchDispatchMode):
         except UNKNOWN_VALUE:
             # Experts chosen by a router, for instance. Blocks of such models return what they got, changed.
             del self._stack[depth:]
-            first = next(
-                (
-                    leaf
-                    for leaf in leaves((args, kwargs)).values()
-                    if is_stand_in(leaf) and leaf.is_floating_point()
-                ),
-                None,
-            )
+            given = tensors((args, kwargs)).values()
+            first = next((leaf for leaf in given if is_stand_in(leaf) and leaf.is_floating_point()), None)
             if first is None:
                 raise
             self._guessed.append(self._names.get(id(module), ""))
@@ -385,12 +285,8 @@ class Tracer(TorchDispatchMode):
         values = leaves(present)
         sent: dict[str, Tensor] = {}
         seen: set[int] = set()
-        for path, leaf in leaves(call).items():
-            if (
-                isinstance(leaf, Tensor)
-                and (is_stand_in(leaf) or storage_of(leaf) in self._born)
-                and id(leaf) not in seen
-            ):
+        for path, leaf in tensors(call).items():
+            if (is_stand_in(leaf) or storage_of(leaf) in self._born) and id(leaf) not in seen:
                 seen.add(id(leaf))
                 sent[path] = leaf
         if not sent:
@@ -412,6 +308,10 @@ class Tracer(TorchDispatchMode):
         self._born[storage_of(new)] = self._segment
         self._alive.append(new)
         return new
+
+    def _new_result(self, like: Tensor) -> Tensor:
+        """What is no leaf may be changed in place."""
+        return self._new(like) if like.is_leaf else self._new(like).clone()
 
     def _leak(self, tensor: Tensor) -> UsageError:
         return UsageError(
@@ -461,11 +361,3 @@ def _shape(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad, is_stand_in(leaf))
     return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)
-
-
-def storage_of(tensor: Tensor) -> int:
-    """The same for a tensor and its views."""
-    try:
-        return torch_tensors.storage_key(tensor)
-    except (NotImplementedError, RuntimeError):  # sparse tensors and wrappers have no storage of their own
-        return id(tensor)
