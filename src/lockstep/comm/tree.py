@@ -12,12 +12,16 @@ import copy
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 Tree = TypeVar("Tree")
 """Tensors in nested containers, or one alone: they come back in the same ones."""
+
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
+"""The arguments of a call of a user's code, which may be anything."""
 
 _LEAVES = (
     torch.Tensor,

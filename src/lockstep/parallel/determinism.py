@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lockstep.comm.tree import leaves
+from lockstep.comm.tree import Args, leaves
 from lockstep.parallel.expert.layer import MixtureOfExperts
 from lockstep.torch_internals import modules as torch_modules
+from lockstep.torch_internals.functions import Kwargs, TorchFunction
 
 HALF = 0.5
 """What stands for each number drawn from [0, 1), and for each normal one."""
@@ -27,8 +28,8 @@ class WithoutChance(TorchFunctionMode):
     """Within it, functions that draw random numbers give the same ones whatever the shapes and the generator."""
 
     def __torch_function__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func is F.gumbel_softmax:  # draws inside, where no mode is active
             return _softmax_without_noise(*args, **kwargs)
@@ -49,8 +50,8 @@ class BeforeWrites(TorchFunctionMode):
         self._note = note
 
     def __torch_function__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if (name.endswith("_") and not name.endswith("__")) or name in _WRITES:

@@ -128,7 +128,7 @@ class _Normalize(torch.autograd.Function):
         return normalized.to(x.dtype), mean, variance, count
 
     @staticmethod
-    def backward(ctx: FunctionContext, gradient: Tensor, *_: Any) -> tuple[Tensor, None, None]:
+    def backward(ctx: FunctionContext, gradient: Tensor, *_: object) -> tuple[Tensor, None, None]:
         normalized, scale, count = ctx.saved_tensors
         wide = gradient.to(normalized.dtype)
         sums = torch.stack([wide.sum(ctx.dims), (wide * normalized).sum(ctx.dims)])

@@ -14,9 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lockstep.comm.collectives import Communicator
 from lockstep.errors import UsageError
 from lockstep.runtime.step import StepState
-from lockstep.train.whole.kinds import is_separable
+from lockstep.train.whole.kinds import is_separable, place_of
 from lockstep.train.whole.random import are_equal, state_of_generators
-from lockstep.train.whole.source import place_of
 from lockstep.train.whole.step import whole_step_of
 
 if TYPE_CHECKING:

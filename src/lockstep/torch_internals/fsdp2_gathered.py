@@ -28,6 +28,8 @@ FSDPParam: TypeAlias = Any
 """Torch's private record of one sharded parameter, whose attributes differ between versions."""
 FSDPParamGroup: TypeAlias = Any
 """That of parameters that are gathered together."""
+ShardedModule: TypeAlias = Any
+"""A module of which torch has made an ``FSDPModule``, too: Python has no name for a type that is both."""
 
 
 class GatheredParameter(nn.Parameter):

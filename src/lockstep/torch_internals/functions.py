@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
 from lockstep.torch_internals.versions import expect, probed
+
+TorchFunction: TypeAlias = Callable[..., Any]
+"""A function of torch, as modes get it: what it takes and returns is its own affair."""
+Kwargs: TypeAlias = dict[str, Any]
+"""Its keyword arguments."""
 
 
 class SeesFunctions(TorchFunctionMode):
@@ -30,7 +36,9 @@ class SeesFunctions(TorchFunctionMode):
         for other in reversed(above):
             _push_mode(other)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: TorchFunction, types: object, args: tuple[object, ...] = (), kwargs: Kwargs | None = None
+    ) -> object:
         self.has_seen = True
         return func(*args, **(kwargs or {}))
 

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from lockstep.comm.dtensor import is_dtensor, shard_like
 from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
-from lockstep.train.whole.kinds import is_elementwise, is_separable
-from lockstep.train.whole.source import place_of
+from lockstep.train.whole.kinds import is_elementwise, is_separable, place_of
 
 ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UsageError
 from lockstep.parallel.context.layout import SequenceLayout
+from lockstep.torch_internals.functions import Kwargs, TorchFunction
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class OnChunks(TorchFunctionMode):
         """The function that is checked now."""
 
     def __torch_function__(
-        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+        self, func: TorchFunction, types: object, args: tuple[object, ...] = (), kwargs: Kwargs | None = None
+    ) -> object:
         check = _POSITIONS.get(func)
         if check is not None:
             self.calls = func
@@ -73,8 +74,8 @@ class InBlock(OnChunks):
         self.suspicions: list[Suspicion] = []
 
     def __torch_function__(
-        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+        self, func: TorchFunction, types: object, args: tuple[object, ...] = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         check = _CHECKS.get(func)
         if check is not None:

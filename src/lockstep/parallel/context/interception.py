@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.comm.tree import Args
 from lockstep.config.enums import CPMethod
 from lockstep.errors import UsageError
 from lockstep.parallel.context.arguments import Masks, Visible
@@ -18,6 +19,7 @@ from lockstep.parallel.context.checks import InBlock
 from lockstep.parallel.context.layout import SequenceLayout
 from lockstep.parallel.context.ring import ring_attention
 from lockstep.parallel.context.ulysses import ulysses_attention
+from lockstep.torch_internals.functions import Kwargs, TorchFunction
 
 
 class SplitSequence(InBlock):
@@ -39,8 +41,8 @@ class SplitSequence(InBlock):
         """Calls of attention so far."""
 
     def __torch_function__(
-        self, func: object, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         if func is F.scaled_dot_product_attention:
             self.calls = func
             return self.attention(*args, **(kwargs or {}))

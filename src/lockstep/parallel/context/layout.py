@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -121,7 +120,7 @@ class _GatherShards(torch.autograd.Function):
         return layout.joined(layout.collect(local), dim)
 
     @staticmethod
-    def backward(ctx: FunctionContext, *gradients: Tensor) -> Any:
+    def backward(ctx: FunctionContext, *gradients: Tensor) -> tuple[Tensor, None, None]:
         parts = ctx.layout.shard_of(gradients[0], ctx.dim)
         local = torch.empty_like(parts[0])
         reduce_scatter_tensor(local, parts.flatten(0, 1), group=ctx.layout.group)

@@ -30,6 +30,7 @@ from lockstep.runtime import failure
 from lockstep.runtime.seed import generators_kept
 from lockstep.torch_internals import kernels
 from lockstep.torch_internals import modules as torch_modules
+from lockstep.torch_internals.functions import Kwargs, TorchFunction
 
 POSITIONS = 16
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -127,8 +128,8 @@ class _Noting(TorchFunctionMode):
         self.operations = operations
 
     def __torch_function__(
-        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+        self, func: TorchFunction, types: object, args: tuple[object, ...] = (), kwargs: Kwargs | None = None
+    ) -> object:
         if func is F.scaled_dot_product_attention:
             return _by_positions(*_three(args, kwargs or {}))
         if func is F.multi_head_attention_forward:

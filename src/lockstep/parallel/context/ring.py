@@ -14,7 +14,7 @@ Striped Attention, 2023 (balance).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -78,7 +78,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionContext, *gradients: Tensor) -> Any:
+    def backward(ctx: FunctionContext, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         layout, causal, scale = ctx.layout, ctx.causal, ctx.scale
         kernel, groups, gradient = (

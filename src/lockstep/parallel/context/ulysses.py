@@ -88,7 +88,7 @@ class _Reversible(torch.autograd.Function):
         return there(tensor, layout)
 
     @staticmethod
-    def backward(ctx: FunctionContext, *gradients: Tensor) -> Any:
+    def backward(ctx: FunctionContext, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.back(gradients[0], ctx.layout), None, None, None
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from lockstep.errors import UsageError
 from lockstep.torch_internals.parameter_hooks import (
@@ -61,7 +61,7 @@ class CopiesAlike:
         worst = int(off.argmax())
         if off[worst] <= TOLERANCE:
             return
-        names: dict[int, Any] = {id(p): name for name, p in self._module.named_parameters()}
+        names: dict[int, str] = {id(p): name for name, p in self._module.named_parameters()}
         raise UsageError(
             f"'{names.get(id(trained[worst]), '?')}' of {type(self._module).__name__} is no longer equal on all ranks: "
             f"its sums differ by {off[worst].item():.0e}. It was stepped by gradients or numbers that are a rank's "
@@ -86,7 +86,7 @@ def _sums(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values.sum(dtype=torch.float64), values.abs().sum(dtype=torch.float64)
 
 
-def average_before_hooks(replica: Any, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+def average_before_hooks(replica: TorchDDP, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
     """Let hooks of ``register_hook`` that all ranks have see averages of these parameters. Collective."""
     if replica.find_unused_parameters or not parameters:
         return  # a rank may leave out a parameter, and with it the average
@@ -99,7 +99,7 @@ def average_before_hooks(replica: Any, parameters: Sequence[nn.Parameter], devic
             call_around_others(parameter, TENSOR, _Average(replica), None, _OURS)
 
 
-def guard_hooks(replica: Any, parameters: Sequence[nn.Parameter]) -> None:
+def guard_hooks(replica: TorchDDP, parameters: Sequence[nn.Parameter]) -> None:
     """Refuse what other hooks of these parameters change, when they do."""
     for parameter in parameters:
         for kind in kinds_of_hooks(parameter):
@@ -115,7 +115,7 @@ def guard_hooks(replica: Any, parameters: Sequence[nn.Parameter]) -> None:
 class _Average:
     """A hook of a parameter. Collective, as long as there is the replica."""
 
-    def __init__(self, replica: Any) -> None:
+    def __init__(self, replica: TorchDDP) -> None:
         self._replica = weakref.ref(replica)
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -137,7 +137,7 @@ class _Average:
 class _Before:
     """The first hook of a parameter, with the last one: ``after``."""
 
-    def __init__(self, replica: Any, parameter: nn.Parameter, kind: str) -> None:
+    def __init__(self, replica: TorchDDP, parameter: nn.Parameter, kind: str) -> None:
         self.after = _After(self)
         self._replica = weakref.ref(replica)
         self._parameter = weakref.ref(parameter)

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lockstep.comm.tree import leaves, map_leaves, tensors
+from lockstep.comm.tree import Args, Kwargs, leaves, map_leaves, tensors
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.absent import carried, is_stand_in
 from lockstep.parallel.pipeline.replay import Replays
 from lockstep.parallel.pipeline.traced import Fetch, Source
 from lockstep.torch_internals import tensors as torch_tensors
+from lockstep.torch_internals.functions import TorchFunction
 
 ITSELF = "itself"
 OUTPUT = "the output of the model"
@@ -130,7 +131,9 @@ class Values(TorchFunctionMode):
         finally:
             self._is_paused = before
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if self._is_paused or is_about(func):
             return func(*args, **kwargs)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lockstep.comm.tree import leaves, map_leaves
+from lockstep.comm.tree import Args, Kwargs, leaves, map_leaves
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.absent import Instead, carried, carry, is_stand_in
 from lockstep.parallel.pipeline.carried import (
@@ -27,6 +27,7 @@ from lockstep.parallel.pipeline.carried import (
     name_of,
 )
 from lockstep.parallel.pipeline.traced import Argument, Cut, Fetch, Source
+from lockstep.torch_internals.functions import TorchFunction
 
 
 class Exchange(TorchFunctionMode):
@@ -68,7 +69,9 @@ class Exchange(TorchFunctionMode):
         self._inside = 0
         self._is_own = self._is_first
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if (self._inside and not self._within) or is_about(func):
             return func(*args, **kwargs)
@@ -87,7 +90,7 @@ class Exchange(TorchFunctionMode):
             self._counts[name] += 1
             self._keep(out, "function", self._block, name, number)
             if (itself := Source("function", self._block, ITSELF, name, number)) in self._wanted:
-                self._found[itself] = kwargs.get("out", args[0])
+                self._found[itself] = kwargs["out"] if "out" in kwargs else args[0]
         return out
 
     def _keep(self, out: Any, kind: Any, block: str, function: str = "", number: int = 0) -> None:

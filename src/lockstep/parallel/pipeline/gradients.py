@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from lockstep.torch_internals.autograd import FunctionContext
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
+OutputGradients = tuple[Tensor | None, ...]
+"""Of outputs that a loop has called backward on; None where there is none."""
 
 
 @contextmanager
@@ -96,7 +97,7 @@ class _Value(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    def backward(ctx: FunctionContext, gradient: Tensor) -> Any:
+    def backward(ctx: FunctionContext, gradient: Tensor) -> tuple[None, None, None]:
         if ctx.add is None:
             raise RuntimeError(
                 "Trying to backward through a pipeline's loss a second time: its gradients are used up."
@@ -109,14 +110,14 @@ class _Value(torch.autograd.Function):
 class _Outputs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionContext, anchor: Tensor, backward: Callable[[tuple[object, ...]], None], *values: Tensor
-    ) -> Any:
+        ctx: FunctionContext, anchor: Tensor, backward: Callable[[OutputGradients], None], *values: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.backward_all = backward
         ctx.set_materialize_grads(False)
         return tuple(value.clone() for value in values)
 
     @staticmethod
-    def backward(ctx: FunctionContext, *gradients: Any) -> Any:
+    def backward(ctx: FunctionContext, *gradients: Tensor | None) -> tuple[None, ...]:
         ctx.backward_all(gradients)
         return (None, None, *(None for _ in gradients))
 
@@ -130,7 +131,7 @@ class _Pull(torch.autograd.Function):
         return tensors[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: FunctionContext, _: Tensor) -> Any:
+    def backward(ctx: FunctionContext, _: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *ctx.gradients)
 
 
@@ -140,7 +141,7 @@ def attach(value: Tensor, add: Callable[[Tensor], None]) -> Tensor:
     return result
 
 
-def attach_outputs(values: list[Tensor], backward: Callable[[tuple[Any, ...]], None]) -> list[Tensor]:
+def attach_outputs(values: list[Tensor], backward: Callable[[OutputGradients], None]) -> list[Tensor]:
     """``values`` as tensors whose backward calls ``backward(their gradients)``; None where there is none."""
     return list(_Outputs.apply(_anchor(values[0]), backward, *values))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from lockstep.comm.tree import leaves, map_leaves, map_tensors, tensors
+from lockstep.comm.tree import Args, Kwargs, leaves, map_leaves, map_tensors, tensors
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.pipeline.absent import StandIns, carried, carry, is_stand_in
 from lockstep.parallel.pipeline.carried import OUTPUT, Values, calling
@@ -19,6 +19,7 @@ from lockstep.parallel.pipeline.replay import Replays
 from lockstep.parallel.pipeline.traced import RECEIVED, Cut, Kind, Traced, Use, marked, repeated, storage_of
 from lockstep.torch_internals.dispatch import TorchDispatchMode, changes_arguments
 from lockstep.torch_internals.fake import UNKNOWN_VALUE, without_values
+from lockstep.torch_internals.functions import TorchFunction
 
 _REAL = (Tensor, nn.Parameter)
 SOME = 4
@@ -83,7 +84,9 @@ class Tracer(TorchDispatchMode):
         )
         return self._replays
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         if func is torch.ops.prim.device.default:  # most calls ask for the device alone
             return func(*args)
         with self._values.paused():

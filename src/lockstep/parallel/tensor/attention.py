@@ -8,7 +8,8 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor.plan import AttentionRegion, features
-from lockstep.parallel.tensor.rehearse import Passed, TensorRehearsal, first_that_passes
+from lockstep.parallel.tensor.rehearsal_run import TensorRehearsal
+from lockstep.parallel.tensor.rehearse import Passed, first_that_passes
 
 HEADS = (
     *("heads", "n_head", "n_heads", "num_heads", "nheads", "num_attention_heads", "n_local_heads", "nhead"),

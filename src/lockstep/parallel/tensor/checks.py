@@ -25,7 +25,8 @@ from lockstep.parallel.tensor.plan import (
     check_styles,
     features,
 )
-from lockstep.parallel.tensor.rehearse import Different, Passed, TensorRehearsal, rehearse
+from lockstep.parallel.tensor.rehearsal_run import TensorRehearsal
+from lockstep.parallel.tensor.rehearse import Different, Passed, rehearse
 from lockstep.torch_internals import modules as torch_modules
 
 

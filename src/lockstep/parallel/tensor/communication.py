@@ -18,7 +18,7 @@ Transformer Models, MLSys 2023.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -135,7 +135,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionContext, gradient: Tensor) -> Any:
+    def backward(ctx: FunctionContext, gradient: Tensor) -> tuple[Tensor, None]:
         return all_reduce(gradient, ctx.mesh), None
 
 
@@ -148,7 +148,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionContext, gradient: Tensor) -> Any:
+    def backward(ctx: FunctionContext, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
@@ -160,7 +160,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionContext, gradient: Tensor) -> Any:
+    def backward(ctx: FunctionContext, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return _own_part(gradient, ctx.mesh, ctx.dim), None, None, None
 
 
@@ -172,7 +172,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionContext, gradient: Tensor) -> Any:
+    def backward(ctx: FunctionContext, gradient: Tensor) -> tuple[Tensor, None, None]:
         return _all_gather(gradient, ctx.mesh, ctx.dim, ctx.size), None, None
 
 
@@ -184,7 +184,7 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionContext, gradient: Tensor) -> Any:
+    def backward(ctx: FunctionContext, gradient: Tensor) -> tuple[Tensor, None, None]:
         return _reduce_scatter(gradient, ctx.mesh, ctx.dim), None, None
 
 
@@ -196,5 +196,5 @@ class _ScatterSequence(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionContext, gradient: Tensor) -> Any:
+    def backward(ctx: FunctionContext, gradient: Tensor) -> tuple[Tensor, None, None]:
         return _all_gather(gradient, ctx.mesh, ctx.dim, gradient.shape[ctx.dim] * ctx.mesh.size()), None, None

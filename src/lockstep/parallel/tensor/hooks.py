@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor import communication
 from lockstep.parallel.tensor.communication import part_of
-from lockstep.parallel.tensor.modules import Group, ParallelHook, first_tensor, with_argument
+from lockstep.parallel.tensor.modules import Group, ParallelHook, first_tensor, spec_of, with_argument
 from lockstep.parallel.tensor.randomness import HasDropout, Stream, stream_of_group, stream_of_rank
 from lockstep.parallel.tensor.tensor_likes import (
     RankFeatures,
@@ -30,6 +30,9 @@ from lockstep.parallel.tensor.tensor_likes import (
     unmarked,
 )
 from lockstep.torch_internals import modules as torch_modules
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class ColumnRowRegion(ParallelHook):
@@ -62,7 +65,7 @@ class ColumnRowRegion(ParallelHook):
             kwargs = {name: self._report(value) for name, value in kwargs.items()}
         return args, kwargs
 
-    def close(self, module: Any) -> None:
+    def close(self, module: nn.Module) -> None:
         self._sent = None
         self.end_parts()
 
@@ -104,7 +107,7 @@ class ColumnRowRegion(ParallelHook):
             return ReportedWidth.of(value, self.reported[value.shape[-1]])
         return value
 
-    def __deepcopy__(self, memo: Any) -> ColumnRowRegion:
+    def __deepcopy__(self, memo: dict[int, object]) -> ColumnRowRegion:
         copied = object.__new__(ColumnRowRegion)
         memo[id(self)] = copied
         copied.__dict__.update(self.__dict__, _sent=None, _stream=None)
@@ -141,7 +144,7 @@ class SplitLayer(ParallelHook):
         self.in_sequence = False
         self._is_inside = False
 
-    def value(self, module: Any, name: str, parameter: Any) -> Any:
+    def value(self, module: nn.Module, name: str, parameter: DTensor) -> Any:
         if not self._is_inside:
             return WeightElsewhere(self.group, parameter, module)
         return parameter.to_local()
@@ -162,7 +165,7 @@ class SplitLayer(ParallelHook):
     def take(self, module: nn.Module, x: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def close(self, module: Any) -> None:
+    def close(self, module: nn.Module) -> None:
         self._is_inside = False
 
 
@@ -176,7 +179,7 @@ class ColwiseParallel(SplitLayer):
         self.pieces = 1
         self.is_head = False
 
-    def value(self, module: Any, name: str, parameter: Any) -> Any:
+    def value(self, module: nn.Module, name: str, parameter: DTensor) -> Any:
         if name != "bias" or self.pieces == 1 or not self._is_inside:
             return super().value(module, name, parameter)
         # It is held whole, see ``parameters.placement``: each rank has the gradient of its part.
@@ -209,11 +212,11 @@ class RowwiseParallel(SplitLayer):
         super().__init__(name, group, (*names, "bias"))
         self.region, self.features, self.splits = region, features, splits
 
-    def value(self, module: Any, name: str, parameter: Any) -> Any:
+    def value(self, module: nn.Module, name: str, parameter: DTensor) -> Any:
         if name != "bias":
             return super().value(module, name, parameter)
         if not self._is_inside:
-            return module._tensor_spec.whole_value(parameter)
+            return spec_of(module).whole_value(parameter)
         # It is added to the sum, once. Conv1D insists on one.
         return parameter.to_local().new_zeros(parameter.shape) if hasattr(module, "nf") else None
 
@@ -231,7 +234,7 @@ class RowwiseParallel(SplitLayer):
             )
         return x
 
-    def leave(self, module: Any, output: Tensor) -> Tensor:
+    def leave(self, module: nn.Module, output: Tensor) -> Tensor:
         mesh = self.group.mesh
         if self.in_sequence and self.group.is_split:
             output = communication.scatter_sequence(output, mesh)
@@ -240,7 +243,7 @@ class RowwiseParallel(SplitLayer):
         bias = torch_modules.parameters_of(module).get("bias")
         if bias is None:
             return output
-        return output + module._tensor_spec.whole_value(bias).to(output.dtype)
+        return output + spec_of(module).whole_value(bias).to(output.dtype)
 
 
 class VocabularyParallel(SplitLayer):
@@ -251,7 +254,7 @@ class VocabularyParallel(SplitLayer):
         self._start, self._length = part_of(rows, group.mesh)
         self._elsewhere: Tensor | None = None
 
-    def padding_index(self, module: Any, index: Any) -> object:
+    def padding_index(self, module: nn.Module, index: Any) -> object:
         if not self._is_inside or index is None:
             return index
         local = index - self._start
@@ -266,7 +269,7 @@ class VocabularyParallel(SplitLayer):
         assert self._elsewhere is not None
         return communication.reduce(output.masked_fill(self._elsewhere.unsqueeze(-1), 0.0), self.group.mesh)
 
-    def close(self, module: Any) -> None:
+    def close(self, module: nn.Module) -> None:
         super().close(module)
         self._elsewhere = None
 
@@ -292,12 +295,12 @@ class Root(ParallelHook):
         self.group, self._drops, self._device = group, drops, device
         self._stream: Stream | None = None
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
+    def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         if module.training and self._stream is None and self._drops():
             self._stream = stream_of_group(self._device, self.group.mesh)
         return args, kwargs
 
-    def close(self, module: Any) -> None:
+    def close(self, module: nn.Module) -> None:
         if self._stream is not None:
             self._stream.close()
             self._stream = None

@@ -25,7 +25,8 @@ from lockstep.parallel.tensor.plan import (
     features,
     is_linear,
 )
-from lockstep.parallel.tensor.rehearse import Passed, TensorRehearsal, rehearse
+from lockstep.parallel.tensor.rehearsal_run import TensorRehearsal
+from lockstep.parallel.tensor.rehearse import Passed, rehearse
 from lockstep.torch_internals import modules as torch_modules
 
 INFERRED = "inferred"

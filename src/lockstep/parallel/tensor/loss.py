@@ -92,7 +92,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionContext, gradient: Tensor) -> Any:
+    def backward(ctx: FunctionContext, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         softmax, place, is_here, counts = ctx.saved_tensors
         result = softmax - ctx.smoothing / ctx.classes
         result.scatter_add_(-1, place.unsqueeze(-1), -(1 - ctx.smoothing) * is_here.to(result).unsqueeze(-1))

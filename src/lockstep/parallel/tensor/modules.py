@@ -17,6 +17,7 @@ from lockstep.torch_internals import modules as torch_modules
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 
 class Group:
@@ -55,13 +56,13 @@ class Group:
 class ParallelHook:
     """Something that a module does around its own forward. The base does nothing."""
 
-    def enter(self, module: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         return args, kwargs
 
-    def leave(self, module: Any, output: Any) -> object:
+    def leave(self, module: nn.Module, output: Any) -> object:
         return output
 
-    def close(self, module: Any) -> None:
+    def close(self, module: nn.Module) -> None:
         """After ``leave``, or a failure."""
 
 
@@ -78,7 +79,7 @@ class ParallelModuleSpec:
         self.layer: Any = None
         self.reduced: str = ""
 
-    def value(self, module: Any, name: str, parameter: Any) -> Any:
+    def value(self, module: nn.Module, name: str, parameter: DTensor) -> Any:
         if not is_dtensor(parameter):
             return parameter
         is_split = self.layer is not None and name in self.layer.names
@@ -86,17 +87,17 @@ class ParallelModuleSpec:
         # Layers of torch sum over rows in kernels, which make new tensors.
         return value if _is_of_torch(module) else communication.own_gradient(value)
 
-    def whole_value(self, parameter: Any) -> Tensor:
+    def whole_value(self, parameter: DTensor) -> Tensor:
         value: Tensor = parameter.to_local()
         is_sum = self.reduced == "always" or (self.reduced == "sequence" and self.group.is_split)
         return communication.copy(value, self.group.mesh) if is_sum else value
 
 
-def _is_of_torch(module: Any) -> bool:
+def _is_of_torch(module: nn.Module) -> bool:
     return str(module._plain_class.__module__).startswith("torch.nn.")
 
 
-class TensorParallelForward(Subclassed):
+class TensorParallelForward(Subclassed, nn.Module):
     """Mixed into the class of each module that has parameters, or that has such modules inside."""
 
     _attributes = ("_tensor_spec",)
@@ -110,7 +111,7 @@ class TensorParallelForward(Subclassed):
             for part in spec.parts:
                 entered.append(part)
                 args, kwargs = part.enter(self, args, kwargs)
-            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+            output = super().forward(*args, **kwargs)
             for part in reversed(spec.parts):
                 output = part.leave(self, output)
             return output
@@ -118,6 +119,12 @@ class TensorParallelForward(Subclassed):
             for part in reversed(entered):
                 part.close(self)
             spec.group.end()
+
+
+def spec_of(module: nn.Module) -> ParallelModuleSpec:
+    """What was attached to this module."""
+    spec: ParallelModuleSpec = vars(module)["_tensor_spec"]
+    return spec
 
 
 def attach_spec(module: nn.Module, spec: ParallelModuleSpec, classes: dict[object, type]) -> None:
@@ -139,14 +146,14 @@ def attach_spec(module: nn.Module, spec: ParallelModuleSpec, classes: dict[objec
 def _parameter_property(name: str) -> property:
     """The parameter; as a plain tensor of this rank's part while a forward runs."""
 
-    def get(module: Any) -> Any:
+    def get(module: nn.Module) -> Any:
         if name in module.__dict__:  # a pipeline's stand-in for what another stage has
             return module.__dict__[name]
         try:
             parameter = torch_modules.parameters_of(module)[name]
         except KeyError:
             raise AttributeError(name) from None
-        spec = module._tensor_spec
+        spec = spec_of(module)
         if parameter is None or not spec.group.computes:
             return parameter
         return spec.value(module, name, parameter)
@@ -155,12 +162,12 @@ def _parameter_property(name: str) -> property:
 
 
 def _padding_property() -> property:
-    def get(module: Any) -> Any:
+    def get(module: nn.Module) -> Any:
         index = module.__dict__["padding_idx"]
-        layer = module._tensor_spec.layer
+        layer = spec_of(module).layer
         return index if layer is None else layer.padding_index(module, index)
 
-    def set_(module: Any, index: object) -> None:
+    def set_(module: nn.Module, index: object) -> None:
         module.__dict__["padding_idx"] = index
 
     return property(get, set_)
@@ -169,10 +176,10 @@ def _padding_property() -> property:
 def _flat_weights_property() -> property:
     """A recurrent module has its weights in a list, too."""
 
-    def get(module: Any) -> Any:
+    def get(module: nn.Module) -> Any:
         return torch_modules.flat_weights(module)
 
-    def set_(module: Any, weights: object) -> None:
+    def set_(module: nn.Module, weights: object) -> None:
         """They are read from the parameters."""
 
     return property(get, set_)

@@ -14,6 +14,7 @@ from lockstep.torch_internals.replaced_parameters import retire
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard
 
 
 def placement(module: nn.Module, name: str, style: str) -> Any:
@@ -36,7 +37,7 @@ def placement(module: nn.Module, name: str, style: str) -> Any:
     return Replicate()
 
 
-def zero_placement(parameter: nn.Parameter) -> object:
+def zero_placement(parameter: nn.Parameter) -> Shard:
     """For ``fully_shard(..., shard_placement_fn=)``: the dimension along which it splits this parameter further.
 
     It is the first, but for a fused query, key and value, whose rows of a rank are three pieces of the whole: rows of

@@ -30,6 +30,22 @@ SMALL = 1 << 16
 
 
 @dataclass(frozen=True)
+class TensorRehearsal:
+    """``module`` with its column layers (name in it -> style) and its row layers, for ``ranks`` ranks.
+
+    ``holder``: name in ``module`` of the one whose ``attributes`` are set and whose input reports a width. ``heads``
+    of attention, 0 elsewhere.
+    """
+
+    module: nn.Module
+    columns: Mapping[str, str]
+    rows: tuple[str, ...]
+    ranks: int
+    holder: str = ""
+    heads: int = 0
+
+
+@dataclass(frozen=True)
 class Example:
     """What a run is given. ``rank``: whose part, or None. ``argument``: (name, dimensions) of a bias of each head."""
 
@@ -84,12 +100,12 @@ class _Same(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: FunctionContext, gradient: Tensor) -> Any:
+    def backward(ctx: FunctionContext, gradient: Tensor) -> Tensor:
         return gradient
 
 
 def example_of(
-    rehearsal: Any,
+    rehearsal: TensorRehearsal,
     call: Callable[[nn.Module, Tensor], dict[str, object]],
     rank: int | None = None,
     argument: tuple[str, int] | None = None,
@@ -120,7 +136,7 @@ def example_of(
     return Example(x, outputs, keywords, rank, argument=argument)
 
 
-def forward_of_part(rehearsal: Any, attributes: Mapping[str, int], example: Example) -> Run:
+def forward_of_part(rehearsal: TensorRehearsal, attributes: Mapping[str, int], example: Example) -> Run:
     """Forward, with gradients."""
     module = without_weights(rehearsal, example.trains)
     noted = Run(example.argument, example.trains)
@@ -175,7 +191,7 @@ def forward_of_part(rehearsal: Any, attributes: Mapping[str, int], example: Exam
     return noted
 
 
-def _reporting(rehearsal: Any, holder: nn.Module, x: Tensor, width: int) -> Tensor:
+def _reporting(rehearsal: TensorRehearsal, holder: nn.Module, x: Tensor, width: int) -> Tensor:
     if not rehearsal.holder:
         return ReportedWidth.of(x, width)
     holder.register_forward_pre_hook(
@@ -205,7 +221,7 @@ def _note_call(noted: Run, name: str) -> Callable[..., None]:
     return note
 
 
-def without_weights(rehearsal: Any, trains: bool) -> nn.Module:
+def without_weights(rehearsal: TensorRehearsal, trains: bool) -> nn.Module:
     """A copy that drops nothing, and shares large weights; small ones and those on the meta device are random."""
     module = rehearsal.module
     intercepted = {

@@ -22,28 +22,13 @@ from lockstep.parallel.tensor.rehearsal_run import (
     Example,
     GradientsDifferError,
     Run,
+    TensorRehearsal,
     example_of,
     forward_of_part,
     meetings,
 )
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-
-
-@dataclass(frozen=True)
-class TensorRehearsal:
-    """``module`` with its column layers (name in it -> style) and its row layers, for ``ranks`` ranks.
-
-    ``holder``: name in ``module`` of the one whose ``attributes`` are set and whose input reports a width. ``heads``
-    of attention, 0 elsewhere.
-    """
-
-    module: nn.Module
-    columns: Mapping[str, str]
-    rows: tuple[str, ...]
-    ranks: int
-    holder: str = ""
-    heads: int = 0
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ Reference: Korthikanti et al., Reducing Activation Recomputation in Large Transf
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ class SequenceBlock(ParallelHook):
         self._drops, self._device = drops, device
         self._stream: Stream | None = None
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
+    def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         if self.is_first and self.group.sequence:
             place, hidden = first_tensor(args, kwargs)
             if place is None or hidden.dim() < 2:

@@ -17,10 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.comm.tree import Args
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor import communication
 from lockstep.parallel.tensor.communication import part_of
 from lockstep.parallel.tensor.modules import Group
+from lockstep.torch_internals.functions import Kwargs, TorchFunction
 
 
 class ReportedWidth(Tensor):
@@ -41,8 +43,8 @@ class ReportedWidth(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func == Tensor.shape.__get__ or func == Tensor.size:  # type: ignore[attr-defined]
             tensor = args[0]
@@ -74,8 +76,8 @@ class RankFeatures(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+        cls, func: TorchFunction, types: object, args: tuple[object, ...] = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         summing = _first(args, kwargs).summing
         result = func(
@@ -200,8 +202,8 @@ class WeightElsewhere:
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func is F.linear:
             found = cls._logits(*args, **kwargs)

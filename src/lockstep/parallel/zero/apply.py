@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm.dtensor import is_dtensor, shard_like
@@ -47,6 +48,10 @@ from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals.dtensor_operators import behave_like_plain
 from lockstep.torch_internals.replaced_parameters import retire
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard
+
 logger = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -59,13 +64,13 @@ class ShardOptions:
     of one part of a model, split in other ways.
     """
 
-    mesh: Any
+    mesh: DeviceMesh
     parallel: Parallel = field(default_factory=Parallel)
     mixed_precision: str = "no"
     autocast: bool = True
     broadcast_buffers: bool = True
     init_weights: InitWeights | None = None
-    group: Any = None
+    group: dist.ProcessGroup | None = None
     is_filled: bool = False
 
 
@@ -289,7 +294,9 @@ def _shard_group(module: nn.Module, members: list[nn.Module], options: ShardOpti
             retire(old)
 
 
-def _check_columns(parameters: Iterable[nn.Parameter], placement: Any, ranks: int) -> None:
+def _check_columns(
+    parameters: Iterable[nn.Parameter], placement: Callable[[nn.Parameter], Shard], ranks: int
+) -> None:
     for parameter in parameters:
         dim = placement(parameter).dim
         if dim > 0 and parameter.shape[dim] % ranks:

@@ -27,12 +27,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.comm.tree import leaves, map_leaves
+from lockstep.comm.tree import Args, Kwargs, leaves, map_leaves
 from lockstep.errors import UsageError
 from lockstep.torch_internals import fsdp2
 from lockstep.torch_internals.autograd import FunctionContext
 from lockstep.torch_internals.autograd import current_backward as current_pass
 from lockstep.torch_internals.fsdp2_backward import call_empty, is_compiled
+from lockstep.torch_internals.fsdp2_gathered import ShardedModule
 from lockstep.torch_internals.tensors import is_view
 
 
@@ -48,7 +49,7 @@ class OtherCalls:
     """
 
     def __init__(
-        self, groups: list[Any], before: Callable[[], None], after: Callable[[object], None]
+        self, groups: list[ShardedModule], before: Callable[[], None], after: Callable[[object], None]
     ) -> None:
         self._root = groups[0]
         self._before = before
@@ -73,7 +74,7 @@ class OtherCalls:
         """Whether this call is a part of another one, or of a backward that computes again."""
         return self.is_open or fsdp2.is_in_forward(self._root) or current_pass() != -1
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _enter(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         if self._is_inside() or torch.compiler.is_compiling():
             return None
         self._before()
@@ -132,7 +133,7 @@ class OtherCalls:
             return any(isinstance(one, torch.Tensor) for one in value)
         return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
 
-    def _explained(self, name: str, bound: Any, args: Any, kwargs: Any) -> Any:
+    def _explained(self, name: str, bound: Any, args: Args, kwargs: Kwargs) -> object:
         try:
             return bound(*args, **kwargs)
         except RuntimeError as error:
@@ -184,7 +185,7 @@ class SkippedBlocks:
         passed: Called with each block that was passed through.
     """
 
-    def __init__(self, blocks: list[Any], passed: Callable[[object], None]) -> None:
+    def __init__(self, blocks: list[ShardedModule], passed: Callable[[object], None]) -> None:
         self._blocks = blocks
         self._passed = passed
         self._is_in_forward = False

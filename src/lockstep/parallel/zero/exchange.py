@@ -34,6 +34,7 @@ from lockstep.comm.quantization import from_message, to_message
 from lockstep.config.enums import QuantizedType
 from lockstep.errors import ConfigError, UsageError
 from lockstep.torch_internals import c10d, fsdp2
+from lockstep.torch_internals.fsdp2_gathered import ShardedModule
 
 MOST_RANKS = 8
 """Groups above this use gloo's own: nobody has measured them."""
@@ -123,7 +124,7 @@ def factor_of(op: object, world_size: int) -> Any:
     )
 
 
-def exchange_on_cpu(groups: Sequence[Any]) -> None:
+def exchange_on_cpu(groups: Sequence[ShardedModule]) -> None:
     """Set these collectives on modules that were sharded over a CPU mesh, if this torch lets them be set."""
     for module in groups:
         if hasattr(FSDPModule, "set_custom_all_gather"):
@@ -272,7 +273,7 @@ def _finished(
     return _Deferred(work, finish, buffers)
 
 
-def _shard_groups(model: nn.Module) -> dict[Any, dist.ProcessGroup]:
+def _shard_groups(model: nn.Module) -> dict[ShardedModule, dist.ProcessGroup]:
     """The sharded modules of ``model`` that own parameters, and the ranks over which each is sharded."""
     if not (
         hasattr(FSDPModule, "set_custom_all_gather") and hasattr(FSDPModule, "set_custom_reduce_scatter")
@@ -281,7 +282,7 @@ def _shard_groups(model: nn.Module) -> dict[Any, dist.ProcessGroup]:
             f"torch {torch.__version__} has no FSDPModule.set_custom_all_gather, which quantised collectives need. "
             "Install a newer torch, or drop quantized_weights and quantized_gradients."
         )
-    groups: dict[Any, dist.ProcessGroup] = {}
+    groups: dict[ShardedModule, dist.ProcessGroup] = {}
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue

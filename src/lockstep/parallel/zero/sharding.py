@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from lockstep.parallel.zero.unused import ChangesByHand, UnusedParameters
 from lockstep.torch_internals import c10d, fsdp2
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals.dtensor_operators import LostChanges
+from lockstep.torch_internals.fsdp2_gathered import FSDPParam, FSDPParamGroup, ShardedModule
 
 BROADCAST_BYTES = 250 * 2**20  # of one message, as in DDP
 
@@ -49,7 +50,7 @@ class Sharding:
     def __init__(
         self,
         stage: int,
-        groups: list[Any],
+        groups: list[ShardedModule],
         whole: list[nn.Parameter],
         buffers: list[tuple[nn.Module, str]],
         group: dist.ProcessGroup | None = None,
@@ -75,7 +76,7 @@ class Sharding:
         self.calls = OtherCalls(groups, self.before_call, self.after_call)
 
     @property
-    def modules(self) -> list[Any]:
+    def modules(self) -> list[ShardedModule]:
         """The modules that ``fully_shard`` was applied to; the first is the model itself."""
         return self._groups
 
@@ -173,7 +174,7 @@ class Sharding:
         if self._buffers and not self._is_held_back:
             self._broadcast_buffers()
 
-    def after_forward(self, *_: Any) -> None:
+    def after_forward(self, *_: object) -> None:
         """Drop gathered parameters that no backward will need. Kept ones stand in the model in the shards' place:
         changes made to them by hand would be lost, and those made to the shards not seen.
 
@@ -282,21 +283,21 @@ class Sharding:
     def _broadcast_buffers(self) -> None:
         broadcast_buffers(self._buffers, self._group)
 
-    def parameter_groups(self) -> list[Any]:
+    def parameter_groups(self) -> list[FSDPParamGroup]:
         """torch's own records of the parameters that are gathered together."""
         # Modules that were sharded together have one between them.
         return list(dict.fromkeys(group for module in self._groups for group in fsdp2.param_groups(module)))
 
 
 @torch.no_grad()
-def send_shards_home(module: Any, homes: OffloadedParameters) -> None:
+def send_shards_home(module: nn.Module, homes: OffloadedParameters) -> None:
     """Keep this rank's shards of a sharded module's own parameters in ``homes``."""
     for group in fsdp2.param_groups(module):
         for parameter in fsdp2.params(group):
             fsdp2.move_shard(parameter, homes.keep)
 
 
-def name_of_shard(parameter: Any, names: Mapping[int, str]) -> str:
+def name_of_shard(parameter: FSDPParam, names: Mapping[int, str]) -> str:
     """The name of torch's record of one sharded parameter, whichever of its forms stands in the model now."""
     found = (names.get(id(form)) for form in fsdp2.forms(parameter))
     return next(name for name in found if name is not None)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 
 from lockstep.errors import CheckpointError
 from lockstep.parallel.zero.sharding import Sharding, name_of_shard
 from lockstep.torch_internals import fsdp2
-from lockstep.torch_internals.fsdp2_gathered import FSDPParamGroup
+from lockstep.torch_internals.fsdp2_gathered import FSDPParam, FSDPParamGroup
 
 
 class UnreducedRows(TypedDict):
@@ -107,7 +107,7 @@ def check_partial(partial: Mapping[str, PartialSum]) -> None:
             )
 
 
-def _put_partial(group: FSDPParamGroup, named: Mapping[str, Any], given: PartialSum) -> None:
+def _put_partial(group: FSDPParamGroup, named: Mapping[str, FSDPParam], given: PartialSum) -> None:
     of = [named[row["name"]] for row in given["rows"]] or [
         parameter for parameter in named.values() if fsdp2.sharded_param(parameter).requires_grad
     ]

@@ -14,9 +14,8 @@ compare these.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,13 @@ from lockstep.torch_internals import fsdp2
 from lockstep.torch_internals import fsdp2_backward as engine
 from lockstep.torch_internals.autograd import current_backward as current_pass
 from lockstep.torch_internals.dtensor_operators import LostChanges
-from lockstep.torch_internals.fsdp2_gathered import FSDPParam, FSDPParamGroup, WatchedGroup, watched_groups
+from lockstep.torch_internals.fsdp2_gathered import (
+    FSDPParam,
+    FSDPParamGroup,
+    ShardedModule,
+    WatchedGroup,
+    watched_groups,
+)
 from lockstep.torch_internals.tensors import bits_digest
 
 DIGEST_BYTES = 4
@@ -42,15 +47,15 @@ class ChangesByHand:
         is_exact: Weights are gathered as they are: not quantised.
     """
 
-    def __init__(self, root: torch.nn.Module, groups: list[object], is_exact: bool) -> None:
+    def __init__(self, root: torch.nn.Module, groups: list[FSDPParamGroup], is_exact: bool) -> None:
         self._root = root
         self._numbers = {
             id(param): n for n, param in enumerate(p for group in groups for p in fsdp2.params(group))
         }
         self._digest = 0
-        self._changed: Any = None
-        self._lost: Any = None
-        self.cleared: Any = None
+        self._changed: FSDPParam | None = None
+        self._lost: tuple[FSDPParam, str] | None = None
+        self.cleared: Callable[[set[int]], None] | None = None
         self._groups: list[WatchedGroup] = list(watched_groups(groups, is_exact, self._note, self._clear))
 
     def digest(self) -> bytes:
@@ -140,7 +145,11 @@ class UnusedParameters:
     """
 
     def __init__(
-        self, modules: list[Any], groups: list[Any], ranks: dist.ProcessGroup | None, changes: ChangesByHand
+        self,
+        modules: list[ShardedModule],
+        groups: list[FSDPParamGroup],
+        ranks: dist.ProcessGroup | None,
+        changes: ChangesByHand,
     ) -> None:
         self._modules = modules
         self._changes = changes
@@ -185,7 +194,7 @@ class UnusedParameters:
             self._order = 0
         self._reached_shards = False
 
-    def passed(self, module: Any) -> None:
+    def passed(self, module: ShardedModule) -> None:
         """This module was passed through on this rank: its gradients are zeros that other ranks wait for."""
         self._passed.update(map(id, fsdp2.param_groups(module)))
         self._comes_to(self._modules.index(module), module, ())
@@ -202,7 +211,7 @@ class UnusedParameters:
         """Gradients of these were loaded."""
         self._used.update(self._number[id(param)] for param in params)
 
-    def _before_reduction_of(self, group: FSDPParamGroup) -> Any:
+    def _before_reduction_of(self, group: FSDPParamGroup) -> Callable[[], None]:
         def fill() -> None:
             present = engine.present(group)
             self._used.update(self._number[id(param)] for param in present)

@@ -25,11 +25,13 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lockstep.comm.dtensor import is_dtensor, local, max_over_shards
+from lockstep.comm.tree import Args, Kwargs
 from lockstep.errors import UsageError
 from lockstep.torch_internals import optim as torch_optim
+from lockstep.torch_internals.functions import TorchFunction
 from lockstep.torch_internals.tensors import storage_key
+from lockstep.train.whole.kinds import line_of_step, methods_with_parameters, place_of
 from lockstep.train.whole.random import SharedRandom
-from lockstep.train.whole.source import line_of_step, methods_with_parameters, place_of
 from lockstep.train.whole.tensors import (
     Storages,
     WholeParameter,
@@ -342,7 +344,9 @@ class _NoShards(TorchFunctionMode):
         super().__init__()
         self._whole = whole
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if any(map(_has_dtensor, args)) or any(map(_has_dtensor, kwargs.values())):
             optimizer = self._whole.optimizer
