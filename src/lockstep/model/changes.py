@@ -22,17 +22,15 @@ class Subclassed:
     """What the mixin adds to the object, and a pickle leaves out."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Any:
-        cls = type(self)
-        with _as_plain(self):  # as the user's class is copied
+        with attributes_set(self, __class__=self._plain_class):  # as the user's class is copied
             copied = copy.deepcopy(self, memo)
-        copied.__class__ = cls
+        copied.__class__ = type(self)
         return copied
 
     def __copy__(self) -> Any:
-        cls = type(self)
-        with _as_plain(self):
+        with attributes_set(self, __class__=self._plain_class):
             copied = copy.copy(self)
-        copied.__class__ = cls
+        copied.__class__ = type(self)
         return copied
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -56,13 +54,16 @@ def subclass(cls: type, mixin: type[Subclassed], /, **attributes: object) -> typ
 
 
 @contextmanager
-def _as_plain(subclassed: Any) -> Iterator[None]:
-    cls = type(subclassed)
-    subclassed.__class__ = subclassed._plain_class
+def attributes_set(subject: object, **values: object) -> Iterator[None]:
+    """Attributes of ``subject`` have these values inside."""
+    before = {name: getattr(subject, name) for name in values}
     try:
+        for name, value in values.items():
+            setattr(subject, name, value)
         yield
     finally:
-        subclassed.__class__ = cls
+        for name, value in before.items():
+            setattr(subject, name, value)
 
 
 class UncopiedHook:

@@ -220,8 +220,7 @@ def _as_parts(gradient: torch.Tensor) -> object:
 
 def _from_parts(gradient: Any) -> torch.Tensor:
     if not isinstance(gradient, Mapping):
-        tensor: torch.Tensor = gradient
-        return tensor
+        return gradient
     return torch.sparse_coo_tensor(
         gradient["indices"],
         gradient["values"],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lockstep.comm.tree import Args, leaves
+from lockstep.model.changes import attributes_set
 from lockstep.parallel.expert.layer import MixtureOfExperts
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals.functions import Kwargs, TorchFunction
@@ -72,31 +73,23 @@ _WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "_
 @contextmanager
 def without_dropout(modules: list[nn.Module]) -> Iterator[None]:
     """Dropout layers drop nothing inside: for what a function mode does not reach, such as threads of a backward."""
-    changed: list[tuple[Any, str, float]] = []
-    for module in modules:
-        for name, kind in (("p", torch_modules.Dropout), ("dropout", nn.MultiheadAttention)):
-            if isinstance(module, kind):
-                changed.append((module, name, getattr(module, name)))
-                setattr(module, name, 0.0)
-    try:
+    with ExitStack() as stack:
+        for module in modules:
+            if isinstance(module, torch_modules.Dropout):
+                stack.enter_context(attributes_set(module, p=0.0))
+            elif isinstance(module, nn.MultiheadAttention):
+                stack.enter_context(attributes_set(module, dropout=0.0))
         yield
-    finally:
-        for module, name, value in changed:
-            setattr(module, name, value)
 
 
 @contextmanager
 def without_capacities(modules: list[nn.Module]) -> Iterator[None]:
     """Experts take all tokens inside: which ones are dropped depends on the order of the ranks' batches."""
-    changed = [module for module in modules if isinstance(module, MixtureOfExperts)]
-    before = [module.capacity_factor for module in changed]
-    for module in changed:
-        module.capacity_factor = None
-    try:
+    with ExitStack() as stack:
+        for module in modules:
+            if isinstance(module, MixtureOfExperts):
+                stack.enter_context(attributes_set(module, capacity_factor=None))
         yield
-    finally:
-        for module, factor in zip(changed, before, strict=True):
-            module.capacity_factor = factor
 
 
 @contextmanager

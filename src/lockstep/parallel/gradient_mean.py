@@ -7,7 +7,7 @@ or have replicas on some of the ranks only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm.dtensor import is_dtensor, local
+from lockstep.model.changes import attributes_set
 
 BUCKET_BYTES = 25 * 2**20  # as in DDP
 
@@ -34,31 +35,15 @@ class GradientAllReduce:
 
     def __init__(self, replicas: Sequence[ReplicaGroup]) -> None:
         self._replicas = [each for each in replicas if each.size > 1]
-        self._held_back = False
+        self.is_held_back = False
 
-    @property
-    def is_held_back(self) -> bool:
-        return self._held_back
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward inside adds to each rank's own gradients."""
-        with self._set(True):
-            yield
+        return attributes_set(self, is_held_back=True)
 
-    @contextmanager
-    def synchronised(self) -> Iterator[None]:
+    def synchronised(self) -> AbstractContextManager[None]:
         """Backward inside averages, also within ``no_sync``."""
-        with self._set(False):
-            yield
-
-    @contextmanager
-    def _set(self, held_back: bool) -> Iterator[None]:
-        before, self._held_back = self._held_back, held_back
-        try:
-            yield
-        finally:
-            self._held_back = before
+        return attributes_set(self, is_held_back=False)
 
     @torch.no_grad()
     def average(self) -> None:
@@ -67,7 +52,7 @@ class GradientAllReduce:
         Doing it twice does no harm: an average of equal numbers is that number. A gradient that only some ranks
         lack counts as zero there; one that all lack stays away.
         """
-        if self._held_back:
+        if self.is_held_back:
             return
         for each in self._replicas:
             for bucket in _buckets([p for p in each.parameters if p.requires_grad]):
@@ -110,7 +95,7 @@ def _like(parameter: Any, part: torch.Tensor) -> torch.Tensor:
         return part.clone()
     from torch.distributed.tensor import DTensor
 
-    whole: torch.Tensor = DTensor.from_local(
+    return DTensor.from_local(
         part.clone(),
         parameter.device_mesh,
         parameter.placements,
@@ -118,4 +103,3 @@ def _like(parameter: Any, part: torch.Tensor) -> torch.Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-    return whole

@@ -73,8 +73,7 @@ class ParallelModel:
         gradients sharded.
         """
         its_own: Any = getattr(self.module, "no_sync", nullcontext)  # of a model that the user has wrapped
-        context: AbstractContextManager[object] = its_own()
-        return context
+        return its_own()
 
     def synchronised(self) -> AbstractContextManager[Any]:
         """Backward inside averages gradients over all ranks, also within ``no_sync``."""
@@ -125,8 +124,7 @@ class ReplicatedModel(ParallelModel):
             # one. Averaging early leaves the window's result the same: a mean of equal means is that mean.
             self._has_seen_backward = True
             return nullcontext()
-        context: AbstractContextManager[object] = self.module.no_sync()
-        return context
+        return self.module.no_sync()
 
     def synchronised(self) -> AbstractContextManager[Any]:
         return self.module.synchronised()

@@ -75,8 +75,7 @@ class _Synchronized(Subclassed, nn.Module):
         this: Any = self
         takes_batch = this.training or (this.running_mean is None and this.running_var is None)
         if not takes_batch or dist.get_world_size(self._group) == 1:
-            plain: Tensor = super().forward(x)
-            return plain
+            return super().forward(x)
         check_input_dim(this, x)
         momentum = 0.0 if this.momentum is None else this.momentum
         if this.training and this.track_running_stats and this.num_batches_tracked is not None:

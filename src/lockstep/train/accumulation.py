@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.errors import CheckpointError, UsageError
+from lockstep.model.changes import attributes_set
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
 from lockstep.train.weighting import WeightedMean
@@ -103,14 +104,11 @@ class Accumulation:
     @contextmanager
     def alone(self, models: Iterable[nn.Module]) -> Iterator[None]:
         """Each rank trains by itself inside: nothing is averaged, and windows end as ever."""
-        before, self._is_alone = self._is_alone, True
-        try:
-            with ExitStack() as stack:
-                for model in models:
-                    stack.enter_context(self._no_sync(model, False))
-                yield
-        finally:
-            self._is_alone = before
+        with ExitStack() as stack:
+            stack.enter_context(attributes_set(self, _is_alone=True))
+            for model in models:
+                stack.enter_context(self._no_sync(model, False))
+            yield
 
     @contextmanager
     def _held_back(self, models: Iterable[nn.Module], inside_window: bool) -> Iterator[None]:
@@ -220,20 +218,14 @@ class Accumulation:
         for optimizer in self._stepped_after:
             self._stepped_after[optimizer] = -1  # what was loaded waits for a step
 
-    @contextmanager
-    def uneven_inputs(self) -> Iterator[None]:
+    def uneven_inputs(self) -> AbstractContextManager[None]:
         """Ranks may end earlier than others inside."""
-        self._inputs_are_uneven = True
-        try:
-            yield
-        finally:
-            self._inputs_are_uneven = False
+        return attributes_set(self, _inputs_are_uneven=True)
 
 
 def _position(state: dict[str, Any]) -> int:
     """Micro-batches in the open window; 0 outside of one."""
-    position: int = 0 if state["sync_gradients"] else state["micro_batch"] % state["accumulation_steps"]
-    return position
+    return 0 if state["sync_gradients"] else state["micro_batch"] % state["accumulation_steps"]
 
 
 @contextmanager
@@ -242,10 +234,6 @@ def trigger_sync(model: nn.Module) -> Iterator[None]:
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         yield
         return
-    before = model.require_backward_grad_sync, model.require_forward_param_sync
-    model.require_backward_grad_sync = model.require_forward_param_sync = True
-    model.reducer.prepare_for_backward([])
-    try:
+    with attributes_set(model, require_backward_grad_sync=True, require_forward_param_sync=True):
+        model.reducer.prepare_for_backward([])
         yield
-    finally:
-        model.require_backward_grad_sync, model.require_forward_param_sync = before

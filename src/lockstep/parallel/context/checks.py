@@ -55,10 +55,7 @@ class OnChunks(TorchFunctionMode):
         self.refuse(what, remedy)
 
     def refuse(self, what: str, remedy: str) -> NoReturn:
-        """
-        Raises:
-            UsageError: always.
-        """
+        """Raise UsageError."""
         end = "" if remedy.endswith("...") else "."
         raise UsageError(f"{self.where} {what} (context parallelism, cp = {self.layout.size}). {remedy}{end}")
 
@@ -96,10 +93,7 @@ class InBlock(OnChunks):
         return InBlock(self.block, self.layout, self.batch, length, self.no_other)
 
     def refuse_suspected(self, function: str | None = None) -> None:
-        """
-        Raises:
-            UsageError: a call of ``function``, or of any, was suspected.
-        """
+        """Raise UsageError if a call of ``function``, or of any, was suspected."""
         for one in self.suspicions:
             if function in (None, one.function):
                 self.refuse(one.what, one.remedy)

@@ -46,10 +46,7 @@ class SequenceLayout:
         return length % self.size == 0 and length >= self.size * FEWEST_POSITIONS
 
     def check(self, length: int, what: str = "The sequence") -> None:
-        """
-        Raises:
-            UsageError: ``length`` positions cannot be dealt out evenly.
-        """
+        """Raise UsageError if ``length`` positions cannot be dealt out evenly."""
         if self.fits(length):
             return
         fitting = max(-(-length // self.size) * self.size, self.size * FEWEST_POSITIONS)
@@ -76,8 +73,7 @@ class SequenceLayout:
     def gather(self, local: Tensor, dim: int) -> Tensor:
         """The whole sequence [..., length, ...], in order, of all chunks. Its gradient is the sum of all ranks'."""
         if local.is_floating_point():
-            gathered: Tensor = _GatherShards.apply(local, dim, self)
-            return gathered
+            return _GatherShards.apply(local, dim, self)
         return self.joined(self.collect(local), dim)
 
     def collect(self, local: Tensor) -> Tensor:

@@ -97,10 +97,7 @@ class ContextRegion:
         )
 
     def end(self) -> None:
-        """
-        Raises:
-            UsageError: forward ended inside the region.
-        """
+        """Raise UsageError if forward ended inside the region."""
         if self.local_length is not None:
             assert self.chain is not None
             self.local_length = None
@@ -293,10 +290,7 @@ def _leave(region: ContextRegion, block: str, output: object, batch: int, local_
 
 
 def _compare(region: ContextRegion, block: str, hidden: Tensor) -> None:
-    """
-    Raises:
-        UsageError: the ranks' hidden states have different shapes, so they come from different batches.
-    """
+    """Raise UsageError if the ranks' hidden states have different shapes, so they come from different batches."""
     region.compared = True
     shape = torch.tensor(hidden.shape, dtype=torch.int64, device=hidden.device)
     shapes = [tuple(row) for row in region.layout.collect(shape).tolist()]

@@ -40,8 +40,7 @@ def ring_attention(
     gradients in fp32. Sums over keys are in fp32.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = _RingAttention.apply(q, k, v, layout, causal, scale)
-    return out
+    return _RingAttention.apply(q, k, v, layout, causal, scale)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -222,8 +221,7 @@ class CpuFlash:
         return out, lse
 
     def backward(self, gradient: Tensor, qkv: Three, merged: Merged, causal: bool, scale: float) -> Three:
-        gradients: Three = kernels.flash_for_cpu_backward(gradient, *qkv, *merged, 0.0, causal, scale=scale)
-        return gradients
+        return kernels.flash_for_cpu_backward(gradient, *qkv, *merged, 0.0, causal, scale=scale)
 
 
 class CudaFlash:

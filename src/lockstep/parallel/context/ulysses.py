@@ -38,15 +38,11 @@ def ulysses_attention(
         options["attn_mask"] = _mask_of_heads(mask, q, layout)
     options["enable_gqa"] = k.shape[1] != q.shape[1]
     attended = F.scaled_dot_product_attention(q, k, v, **options)
-    out: Tensor = _Reversible.apply(attended, layout, _to_heads, _to_sequence)
-    return out
+    return _Reversible.apply(attended, layout, _to_heads, _to_sequence)
 
 
 def check_heads(heads: int, key_heads: int, size: int) -> None:
-    """
-    Raises:
-        UsageError: they cannot be dealt out to ``size`` ranks.
-    """
+    """Raise UsageError if they cannot be dealt out to ``size`` ranks."""
     if heads % size:
         raise UsageError(
             f"cp_method=ulysses deals out heads, but {heads} heads do not divide by cp = {size}. Use a cp that "

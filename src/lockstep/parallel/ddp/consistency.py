@@ -77,8 +77,7 @@ def differences(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> to
     both = torch.cat([found, -found]).nan_to_num()
     dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     most, least = both.chunk(2)
-    off: torch.Tensor = (most + least).amax(1) / most[:, 1].clamp_min(torch.finfo(torch.float64).tiny)
-    return off
+    return (most + least).amax(1) / most[:, 1].clamp_min(torch.finfo(torch.float64).tiny)
 
 
 def _sums(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from lockstep.comm.tree import leaves
 from lockstep.errors import UsageError
+from lockstep.model.changes import attributes_set
 from lockstep.parallel.ddp.consistency import (
     TOLERANCE,
     CopiesAlike,
@@ -100,15 +101,9 @@ class DistributedDataParallel(TorchDDP):
             self._average_again_if_spent(output)
         return output
 
-    @contextmanager
-    def synchronised(self) -> Iterator[None]:
+    def synchronised(self) -> AbstractContextManager[None]:
         """Forward and backward inside are those of a micro-batch whose gradients are averaged, also in ``no_sync``."""
-        before = self.require_backward_grad_sync, self.require_forward_param_sync
-        self.require_backward_grad_sync = self.require_forward_param_sync = True
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync, self.require_forward_param_sync = before
+        return attributes_set(self, require_backward_grad_sync=True, require_forward_param_sync=True)
 
     def check_reduced(self) -> None:
         """Raise UsageError if a backward left out parameters that the other ranks wait for."""

@@ -224,8 +224,7 @@ class MixtureOfExperts(nn.Module):
         arrived = AllToAll.apply(rows, plan.sent, plan.received, ranks.experts)
         outputs = self.experts(arrived[order], plan.per_expert)
         in_order_of_arrival = torch.empty_like(outputs).index_copy(0, order, outputs)
-        back: torch.Tensor = AllToAll.apply(in_order_of_arrival, plan.received, plan.sent, ranks.experts)
-        return back
+        return AllToAll.apply(in_order_of_arrival, plan.received, plan.sent, ranks.experts)
 
     def _ranks_now(self) -> Ranks | None:
         """In eval mode a rank that holds all experts needs no other, so that it may be called alone."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.comm.tree import Args, Kwargs, leaves, map_leaves, tensors
 from lockstep.errors import UsageError
+from lockstep.model.changes import attributes_set
 from lockstep.parallel.pipeline.absent import carried, is_stand_in
 from lockstep.parallel.pipeline.replay import Replays
 from lockstep.parallel.pipeline.traced import Fetch, Source
@@ -32,16 +33,8 @@ _TENSOR_PROPERTIES = {"data", "grad", "T", "mT", "H", "mH", "real", "imag"}
 _ABOUT_TENSORS = {
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "type"),
     *("is_floating_point", "is_complex", "is_contiguous", "__len__", "__hash__", "get_device", "__repr__"),
-    *(
-        "requires_grad_",
-        "retain_grad",
-        "is_signed",
-        "is_same_size",
-        "data_ptr",
-        "has_names",
-        "is_conj",
-        "is_neg",
-    ),
+    *("requires_grad_", "retain_grad", "is_signed", "is_same_size", "data_ptr"),
+    *("has_names", "is_conj", "is_neg"),
 }
 
 
@@ -111,7 +104,7 @@ class Values(TorchFunctionMode):
         self._alive: list[Any] = []
         self._counts: Counter[str] = Counter()
         self._block = ""
-        self._inside = 0
+        self._is_inside = False
         self._is_paused = False
         self.first_change = sys.maxsize  # the first segment that changes a real tensor
         self._changed: dict[int, Tensor] = {}  # real tensors that have become another stage's
@@ -122,14 +115,9 @@ class Values(TorchFunctionMode):
         # segments in which functions get something else than they are called with
         self.between: set[int] = set()
 
-    @contextmanager
-    def paused(self, is_paused: bool = True) -> Iterator[None]:
+    def paused(self, is_paused: bool = True) -> AbstractContextManager[None]:
         """What is computed inside is not of the model."""
-        before, self._is_paused = self._is_paused, is_paused
-        try:
-            yield
-        finally:
-            self._is_paused = before
+        return attributes_set(self, _is_paused=is_paused)
 
     def __torch_function__(
         self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -142,16 +130,16 @@ class Values(TorchFunctionMode):
         present = {path: self.here(leaf, name) for path, leaf in given.items()}
         if any(present[path] is not leaf for path, leaf in given.items()):
             self.between.add(self._now())
-            if self._inside:
+            if self._is_inside:
                 self.within.add(self._now())
             args, kwargs = map_leaves(lambda path, _: present[path], (args, kwargs))
         changed = changed_by(name, args, kwargs)
         if changed is not None:
             args, kwargs = self._taken(changed, args, kwargs)
         out = func(*args, **kwargs)
-        if self._inside and self.replays is not None:
+        if self._is_inside and self.replays is not None:
             self.replays.note(out)
-        if not self._inside:
+        if not self._is_inside:
             number = self._counts[name]
             self._counts[name] += 1
             if changed is not None:
@@ -185,14 +173,9 @@ class Values(TorchFunctionMode):
             self._of[id(tensor)] = Value(self._now(), source, tensor)
             self._alive.append(tensor)
 
-    @contextmanager
-    def within_a_block(self) -> Iterator[None]:
+    def within_a_block(self) -> AbstractContextManager[None]:
         """What a block makes inside is known if it returns or keeps it."""
-        self._inside += 1
-        try:
-            yield
-        finally:
-            self._inside -= 1
+        return attributes_set(self, _is_inside=True)
 
     def returned(self, block: str, out: Any) -> None:
         """Note what a block gives back."""

@@ -127,10 +127,7 @@ class Derivation:
     # -- state and loss ----------------------------------------------------------------------------------
 
     def refuse_batch_norm(self) -> None:
-        """
-        Raises:
-            UsageError: a module normalises by statistics of the batch.
-        """
+        """Raise UsageError if a module normalises by statistics of the batch."""
         if not self.is_on:
             return
         told = self._stages.tell(batch_norm(self._stages.layout.own_modules()))

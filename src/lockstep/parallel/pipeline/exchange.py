@@ -146,10 +146,7 @@ class Exchange(TorchFunctionMode):
         return value
 
     def check_used(self) -> None:
-        """
-        Raises:
-            UsageError: something that was received was not used where the trace used it.
-        """
+        """Raise UsageError if something that was received was not used where the trace used it."""
         if self._next < len(self._fetches):
             raise UsageError(
                 f"The forward of {self._title} does not use in {self._fetches[self._next].by} what an earlier stage of "

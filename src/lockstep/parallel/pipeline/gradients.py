@@ -47,13 +47,19 @@ class Deposit:
         """``tied``: name -> the ranks; in the same order on all of them."""
         self._tied = tied
         self._waiting: dict[str, Tensor] = {}
-        self.sums = True  # False: gradients of tied parameters wait for a later backward
 
     @torch.no_grad()
     def add(
-        self, gradients: Gradients, parameters: Mapping[str, nn.Parameter], factor: Tensor | None = None
+        self,
+        gradients: Gradients,
+        parameters: Mapping[str, nn.Parameter],
+        sums: bool,
+        factor: Tensor | None = None,
     ) -> None:
-        """``gradients`` times ``factor``; they are used up. ``parameters``: this rank's, by name."""
+        """``gradients`` times ``factor``; they are used up.
+
+        ``parameters``: this rank's, by name. ``sums``: False lets gradients of tied parameters wait for a later call.
+        """
         if factor is not None:
             for _, gradient in gradients:
                 _local(gradient).mul_(factor)
@@ -66,7 +72,7 @@ class Deposit:
                 _local(self._waiting[name]).add_(_local(gradient))
             else:
                 self._waiting[name] = gradient
-        if not self.sums:
+        if not sums:
             return
         for name, group in self._tied.items():
             parameter = parameters[name]
@@ -137,8 +143,7 @@ class _Pull(torch.autograd.Function):
 
 def attach(value: Tensor, add: Callable[[Tensor], None]) -> Tensor:
     """``value`` as a number whose backward calls ``add(gradient of it)``, once."""
-    result: Tensor = _Value.apply(_anchor(value), value, add)
-    return result
+    return _Value.apply(_anchor(value), value, add)
 
 
 def attach_outputs(values: list[Tensor], backward: Callable[[OutputGradients], None]) -> list[Tensor]:
@@ -148,8 +153,7 @@ def attach_outputs(values: list[Tensor], backward: Callable[[OutputGradients], N
 
 def pull(tensors: list[Tensor], gradients: list[Tensor | None]) -> Tensor:
     """A number whose backward gives ``tensors`` these gradients."""
-    result: Tensor = _Pull.apply(tuple(gradients), *tensors)
-    return result
+    return _Pull.apply(tuple(gradients), *tensors)
 
 
 def _anchor(like: Tensor) -> Tensor:

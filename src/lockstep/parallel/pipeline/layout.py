@@ -46,8 +46,7 @@ class Part:
     def module(self) -> nn.Module:
         """What stands in the model now: the module, or the copy where no stage of this rank uses it."""
         entries, key = self.slots[0]
-        found: nn.Module = entries[key]
-        return found
+        return entries[key]
 
 
 @dataclass

@@ -38,6 +38,7 @@ class LocalStages:
         self.modules: dict[int, StageModule] = {}
         self.tied: dict[str, list[int]] = {}
         self.deposit = Deposit({})
+        self.sums = True  # gradients of tied parameters, over the ranks that hold them, in each backward
         self.executed: list[Executed] = []
         self.state = ForwardState(self.tell)
         self.named_modules: Callable[[], list[tuple[str, nn.Module]]] = list
@@ -75,9 +76,7 @@ class LocalStages:
             # torch looks for the weights of a stage when the input's backward begins: they must be gathered then.
             for module in self._sharded():
                 module.set_reshard_after_forward(False, recurse=False)
-        sums = self.deposit.sums
         self.deposit = Deposit(self._tied_groups())
-        self.deposit.sums = sums
 
     def _check_known(self, uses: Mapping[str, set[int]]) -> None:
         holders = self.layout.holders()

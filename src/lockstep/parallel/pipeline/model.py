@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.errors import LockstepError, UsageError
+from lockstep.model.changes import attributes_set
 from lockstep.parallel.parallel_model import ModuleAround
 from lockstep.parallel.pipeline.derivation import Derivation
 from lockstep.parallel.pipeline.errors import first_is_named
@@ -165,26 +166,13 @@ class PipelineModel(ModuleAround):
         else:
             setattr(self.module, name, value)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward inside leaves the gradients of tied parameters unsummed; the next backward outside sums them."""
-        with self._sums(False):
-            yield
+        return attributes_set(self._local, sums=False)
 
-    @contextmanager
-    def synchronised(self) -> Iterator[None]:
+    def synchronised(self) -> AbstractContextManager[None]:
         """Backward inside sums them, also within ``no_sync``."""
-        with self._sums(True):
-            yield
-
-    @contextmanager
-    def _sums(self, sums: bool) -> Iterator[None]:
-        before = self._local.deposit.sums
-        self._local.deposit.sums = sums
-        try:
-            yield
-        finally:
-            self._local.deposit.sums = before
+        return attributes_set(self._local, sums=True)
 
     def executed(self) -> list[Executed]:
         """(rank, stage, kind, micro-batch) of what this rank did since the last forward began, in order.
@@ -219,8 +207,7 @@ class PipelineModel(ModuleAround):
         Returns:
             The mean (or sum) over micro-batches, on all ranks; its ``backward`` adds the gradients to ``.grad``.
         """
-        loss: Tensor = self._run(Call(tuple(args), kwargs or {}, tuple(targets)), loss_fn)[0]
-        return loss
+        return self._run(Call(tuple(args), kwargs or {}, tuple(targets)), loss_fn)[0]
 
     def _run(self, call: Call, loss_fn: LossFunction | None) -> Any:
         autocast = Autocast(self._local.device.type)

@@ -134,7 +134,7 @@ class Training:
         """The output: at ``path`` the ``value``, whose backward adds ``gradients``, and what was ``kept``."""
 
         def add(incoming: Tensor) -> None:
-            self.stages.deposit.add(gradients, self.parameters(), incoming / scale)
+            self.stages.deposit.add(gradients, self.parameters(), self.stages.sums, incoming / scale)
             gradients.clear()
 
         results = {path: attach(value, add)}
@@ -305,7 +305,7 @@ def forward_now(
             with kept_apart(stages.parameters()) as gradients:
                 runner.drain(pulls)
             stages.state.end_batch()
-        stages.deposit.add(gradients, parameters())
+        stages.deposit.add(gradients, parameters(), stages.sums)
 
     if with_gradient:
         values = attach_outputs([results[path] for path in with_gradient], backward)

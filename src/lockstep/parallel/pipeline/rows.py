@@ -75,10 +75,7 @@ def said(given: tuple[str, ...], names: Mapping[str, str], call: Call) -> BatchD
 
 
 def check_known(given: tuple[str, ...], names: Mapping[str, str], known: set[str]) -> None:
-    """
-    Raises:
-        UsageError: ``batch_dims`` names what neither this call nor the model's forward has.
-    """
+    """Raise UsageError if ``batch_dims`` names what neither this call nor the model's forward has."""
     for entry in given:
         name = entry.rpartition("=")[0]
         root = name.partition(".")[0]

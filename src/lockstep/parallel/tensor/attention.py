@@ -7,35 +7,24 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.parallel.tensor.plan import AttentionRegion, features
+from lockstep.parallel.tensor.plan import AttentionRegion, features, words
 from lockstep.parallel.tensor.rehearsal_run import TensorRehearsal
 from lockstep.parallel.tensor.rehearse import Passed, first_that_passes
 
-HEADS = (
-    *("heads", "n_head", "n_heads", "num_heads", "nheads", "num_attention_heads", "n_local_heads", "nhead"),
-    *("h", "H", "nh", "n_h", "num_head", "head_num", "attention_heads", "attn_heads"),
+HEADS = words(
+    "heads n_head n_heads num_heads nheads num_attention_heads n_local_heads nhead h H nh n_h num_head head_num "
+    "attention_heads attn_heads"
 )
-KV_HEADS = (
-    *("kv_heads", "n_kv_head", "n_kv_heads", "num_kv_heads", "num_key_value_heads", "n_local_kv_heads"),
-    "num_query_groups",
+KV_HEADS = words(
+    "kv_heads n_kv_head n_kv_heads num_kv_heads num_key_value_heads n_local_kv_heads num_query_groups"
 )
-WIDTHS = (
-    *(
-        "width",
-        "embed_dim",
-        "embed_size",
-        "hidden_size",
-        "n_embd",
-        "d_model",
-        "dim",
-        "dim_model",
-        "model_dim",
-    ),
-    *("inner_dim", "all_head_size", "split_size", "hidden_dim", "attention_size", "q_size", "kv_size"),
+WIDTHS = words(
+    "width embed_dim embed_size hidden_size n_embd d_model dim dim_model model_dim inner_dim all_head_size split_size "
+    "hidden_dim attention_size q_size kv_size"
 )
 COUNTS = (*HEADS, *KV_HEADS, *WIDTHS)
-CONFIG_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "heads")
-CONFIG_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+CONFIG_HEADS = words("num_attention_heads n_head num_heads n_heads heads")
+CONFIG_KV_HEADS = words("num_key_value_heads num_kv_heads n_kv_heads")
 
 
 def heads_of(module: nn.Module, query: nn.Module, key: nn.Module | None) -> tuple[int, int] | None:

@@ -24,60 +24,26 @@ from lockstep.parallel.tensor.plan import (
     computes_linear,
     features,
     is_linear,
+    words,
 )
 from lockstep.parallel.tensor.rehearsal_run import TensorRehearsal
 from lockstep.parallel.tensor.rehearse import Passed, rehearse
 from lockstep.torch_internals import modules as torch_modules
 
 INFERRED = "inferred"
-QUERY = (
-    "q",
-    "q_proj",
-    "query",
-    "to_q",
-    "wq",
-    "Wq",
-    "q_lin",
-    "query_proj",
-    "linear_q",
-    "q_linear",
-    "query_layer",
+QUERY = words("q q_proj query to_q wq Wq q_lin query_proj linear_q q_linear query_layer")
+OUTPUT = words(
+    "o o_proj out out_proj proj dense to_out wo Wo out_lin c_proj output linear_out o_linear projection fc_out "
+    "to_out.0 resid_proj"
 )
-OUTPUT = (
-    *("o", "o_proj", "out", "out_proj", "proj", "dense", "to_out", "wo", "Wo", "out_lin", "c_proj", "output"),
-    *("linear_out", "o_linear", "projection", "fc_out", "to_out.0", "resid_proj"),
+FUSED = words(
+    "qkv c_attn Wqkv in_proj qkv_proj query_key_value to_qkv attn_qkv c_qkv wqkv W_qkv qkv_linear linear_qkv"
 )
-FUSED = (
-    *("qkv", "c_attn", "Wqkv", "in_proj", "qkv_proj", "query_key_value", "to_qkv", "attn_qkv", "c_qkv"),
-    *("wqkv", "W_qkv", "qkv_linear", "linear_qkv"),
+TOKENS = words(
+    "token tokens tok wte word_embeddings embed_tokens token_embedding tok_emb token_embeddings tok_embeddings "
+    "token_emb tok_embed embedding embed embeddings emb embed_in word_embedding token_embed input_embedding shared"
 )
-TOKENS = (
-    *("token", "tokens", "tok", "wte", "word_embeddings", "embed_tokens", "token_embedding", "tok_emb"),
-    *(
-        "token_embeddings",
-        "tok_embeddings",
-        "token_emb",
-        "tok_embed",
-        "embedding",
-        "embed",
-        "embeddings",
-        "emb",
-    ),
-    *("embed_in", "word_embedding", "token_embed", "input_embedding", "shared"),
-)
-HEAD = (
-    "lm_head",
-    "head",
-    "output",
-    "embed_out",
-    "decoder",
-    "proj",
-    "to_logits",
-    "logits",
-    "unembed",
-    "out",
-    "fc_out",
-)
+HEAD = words("lm_head head output embed_out decoder proj to_logits logits unembed out fc_out")
 
 Pair = tuple[dict[str, str], tuple[str, ...]]
 """Column layers with their styles, and row layers."""
@@ -307,8 +273,7 @@ def _rehearsed_pair(
         return f"{hidden} features do not divide by {findings.ranks} ranks"
     rehearsal = TensorRehearsal(module, columns, rows, findings.ranks)
     among = (tuple(columns.items()), rows)
-    found: Passed | str = findings.rehearsed.of(module, among, lambda: rehearse(rehearsal))
-    return found
+    return findings.rehearsed.of(module, among, lambda: rehearse(rehearsal))
 
 
 def _pairs(layers: dict[str, nn.Module], in_order: bool) -> Iterator[Pair]:

@@ -213,8 +213,7 @@ def _on_whole(x: Any, dim: int) -> Tensor:
             f"A softmax over dimension {dim} of a DTensor laid out as {x.placements} is not known. "
             "Redistribute it first."
         )
-    local: Tensor = dtensor.local_tensor(x)
-    return local
+    return dtensor.local_tensor(x)
 
 
 _HANDLERS = {

@@ -123,8 +123,7 @@ class TensorParallelForward(Subclassed, nn.Module):
 
 def spec_of(module: nn.Module) -> ParallelModuleSpec:
     """What was attached to this module."""
-    spec: ParallelModuleSpec = vars(module)["_tensor_spec"]
-    return spec
+    return vars(module)["_tensor_spec"]
 
 
 def attach_spec(module: nn.Module, spec: ParallelModuleSpec, classes: dict[object, type]) -> None:

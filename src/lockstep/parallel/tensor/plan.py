@@ -209,6 +209,11 @@ def transformers_patterns(model: nn.Module) -> dict[str, str]:
     return {f"{inner}{pattern}": style for pattern, style in base.items()}
 
 
+def words(text: str) -> tuple[str, ...]:
+    """Of a table of names."""
+    return tuple(text.split())
+
+
 def is_linear(module: nn.Module) -> bool:
     """nn.Linear, or transformers' Conv1D, whose weight is [in, out]."""
     return isinstance(module, nn.Linear) or is_conv1d(module)

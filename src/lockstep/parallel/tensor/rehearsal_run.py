@@ -33,8 +33,8 @@ SMALL = 1 << 16
 class TensorRehearsal:
     """``module`` with its column layers (name in it -> style) and its row layers, for ``ranks`` ranks.
 
-    ``holder``: name in ``module`` of the one whose ``attributes`` are set and whose input reports a width. ``heads``
-    of attention, 0 elsewhere.
+    ``holder``: name in ``module`` of the one whose ``attributes`` are set in the ranks' runs, and whose input reports a
+    rank's share of its width then if it ``reports_width``. ``heads`` of attention, 0 elsewhere.
     """
 
     module: nn.Module
@@ -43,6 +43,8 @@ class TensorRehearsal:
     ranks: int
     holder: str = ""
     heads: int = 0
+    attributes: Mapping[str, int] = field(default_factory=dict)
+    reports_width: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ def example_of(
     call: Callable[[nn.Module, Tensor], dict[str, object]],
     rank: int | None = None,
     argument: tuple[str, int] | None = None,
+    trains: bool = False,
 ) -> Example:
     """The same random numbers each time, or a rank's part of them."""
     layers = {name: rehearsal.module.get_submodule(name) for name in rehearsal.columns}
@@ -133,16 +136,17 @@ def example_of(
             name: part_of_pieces(output, PACKED.get(rehearsal.columns[name], 1), rank, rehearsal.ranks)
             for name, output in outputs.items()
         }
-    return Example(x, outputs, keywords, rank, argument=argument)
+    width = x.shape[-1] // rehearsal.ranks if rank is not None and rehearsal.reports_width else 0
+    return Example(x, outputs, keywords, rank, width, argument, trains)
 
 
-def forward_of_part(rehearsal: TensorRehearsal, attributes: Mapping[str, int], example: Example) -> Run:
+def forward_of_part(rehearsal: TensorRehearsal, example: Example) -> Run:
     """Forward, with gradients."""
     module = without_weights(rehearsal, example.trains)
     noted = Run(example.argument, example.trains)
     noted.pieces = {name: PACKED.get(style, 1) for name, style in rehearsal.columns.items()}
     holder = module.get_submodule(rehearsal.holder)
-    for name, value in attributes.items():
+    for name, value in rehearsal.attributes.items() if example.rank is not None else ():
         setattr(holder, name, value)
 
     def whole(name: str, value: Tensor) -> Tensor:

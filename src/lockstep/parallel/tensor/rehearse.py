@@ -48,14 +48,12 @@ class Different(str):
     """Why it may not be split, seen as it ran; any other text tells why it could not be run."""
 
 
-def rehearse(
-    rehearsal: TensorRehearsal, attributes: Mapping[str, int] | None = None, reports_width: bool = False
-) -> Passed | str:
+def rehearse(rehearsal: TensorRehearsal) -> Passed | str:
     """Passed, or why not."""
     reason = ""
     for call in _CALLS:
         try:
-            return _compare(rehearsal, attributes or {}, reports_width, call)
+            return _compare(rehearsal, call)
         except (_DifferentError, GradientsDifferError) as error:
             return Different(error)
         except Exception as error:  # whatever a user's forward raises
@@ -69,7 +67,7 @@ def first_that_passes(
     """The first (attributes, reports_width) that passes, or why none does."""
     reason = "nothing was tried"
     for attributes, reports_width in candidates:
-        result = rehearse(rehearsal, attributes, reports_width)
+        result = rehearse(replace(rehearsal, attributes=attributes, reports_width=reports_width))
         if isinstance(result, Passed):
             return attributes, reports_width, result
         reason = result
@@ -124,53 +122,42 @@ class _DifferentError(Exception):
 # -- whole and parts ---------------------------------------------------------------------------------------
 
 
-def _compare(
-    rehearsal: TensorRehearsal, attributes: Mapping[str, int], reports_width: bool, call: _Call
-) -> Passed:
+def _compare(rehearsal: TensorRehearsal, call: _Call) -> Passed:
     example = example_of(rehearsal, call)
-    whole = forward_of_part(rehearsal, {}, example)
+    whole = forward_of_part(rehearsal, example)
     if not whole.given:
         raise _DifferentError(f"'{rehearsal.rows[0]}' was not called")
-    parts = _ranks(rehearsal, attributes, reports_width, call, whole)
+    parts = _ranks(rehearsal, call, whole)
     partial, meets = meetings(whole, parts)
     trained = _in_training(rehearsal, example)
     if trained is not None:
-        also, meets_then = meetings(trained, _ranks(rehearsal, attributes, reports_width, call, trained))
+        also, meets_then = meetings(trained, _ranks(rehearsal, call, trained))
         meets = meets or meets_then or set(also) != set(partial)
         partial = () if meets else partial
-    arguments: dict[str, tuple[int, ...]] = {}
-    if rehearsal.heads > 1:
-        for name in _may_be_none(rehearsal.module):
-            shapes = _of_heads(rehearsal, attributes, reports_width, call, name, whole)
-            if shapes:
-                arguments[name] = shapes
-    return Passed(partial, meets, arguments)
+    names = _may_be_none(rehearsal.module) if rehearsal.heads > 1 else ()
+    shapes = {name: _of_heads(rehearsal, call, name, whole) for name in names}
+    return Passed(partial, meets, {name: dims for name, dims in shapes.items() if dims})
 
 
 def _in_training(rehearsal: TensorRehearsal, example: Example) -> Run | None:
     """The whole run in training mode, where that is the same each time."""
     example = replace(example, trains=True)
     try:
-        first, again = forward_of_part(rehearsal, {}, example), forward_of_part(rehearsal, {}, example)
+        first, again = forward_of_part(rehearsal, example), forward_of_part(rehearsal, example)
     except Exception:  # whatever a user's forward raises
         return None
     is_same = len(first.given) == len(again.given) and all(map(torch.equal, first.given, again.given))
     return first if is_same and first.given else None
 
 
-def _ranks(
-    rehearsal: TensorRehearsal, attributes: Mapping[str, int], reports_width: bool, call: _Call, whole: Run
-) -> list[Run]:
+def _ranks(rehearsal: TensorRehearsal, call: _Call, whole: Run) -> list[Run]:
     """Each rank's run, with the values of its part of the whole one."""
     ranks = rehearsal.ranks
     parts = []
     for rank in range(ranks):
-        example = example_of(rehearsal, call, rank, whole.argument)
-        example = replace(example, trains=whole.trains)
-        if reports_width:
-            example = replace(example, width=example.x.shape[-1] // ranks)
+        example = example_of(rehearsal, call, rank, whole.argument, whole.trains)
         try:
-            part = forward_of_part(rehearsal, attributes, example)
+            part = forward_of_part(rehearsal, example)
         except Exception as error:  # whatever a user's forward raises of a part
             raise _DifferentError(f"with a rank's part of its features it raises {_line(error)}") from error
         _check_values(whole, part, rank, ranks)
@@ -209,26 +196,19 @@ def _may_be_none(module: nn.Module) -> list[str]:
     return [*_required(module), *optional]
 
 
-def _of_heads(
-    rehearsal: TensorRehearsal,
-    attributes: Mapping[str, int],
-    reports_width: bool,
-    call: _Call,
-    name: str,
-    without: Run,
-) -> tuple[int, ...]:
+def _of_heads(rehearsal: TensorRehearsal, call: _Call, name: str, without: Run) -> tuple[int, ...]:
     """How many dimensions a bias of each head may have that is given as this argument, and can be split by heads."""
     found = []
     for dims in (4, 3):
         given = (name, dims)
         try:
-            whole = forward_of_part(rehearsal, {}, example_of(rehearsal, call, argument=given))
+            whole = forward_of_part(rehearsal, example_of(rehearsal, call, argument=given))
         except Exception:  # it takes no such thing
             continue
         if len(whole.given) != len(without.given) or all(map(torch.equal, whole.given, without.given)):
             continue
         try:
-            meetings(whole, _ranks(rehearsal, attributes, reports_width, call, whole))
+            meetings(whole, _ranks(rehearsal, call, whole))
         except (_DifferentError, GradientsDifferError):
             continue
         found.append(dims)

@@ -61,10 +61,7 @@ class BroadcastAllGather(ShardCollective):
     ) -> dist.Work | None:
         """``input_tensor`` (n,) of every rank, in rank order, into ``output_tensor`` (N n,)."""
         if async_op or group.size() > MOST_RANKS:
-            work: dist.Work | None = all_gather_into_tensor(
-                output_tensor, input_tensor, group=group, async_op=async_op
-            )
-            return work
+            return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
         parts = output_tensor.chunk(group.size())
         own = parts[group.rank()]
         if own.data_ptr() != input_tensor.data_ptr():  # FSDP2 puts it there itself
@@ -97,10 +94,7 @@ class ExchangeReduceScatter(ShardCollective):
         """
         factor = factor_of(op, group.size())
         if group.size() > MOST_RANKS:
-            work: dist.Work | None = reduce_scatter_tensor(
-                output_tensor, input_tensor, op, group=group, async_op=async_op
-            )
-            return work
+            return reduce_scatter_tensor(output_tensor, input_tensor, op, group=group, async_op=async_op)
         # Row r of what is received is what rank r adds to this rank's part; rows are always summed in this order.
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
@@ -189,10 +183,7 @@ class QuantizedAllGather(ShardCollective):
         """
         # The gathers of a secondary partition (hpZ), whose weights were quantised before they were cut.
         if group.group_name != self.group_name:
-            exact: dist.Work | None = all_gather_into_tensor(
-                output_tensor, input_tensor, group=group, async_op=async_op
-            )
-            return exact
+            return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
         if not input_tensor.is_floating_point():
             raise UsageError(
                 f"Weights are gathered as {input_tensor.dtype}, which cannot be quantised: a group of parameters has "

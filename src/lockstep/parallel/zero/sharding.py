@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -94,21 +94,17 @@ class Sharding:
             for parameter in fsdp2.params(group):
                 yield name_of_shard(parameter, names), fsdp2.sharded_param(parameter)
 
-    @contextmanager
-    def inside_window(self) -> Iterator[None]:
+    def inside_window(self) -> AbstractContextManager[None]:
         """Backward inside is that of a micro-batch which does not end its accumulation window.
 
         Stage 1 keeps each rank's own whole gradients. The others reduce to shards at once, and leave only
         the sum over replicas to the window's end. Stages 1 and 2 keep the gathered parameters.
         """
-        with self._hold_back(reduce=self.stage >= 2):
-            yield
+        return self._hold_back(reduce=self.stage >= 2)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward inside adds to each rank's own whole gradients; they are not communicated."""
-        with self._hold_back(reduce=False):
-            yield
+        return self._hold_back(reduce=False)
 
     @contextmanager
     def _hold_back(self, reduce: bool) -> Iterator[None]:
@@ -116,11 +112,9 @@ class Sharding:
         with self._flagged(_Flags(reduce and before.reduce, all_reduce=False, reshard=self.stage == 3)):
             yield
 
-    @contextmanager
-    def synchronised(self) -> Iterator[None]:
+    def synchronised(self) -> AbstractContextManager[None]:
         """Backward inside averages, also within the others."""
-        with self._flagged(_Flags()):
-            yield
+        return self._flagged(_Flags())
 
     @contextmanager
     def _flagged(self, flags: _Flags) -> Iterator[None]:
@@ -172,7 +166,7 @@ class Sharding:
                 self.reshard()  # a script has written to what an optimizer holds
         self._check_changes()
         if self._buffers and not self._is_held_back:
-            self._broadcast_buffers()
+            broadcast_buffers(self._buffers, self._group)
 
     def after_forward(self, *_: object) -> None:
         """Drop gathered parameters that no backward will need. Kept ones stand in the model in the shards' place:
@@ -279,9 +273,6 @@ class Sharding:
                 fsdp2.discard_unreduced_grad(parameter)
             if found:  # a sum over some ranks is of all parameters of its group together
                 fsdp2.discard_partial_reduce_output(group)
-
-    def _broadcast_buffers(self) -> None:
-        broadcast_buffers(self._buffers, self._group)
 
     def parameter_groups(self) -> list[FSDPParamGroup]:
         """torch's own records of the parameters that are gathered together."""

@@ -87,9 +87,9 @@ _ALLOWED = {
         "alias",
         "fill_",
         "zero_",
-        *dispatch.CONVERSIONS,
         "lift_fresh",
         "is_same_size",
+        *dispatch.CONVERSIONS,
     ),
     *("empty_like", "zeros_like", "ones_like", "full_like", "new_zeros", "new_empty", "new_ones", "new_full"),
 }
