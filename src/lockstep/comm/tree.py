@@ -87,7 +87,7 @@ def leaves(tree: object) -> dict[str, Any]:
     return found
 
 
-def tensors(tree: object) -> dict[str, torch.Tensor]:
+def tensor_leaves(tree: object) -> dict[str, torch.Tensor]:
     """Path and tensor of every leaf that is one, depth first."""
     return {path: leaf for path, leaf in leaves(tree).items() if isinstance(leaf, torch.Tensor)}
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lockstep.comm.tree import Args, leaves
+from lockstep.comm.tree import Args, tensor_leaves
 from lockstep.model.changes import attributes_set
 from lockstep.parallel.expert.layer import MixtureOfExperts
 from lockstep.torch_internals import modules as torch_modules
@@ -56,13 +56,12 @@ class BeforeWrites(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if (name.endswith("_") and not name.endswith("__")) or name in _WRITES:
-            for tensor in leaves((args[:1], kwargs.get("out"))).values():
-                if isinstance(tensor, Tensor):
-                    self._note(tensor)
+            for tensor in tensor_leaves((args[:1], kwargs.get("out"))).values():
+                self._note(tensor)
         elif func is F.embedding and (kwargs.get("max_norm") or (len(args) > 3 and args[3])):
             self._note(args[1] if len(args) > 1 else kwargs["weight"])
         elif kwargs.get("out") is not None:
-            for tensor in leaves(kwargs["out"]).values():  # one, or a list, as FSDP's gathering gives
+            for tensor in tensor_leaves(kwargs["out"]).values():  # one, or a list, as FSDP's gathering gives
                 self._note(tensor)
         return func(*args, **kwargs)
 

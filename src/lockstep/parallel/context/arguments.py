@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.comm.tree import leaves
+from lockstep.comm.tree import tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.torch_internals import tensors as torch_tensors
 
@@ -28,19 +28,19 @@ def hidden_states(block: str, args: tuple[object, ...], kwargs: dict[str, object
     Raises:
         UsageError: it is not [batch, sequence, width].
     """
-    for leaf in (leaves(args) | leaves(kwargs)).values():
-        if isinstance(leaf, Tensor):
-            if leaf.is_nested or leaf.ndim != 3 or not leaf.is_floating_point():
-                shape = "a nested tensor" if leaf.is_nested else f"{leaf.dtype} {list(leaf.shape)}"
-                raise UsageError(
-                    f"The first tensor that block '{block}' gets is {shape}, but context parallelism splits hidden "
-                    "states [batch, sequence, width]. Name the modules that take these with blocks=..."
-                )
-            return leaf
-    raise UsageError(
-        f"Block '{block}' gets no tensor, but context parallelism splits its hidden states [batch, sequence, width]. "
-        "Name other modules with blocks=..."
-    )
+    found = next(iter(tensor_leaves((args, kwargs)).values()), None)
+    if found is None:
+        raise UsageError(
+            f"Block '{block}' gets no tensor, but context parallelism splits its hidden states [batch, sequence, "
+            "width]. Name other modules with blocks=..."
+        )
+    if found.is_nested or found.ndim != 3 or not found.is_floating_point():
+        shape = "a nested tensor" if found.is_nested else f"{found.dtype} {list(found.shape)}"
+        raise UsageError(
+            f"The first tensor that block '{block}' gets is {shape}, but context parallelism splits hidden states "
+            "[batch, sequence, width]. Name the modules that take these with blocks=..."
+        )
+    return found
 
 
 def sequence_dim(block: str, name: str, tensor: Tensor, batch: int, length: int) -> int | None:

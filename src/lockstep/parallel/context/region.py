@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.tree import leaves, map_leaves, map_tensors
+from lockstep.comm.tree import map_leaves, map_tensors, tensor_leaves
 from lockstep.config.enums import CPMethod
 from lockstep.errors import LockstepError, UsageError
 from lockstep.model.changes import Subclassed
@@ -258,7 +258,7 @@ def _enter(region: ContextRegion, block: str, hidden: Tensor, named: dict[str, o
 
 
 def _leave(region: ContextRegion, block: str, output: object, batch: int, local_length: int) -> object:
-    tensors = [leaf for leaf in leaves(output).values() if isinstance(leaf, Tensor)]
+    tensors = list(tensor_leaves(output).values())
     if not tensors or tensors[0].shape[:2] != (batch, local_length):
         found = f"{list(tensors[0].shape)}" if tensors else "no tensor"
         raise UsageError(

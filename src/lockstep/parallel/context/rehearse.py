@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lockstep.comm.tree import leaves, map_leaves
+from lockstep.comm.tree import map_leaves, tensor_leaves
 from lockstep.errors import LockstepError
 from lockstep.model.blocks import settings
 from lockstep.model.contents import saved
@@ -160,10 +160,10 @@ def _by_positions(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def _same(whole: object, part: object, start: int, count: int) -> bool:
     """Of all tensors [b, positions, ...]; others, such as a balance loss, are those of a rank's positions."""
-    expected, found = leaves(whole), leaves(part)
+    expected, found = tensor_leaves(whole), tensor_leaves(part)
     for path, tensor in expected.items():
         other = found.get(path)
-        if not isinstance(tensor, Tensor) or not isinstance(other, Tensor) or tensor.ndim < 3:
+        if other is None or tensor.ndim < 3:
             continue
         if tensor.shape[1] < start + count or not _close(tensor.narrow(1, start, count), other):
             return False
@@ -303,8 +303,8 @@ def _cannot_run(mode: InBlock, arguments: list[tuple[str, Any]], error: Exceptio
     uncut = [
         f"{name} {list(leaf.shape)}"
         for name, value in arguments
-        for leaf in leaves(value).values()
-        if isinstance(leaf, Tensor) and whole in leaf.shape and mode.length not in leaf.shape
+        for leaf in tensor_leaves(value).values()
+        if whole in leaf.shape and mode.length not in leaf.shape
     ]
     beside = f" and the whole of {', '.join(uncut)}" if uncut else ""
     return (

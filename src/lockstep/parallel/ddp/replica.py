@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from lockstep.comm.tree import leaves
+from lockstep.comm.tree import tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.model.changes import attributes_set
 from lockstep.parallel.ddp.consistency import (
@@ -136,8 +136,8 @@ class DistributedDataParallel(TorchDDP):
         )
 
     def _notice_own_gradients(self, output: object) -> None:
-        for tensor in leaves(output).values():
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+        for tensor in tensor_leaves(output).values():
+            if tensor.requires_grad:
                 tensor.register_hook(partial(_adds_own_gradients, weakref.ref(self)))
 
     def own_gradients_come(self) -> None:
@@ -190,7 +190,7 @@ class DistributedDataParallel(TorchDDP):
         return _Averaged(other.reducer, other.logger, trained)
 
     def _average_again_if_spent(self, output: object) -> None:
-        tensors = [t for t in leaves(output).values() if isinstance(t, torch.Tensor) and t.requires_grad]
+        tensors = [tensor for tensor in tensor_leaves(output).values() if tensor.requires_grad]
         outputs = [weakref.ref(tensor) for tensor in tensors]
         for tensor in tensors:
             tensor.register_hook(partial(_backward_begins, weakref.ref(self), outputs))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lockstep.comm.tree import Args, Kwargs, leaves, map_leaves, tensors
+from lockstep.comm.tree import Args, Kwargs, leaves, map_leaves, tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.model.changes import attributes_set
 from lockstep.parallel.pipeline.absent import carried, is_stand_in
@@ -147,7 +147,7 @@ class Values(TorchFunctionMode):
                 self._of.pop(id(instead), None)
                 self._note(instead, Source("function", self._block, ITSELF, name, number))
                 self._of[id(changed)] = self._of[id(instead)]
-            for path, leaf in tensors(out).items():
+            for path, leaf in tensor_leaves(out).items():
                 self._note(leaf, Source("function", self._block, path, name, number))
         return out
 
@@ -181,7 +181,7 @@ class Values(TorchFunctionMode):
         """Note what a block gives back."""
         self._block = block
         self._counts.clear()
-        for path, leaf in tensors(out).items():
+        for path, leaf in tensor_leaves(out).items():
             self._note(leaf, Source("output", block, path))
 
     def arrived(self, leaf: Tensor, new: Tensor, path: str) -> None:

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.comm.tree import leaves
+from lockstep.comm.tree import tensor_leaves
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.determinism import without_constants
 from lockstep.parallel.pipeline.errors import (
@@ -84,7 +84,7 @@ class Derivation:
     def batch_size(self, arguments: Arguments) -> int:
         """How many samples the call has."""
         call, names, given = arguments.call, arguments.names, arguments.given
-        tensors = {path: leaf for path, leaf in leaves(call.tree).items() if path in names}
+        tensors = tensor_leaves(call.tree)
         known = {path: dim for path, dim in self._known_dims.items() if path in names and dim is not None}
         if known:
             path, dim = next(iter(known.items()))
@@ -96,7 +96,7 @@ class Derivation:
     def dims(self, arguments: Arguments, size: int, rows: int) -> BatchDims:
         """Which dimension of each argument is cut: known from another call, or found. ``rows``: of a micro-batch."""
         call, names, given = arguments.call, arguments.names, arguments.given
-        tensors = {path: leaf for path, leaf in leaves(call.tree).items() if path in names}
+        tensors = tensor_leaves(call.tree)
         known = {path: self._known_dims[path] for path in names if path in self._known_dims}
         if known.keys() == names.keys() and all(
             dim is None or tensors[path].shape[dim] == size for path, dim in known.items()

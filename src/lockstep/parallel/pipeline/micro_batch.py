@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.comm.tree import leaves, map_leaves
+from lockstep.comm.tree import leaves, map_leaves, tensor_leaves
 from lockstep.config.enums import Schedule
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.options import fits, least_micro_batches
@@ -37,7 +37,7 @@ def batch_size(call: Call, given: BatchDims | None = None) -> int:
     Raises:
         UsageError: there is none, or those that were said differ.
     """
-    tensors = {path: leaf for path, leaf in leaves(call.tree).items() if isinstance(leaf, Tensor)}
+    tensors = tensor_leaves(call.tree)
     sizes = {
         tensors[path].shape[dim] for path, dim in (given or {}).items() if dim is not None and path in tensors
     }

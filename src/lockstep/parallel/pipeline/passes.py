@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.tree import map_leaves, tensors
+from lockstep.comm.tree import map_leaves, tensor_leaves
 from lockstep.parallel.pipeline.gradients import Gradients, attach, attach_outputs, kept_apart, pull
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import Call, Joined
@@ -156,7 +156,7 @@ def _train(call: Training, path: str, scale: float) -> tuple[object, WhyNot | No
     counted: list[Any] = []
 
     def finish(index: int, output: object) -> Tensor:
-        found = tensors(batch.with_loss(output, index))
+        found = tensor_leaves(batch.with_loss(output, index))
         losses.append(found[path].detach())
         if reduction.was_found:
             counted.append(denominators(found[path], once.ends))
@@ -178,7 +178,7 @@ def _train(call: Training, path: str, scale: float) -> tuple[object, WhyNot | No
     with kept_apart(stages.parameters()) as gradients:
         run(plan.schedule, plan.micro_batches)
     once.ends.clear()
-    like = Kind.of(tensors(plan.template)[path])
+    like = Kind.of(tensor_leaves(plan.template)[path])
     if reduction.was_found:
         why_not = _why_not(stages, has_changed, undecided, not counted or equal(counted))
         if why_not is not None:
@@ -215,7 +215,7 @@ def _train_whole(call: Training, path: str, scale: float) -> tuple[object, WhyNo
     roots: list[Tensor] = []
 
     def whole(outputs: dict[str, list[object]]) -> Tensor:
-        found = tensors(batch.with_loss(batch.tail_of(outputs)))
+        found = tensor_leaves(batch.with_loss(batch.tail_of(outputs)))
         kept.append({key: leaf.detach() for key, leaf in found.items()})
         roots.append(found[path] * scale)
         return roots[0]
@@ -233,7 +233,7 @@ def _train_whole(call: Training, path: str, scale: float) -> tuple[object, WhyNo
         stages.state.forget_batch()
         return None, why_not
     stages.state.end_batch()
-    value = stages.from_last(kept[0][path] if kept else None, Kind.of(tensors(plan.template)[path]))
+    value = stages.from_last(kept[0][path] if kept else None, Kind.of(tensor_leaves(plan.template)[path]))
     return call.result(path, value, gradients, scale, lambda key, _: kept[0][key] if kept else None), None
 
 
@@ -254,7 +254,7 @@ def forward_now(
     kept: list[dict[str, Tensor]] = []
 
     def finish(_: int, output: object) -> tuple[Tensor, ...]:
-        found = tensors(output)
+        found = tensor_leaves(output)
         kept.append({path: found[path] for path in outputs})
         return tuple(found[path] for path in with_gradient)
 
@@ -319,7 +319,7 @@ def evaluate(stages: LocalStages, batch: Batch, outputs_to: Outputs) -> object:
     kept: list[dict[str, Tensor]] = []
 
     def finish(part: int | None, output: object) -> tuple[Tensor, ...]:
-        found = tensors(batch.with_loss(output, part))
+        found = tensor_leaves(batch.with_loss(output, part))
         kept.append({path: found[path] for path in outputs})
         return ()
 

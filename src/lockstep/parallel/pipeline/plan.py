@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.comm.tree import leaves, map_leaves, tensors
+from lockstep.comm.tree import leaves, map_leaves, tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.model.blocks import joined_name
 from lockstep.parallel.pipeline.absent import (
@@ -58,7 +58,7 @@ def check_same_batch(call: Call, group: dist.ProcessGroup, device: torch.device)
     """
     text = "".join(map(str, signature(call)))
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
-    real = [leaf.detach() for leaf in tensors(call.tree).values() if not leaf.is_complex()]
+    real = [leaf.detach() for leaf in tensor_leaves(call.tree).values() if not leaf.is_complex()]
     sums = [leaf.double().nan_to_num().sum() for leaf in real]
     total = torch.stack(sums).sum() if sums else torch.zeros((), device=device)
     mine = torch.stack(
@@ -128,7 +128,7 @@ def used_arguments(
         return known[id(block)]
 
     tracer.alike = alike
-    for path, leaf in tensors(call.tree).items():
+    for path, leaf in tensor_leaves(call.tree).items():
         tracer.inputs.setdefault(storage_of(leaf), set()).add(path)
     try:
         with quiet():
@@ -214,10 +214,10 @@ class Plan:
                 f"The model returns at output{self.traced.early[0]} a tensor that another stage than the last of the "
                 "pipeline made. Ask the model not to return it (for transformers: output_hidden_states=False)."
             )
-        whole = tensors(self.whole.output)
+        whole = tensor_leaves(self.whole.output)
         return {
             path: joined(leaf, whole[path], self.micro_batches)
-            for path, leaf in tensors(self.template).items()
+            for path, leaf in tensor_leaves(self.template).items()
         }
 
     def row_dim(self, block: str, path: str) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.tree import leaves, map_leaves, tensors
+from lockstep.comm.tree import map_leaves, tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.parallel.determinism import WithoutChance, without_dropout
 from lockstep.parallel.pipeline.errors import mixes_rows, neither_mean_nor_sum
@@ -125,8 +125,8 @@ class Rehearsal:
         """Notes what each tensor without rows is; returns those that are neither a mean nor a sum."""
         unknown = []
         for name, each in outputs.items():
-            parts = [leaves(one) for one in each]
-            for path, value in tensors(self.whole[name][0]).items():
+            parts = [tensor_leaves(one) for one in each]
+            for path, value in tensor_leaves(self.whole[name][0]).items():
                 dim = self.batch.plan.row_dim(name, path)
                 mine = [part[path] for part in parts]
                 if dim is not None:
@@ -156,7 +156,7 @@ class Rehearsal:
         return any(not torch.equal(first[key], second[key]) for key in first)
 
     def _numbers(self, outputs: Outputs) -> dict[str, Tensor]:
-        return tensors(self.batch.with_loss(self.batch.tail_of(outputs)))
+        return tensor_leaves(self.batch.with_loss(self.batch.tail_of(outputs)))
 
     @torch.enable_grad()
     def _reduction(self, outputs: Outputs) -> str:
@@ -169,10 +169,10 @@ class Rehearsal:
         def gradient(given: dict[str, object], part: int | None) -> tuple[Tensor, dict[str, Tensor]]:
             """The loss of the whole batch (``part`` None) or of a part, and its gradients in ``given``."""
             given, is_whole = map_leaves(_leaf, given), part is None
-            own = {key: value for key, value in tensors(given).items() if value.requires_grad}
+            own = {key: value for key, value in tensor_leaves(given).items() if value.requires_grad}
             call = batch.whole if part is None else batch.parts[part]
             with state.micro_batch(note=not is_whole):
-                loss = tensors(batch.with_loss(tail.run(call, given, is_whole), part))[path]
+                loss = tensor_leaves(batch.with_loss(tail.run(call, given, is_whole), part))[path]
             got, edges = edges_without_gradient(
                 loss, lambda: torch.autograd.grad(loss, list(own.values()), allow_unused=True)
             )

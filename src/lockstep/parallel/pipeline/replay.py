@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.comm.tree import children, leaves, map_leaves, tensors
+from lockstep.comm.tree import children, leaves, map_leaves, tensor_leaves
 from lockstep.model.equal_modules import Unlike, describe, described, reading
 from lockstep.parallel.pipeline.absent import is_stand_in
 from lockstep.parallel.pipeline.traced import Argument, repeated, storage_of
@@ -109,19 +109,19 @@ class Replays:
 
     def _remain_inside(self, out: Any, given: dict[str, Any]) -> None:
         """What was made and not returned is to be used by nobody else."""
-        passed = {storage_of(leaf) for tree in (out, given) for leaf in tensors(tree).values()}
+        passed = {storage_of(leaf) for tree in (out, given) for leaf in tensor_leaves(tree).values()}
         made = [tensor for one in self.made or () if (tensor := one()) is not None]
         self._inside |= {storage_of(tensor) for tensor in made} - passed
         self._alive += made
 
     def _check(self, given: dict[str, Any]) -> None:
-        if any(storage_of(tensor) in self._inside for tensor in tensors(given).values()):
+        if any(storage_of(tensor) in self._inside for tensor in tensor_leaves(given).values()):
             self._operations.clear()  # blocks are not alone in what they do
 
     def note(self, out: Any) -> None:
         """Something that a function of torch gave within a block."""
         if self.made is not None:
-            self.made += [weakref.ref(one) for one in tensors(out).values()]
+            self.made += [weakref.ref(one) for one in tensor_leaves(out).values()]
 
     def _has_escaped(self, out: Any, given: dict[str, Any]) -> bool:
         """Whether somebody has a tensor that was made inside and not returned."""
@@ -155,7 +155,7 @@ class Replays:
     def _kept_of(self, out: Any, given: dict[str, Any], own: set[int]) -> Any:
         """The output as it is to be given again; None if it cannot be."""
         places = {id(leaf): path for path, leaf in given.items() if not isinstance(leaf, _PLAIN)}
-        taken = own | {storage_of(leaf) for leaf in tensors(given).values()}
+        taken = own | {storage_of(leaf) for leaf in tensor_leaves(given).values()}
         seen: dict[int, int] = {}
         failed = False
 

@@ -16,7 +16,7 @@ from itertools import chain, combinations, islice, product
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.tree import leaves, map_leaves
+from lockstep.comm.tree import map_leaves, tensor_leaves
 from lockstep.config.values import suggestion
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.micro_batch import BatchDims, Call, batch_size
@@ -29,26 +29,18 @@ Trial = Callable[[Call], set[str] | None]
 
 def argument_names(model: nn.Module, call: Call) -> dict[str, str]:
     """Path of each tensor -> the name by which people know it: ``ids``, ``batch.mask``, ``target0``."""
-    try:
-        parameters = list(inspect.signature(model.forward).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    positional = [p.name for p in parameters if p.kind in plain]
+    positional = [p.name for p in _parameters(model) if p.kind in plain]
     found: dict[str, str] = {}
     roots = [
         (f"[0][{i}]", positional[i] if i < len(positional) else f"arg{i}") for i in range(len(call.args))
     ]
     roots += [(f"[1][{name!r}]", name) for name in call.kwargs]
     roots += [(f"[2][{i}]", f"target{i}") for i in range(len(call.targets))]
-    for path, leaf in leaves(call.tree).items():
-        if not isinstance(leaf, Tensor):
-            continue
+    for path in tensor_leaves(call.tree):
         for start, name in roots:
             if path.startswith(start):
-                inner = (
-                    path[len(start) :].replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")
-                )
+                inner = path[len(start) :].replace("'", "").replace("[", ".").replace("]", "")
                 found[path] = name + inner
     return found
 
@@ -59,7 +51,7 @@ def said(given: tuple[str, ...], names: Mapping[str, str], call: Call) -> BatchD
     Raises:
         UsageError: it names what is no argument, or a dimension that the argument has not.
     """
-    tensors = leaves(call.tree)
+    tensors = tensor_leaves(call.tree)
     found: dict[str, int | None] = {}
     for entry in given:
         name, _, dim = entry.rpartition("=")
@@ -90,11 +82,15 @@ def check_known(given: tuple[str, ...], names: Mapping[str, str], known: set[str
 
 def known_arguments(model: nn.Module, names: Mapping[str, str]) -> set[str]:
     """Names of the arguments of the forward, and of this call."""
+    return {p.name for p in _parameters(model)} | {name.partition(".")[0] for name in names.values()}
+
+
+def _parameters(model: nn.Module) -> list[inspect.Parameter]:
+    """Of its forward; none where Python cannot tell them."""
     try:
-        parameters = set(inspect.signature(model.forward).parameters)
+        return list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):
-        parameters = set()
-    return parameters | {name.partition(".")[0] for name in names.values()}
+        return []
 
 
 def find(
@@ -105,7 +101,7 @@ def find(
     Raises:
         UsageError: it is not to be known of one of them.
     """
-    tensors = {path: leaf for path, leaf in leaves(call.tree).items() if isinstance(leaf, Tensor)}
+    tensors = tensor_leaves(call.tree)
     open_ = [
         path for path, leaf in tensors.items() if path not in given and leaf.ndim and leaf.shape[0] == batch
     ]
@@ -114,11 +110,7 @@ def find(
     everything = {**base, **dict.fromkeys(open_, 0)}
     if not open_ or (not anchored and len(open_) == 1):
         return everything
-    sizes = {size for leaf in tensors.values() for size in leaf.shape}
-    # Not smaller than the batch, for a tensor that is as long may be looked up row by row; and like no other length.
-    more = next(
-        n for n in range(batch + 1, batch + 1000) if n not in sizes and all(n % p for p in (2, 3, 5, 7))
-    )
+    more = _more_rows(batch, tensors)
 
     def attempt(whole: set[str], counts: tuple[int, ...]) -> set[str] | None:
         dims = base | {path: None if path in whole else 0 for path in open_}
@@ -152,16 +144,13 @@ def batch_of(call: Call, given: BatchDims, trial: Trial) -> int:
         UsageError: no tensor has rows.
     """
     first = batch_size(call, given)
-    tensors = {
-        path: leaf for path, leaf in leaves(call.tree).items() if isinstance(leaf, Tensor) and leaf.ndim
-    }
+    tensors = {path: leaf for path, leaf in tensor_leaves(call.tree).items() if leaf.ndim}
     lengths = dict.fromkeys(leaf.shape[0] for path, leaf in tensors.items() if path not in given)
     if any(dim is not None for dim in given.values()) or len(lengths) < 2:
         return first
-    sizes = {size for leaf in tensors.values() for size in leaf.shape}
     for batch in lengths:
         rows = [path for path, leaf in tensors.items() if path not in given and leaf.shape[0] == batch]
-        more = _more_rows(batch, sizes)
+        more = _more_rows(batch, tensors)
         for whole in islice(_subsets(rows), MOST_TRIALS):
             dims = {path: 0 for path in rows if path not in whole}
             counts = (more, FEW_ROWS)
@@ -170,8 +159,9 @@ def batch_of(call: Call, given: BatchDims, trial: Trial) -> int:
     return first
 
 
-def _more_rows(batch: int, sizes: set[int]) -> int:
+def _more_rows(batch: int, tensors: Mapping[str, Tensor]) -> int:
     """Not fewer than the batch, for a tensor that is as long may be looked up row by row; and like no other length."""
+    sizes = {size for tensor in tensors.values() for size in tensor.shape}
     return next(
         n for n in range(batch + 1, batch + 1000) if n not in sizes and all(n % p for p in (2, 3, 5, 7))
     )

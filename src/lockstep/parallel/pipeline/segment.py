@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lockstep.comm.tree import leaves, tensors
+from lockstep.comm.tree import leaves, tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.absent import Change, StageLeft, carried, changed, is_stand_in
 from lockstep.parallel.pipeline.exchange import Exchange, LocalBlock
@@ -149,7 +149,7 @@ class Segment:
         ends.clear()
 
         def note(name: str, out: object) -> None:
-            found = tensors(out)
+            found = tensor_leaves(out)
             ends.extend(found.values())
             if undecided is not None:
                 undecided.note(name, found)
@@ -170,7 +170,7 @@ class Segment:
         def note(name: str, out: object) -> None:
             self._collected[name].append(out)
             if undecided is not None:
-                undecided.note(name, tensors(out))
+                undecided.note(name, tensor_leaves(out))
             if name == last:
                 raise StageLeft(None)
 
@@ -213,7 +213,7 @@ class Segment:
             if self.now.wants_ends:
                 self.now.ends.extend(entered)
             if self.now.undecided is not None:
-                self.now.undecided.note(RECEIVED, tensors(entered))
+                self.now.undecided.note(RECEIVED, tensor_leaves(entered))
         self._exchange.begin(entered)
         with self._exchange:
             yield entered

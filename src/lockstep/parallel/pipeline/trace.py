@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from lockstep.comm.tree import Args, Kwargs, leaves, map_leaves, map_tensors, tensors
+from lockstep.comm.tree import Args, Kwargs, leaves, map_leaves, map_tensors, tensor_leaves
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.pipeline.absent import StandIns, carried, carry, is_stand_in
 from lockstep.parallel.pipeline.carried import OUTPUT, Values, calling
@@ -100,7 +100,7 @@ class Tracer(TorchDispatchMode):
         given = [leaf for leaf in called_with.values() if isinstance(leaf, Tensor)]
         is_empty = any(is_stand_in(tensor) for tensor in given)
         out = self._without_values(func, args, kwargs, given) if is_empty else func(*args, **kwargs)
-        made = tensors(out).values()
+        made = tensor_leaves(out).values()
         self._note_used(given)
         if not made:
             return out
@@ -191,7 +191,7 @@ class Tracer(TorchDispatchMode):
         last = len(self._starts) - 1
         self.traced.early = [
             path
-            for path, leaf in tensors(self.traced.output).items()
+            for path, leaf in tensor_leaves(self.traced.output).items()
             if self._born.get(storage_of(leaf), last) < last
         ]
         self._complete_cuts()
@@ -233,9 +233,9 @@ class Tracer(TorchDispatchMode):
             self._cut(name, call, (args, kwargs))
             args, kwargs = map_leaves(lambda _, leaf: carried(leaf), call)
         out = self._result(name, module, args, kwargs)
-        given = tensors((args, kwargs))
+        given = tensor_leaves((args, kwargs))
         ids = set(map(id, given.values()))
-        self.traced.shapes[name] = {path: leaf.shape for path, leaf in tensors(out).items()}
+        self.traced.shapes[name] = {path: leaf.shape for path, leaf in tensor_leaves(out).items()}
         # What is real and no argument, only this block's stage computes.
         out = map_tensors(lambda leaf: leaf if id(leaf) in ids or is_stand_in(leaf) else self._new(leaf), out)
         self.traced.results[name] = marked(out, given)
@@ -258,7 +258,7 @@ class Tracer(TorchDispatchMode):
             self._seen[key] = marked(out, given)
             return out
         self.followed += 1
-        self._note_used(tensors(given).values())
+        self._note_used(tensor_leaves(given).values())
         return repeated(self._seen[key], given, self._new_result)
 
     def _note_used(self, given: Iterable[Tensor]) -> None:
@@ -273,7 +273,7 @@ class Tracer(TorchDispatchMode):
         except UNKNOWN_VALUE:
             # Experts chosen by a router, for instance. Blocks of such models return what they got, changed.
             del self._stack[depth:]
-            given = tensors((args, kwargs)).values()
+            given = tensor_leaves((args, kwargs)).values()
             first = next((leaf for leaf in given if is_stand_in(leaf) and leaf.is_floating_point()), None)
             if first is None:
                 raise
@@ -288,7 +288,7 @@ class Tracer(TorchDispatchMode):
         values = leaves(present)
         sent: dict[str, Tensor] = {}
         seen: set[int] = set()
-        for path, leaf in tensors(call).items():
+        for path, leaf in tensor_leaves(call).items():
             if (is_stand_in(leaf) or storage_of(leaf) in self._born) and id(leaf) not in seen:
                 seen.add(id(leaf))
                 sent[path] = leaf

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.comm.tree import Args, Kwargs, leaves, map_leaves
+from lockstep.comm.tree import Args, Kwargs, leaves, map_leaves, tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.torch_internals import fsdp2
 from lockstep.torch_internals.autograd import FunctionContext
@@ -244,11 +244,7 @@ class SkippedBlocks:
 
 def _carrier(values: object) -> str | None:
     """The path of the tensor that gradients go along."""
-    found = {
-        path: leaf
-        for path, leaf in leaves(values).items()
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-    }
+    found = {path: leaf for path, leaf in tensor_leaves(values).items() if leaf.is_floating_point()}
     return next((path for path, leaf in found.items() if leaf.requires_grad), next(iter(found), None))
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm.dtensor import local
-from lockstep.comm.tree import leaves
+from lockstep.comm.tree import tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.offload.files.parameters import OffloadedParameters
 from lockstep.parallel.changed import SameParameters
@@ -186,9 +186,7 @@ class Sharding:
         """As ``after_forward``, of another method or an inner module that was called by itself."""
         if fsdp2.is_in_forward(self._root):
             self.recover()
-        elif not any(
-            isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves(output).values()
-        ):
+        elif not any(leaf.requires_grad for leaf in tensor_leaves(output).values()):
             self.reshard()
 
     def recover(self) -> None:
