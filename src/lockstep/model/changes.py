@@ -44,13 +44,12 @@ class Subclassed:
 
 def subclass(cls: type, mixin: type[Subclassed], /, **attributes: object) -> type:
     """A subclass of ``cls`` with the same name, under ``mixin``."""
-    names = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "_plain_class": cls,
-    }
-    return type(cls.__name__, (mixin, cls), {**names, **attributes})
+    return type(cls.__name__, (mixin, cls), {**identity_of(cls), "_plain_class": cls, **attributes})
+
+
+def identity_of(cls: type) -> dict[str, object]:
+    """What a subclass takes over to look like ``cls``."""
+    return {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
 
 
 @contextmanager

@@ -16,7 +16,16 @@ from lockstep.parallel.pipeline.absent import StandIns, carried, carry, is_stand
 from lockstep.parallel.pipeline.carried import OUTPUT, Values, calling
 from lockstep.parallel.pipeline.errors import note_module, text_of, unknown_result
 from lockstep.parallel.pipeline.replay import Replays
-from lockstep.parallel.pipeline.traced import RECEIVED, Cut, Kind, Traced, Use, marked, repeated, storage_of
+from lockstep.parallel.pipeline.traced import (
+    RECEIVED,
+    Cut,
+    Kind,
+    StageUse,
+    Traced,
+    marked,
+    repeated,
+    storage_of,
+)
 from lockstep.torch_internals.dispatch import TorchDispatchMode, changes_arguments
 from lockstep.torch_internals.fake import UNKNOWN_VALUE, without_values
 from lockstep.torch_internals.functions import TorchFunction
@@ -208,7 +217,9 @@ class Tracer(TorchDispatchMode):
                 cuts[stage] = Cut(cut.block, cut.paths, (*cut.kinds, *kinds), sources)
             fetches = values.fetches(stage, paths[stage])
             self.traced.stages.append(
-                Use(fetches, stage in values.between or stage > values.first_change, stage in values.within)
+                StageUse(
+                    fetches, stage in values.between or stage > values.first_change, stage in values.within
+                )
             )
         self.traced.shapes[RECEIVED] = {f"[{i}]": kind.shape for i, kind in enumerate(cuts[-1].kinds)}
         self.traced.results[RECEIVED] = ()

@@ -83,7 +83,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Use:
+class StageUse:
     """How a stage uses what it receives outside of the call of its first block. ``within``: inside of blocks too."""
 
     fetches: tuple[Fetch, ...] = ()
@@ -107,7 +107,7 @@ class Traced:
     """
 
     cuts: list[Cut]
-    stages: list[Use] = field(default_factory=list)
+    stages: list[StageUse] = field(default_factory=list)
     output: object = None
     uses: dict[str, set[int]] = field(default_factory=dict)
     results: dict[str, object] = field(default_factory=dict)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.comm.tree import Args, Kwargs, map_tensors
 from lockstep.errors import UsageError
+from lockstep.model.changes import identity_of
 from lockstep.offload.optimizer.separable import SEPARABLE, Separable
 from lockstep.torch_internals import dispatch
 from lockstep.torch_internals.dispatch import operation_name
@@ -109,12 +110,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
     if not getattr(type(optimizer), "_is_checked_elementwise", False):
         own_step = vars(optimizer).pop("step", None)  # a scheduler's note, or one in the place of the class's
         cls: Any = type(optimizer)
-        names: dict[str, Any] = {
-            "__module__": cls.__module__,
-            "__qualname__": cls.__qualname__,
-            "__doc__": cls.__doc__,
-            "_is_checked_elementwise": True,
-        }
+        names = {**identity_of(cls), "_is_checked_elementwise": True}
         for name in ("step", *methods_with_parameters(cls)):
             names[name] = _checked(getattr(cls, name))
         optimizer.__class__ = type(cls.__name__, (cls,), names)

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from lockstep.comm.dtensor import is_dtensor, local, max_over_shards
 from lockstep.comm.tree import Args, Kwargs
 from lockstep.errors import UsageError
+from lockstep.model.changes import identity_of
 from lockstep.torch_internals import optim as torch_optim
 from lockstep.torch_internals.functions import TorchFunction
 from lockstep.torch_internals.tensors import storage_key
@@ -80,7 +81,7 @@ class WholeStep:
     def __init__(
         self, optimizer: Optimizer, storages: Storages, before_gathering: Callable[[], None]
     ) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._storages = storages
         self._before_gathering = before_gathering
         self._own_step: object = vars(optimizer).pop("step", None)
@@ -95,7 +96,7 @@ class WholeStep:
 
     @property
     def name(self) -> str:
-        return type(self._optimizer).__name__
+        return type(self.optimizer).__name__
 
     @property
     def runs(self) -> bool:
@@ -106,10 +107,6 @@ class WholeStep:
     def is_at_work(self) -> bool:
         """Whether one of its methods runs now, or the closure of one."""
         return self._runs
-
-    @property
-    def optimizer(self) -> Optimizer:
-        return self._optimizer
 
     @torch.no_grad()
     def add(self, originals: Mapping[int, nn.Parameter], in_use: Mapping[int, nn.Parameter]) -> None:
@@ -130,9 +127,8 @@ class WholeStep:
                 self._keep_alias(tensor, by_original)
             return tensor
 
-        optimizer = self._optimizer
-        skip = [self, optimizer.param_groups, optimizer.state, *optimizer.param_groups]
-        skip += [group["params"] for group in optimizer.param_groups]
+        optimizer, groups = self.optimizer, self.optimizer.param_groups
+        skip = [self, groups, optimizer.state, *groups, *(group["params"] for group in groups)]
         visit_tensors(optimizer, replace, skip)
         for values in optimizer.state.values():
             visit_tensors(values, lambda tensor: tensor if is_dtensor(tensor) else replace(tensor))
@@ -146,7 +142,7 @@ class WholeStep:
         if tensor.shape != owner.sharded.shape:
             raise UsageError(
                 f"{self.name} keeps a view of shape {tuple(tensor.shape)} of a sharded parameter of shape "
-                f"{tuple(owner.sharded.shape)} ({place_of(self._optimizer)}), which a step on whole parameters cannot "
+                f"{tuple(owner.sharded.shape)} ({place_of(self.optimizer)}), which a step on whole parameters cannot "
                 "follow. Make the optimizer before prepare, or keep the parameter in place of the view."
             )
         return owner.new_alias()
@@ -158,17 +154,17 @@ class WholeStep:
             whole.add_alias(tensor)
 
     def _find_wholes(self) -> None:
-        for parameter in tensors_of(self._optimizer.param_groups):
+        for parameter in tensors_of(self.optimizer.param_groups):
             if is_dtensor(parameter) and id(parameter) not in self._by_shard:
                 whole = WholeParameter(parameter, self._originals.get(id(parameter)))
                 self._by_shard[id(parameter)] = self._by_whole[id(whole.whole)] = whole
 
     def step(self, unhooked: bool, cls: type[Optimizer], *args: object, **kwargs: object) -> object:
-        torch_optim.note_step(self._optimizer)
+        torch_optim.note_step(self.optimizer)
         step: Any = self._own_step
         if step is None:
             function: Any = torch_optim.step_without_hooks(cls) if unhooked else cls.step
-            step = function.__get__(self._optimizer)
+            step = function.__get__(self.optimizer)
         return self.run(step, *args, **kwargs)
 
     def run(self, method: Callable[..., object], *args: object, **kwargs: object) -> object:
@@ -220,7 +216,7 @@ class WholeStep:
             whole.gather()
         self._before = [(values, dict(values)) for values in self._states()]
         for whole in wholes:
-            values = self._optimizer.state.get(whole.sharded)
+            values = self.optimizer.state.get(whole.sharded)
             if isinstance(values, dict):
                 self._state.gather(whole, values)
         self._exchange(to_whole=True)
@@ -253,7 +249,7 @@ class WholeStep:
             whole.write_back()
         self._before = []  # which holds state too
         for whole in wholes:
-            values = self._optimizer.state.get(whole.whole)
+            values = self.optimizer.state.get(whole.whole)
             if isinstance(values, dict):
                 self._state.cut(whole, values)
         self._leave()
@@ -263,7 +259,7 @@ class WholeStep:
         if self._is_suspended:
             self._guard.__enter__()  # which leaving the step takes off
         known = {id(values) for values, _ in self._before}
-        state = self._optimizer.state
+        state = self.optimizer.state
         for key in [
             key for key, values in state.items() if isinstance(values, dict) and id(values) not in known
         ]:
@@ -287,17 +283,17 @@ class WholeStep:
     def _used(self) -> list[WholeParameter]:
         """The parameters of now, in order."""
         found = []
-        for parameter in tensors_of(self._optimizer.param_groups):
+        for parameter in tensors_of(self.optimizer.param_groups):
             whole = self._by_shard.get(id(parameter)) or self._by_whole.get(id(parameter))
             if whole is not None:
                 found.append(whole)
         return found
 
     def _states(self) -> list[dict[object, object]]:
-        return [values for values in self._optimizer.state.values() if isinstance(values, dict)]
+        return [values for values in self.optimizer.state.values() if isinstance(values, dict)]
 
     def _exchange(self, to_whole: bool) -> None:
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["params"][:] = [self._exchanged(parameter, to_whole) for parameter in group["params"]]
 
     def _exchanged(self, parameter: torch.Tensor, to_whole: bool) -> Any:
@@ -308,24 +304,20 @@ class WholeStep:
         return parameter if whole is None else whole.sharded
 
     def _rename_state(self, to_whole: bool) -> None:
-        state = self._optimizer.state
+        state = self.optimizer.state
         items = [(self._exchanged(key, to_whole), values) for key, values in state.items()]
         state.clear()
         state.update(items)
 
     def _check_alike(self, wholes: list[WholeParameter]) -> None:
         """Ranks that are about to gather different tensors would mix them up, or wait for ever."""
-        state = self._optimizer.state
-        found = [
-            (
-                tuple(whole.sharded.shape),
-                whole.sharded.grad is not None,
-                sorted(str(name) for name, value in state.get(whole.sharded, {}).items() if is_dtensor(value))
-                if isinstance(state.get(whole.sharded, {}), dict)
-                else None,
+        found = []
+        for whole in wholes:
+            held = self.optimizer.state.get(whole.sharded, {})
+            sharded = isinstance(held, dict) and sorted(
+                str(k) for k, value in held.items() if is_dtensor(value)
             )
-            for whole in wholes
-        ]
+            found.append((tuple(whole.sharded.shape), whole.sharded.grad is not None, sharded))
         digest = int.from_bytes(hashlib.blake2b(repr(found).encode(), digest_size=7).digest(), "big")
         numbers = max_over_shards(torch.tensor([digest, -digest]), [whole.sharded for whole in wholes])
         if int(numbers[0]) != -int(numbers[1]):
@@ -365,12 +357,7 @@ def _has_dtensor(argument: object) -> bool:
 
 
 def _whole_class(cls: type[Optimizer]) -> type[Optimizer]:
-    names: dict[str, Any] = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "step": _step_of(cls),
-    }
+    names = {**identity_of(cls), "step": _step_of(cls)}
     for name in methods_with_parameters(cls):
         names.setdefault(name, _method_of(cls, name))
     return type(cls.__name__, (cls,), names)
