@@ -173,6 +173,11 @@ def places_of(model: ParallelModel) -> dict[str, torch.Tensor]:
 def _parts_of_mean(
     name: str, place: torch.Tensor, states: list[Accumulated], shares: list[float]
 ) -> Iterator[torch.Tensor]:
+    """The addends, each laid out like ``place``: of the ranks' own gradients and partial sums, and of what is averaged.
+
+    A partial sum is flat: ``count`` rows of the parameter, [count, ...], begin at ``offset``. Its factor makes a mean
+    over shards of it, and each replica has its share in the mean over all ranks.
+    """
     exact = torch.promote_types(place.dtype, torch.float32)
     whole: Any = None
     for state, share in zip(states, shares, strict=True):

@@ -113,7 +113,10 @@ def without_constants(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def numbers(shape: tuple[int, ...]) -> Tensor:
-    """From [0, 2), as if they were random, but without a generator, which may be off where a model is verified."""
+    """A tensor of ``shape`` from [0, 2), as if it were random, in float64.
+
+    Without a generator, which may be off where a model is verified.
+    """
     places = torch.arange(1, math.prod(shape) + 1, dtype=torch.float64)
     return (torch.frac(torch.sin(places * 12.9898) * 43758.5453).abs() * 2).reshape(shape)
 

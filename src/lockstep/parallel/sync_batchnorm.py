@@ -96,7 +96,11 @@ class _Synchronized(Subclassed, nn.Module):
 
 
 class _Normalize(torch.autograd.Function):
-    """(x - mean) / sqrt(variance + eps), and the statistics."""
+    """(x - mean) / sqrt(variance + eps) of ``x`` [batch, channels, ...], and the statistics of all ranks.
+
+    Returns the result, in the shape and dtype of ``x``, mean and variance [channels], in float32 or more, and the
+    number of values of a channel (0-d). Ranks may have batches of different sizes, or empty ones.
+    """
 
     @staticmethod
     def forward(
@@ -106,6 +110,7 @@ class _Normalize(torch.autograd.Function):
         dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
         count = wide.new_full((1,), x.numel() // x.size(1) if x.size(1) else 0)
+        # One message has the sums of all channels, and behind them the number of values.
         first = torch.cat([wide.sum(dims), count])
         dist.all_reduce(first, group=group)
         count = first[-1]
@@ -128,6 +133,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionContext, gradient: Tensor, *_: object) -> tuple[Tensor, None, None]:
+        # dx = scale (g - mean(g) - y mean(g y)), with the means over the values of all ranks: two sums are exchanged.
         normalized, scale, count = ctx.saved_tensors
         wide = gradient.to(normalized.dtype)
         sums = torch.stack([wide.sum(ctx.dims), (wide * normalized).sum(ctx.dims)])

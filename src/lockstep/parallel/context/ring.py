@@ -44,6 +44,12 @@ def ring_attention(
 
 
 class _RingAttention(torch.autograd.Function):
+    """At step i the keys of rank r - i are at hand. They are sent on before they are used, so that sending is hidden.
+
+    In backward the keys go round once more. The gradients of a rank's keys travel one step behind them, so that each
+    rank adds its part to what has come from the rank before, and after the last step they are at home.
+    """
+
     @staticmethod
     def forward(
         ctx: FunctionContext,
@@ -141,7 +147,10 @@ def _start(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _merge(out: Tensor, lse: Tensor, rows: slice, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax over two sets of keys from the softmax over each."""
+    """Softmax over two sets of keys from the softmax over each, in place.
+
+    ``out`` [b, h, s, d] and ``lse`` [b, h, s] are of all queries; ``part`` and ``part_lse`` of those in ``rows``.
+    """
     before = lse[:, :, rows]
     # Each part is a softmax over its own keys; exp(lse_part - lse_total) is the share of these keys in the whole.
     total = torch.logaddexp(before, part_lse)
@@ -157,6 +166,7 @@ def _repeat(tensor: Tensor, groups: int) -> Tensor:
 
 
 def _folded(gradient: Tensor, groups: int) -> Tensor:
+    """The adjoint of ``_repeat``: [b, h, t, d] to [b, h / groups, t, d]."""
     return gradient.unflatten(1, (-1, groups)).sum(2) if groups > 1 else gradient
 
 

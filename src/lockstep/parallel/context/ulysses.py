@@ -62,6 +62,7 @@ def _enough_heads(tensor: Tensor, heads: int, size: int) -> Tensor:
 
 
 def _mask_of_heads(mask: Tensor, q: Tensor, layout: SequenceLayout) -> Tensor:
+    """What of the mask is for the heads of ``q`` [b, h / N, S, d], which this rank has of the whole sequence."""
     heads, length = q.shape[1], q.shape[2]
     if mask.ndim < 2 or mask.ndim > 4 or mask.shape[-1] != length or mask.shape[-2] not in (1, length):
         raise UsageError(
@@ -102,6 +103,7 @@ def _to_heads(tensor: Tensor, layout: SequenceLayout) -> Tensor:
 
 
 def _exchange(sent: Tensor, layout: SequenceLayout) -> Tensor:
+    """[N, ...] by the rank it goes to, to [N, ...] by the rank it came from."""
     sent = sent.contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=layout.group)

@@ -97,6 +97,8 @@ def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 class _Value(torch.autograd.Function):
+    """``value`` again; its backward hands on its gradient, of the same shape, once. ``anchor`` makes it require one."""
+
     @staticmethod
     def forward(ctx: FunctionContext, anchor: Tensor, value: Tensor, add: Callable[[Tensor], None]) -> Tensor:
         ctx.add = add
@@ -114,6 +116,8 @@ class _Value(torch.autograd.Function):
 
 
 class _Outputs(torch.autograd.Function):
+    """``values`` again; the backward of all of them is ``backward(their gradients)``, of which some may be missing."""
+
     @staticmethod
     def forward(
         ctx: FunctionContext, anchor: Tensor, backward: Callable[[OutputGradients], None], *values: Tensor

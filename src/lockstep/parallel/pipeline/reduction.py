@@ -34,9 +34,9 @@ def found(whole: Tensor, parts: Sequence[Tensor], gradients: Sequence[Tensor], o
     """``mean``, ``sum`` or ``whole`` (neither).
 
     Args:
-        whole: The loss of the batch.
-        parts: Those of the micro-batches.
-        gradients: Of ``whole``, for each micro-batch as one vector.
+        whole: The loss of the batch, 0-d.
+        parts: Those of the micro-batches, 0-d.
+        gradients: Of ``whole``, for each micro-batch as one vector [n].
         own: The same of each micro-batch's loss.
     """
     count = len(parts)

@@ -67,6 +67,13 @@ def vocab_parallel_cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """Logits [..., classes / N] of this rank and targets [...] to losses [...], in float32 or more.
+
+    For each target travel the maximum of all logits, then in one message the sum of their exponentials, the target's
+    logit and the sum of all (for smoothing). Backward needs no rank but this one: the gradient of its logits is softmax
+    minus the target's one-hot row.
+    """
+
     @staticmethod
     def forward(
         ctx: FunctionContext,
@@ -101,7 +108,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _places(target: Tensor, mesh: DeviceMesh, classes: int) -> tuple[Tensor, Tensor]:
-    """(row of each target among this rank's classes, whether it is there)."""
+    """(index of each target [...] among this rank's classes, whether it is there); 0 where it is not."""
     start, length = part_of(classes, mesh)
     place = target - start
     is_here = (place >= 0) & (place < length)
@@ -189,7 +196,7 @@ def _nll_loss_backward(operator: object, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _rows(x: Any, target: Any) -> tuple[Tensor, Tensor, DeviceMesh, int]:
-    """(local logits with classes last, target, mesh, classes)."""
+    """(local logits [..., classes / N], target [...], mesh, classes) of logits [classes] or [batch, classes, ...]."""
     dim = 1 if x.dim() > 1 else 0
     if not _is_split(x, dim):
         raise UsageError(
@@ -202,7 +209,7 @@ def _rows(x: Any, target: Any) -> tuple[Tensor, Tensor, DeviceMesh, int]:
 
 
 def _counts(target: Tensor, weight: Tensor | None, ignored: int, like: Tensor) -> Tensor:
-    """The weight of each target in the loss."""
+    """The weight of each target in the loss, in the shape of ``target``: 0 for those that are ignored."""
     counts = (target != ignored).to(like.dtype)
     return counts if weight is None else counts * weight[target.masked_fill(target == ignored, 0)]
 

@@ -95,6 +95,7 @@ class ExchangeReduceScatter(ShardCollective):
         factor = factor_of(op, group.size())
         if group.size() > MOST_RANKS:
             return reduce_scatter_tensor(output_tensor, input_tensor, op, group=group, async_op=async_op)
+        # No rank waits for another's sum: each adds up its own part.
         # Row r of what is received is what rank r adds to this rank's part; rows are always summed in this order.
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
