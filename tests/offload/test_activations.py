@@ -56,9 +56,7 @@ def pair(monkeypatch: pytest.MonkeyPatch, count: int = 4) -> tuple[Net, Net, Lat
     torch.manual_seed(0)
     model, copies = Net(count), LateCopies()
     plain = copy.deepcopy(model)
-    monkeypatch.setattr(
-        recompute_module, "_inputs_in_host_memory", lambda: HostActivations(lambda device: copies)
-    )
+    monkeypatch.setattr(recompute_module, "HostActivations", lambda: HostActivations(lambda device: copies))
     return (
         recompute(model, Activation.OFFLOAD, {f"{i}": b for i, b in enumerate(model.layers)}),
         plain,

@@ -519,7 +519,7 @@ def test_offload_moves_all_inputs_that_need_a_gradient_and_brings_them_back(
         return packed if isinstance(packed, torch.Tensor) else torch.from_numpy(packed)
 
     hooks = torch.autograd.graph.saved_tensors_hooks
-    monkeypatch.setattr(module_under_test, "_inputs_in_host_memory", lambda: hooks(pack, unpack))
+    monkeypatch.setattr(module_under_test, "HostActivations", lambda: hooks(pack, unpack))
     assert_same(nested_run(OFFLOAD), plain)
     # Of the first block: pair.other and the scale (its hidden needs no gradient); of the second also the hidden
     # state and the loss in the list.
@@ -528,7 +528,7 @@ def test_offload_moves_all_inputs_that_need_a_gradient_and_brings_them_back(
 
 
 def test_offload_leaves_tensors_of_the_cpu_and_those_without_gradient_where_they_are() -> None:
-    hooks = module_under_test._inputs_in_host_memory()
+    hooks = module_under_test.HostActivations()
     mask = torch.ones(2, device="meta")  # as on an accelerator
     for tensor in (torch.ones(2, requires_grad=True), mask):
         assert hooks.pack_hook(tensor) is tensor and hooks.unpack_hook(tensor) is tensor

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.errors import UsageError
+from lockstep.model.contents import every_parameter
 from lockstep.torch_internals import fsdp2
 from lockstep.torch_internals.modules import children_of, parameters_of
 from lockstep.torch_internals.parameter_hooks import kind_of_hook
@@ -53,12 +54,12 @@ class SameParameters:
     def check(self) -> None:
         """Raise UsageError if parameters were replaced, added, removed or tied, or if a shard has a hook."""
         try:
-            numbers = [self._known[id(p)] for p in _parameters(self._model)]
+            numbers = [self._known[id(p)] for p in every_parameter(self._model)]
         except KeyError:
             numbers = []
         if numbers != self._expected:
             self._look_closely()
-        for parameter in _parameters(self._model):
+        for parameter in every_parameter(self._model):
             if kind_of_hook(parameter) is not None:
                 self._refuse_hook(parameter)
 
@@ -94,18 +95,8 @@ class SameParameters:
         return numbers | {id(p): len(records) + number for number, p in enumerate(others)}
 
 
-def _parameters(model: nn.Module) -> Iterator[object]:
-    """As often as they stand in the model, quicker than ``nn.Module.parameters``."""
-    waiting: list[Any] = [model]
-    while waiting:
-        module = waiting.pop()
-        if module is not None:
-            yield from (p for p in parameters_of(module).values() if p is not None)
-            waiting.extend(children_of(module).values())
-
-
 def _slots(model: nn.Module) -> Iterator[tuple[str, object]]:
-    """The same in the same order, with their names."""
+    """(name, parameter) of each place in the model, in the order of ``every_parameter``."""
     waiting: list[tuple[str, Any]] = [("", model)]
     while waiting:
         prefix, module = waiting.pop()

@@ -80,7 +80,7 @@ def recompute(model: nn.Module, mode: Activation, blocks: dict[str, nn.Module]) 
         )
         enable({"use_reentrant": False})  # type: ignore[operator]
         return model
-    around = _inputs_in_host_memory() if mode is Activation.OFFLOAD else nullcontext()
+    around = HostActivations() if mode is Activation.OFFLOAD else nullcontext()
     classes: dict[type, type] = {}
     for block in blocks.values():
         cls = type(block)
@@ -226,10 +226,6 @@ def _without_autocast_cache(forward: Callable[..., object]) -> Callable[..., obj
             torch.set_autocast_cache_enabled(enabled)
 
     return run
-
-
-def _inputs_in_host_memory() -> torch.autograd.graph.saved_tensors_hooks:
-    return HostActivations()
 
 
 # -- transformers ----------------------------------------------------------------------------------------

@@ -18,6 +18,11 @@ from types import FrameType, TracebackType
 from lockstep.config.sources import error_file, shares_console
 
 
+def first_line(error: BaseException) -> str:
+    """Of what it says, without the full stop."""
+    return (str(error).strip().splitlines() or [""])[0].rstrip(".")
+
+
 class Departures:
     """Ranks that have ended well. Written by a side thread, read by the main one."""
 

@@ -29,6 +29,7 @@ from lockstep.parallel.context.checks import OnChunks
 from lockstep.parallel.context.interception import SplitSequence
 from lockstep.parallel.context.layout import SequenceLayout
 from lockstep.parallel.context.rehearse import BlockCall, Judge
+from lockstep.runtime.failure import first_line
 from lockstep.torch_internals import autograd as torch_autograd
 from lockstep.torch_internals import compile as torch_compile
 
@@ -84,16 +85,14 @@ class ContextRegion:
 
     def between(self, model: str, error: Exception) -> str:
         """What to say of an error between blocks."""
-        text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         assert self.chain is not None  # an error inside of one
         whole = (self.local_length or 0) * self.layout.size
         named = f"blocks={self.around}" if self.around else "blocks=..."
         return (
             f"{model}'s forward raises {type(error).__name__} between its blocks '{self.chain.first}' and "
-            f"'{self.chain.last}' "
-            f"({text}): there each rank has {self.local_length} of {whole} positions (cp = {self.layout.size}), so "
-            "that nothing from before the first block fits. Name modules that get the hidden states one "
-            f"after the other, residuals included, with {named}."
+            f"'{self.chain.last}' ({first_line(error)}): there each rank has {self.local_length} of {whole} positions "
+            f"(cp = {self.layout.size}), so that nothing from before the first block fits. Name modules that get the "
+            f"hidden states one after the other, residuals included, with {named}."
         )
 
     def end(self) -> None:

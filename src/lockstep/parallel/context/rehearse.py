@@ -299,7 +299,6 @@ class Judge:
 def _cannot_run(mode: InBlock, arguments: list[tuple[str, Any]], error: Exception) -> tuple[str, str]:
     """What to say of a block that raises, and what to do."""
     whole = mode.length * mode.layout.size
-    text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
     uncut = [
         f"{name} {list(leaf.shape)}"
         for name, value in arguments
@@ -308,7 +307,8 @@ def _cannot_run(mode: InBlock, arguments: list[tuple[str, Any]], error: Exceptio
     ]
     beside = f" and the whole of {', '.join(uncut)}" if uncut else ""
     return (
-        f"raises {type(error).__name__} ({text[:200]}), where this rank has {mode.length} of {whole} positions{beside}",
+        f"raises {type(error).__name__} ({failure.first_line(error)[:200]}), where this rank has {mode.length} of "
+        f"{whole} positions{beside}",
         mode.no_other
         or "Leave this block out with blocks=..., or do what needs all positions before or after the blocks",
     )

@@ -7,6 +7,7 @@ the reducer average again where several backward calls follow one forward.
 
 from __future__ import annotations
 
+import operator
 import re
 import weakref
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from lockstep.comm.tree import tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.model.changes import attributes_set
+from lockstep.model.contents import every_parameter
 from lockstep.parallel.ddp.consistency import (
     TOLERANCE,
     CopiesAlike,
@@ -32,7 +34,6 @@ from lockstep.parallel.ddp.consistency import (
 from lockstep.torch_internals.autograd import at_end_of_backward as at_end_of_pass
 from lockstep.torch_internals.autograd import current_backward as current_pass
 from lockstep.torch_internals.c10d import check_reduced, is_joining, rebuild_buckets
-from lockstep.torch_internals.modules import children_of, parameters_of
 
 MOST_REDUCERS = 4
 """Kept for parts that are trained in turn. Each has buffers as large as the gradients that it averages."""
@@ -138,9 +139,9 @@ class DistributedDataParallel(TorchDDP):
     def _notice_own_gradients(self, output: object) -> None:
         for tensor in tensor_leaves(output).values():
             if tensor.requires_grad:
-                tensor.register_hook(partial(_adds_own_gradients, weakref.ref(self)))
+                tensor.register_hook(partial(_call, weakref.WeakMethod(self.own_gradients_come)))
 
-    def own_gradients_come(self) -> None:
+    def own_gradients_come(self, _: torch.Tensor) -> None:
         """A backward has come to an output of a forward in ``no_sync``."""
         self._has_own = not self.require_backward_grad_sync
 
@@ -148,22 +149,20 @@ class DistributedDataParallel(TorchDDP):
         """torch says it by number: "Parameter indices which did not receive grad for rank 1: 4 5"."""
         found = re.search(r"for rank \d+: ([\d ]+)", message)
         numbers = [int(number) for number in found[1].split()] if found else []
-        unique = list(dict.fromkeys(p for p in self._reducer_parameters() if p.requires_grad))
+        # In the order in which torch numbers them.
+        held = (p for module in self.module.modules() for p in module.parameters(recurse=False))
+        unique = list(dict.fromkeys(p for p in held if p.requires_grad))
         names = {id(p): name for name, p in self.module.named_parameters()}
         out = [names.get(id(unique[n]), "?") for n in numbers if n < len(unique)]
         if not out:
             return "parameters"
         return f"{len(out)} parameters ('{out[0]}'{', ...' if len(out) > 1 else ''})"
 
-    def _reducer_parameters(self) -> list[nn.Parameter]:
-        """In the order in which torch numbers them."""
-        return [p for module in self.module.modules() for p in module.parameters(recurse=False)]
-
     def _follow_module(self) -> None:
         """Let a reducer of the parameters that are trainable now take over. Collective where it is a new one."""
         now = trained_parameters(self.module)
         guard_hooks(self, now)
-        if not now or (len(now) == len(self._trained) and all(map(_is, now, self._trained))):
+        if not now or (len(now) == len(self._trained) and all(map(operator.is_, now, self._trained))):
             return  # with nothing to train no gradient comes
         if self.static_graph:
             raise UsageError(
@@ -193,9 +192,9 @@ class DistributedDataParallel(TorchDDP):
         tensors = [tensor for tensor in tensor_leaves(output).values() if tensor.requires_grad]
         outputs = [weakref.ref(tensor) for tensor in tensors]
         for tensor in tensors:
-            tensor.register_hook(partial(_backward_begins, weakref.ref(self), outputs))
+            tensor.register_hook(partial(_call, weakref.WeakMethod(self.backward_begins), outputs))
 
-    def backward_begins(self, outputs: list[weakref.ref[torch.Tensor]]) -> None:
+    def backward_begins(self, outputs: list[weakref.ref[torch.Tensor]], _: torch.Tensor) -> None:
         """A backward has come to an output of this module. The first since its forward is DDP's own business."""
         if self.require_backward_grad_sync:
             self._has_own = False
@@ -226,31 +225,16 @@ def _forget_gradients(parameters: list[nn.Parameter]) -> None:
         parameter.grad = None
 
 
-def _backward_begins(
-    replica: weakref.ref[DistributedDataParallel], outputs: list[weakref.ref[torch.Tensor]], _: torch.Tensor
-) -> None:
-    found = replica()
+def _call(method: weakref.WeakMethod[Callable[..., None]], *args: object) -> None:
+    """A hook of an output: graphs do not keep replicas alive. The last of ``args`` is the gradient."""
+    found = method()
     if found is not None:
-        found.backward_begins(outputs)
-
-
-def _adds_own_gradients(replica: weakref.ref[DistributedDataParallel], _: torch.Tensor) -> None:
-    found = replica()
-    if found is not None:
-        found.own_gradients_come()
+        found(*args)
 
 
 def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Parameters that require gradients, as often as they stand in the module."""
-    found: list[nn.Parameter] = []
-    waiting: list[Any] = [module]
-    while waiting:
-        one = waiting.pop()
-        if one is None:
-            continue
-        found += [p for p in parameters_of(one).values() if p is not None and p.requires_grad]
-        waiting.extend(children_of(one).values())
-    return found
+    return [parameter for parameter in every_parameter(module) if parameter.requires_grad]
 
 
 def refuse_thawed(module: nn.Module, args: object) -> None:
@@ -268,7 +252,3 @@ def refuse_thawed(module: nn.Module, args: object) -> None:
 
 def _key(parameters: list[nn.Parameter]) -> tuple[int, ...]:
     return tuple(map(id, parameters))
-
-
-def _is(one: object, other: Any) -> bool:
-    return one is other

@@ -129,8 +129,7 @@ def text_of(error: Exception) -> str:
     cause: BaseException = error
     while not isinstance(cause, LockstepError) and isinstance(cause.__cause__, Exception):
         cause = cause.__cause__  # torch wraps what a forward raises
-    lines = str(cause).strip().splitlines() or [""]
-    return f"{type(cause).__name__}: {lines[0][:MOST_CHARACTERS].rstrip('.')}."
+    return f"{type(cause).__name__}: {failure.first_line(cause)[:MOST_CHARACTERS].rstrip('.')}."
 
 
 def _tell(key: str, error: Exception) -> None:

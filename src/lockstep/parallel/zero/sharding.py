@@ -90,9 +90,8 @@ class Sharding:
 
     def shards(self, names: Mapping[int, str]) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, shard) of each sharded parameter; ``names`` by ``id`` of what stands in the model now."""
-        for group in self.parameter_groups():
-            for parameter in fsdp2.params(group):
-                yield name_of_shard(parameter, names), fsdp2.sharded_param(parameter)
+        for parameter in self.parameters():
+            yield name_of_shard(parameter, names), fsdp2.sharded_param(parameter)
 
     def inside_window(self) -> AbstractContextManager[None]:
         """Backward inside is that of a micro-batch which does not end its accumulation window.
@@ -223,10 +222,9 @@ class Sharding:
     def own_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, gradient) of what is not reduced yet."""
         names = {id(parameter): name for name, parameter in self._root.named_parameters()}
-        for group in self.parameter_groups():
-            for parameter in fsdp2.params(group):
-                for number, gradient in enumerate(fsdp2.unreduced_grads(parameter)):
-                    yield name_of_shard(parameter, names) + "'" * number, local(gradient)
+        for parameter in self.parameters():
+            for number, gradient in enumerate(fsdp2.unreduced_grads(parameter)):
+                yield name_of_shard(parameter, names) + "'" * number, local(gradient)
         for whole in self._whole:
             if whole.grad is not None:
                 yield names[id(whole)], whole.grad
@@ -238,20 +236,15 @@ class Sharding:
         """
         self._check_changes()
         self.by_hand.check_lost()
-        for group in self.parameter_groups():
-            for parameter in fsdp2.params(group):
-                if fsdp2.unreduced_grads(parameter) and id(fsdp2.sharded_param(parameter)) in stepped():
-                    name = next(
-                        n
-                        for n, p in self._root.named_parameters()
-                        if any(p is f for f in fsdp2.forms(parameter))
-                    )
-                    raise UsageError(
-                        f"'{name}' of {type(self._root).__name__.removeprefix('FSDP')} has a gradient that was not "
-                        "averaged over the ranks, so that the step would leave it out: its backward ran inside of "
-                        "no_sync, or did not come through an output of the model. Leave no_sync for the last backward "
-                        "before a step, and return from forward what the loss is computed from."
-                    )
+        for parameter in self.parameters():
+            if fsdp2.unreduced_grads(parameter) and id(fsdp2.sharded_param(parameter)) in stepped():
+                name = name_of_shard(parameter, {id(p): name for name, p in self._root.named_parameters()})
+                raise UsageError(
+                    f"'{name}' of {type(self._root).__name__.removeprefix('FSDP')} has a gradient that was not "
+                    "averaged over the ranks, so that the step would leave it out: its backward ran inside of "
+                    "no_sync, or did not come through an output of the model. Leave no_sync for the last backward "
+                    "before a step, and return from forward what the loss is computed from."
+                )
 
     def _check_changes(self) -> None:
         changed = None if self.lost_changes is None else self.lost_changes.changed()
@@ -271,6 +264,10 @@ class Sharding:
                 fsdp2.discard_unreduced_grad(parameter)
             if found:  # a sum over some ranks is of all parameters of its group together
                 fsdp2.discard_partial_reduce_output(group)
+
+    def parameters(self) -> Iterator[FSDPParam]:
+        """torch's own records of the parameters."""
+        return (parameter for group in self.parameter_groups() for parameter in fsdp2.params(group))
 
     def parameter_groups(self) -> list[FSDPParamGroup]:
         """torch's own records of the parameters that are gathered together."""
