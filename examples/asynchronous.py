@@ -26,10 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lockstep import Accelerator
-from lockstep.parallel.asynchronous.diloco import DiLoCo
-from lockstep.parallel.asynchronous.local_sgd import LocalSGD
-from lockstep.parallel.asynchronous.stale import BoundedStaleness, StalenessReport
+from lockstep import Accelerator, BoundedStaleness, DiLoCo, LocalSGD
+from lockstep.parallel.asynchronous.stale import StalenessReport
 from lockstep.utils import set_seed
 
 sys.path.insert(0, str(Path(__file__).parent / "gpt"))

@@ -102,6 +102,13 @@ def test_paths_read_like_code():
     ]
 
 
+def test_tensors_are_found_among_other_leaves():
+    first, second = torch.ones(1), torch.zeros(2)
+    found = tree.tensor_leaves({"a": [Pair(first, 1)], "b": Batch(second), "c": None})
+    assert list(found) == ["['a'][0].first", "['b'].inputs"]
+    assert found["['a'][0].first"] is first and found["['b'].inputs"] is second
+
+
 def test_the_batch_size_is_dim_0_of_the_first_tensor_that_has_one():
     assert tree.find_batch_size({"scale": torch.tensor(2.0), "x": [torch.ones(5, 2)]}) == 5
 

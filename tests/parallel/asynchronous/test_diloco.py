@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep import Accelerator, CheckpointError
-from lockstep.parallel.asynchronous.diloco import DiLoCo
-from lockstep.parallel.asynchronous.local_sgd import LocalSGD
+from lockstep import Accelerator, CheckpointError, DiLoCo, LocalSGD
 from parallel.asynchronous import problem
 from parallel.asynchronous.problem import Tensors, Worker
 

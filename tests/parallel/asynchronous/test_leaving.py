@@ -11,10 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import Accelerator
-from lockstep.parallel.asynchronous.diloco import DiLoCo
-from lockstep.parallel.asynchronous.local_sgd import LocalSGD
-from lockstep.parallel.asynchronous.stale import BoundedStaleness
+from lockstep import Accelerator, BoundedStaleness, DiLoCo, LocalSGD
 from parallel.asynchronous import problem
 
 BLOCKS = {

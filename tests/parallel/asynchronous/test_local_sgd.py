@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep import Accelerator
+from lockstep import Accelerator, LocalSGD
 from lockstep.parallel.asynchronous.block import buckets
-from lockstep.parallel.asynchronous.local_sgd import LocalSGD
 from parallel.asynchronous import problem
 from parallel.asynchronous.problem import Tensors, Worker
 

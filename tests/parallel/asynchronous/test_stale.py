@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import Accelerator
-from lockstep.parallel.asynchronous.stale import BoundedStaleness, StalenessReport
+from lockstep import Accelerator, BoundedStaleness
+from lockstep.parallel.asynchronous.stale import StalenessReport
 from parallel.asynchronous import problem
 from parallel.asynchronous.problem import Tensors
 from train import problems
