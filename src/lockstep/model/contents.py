@@ -55,7 +55,7 @@ def set_contents(container: Any, contents: Any) -> None:
     container.update(held) if isinstance(container, (dict, set)) else container.extend(held)
 
 
-def saved(value: Any) -> Callable[[], None] | None:
+def saved(value: object) -> Callable[[], None] | None:
     """What puts back all that ``value`` holds now, in place; None if it holds nothing that can change."""
     return _saved(value, set(), 0)
 

@@ -83,7 +83,7 @@ def describe(module: nn.Module, foreign: Callable[[Tensor], bool] = lambda _: Fa
     return Description(tuple(parts), values)
 
 
-def described(value: Any, foreign: Callable[[Tensor], bool] = lambda _: False) -> Hashable:
+def described(value: object, foreign: Callable[[Tensor], bool] = lambda _: False) -> Hashable:
     """Equal for values that hold the same; what is not understood is equal to nothing."""
     return _Reader(foreign).of(value)
 
@@ -188,7 +188,9 @@ def _put_back(cls: type, original: object) -> None:
 class Found:
     """What was found of modules, each kind once."""
 
-    results: dict[object, list[tuple[dict[Any, object], object]]] = field(default_factory=dict)
+    results: dict[object, list[tuple[dict[tuple[type, str, str], object], object]]] = field(
+        default_factory=dict
+    )
     attributes: tuple[str, ...] = ()
     """Names of attributes that always count."""
 

@@ -179,7 +179,7 @@ def _parts_of_mean(
     over shards of it, and each replica has its share in the mean over all ranks.
     """
     exact = torch.promote_types(place.dtype, torch.float32)
-    whole: Any = None
+    whole: torch.Tensor | None = None
     for state, share in zip(states, shares, strict=True):
         gradient = state.local.get(name)
         if gradient is not None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -23,7 +22,7 @@ def refuse_hooks(model: nn.Module, parallel: object, world_size: int) -> None:
     """
     mine = ((name, kind_of_hook(parameter)) for name, parameter in model.named_parameters())
     first = next(((name, kind) for name, kind in mine if kind is not None), None)
-    of_ranks: list[Any] = [None] * world_size
+    of_ranks: list[tuple[str, str] | None] = [None] * world_size
     dist.all_gather_object(of_ranks, first)
     for name, kind in filter(None, of_ranks):
         raise _hooked(type(model).__name__, name, kind, parallel)
@@ -88,7 +87,7 @@ class SameParameters:
             name = next(name for name, p in _slots(self._model) if p is parameter)
             raise _hooked(self._kind, name, kind, self._parallel)
 
-    def _numbers(self, others: Any) -> dict[int, int]:
+    def _numbers(self, others: Sequence[object]) -> dict[int, int]:
         """By ``id`` of each tensor that may stand in the model, the number of the parameter that it is."""
         records = [param for group in self._groups for param in fsdp2.params(group)]
         numbers = {id(form): number for number, param in enumerate(records) for form in fsdp2.forms(param)}
@@ -97,7 +96,7 @@ class SameParameters:
 
 def _slots(model: nn.Module) -> Iterator[tuple[str, object]]:
     """(name, parameter) of each place in the model, in the order of ``every_parameter``."""
-    waiting: list[tuple[str, Any]] = [("", model)]
+    waiting: list[tuple[str, nn.Module | None]] = [("", model)]
     while waiting:
         prefix, module = waiting.pop()
         if module is not None:

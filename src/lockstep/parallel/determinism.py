@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -159,7 +158,7 @@ def _in_order(result: Tensor, args: object, kwargs: object) -> Tensor:
 
 
 @torch.no_grad()
-def _likeliest(result: Tensor, args: Any, kwargs: Any) -> Tensor:
+def _likeliest(result: Tensor, args: Args, kwargs: Kwargs) -> Tensor:
     """Of ``multinomial``: the indices of the largest probabilities."""
     probabilities = args[0] if args else kwargs["input"]
     order = probabilities.argsort(dim=-1, descending=True, stable=True)
@@ -170,7 +169,7 @@ def _likeliest(result: Tensor, args: Any, kwargs: Any) -> Tensor:
 
 
 @torch.no_grad()
-def _middle(result: Tensor, args: Any, kwargs: Any) -> Tensor:
+def _middle(result: Tensor, args: Args, kwargs: Kwargs) -> Tensor:
     """Of ``uniform_(from, to)``."""
     low = args[1] if len(args) > 1 else kwargs.get("from", 0.0)
     high = args[2] if len(args) > 2 else kwargs.get("to", 1.0)
@@ -178,7 +177,7 @@ def _middle(result: Tensor, args: Any, kwargs: Any) -> Tensor:
 
 
 @torch.no_grad()
-def _shifted(result: Tensor, args: Any, kwargs: Any) -> Tensor:
+def _shifted(result: Tensor, args: Args, kwargs: Kwargs) -> Tensor:
     """Of ``normal_(mean, std)``."""
     mean = args[1] if len(args) > 1 else kwargs.get("mean", 0.0)
     std = args[2] if len(args) > 2 else kwargs.get("std", 1.0)
@@ -186,7 +185,7 @@ def _shifted(result: Tensor, args: Any, kwargs: Any) -> Tensor:
 
 
 @torch.no_grad()
-def _rounded(result: Tensor, args: Any, kwargs: Any) -> Tensor:
+def _rounded(result: Tensor, args: Args, kwargs: Kwargs) -> Tensor:
     """Of ``bernoulli(probabilities)``."""
     probabilities = args[0] if args else kwargs["input"]
     return result.copy_(probabilities >= HALF)

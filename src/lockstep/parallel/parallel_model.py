@@ -66,7 +66,7 @@ class ParallelModel:
 
     # -- gradients ---------------------------------------------------------------------------------------
 
-    def no_sync(self, inside_window: bool = False) -> AbstractContextManager[Any]:
+    def no_sync(self, inside_window: bool = False) -> AbstractContextManager[object]:
         """Backward inside adds to this rank's gradients without averaging them over all ranks.
 
         ``inside_window``: as a micro-batch of an accumulation window, in which a sharded model may keep its
@@ -75,7 +75,7 @@ class ParallelModel:
         its_own: Any = getattr(self.module, "no_sync", nullcontext)  # of a model that the user has wrapped
         return its_own()
 
-    def synchronised(self) -> AbstractContextManager[Any]:
+    def synchronised(self) -> AbstractContextManager[object]:
         """Backward inside averages gradients over all ranks, also within ``no_sync``."""
         return nullcontext()
 
@@ -118,7 +118,7 @@ class ReplicatedModel(ParallelModel):
         super().__init__(module)
         self._has_seen_backward = False
 
-    def no_sync(self, inside_window: bool = False) -> AbstractContextManager[Any]:
+    def no_sync(self, inside_window: bool = False) -> AbstractContextManager[object]:
         if self.module.static_graph and not self._has_seen_backward:
             # With a static graph DDP records the graph in its first backward, which must be a synchronised
             # one. Averaging early leaves the window's result the same: a mean of equal means is that mean.
@@ -126,7 +126,7 @@ class ReplicatedModel(ParallelModel):
             return nullcontext()
         return self.module.no_sync()
 
-    def synchronised(self) -> AbstractContextManager[Any]:
+    def synchronised(self) -> AbstractContextManager[object]:
         return self.module.synchronised()
 
     def check_reduced(self) -> None:
@@ -148,10 +148,10 @@ class SplitModel(ParallelModel):
         super().__init__(module)
         self._mean = mean
 
-    def no_sync(self, inside_window: bool = False) -> AbstractContextManager[Any]:
+    def no_sync(self, inside_window: bool = False) -> AbstractContextManager[object]:
         return self._mean.no_sync()
 
-    def synchronised(self) -> AbstractContextManager[Any]:
+    def synchronised(self) -> AbstractContextManager[object]:
         return self._mean.synchronised()
 
     def reduce_gradients(self) -> None:
@@ -258,7 +258,7 @@ class PipelinedModel(ParallelModel):
             stage.check_averaged(stepped)
 
     def loss_of(
-        self, function: LossFunction, inputs: object, targets: Any, autocast: Autocast
+        self, function: LossFunction, inputs: object, targets: object, autocast: Autocast
     ) -> torch.Tensor:
         args, keywords, targets = call_of(inputs, targets)
         for hook in torch_modules.forward_pre_hooks_of(self.module):  # as a call of the model would
@@ -272,13 +272,15 @@ class PipelinedModel(ParallelModel):
         return means if self.mean is None else [self.mean, *means]
 
 
-def call_of(inputs: object, targets: object) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+def call_of(
+    inputs: object, targets: object
+) -> tuple[tuple[object, ...], dict[str, object], tuple[object, ...]]:
     """(arguments, keywords, targets of the loss) of a call; ``inputs``: one value, a tuple of them, or keywords."""
     args, keywords = ((), dict(inputs)) if isinstance(inputs, Mapping) else (_as_tuple(inputs), {})
     return args, keywords, _as_tuple(targets)
 
 
-def _as_tuple(value: object) -> tuple[Any, ...]:
+def _as_tuple(value: object) -> tuple[object, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 

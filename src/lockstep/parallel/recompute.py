@@ -251,7 +251,7 @@ class BuffersOnce:
     def __init__(self, block: Any) -> None:
         self.block = block
         known: set[str] | None = getattr(block, "_changed_buffers", None)
-        self.before: dict[str, Any] = dict(block.named_buffers(remove_duplicate=False))
+        self.before: dict[str, torch.Tensor] = dict(block.named_buffers(remove_duplicate=False))
         self.versions = {name: _version(tensor) for name, tensor in self.before.items()}
         self.copies = {
             name: tensor.detach().clone()

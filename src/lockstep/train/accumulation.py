@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lockstep.comm.tree import StateDict
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.model.changes import attributes_set
 from lockstep.runtime.process import Runtime
@@ -170,7 +171,7 @@ class Accumulation:
         self._window_is_weighted = None
         self._weighted.reset()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Where in its window this rank is."""
         step = self._step
         return {
@@ -202,14 +203,14 @@ class Accumulation:
         self._load_position(states[0])
         self._weighted.take_share(states)
 
-    def rescaling(self, state: dict[str, Any]) -> float:
+    def rescaling(self, state: StateDict) -> float:
         """What gradients of a state are to be multiplied by, because the number of steps is another now."""
         if state["is_weighted"] or not _position(state):
             return 1.0
         saved: int = state["accumulation_steps"]
         return saved / self._step.accumulation_steps
 
-    def _load_position(self, state: dict[str, Any]) -> None:
+    def _load_position(self, state: StateDict) -> None:
         step = self._step
         unchanged = state["accumulation_steps"] == step.accumulation_steps
         step.micro_batch = state["micro_batch"] if unchanged else _position(state)
@@ -223,7 +224,7 @@ class Accumulation:
         return attributes_set(self, _inputs_are_uneven=True)
 
 
-def _position(state: dict[str, Any]) -> int:
+def _position(state: StateDict) -> int:
     """Micro-batches in the open window; 0 outside of one."""
     return 0 if state["sync_gradients"] else state["micro_batch"] % state["accumulation_steps"]
 

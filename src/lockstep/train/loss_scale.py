@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lockstep.comm.dtensor import is_dtensor, local, max_over_shards
+from lockstep.comm.tree import StateDict
 from lockstep.config.handlers import GradScalerKwargs
 from lockstep.torch_internals import optim as torch_optim
 
@@ -28,7 +29,7 @@ class _ShardScaler(torch_optim.HookedGradScaler):
         super().__init__(device, **options)
         self._other_stages = other_stages
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         # Process groups belong to one run, which neither a copy nor a file should carry along.
         return {**super().__getstate__(), "_other_stages": _nobody}
 
@@ -120,7 +121,7 @@ class LossScaler:
         if len(self._stepped) == len(self._optimizers):
             self._update()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The scaler's state after the steps taken so far."""
         self._update()
         return self.scaler.state_dict()

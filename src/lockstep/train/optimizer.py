@@ -8,10 +8,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lockstep.comm.tree import StateDict
 from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.step import StepState
 from lockstep.train.clipping import OtherStages, clip_norm
 from lockstep.train.loss_scale import LossScaler
+
+ParamGroup = StateDict
+"""Parameters of an optimizer with its options for them."""
 
 
 class PreparedOptimizer(Optimizer):
@@ -67,7 +71,7 @@ class PreparedOptimizer(Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         # The check belongs to one Accelerator, which neither a copy nor a file should carry along.
         names = ("_before_first_step", "_after_zero_grad", "_other_stages", "_before_step")
         return {**self.__dict__, **dict.fromkeys(names)}
@@ -76,7 +80,7 @@ class PreparedOptimizer(Optimizer):
         self.__dict__.update(state)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[ParamGroup]:
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -92,14 +96,14 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.state = state
 
     @property
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self) -> ParamGroup:
         return self.optimizer.defaults
 
     @defaults.setter
     def defaults(self, defaults: dict[str, object]) -> None:
         self.optimizer.defaults = defaults
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lockstep.comm.tree import StateDict
 from lockstep.runtime.step import StepState
 from lockstep.torch_internals import optim as torch_optim
 from lockstep.train.optimizer import PreparedOptimizer
@@ -64,10 +65,10 @@ class PreparedScheduler:
         total = getattr(self.scheduler, "total_steps", None)
         return total is None or self.scheduler.last_epoch + 1 < total
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return self.scheduler.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         self.scheduler.load_state_dict(state_dict)
 
     def get_last_lr(self) -> list[float]:

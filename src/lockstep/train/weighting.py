@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.tree import StateDict
 from lockstep.errors import UsageError
 from lockstep.runtime.process import Runtime
 from lockstep.torch_internals import optim as torch_optim
@@ -40,11 +41,11 @@ class WeightedMean:
         """Forget an unfinished window."""
         self._window_weight = self._divisor = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """This rank's sum of the weights so far and what losses are divided by until the window ends."""
         return {"window_weight": self._window_weight, "divisor": self._divisor}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Go on with what this rank had."""
         self._window_weight, self._divisor = (
             self._copied(state[key]) for key in ("window_weight", "divisor")
@@ -110,7 +111,7 @@ class WeightedMean:
         return weighted * factor
 
 
-def _share(states: list[dict[str, Any]], key: str, ranks: int) -> torch.Tensor | None:
+def _share(states: list[StateDict], key: str, ranks: int) -> torch.Tensor | None:
     numbers = [state[key] for state in states if state[key] is not None]
     return torch.stack(numbers).sum() / ranks if numbers else None
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from lockstep.comm.collectives import raise_on_all_ranks
+from lockstep.comm.tree import StateDict
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.parallel.asynchronous.block import Trainer, means
 from lockstep.parallel.asynchronous.local_sgd import LocalRounds
@@ -97,19 +98,19 @@ class DiLoCo(LocalRounds):
             self._start[name].grad = None
             parameter.copy_(self._start[name])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """As that of every rank, and where the round began with the outer optimizer's state, equal on all ranks."""
         outer = self.outer_optimizer.state_dict()
         return {**super().state_dict(), "start": dict(self._start), "outer": outer}
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         super().load_state_dict(state)
         for name, value in state["start"].items():
             self._start[name].copy_(value)
         self.outer_optimizer.load_state_dict(state["outer"])
 
-    def _check_state(self, state: dict[str, Any]) -> None:
+    def _check_state(self, state: StateDict) -> None:
         super()._check_state(state)
         if not {"start", "outer"} <= state.keys():
             raise CheckpointError("A state of DiLoCo lacks start or outer. Load a state that DiLoCo saved.")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.comm.tree import StateDict
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.parallel.asynchronous.block import (
     Trainer,
@@ -106,7 +107,7 @@ class LocalRounds(TrainingBlock):
 
     # State ------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """This rank's own state: where it is in its round, and inside of one its parameters.
 
         Tensors are those in use.
@@ -122,7 +123,7 @@ class LocalRounds(TrainingBlock):
         }
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Go on where this rank was.
 
         Raises:
@@ -139,7 +140,7 @@ class LocalRounds(TrainingBlock):
         if self._optimizer is not None and state["optimizer"] is not None and same_world:
             self._optimizer.load_state_dict(state["optimizer"])
 
-    def _check_state(self, state: dict[str, Any]) -> None:
+    def _check_state(self, state: StateDict) -> None:
         """Raise CheckpointError if the state cannot be loaded; changes nothing."""
         missing = STATE_KEYS - state.keys()
         if missing:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import weakref
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.comm.tree import tensor_leaves
+from lockstep.comm.tree import Args, Kwargs, tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.torch_internals import tensors as torch_tensors
 
@@ -84,7 +83,7 @@ def holds_cache(name: str, value: object) -> bool:
 
 
 def arguments_on_chunks(
-    split: dict[int, Tensor], model: Any, args: tuple[Any, ...], kwargs: dict[str, object]
+    split: dict[int, Tensor], model: object, args: Args, kwargs: Kwargs
 ) -> dict[str, object]:
     """``kwargs`` with an attention mask of ones where there is none. ``split``: whole tensors by id of their chunk.
 

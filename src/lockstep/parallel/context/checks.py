@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -98,7 +98,7 @@ class InBlock(OnChunks):
             if function in (None, one.function):
                 self.refuse(one.what, one.remedy)
 
-    def _check_scores(self, factors: tuple[object, ...], result: Any) -> None:
+    def _check_scores(self, factors: tuple[object, ...], result: Tensor) -> None:
         """Weights are matrices, so that a product with one of them has no scores, whatever its width."""
         tensors = [factor for factor in factors if isinstance(factor, Tensor)]
         if all(tensor.ndim > 2 for tensor in tensors) and result.shape[-2:] == (self.length, self.length):

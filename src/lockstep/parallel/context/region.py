@@ -7,7 +7,7 @@ is zero in other ranks' positions, that of what leaves is the sum of all ranks' 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,7 +115,7 @@ class ContextParallelModel(Subclassed):
         call: Any = super().__call__  # type: ignore[misc]
         region: ContextRegion = self._region
         region.begin()
-        mode: Any = nullcontext()
+        mode: AbstractContextManager[object] = nullcontext()
         if region.split is not None and hasattr(getattr(self, "config", None), "_attn_implementation"):
             kwargs = arguments_on_chunks(region.split, self, args, kwargs)
         elif region.split:
@@ -199,7 +199,7 @@ class _Splitter:
     def __init__(self, block: str, region: ContextRegion, hidden: Tensor, length: int) -> None:
         self.block, self.layout, self.hidden, self.length = block, region.layout, hidden, length
 
-    def __call__(self, name: str, value: object) -> Any:
+    def __call__(self, name: str, value: object) -> object:
         return map_leaves(lambda _, leaf: self._leaf(name, leaf), value)
 
     def _leaf(self, name: str, leaf: object) -> object:

@@ -91,7 +91,7 @@ def rehearse(module: nn.Module, call: BlockCall, suspecting: Callable[[int], InB
 
 @dataclass
 class _Run:
-    output: Any = None
+    output: object = None
     operations: list[tuple[str, Tensor]] = field(default_factory=list)
     suspected: frozenset[str] = frozenset()
 
@@ -107,7 +107,7 @@ def _run(call: BlockCall, hidden: Tensor, start: int, count: int, suspecting: In
         dim = sequence_dim(call.block, name, leaf, batch, length)
         return leaf if dim is None else leaf.narrow(dim, start, count)
 
-    def of(name: str, value: Any) -> Any:
+    def of(name: str, value: object) -> object:
         return map_leaves(lambda _, leaf: cut(name, leaf), value)
 
     noted = _Run()
@@ -142,7 +142,7 @@ class _Noting(TorchFunctionMode):
         return result
 
 
-def _three(args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+def _three(args: tuple[object, ...], kwargs: Kwargs) -> tuple[Tensor, Tensor, Tensor]:
     names = ("query", "key", "value")
     given = (*args[:3], *(kwargs[name] for name in names[len(args[:3]) :]))
     return given[0], given[1], given[2]
@@ -296,7 +296,7 @@ class Judge:
             raise refusal from error
 
 
-def _cannot_run(mode: InBlock, arguments: list[tuple[str, Any]], error: Exception) -> tuple[str, str]:
+def _cannot_run(mode: InBlock, arguments: list[tuple[str, object]], error: Exception) -> tuple[str, str]:
     """What to say of a block that raises, and what to do."""
     whole = mode.length * mode.layout.size
     uncut = [

@@ -134,7 +134,7 @@ def gradient_hook(
 ) -> tuple[object, GradientHook] | None:
     """The (state, hook) that ``register_comm_hook`` takes for these options; None: DDP's own all-reduce."""
     hook, wrapper = Hook(options.comm_hook), Hook(options.comm_wrapper)
-    state: Any = group
+    state: object = group
     function: GradientHook
     if hook == Hook.NO:
         if wrapper == Hook.NO:

@@ -24,7 +24,9 @@ from lockstep.torch_internals.fake import FakeTensor, FakeTensorMode, emptied
 
 _CARRIED = "_lockstep_carried"
 _MISSING = object()
-Change = tuple[dict[str, Any], str, Any]
+Slot = tuple[dict[str, Any], str]
+"""(dict, key) of an entry, such as that of a module in its parent."""
+Change = tuple[dict[str, Any], str, object]
 """(dict, key, value) of an entry that is changed while a stage runs."""
 
 
@@ -116,25 +118,25 @@ class AbsentBlock(Instead):
 class StageLeft(BaseException):  # not an Exception, so that no handler in the user's forward takes it
     """A stage's forward is over: the call of the next stage's first block, ``call``, was reached."""
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: object) -> None:
         self.call = call
 
 
 class NextStage(AbsentBlock):
     """The first block of the next stage: this one's forward ends where it is called."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         raise StageLeft((args, kwargs))
 
 
 class Replayed(AbsentBlock):
     """A block of an earlier stage: returns stand-ins of what it returned when the model was traced."""
 
-    def __init__(self, name: str, block: nn.Module, result: Any) -> None:
+    def __init__(self, name: str, block: nn.Module, result: object) -> None:
         super().__init__(name, block)
         self._result = result
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         # New ones each time: the value that one carries is of one micro-batch.
         return repeated(self._result, leaves((args, kwargs)), Tensor.detach)
 
@@ -142,11 +144,11 @@ class Replayed(AbsentBlock):
 class ReplayedPart(Instead):
     """A module outside of blocks that an earlier stage calls: returns stand-ins of what it gave in the trace."""
 
-    def __init__(self, module: nn.Module, result: Any) -> None:
+    def __init__(self, module: nn.Module, result: object) -> None:
         super().__init__(module)
         self._result = result
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         return map_leaves(lambda _, leaf: leaf.detach(), self._result)
 
 
@@ -186,7 +188,7 @@ def _attributes_instead(module: nn.Module, registered: dict[str, object]) -> Non
             module.__dict__[name] = value
 
 
-def slots(model: nn.Module, module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+def slots(model: nn.Module, module: nn.Module) -> Iterator[Slot]:
     """(dict, key) of each place in ``model`` where ``module`` is registered."""
     for parent in model.modules():
         for key, child in torch_modules.children_of(parent).items():

@@ -53,7 +53,7 @@ class Value:
         return next((self.seen[s] for s in range(segment - 1, -1, -1) if s in self.seen), self.made)
 
 
-def name_of(function: Any) -> str:
+def name_of(function: object) -> str:
     """The same for each call of a function of torch."""
     return str(getattr(function, "__name__", function))
 
@@ -63,7 +63,7 @@ def calling(block: str) -> str:
     return f"the call of '{block}'"
 
 
-def changed_by(name: str, args: Any, kwargs: Any) -> Tensor | None:
+def changed_by(name: str, args: Args, kwargs: Kwargs) -> Tensor | None:
     """The real tensor that a function changes by what another stage has: total += aux, outs[0] = x."""
     in_place = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and name[-2:] != "__")
     target = kwargs.get("out", args[0] if in_place and args else None)
@@ -72,7 +72,7 @@ def changed_by(name: str, args: Any, kwargs: Any) -> Tensor | None:
     return target if has_stand_in(args) or has_stand_in(kwargs.values()) else None
 
 
-def is_about(function: Any) -> bool:
+def is_about(function: TorchFunction) -> bool:
     """Whether a function asks for a tensor's shape, type and so on, not for its values."""
     name = name_of(function)
     if name == "__get__":
@@ -101,7 +101,7 @@ class Values(TorchFunctionMode):
         self._now, self._birth, self._new, self._attribute = now, birth, new, attribute
         self._of: dict[int, Value] = {}
         self._instead: dict[int, tuple[Tensor, Tensor]] = {}  # id -> it, and what stands for it now
-        self._alive: list[Any] = []
+        self._alive: list[object] = []
         self._counts: Counter[str] = Counter()
         self._block = ""
         self._is_inside = False
@@ -151,7 +151,7 @@ class Values(TorchFunctionMode):
                 self._note(leaf, Source("function", self._block, path, name, number))
         return out
 
-    def _taken(self, changed: Tensor, args: Any, kwargs: Any) -> Any:
+    def _taken(self, changed: Tensor, args: Args, kwargs: Kwargs) -> Any:
         """The arguments with a stand-in for a real tensor that is changed from now on by what only this stage has.
 
         Raises:
@@ -177,7 +177,7 @@ class Values(TorchFunctionMode):
         """What a block makes inside is known if it returns or keeps it."""
         return attributes_set(self, _is_inside=True)
 
-    def returned(self, block: str, out: Any) -> None:
+    def returned(self, block: str, out: object) -> None:
         """Note what a block gives back."""
         self._block = block
         self._counts.clear()
@@ -205,7 +205,7 @@ class Values(TorchFunctionMode):
         self._alive.append(leaf)
         return self._of[id(leaf)]
 
-    def here(self, leaf: Any, by: str) -> Any:
+    def here(self, leaf: object, by: str) -> object:
         """``leaf``, or what stands for it in this segment."""
         if not isinstance(leaf, Tensor):
             return leaf

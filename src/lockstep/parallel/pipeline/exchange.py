@@ -93,14 +93,14 @@ class Exchange(TorchFunctionMode):
                 self._found[itself] = kwargs["out"] if "out" in kwargs else args[0]
         return out
 
-    def _keep(self, out: Any, kind: Any, block: str, function: str = "", number: int = 0) -> None:
+    def _keep(self, out: object, kind: Any, block: str, function: str = "", number: int = 0) -> None:
         for path, leaf in leaves(out).items():
             source = Source(kind, block, path, function, number)
             if source in self._wanted:
                 self._found[source] = leaf
 
     @contextmanager
-    def calling(self, block: str, call: Any) -> Iterator[Any]:
+    def calling(self, block: str, call: object) -> Iterator[Any]:
         """Around a block's call: what it is called with, as far as it is known."""
         by = calling(block)
         self._is_own = True
@@ -111,7 +111,7 @@ class Exchange(TorchFunctionMode):
         finally:
             self._inside -= 1
 
-    def result(self, output: Any) -> Any:
+    def result(self, output: object) -> Any:
         """The output of the model.
 
         Raises:
@@ -121,14 +121,14 @@ class Exchange(TorchFunctionMode):
         self.check_used()
         return output
 
-    def returned(self, block: str, out: Any) -> None:
+    def returned(self, block: str, out: object) -> None:
         """A block of this stage gave this back."""
         self._block = block
         self._counts.clear()
         if block in self._outputs:
             self._keep(out, "output", block)
 
-    def here(self, leaf: Any, by: str) -> Any:
+    def here(self, leaf: object, by: str) -> object:
         """The real tensor for which ``leaf`` stands, if it is known."""
         if not is_stand_in(leaf) and id(leaf) not in self._changed:
             return leaf
@@ -178,7 +178,7 @@ class LocalBlock(Instead):
         self.received: tuple[Tensor, ...] = ()
         self.keep: Callable[[str, object], None] | None = None  # told what the block returns
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         if self._cut is not None:
             given = leaves((args, kwargs))
             for path, value in zip(self._cut.paths, self.received, strict=False):
@@ -203,8 +203,8 @@ class Given(Instead):
         self,
         name: str,
         block: nn.Module,
-        result: Any,
-        returned: Any,
+        result: object,
+        returned: object,
         exchange: Exchange | None = None,
         received: Mapping[str, Tensor] | None = None,
     ) -> None:
@@ -217,7 +217,7 @@ class Given(Instead):
         self._exchange = exchange
         self._received = received or {}
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         if self._exchange is not None:
             for path, value in self._received.items():
                 carry(leaves((args, kwargs))[path], value)
@@ -225,7 +225,7 @@ class Given(Instead):
                 pass
         given = leaves((args, kwargs))
 
-        def own(path: str, leaf: Any) -> Any:
+        def own(path: str, leaf: object) -> object:
             argument = self._returned.get(path)
             if isinstance(argument, Argument) and not is_stand_in(given[argument.path]):
                 return given[argument.path]
@@ -237,6 +237,6 @@ class Given(Instead):
         return out
 
 
-def for_itself(leaf: Any) -> Any:
+def for_itself(leaf: object) -> Any:
     """A tensor that may be changed in place, where ``leaf`` begins a graph."""
     return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_leaf else leaf

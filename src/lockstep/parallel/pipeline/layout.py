@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.model.blocks import joined_name
-from lockstep.parallel.pipeline.absent import AbsentBlock, Change, StandIns, copy_without_values, slots
+from lockstep.parallel.pipeline.absent import AbsentBlock, Change, Slot, StandIns, copy_without_values, slots
 from lockstep.torch_internals import modules as torch_modules
 
 
@@ -25,7 +25,7 @@ class Block:
     stage: int
     copy: nn.Module
     absent: AbsentBlock
-    slots: list[tuple[dict[str, Any], str]]
+    slots: list[Slot]
     module: nn.Module | None  # None: on another rank
     names: set[str] = field(default_factory=set)  # of its parameters, each under its first name
 
@@ -38,7 +38,7 @@ class Part:
     """
 
     copy: nn.Module
-    slots: list[tuple[dict[str, Any], str]]
+    slots: list[Slot]
     names: set[str]
     stages: set[int] = field(default_factory=set)
 

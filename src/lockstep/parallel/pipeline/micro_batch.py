@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +21,8 @@ BatchDims = Mapping[str, "int | None"]
 class Call:
     """Arguments of the model, and targets of the loss where that is computed outside of the model."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
     targets: tuple[object, ...] = ()
 
     @property

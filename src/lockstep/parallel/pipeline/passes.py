@@ -58,7 +58,7 @@ class Autocast:
     def is_on(self) -> bool:
         return self.state[0]
 
-    def outside(self) -> AbstractContextManager[Any]:
+    def outside(self) -> AbstractContextManager[object]:
         return torch.autocast(self._type, enabled=False)
 
     def inside(self) -> AbstractContextManager[object]:

@@ -34,12 +34,12 @@ from lockstep.parallel.pipeline.traced import RECEIVED, Traced, storage_of
 from lockstep.runtime.seed import generators_kept
 from lockstep.torch_internals.fake import quiet
 
-Signature = tuple[Any, ...]
+Signature = tuple[object, ...]
 
 
 def signature(call: Call, *others: object) -> Signature:
     """Equal for calls that a plan serves alike. Tensors count by shape and dtype, plain values by value."""
-    described: list[Any] = []
+    described: list[object] = []
     for path, leaf in leaves(call.tree).items():
         if isinstance(leaf, Tensor):
             described.append((path, tuple(leaf.shape), leaf.dtype))
@@ -158,7 +158,7 @@ def _run(
     for module in [*(part.copy for part in layout.parts.values()), *blocks.values()]:
         module.train(model.training)
 
-    def forward() -> Any:
+    def forward() -> object:
         output = model(*call.args, **call.kwargs)
         return output if loss_fn is None else (loss_fn(output, *call.targets),)
 
@@ -270,7 +270,7 @@ class Tail:
     def _join(self, name: str, each: list[object]) -> object:
         found = [leaves(one) for one in each]
 
-        def join(path: str, leaf: Any) -> object:
+        def join(path: str, leaf: object) -> object:
             if not isinstance(leaf, Tensor):
                 return leaf
             values = [one[path] for one in found]

@@ -180,7 +180,7 @@ class Undecided:
             else:
                 node.register_hook(self._looking(edge, index))
 
-    def _looking(self, edge: Edge, index: int) -> Callable[[Any, object], None]:
+    def _looking(self, edge: Edge, index: int) -> Callable[[Sequence[Tensor | None], object], None]:
         def look(inputs: Sequence[Tensor | None], _: object) -> None:
             gradient = inputs[index] if index < len(inputs) else None
             if gradient is not None:
@@ -206,7 +206,9 @@ def edges_without_gradient(loss: Tensor, differentiate: Callable[[], Any]) -> tu
     """What ``differentiate()`` gives, and through which edges of the graph of ``loss`` it sent nothing but zeros."""
     found: set[Edge] = set()
 
-    def hook(way: tuple[int, ...], name: str) -> Callable[[Any, Any], None]:
+    def hook(
+        way: tuple[int, ...], name: str
+    ) -> Callable[[Sequence[Tensor | None], Sequence[Tensor | None]], None]:
         def look(inputs: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> None:
             if any(gradient is not None and bool(gradient.any()) for gradient in outputs):
                 found.update(

@@ -3,7 +3,7 @@ tensors without rows. All forwards run once more, without randomness, and nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,7 +31,7 @@ from lockstep.parallel.pipeline.reduction import (
 from lockstep.parallel.pipeline.segment import Pass
 from lockstep.parallel.pipeline.state import ForwardState
 
-Outputs = dict[str, list[Any]]
+Outputs = dict[str, list[object]]
 """Block of the last stage -> what it returns for each micro-batch; also what the stage receives."""
 
 
@@ -80,7 +80,12 @@ class Rehearsal:
         self.stages.state.forget_batch()
         return bool(failures)
 
-    def _pass(self, calls: list[Call], finish: Any, whole: Any) -> Pass:
+    def _pass(
+        self,
+        calls: list[Call],
+        finish: Callable[[int, object], object],
+        whole: Callable[[Outputs], object] | None,
+    ) -> Pass:
         return Pass(
             calls,
             finish,

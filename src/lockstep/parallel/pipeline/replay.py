@@ -5,17 +5,18 @@ from __future__ import annotations
 import gc
 import types
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.comm.tree import children, leaves, map_leaves, tensor_leaves
+from lockstep.comm.tree import Args, Kwargs, children, leaves, map_leaves, tensor_leaves
 from lockstep.model.equal_modules import Unlike, describe, described, reading
 from lockstep.parallel.pipeline.absent import is_stand_in
 from lockstep.parallel.pipeline.traced import Argument, repeated, storage_of
 from lockstep.torch_internals import tensors as torch_tensors
+from lockstep.torch_internals.functions import TorchFunction
 
 _PLAIN = (bool, int, float, str, type(None))
 _CONSTANTS = (*_PLAIN, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -48,7 +49,7 @@ class Replays:
         self._is_known, self._is_made = is_known, is_made
         self._new, self._kept = new, kept
         self._traced: dict[Any, list[tuple[dict[Any, Any], Any]]] = {}
-        self._alive: list[Any] = []
+        self._alive: list[object] = []
         self.made: list[weakref.ref[Tensor]] | None = None
         self.count = 0
         self._operations: dict[str, Hashable] = {}
@@ -56,7 +57,7 @@ class Replays:
         self._log: Operations | None = None
 
     def call(
-        self, name: str, module: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]
+        self, name: str, module: Any, args: Args, kwargs: Kwargs, run: Callable[[Any, Any, Any], Any]
     ) -> Any:
         """What the block ``name`` returns; ``run(module, args, kwargs)`` traces it."""
         own: set[int] = set()  # storages of what the block holds, views of which are computed in it
@@ -95,35 +96,35 @@ class Replays:
         self.made = self._log = None
         return out
 
-    def operation(self, function: Any, given: dict[str, Any]) -> None:
+    def operation(self, function: TorchFunction, given: Mapping[str, object]) -> None:
         """An operation of torch, and the leaves of what it is called with."""
         if self._inside:
             self._check(given)
         if self._log is not None:
             self._log.note(function, given)
 
-    def operations(self, output: Any) -> dict[str, Hashable]:
+    def operations(self, output: object) -> dict[str, Hashable]:
         """After the forward, by block that filled a cache: what it computed. ``output``: of the model."""
         self._check(leaves(output))
         return self._operations
 
-    def _remain_inside(self, out: Any, given: dict[str, Any]) -> None:
+    def _remain_inside(self, out: object, given: Mapping[str, object]) -> None:
         """What was made and not returned is to be used by nobody else."""
         passed = {storage_of(leaf) for tree in (out, given) for leaf in tensor_leaves(tree).values()}
         made = [tensor for one in self.made or () if (tensor := one()) is not None]
         self._inside |= {storage_of(tensor) for tensor in made} - passed
         self._alive += made
 
-    def _check(self, given: dict[str, Any]) -> None:
+    def _check(self, given: Mapping[str, object]) -> None:
         if any(storage_of(tensor) in self._inside for tensor in tensor_leaves(given).values()):
             self._operations.clear()  # blocks are not alone in what they do
 
-    def note(self, out: Any) -> None:
+    def note(self, out: object) -> None:
         """Something that a function of torch gave within a block."""
         if self.made is not None:
             self.made += [weakref.ref(one) for one in tensor_leaves(out).values()]
 
-    def _has_escaped(self, out: Any, given: dict[str, Any]) -> bool:
+    def _has_escaped(self, out: object, given: Mapping[str, object]) -> bool:
         """Whether somebody has a tensor that was made inside and not returned."""
         passed = {id(leaf) for tree in (out, given) for leaf in leaves(tree).values()}
         alive = [reference() for reference in self.made or ()]
@@ -133,13 +134,13 @@ class Replays:
         holders = gc.get_referrers(*given_to_gc) if left else []
         return any(id(holder) not in own and not isinstance(holder, types.FrameType) for holder in holders)
 
-    def _kinds(self, args: Any, kwargs: Any) -> Hashable:
+    def _kinds(self, args: Args, kwargs: Kwargs) -> Hashable:
         numbers: dict[int, int] = {}
 
         def number(key: int) -> int:
             return numbers.setdefault(key, len(numbers))
 
-        def kind(leaf: Any) -> Hashable:
+        def kind(leaf: object) -> Hashable:
             if is_cache(leaf):
                 return type(leaf), number(id(leaf))
             if not isinstance(leaf, Tensor):
@@ -152,14 +153,14 @@ class Replays:
 
         return _modes(), _skeleton((args, kwargs), kind)
 
-    def _kept_of(self, out: Any, given: dict[str, Any], own: set[int]) -> Any:
+    def _kept_of(self, out: object, given: Mapping[str, object], own: set[int]) -> Any:
         """The output as it is to be given again; None if it cannot be."""
         places = {id(leaf): path for path, leaf in given.items() if not isinstance(leaf, _PLAIN)}
         taken = own | {storage_of(leaf) for leaf in tensor_leaves(given).values()}
         seen: dict[int, int] = {}
         failed = False
 
-        def keep(_: str, leaf: Any) -> Any:
+        def keep(_: str, leaf: object) -> object:
             nonlocal failed
             if id(leaf) in places:
                 return Argument(places[id(leaf)])
@@ -187,10 +188,10 @@ class Operations:
         self.alive: list[Tensor] = []  # addresses must not be used again
         self._numbers: dict[int, int] = {}
 
-    def note(self, function: Any, given: dict[str, Any]) -> None:
+    def note(self, function: TorchFunction, given: Mapping[str, object]) -> None:
         self.noted.append((function, tuple((path, self._kind(leaf)) for path, leaf in given.items())))
 
-    def _kind(self, leaf: Any) -> Hashable:
+    def _kind(self, leaf: object) -> Hashable:
         if not isinstance(leaf, Tensor):
             return type(leaf), leaf if isinstance(leaf, _CONSTANTS) else Unlike()
         self.alive.append(leaf)
@@ -199,7 +200,7 @@ class Operations:
         return number, type(leaf), is_stand_in(leaf), *layout
 
 
-def is_cache(value: Any) -> bool:
+def is_cache(value: object) -> bool:
     """Whether it is one of transformers' caches of keys and values, of which each block uses its own."""
     return any(
         cls.__module__ == "transformers.cache_utils" and cls.__name__ == "Cache"
@@ -207,7 +208,7 @@ def is_cache(value: Any) -> bool:
     )
 
 
-def _skeleton(tree: Any, kind: Callable[[Any], Hashable]) -> Hashable:
+def _skeleton(tree: object, kind: Callable[[object], Hashable]) -> Hashable:
     parts = children(tree)
     if parts is None:
         return kind(tree)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from lockstep.parallel.pipeline.state import ForwardState
 from lockstep.parallel.pipeline.traced import RECEIVED, Cut, Kind
 from lockstep.runtime.failure import is_consequence
 from lockstep.torch_internals import tensors as torch_tensors
+from lockstep.torch_internals.autograd import FunctionContext
 from lockstep.torch_internals.fake import UNKNOWN_VALUE
 
 
@@ -37,10 +37,10 @@ class Pass:
     """
 
     calls: list[Call]
-    finish: Callable[[int, Any], Any]
-    autocast: Callable[[], AbstractContextManager[Any]]
+    finish: Callable[[int, object], object]
+    autocast: Callable[[], AbstractContextManager[object]]
     state: ForwardState = field(default_factory=ForwardState)
-    whole: Callable[[dict[str, list[Any]]], Any] | None = None
+    whole: Callable[[dict[str, list[object]]], object] | None = None
     notes_whole: bool = True
     ends: list[Tensor] = field(default_factory=list)
     wants_ends: bool = False
@@ -53,11 +53,11 @@ class _Contiguous(torch.autograd.Function):
     """The same tensor; its gradient is contiguous, as sending it requires."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, tensor: Tensor) -> Tensor:
         return tensor.data  # no view: blocks may change their input in place
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: FunctionContext, gradient: Tensor) -> Tensor:
         return gradient.contiguous()
 
 
@@ -224,10 +224,10 @@ class Segment:
         if self._exchange is not None:
             self._exchange.begin(())
 
-    def _sent(self, call: Any) -> tuple[Tensor, ...]:
+    def _sent(self, call: object) -> tuple[Tensor, ...]:
         assert self._following is not None
         cut = self._following
-        values: list[Any] = []
+        values: list[object] = []
         if self._exchange is not None:
             with self._exchange.calling(cut.block, call) as call:
                 values = self._exchange.sent()

@@ -26,7 +26,7 @@ _WITHOUT_CHANCE = (torch_modules.Dropout, nn.MultiheadAttention)
 
 def settings_of_call(call: Call) -> object:
     """Equal for calls that compute the same of tensors: numbers count by whether they are zero, others by value."""
-    found: list[Any] = []
+    found: list[object] = []
     for path, leaf in leaves(call.tree).items():
         if isinstance(leaf, Tensor):
             found.append(path)
@@ -44,7 +44,7 @@ class Settings:
         self._names: list[tuple[str, ...]] = []
         self._owners: list[dict[str, object]] = []
         self._prefixes: list[str] = []
-        self._getters: list[Callable[[Any], object]] = []
+        self._getters: list[Callable[[dict[str, object]], object]] = []
         for name, module in model.named_modules():
             if type(module).__module__.startswith("lockstep."):
                 continue

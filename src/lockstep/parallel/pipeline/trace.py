@@ -79,7 +79,7 @@ class Tracer(TorchDispatchMode):
         # Equal for blocks (name, module) that make the same shapes; None where that is not known.
         self.alike: Callable[[str, nn.Module], Hashable] | None = None
         self.followed = 0  # calls that were taken to be like another
-        self._seen: dict[Any, Any] = {}
+        self._seen: dict[Hashable, object] = {}
         self._guessed: list[str] = []  # blocks whose results are not known without values
         self._replays: Replays | None = None
 
@@ -101,7 +101,7 @@ class Tracer(TorchDispatchMode):
         with self._values.paused():
             return self._followed(func, args, kwargs or {})
 
-    def _followed(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _followed(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         func, args = self._with_places(func, args)
         called_with = leaves((args, kwargs))
         if self._replays is not None:
@@ -136,14 +136,16 @@ class Tracer(TorchDispatchMode):
                 self._alive.append(tensor)
         return out
 
-    def _without_values(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Any:
+    def _without_values(
+        self, func: TorchFunction, args: Args, kwargs: Kwargs, given: Sequence[Tensor]
+    ) -> Any:
         if any(type(tensor) in _REAL for tensor in given) and not changes_arguments(func):
             args, kwargs = map_leaves(
                 lambda _, leaf: self._emptied(leaf) if type(leaf) in _REAL else leaf, (args, kwargs)
             )
         return without_values(func, args, kwargs)
 
-    def _with_places(self, func: Any, args: Any) -> Any:
+    def _with_places(self, func: TorchFunction, args: Args) -> tuple[TorchFunction, Args]:
         """Elements that a mask chooses, chosen by their places instead: by those of a mask of the inputs, which are
         known; else by as many as any, such as those of the tokens of an expert."""
         if func is torch.ops.aten.nonzero.default and is_stand_in(args[0]):
@@ -172,7 +174,7 @@ class Tracer(TorchDispatchMode):
             self._empty[id(tensor)] = tensor, empty
         return empty
 
-    def run(self, forward: Callable[[], Any]) -> Traced:
+    def run(self, forward: Callable[[], object]) -> Traced:
         """What ``forward()`` shows, with the blocks in it replaced by ``block``.
 
         Raises:
@@ -224,12 +226,12 @@ class Tracer(TorchDispatchMode):
         self.traced.shapes[RECEIVED] = {f"[{i}]": kind.shape for i, kind in enumerate(cuts[-1].kinds)}
         self.traced.results[RECEIVED] = ()
 
-    def block(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def block(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         """The call of a block: notes a cut before it, and what it returns."""
         with self._values.paused():
             return self._block(name, module, args, kwargs)
 
-    def _block(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _block(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         expected = self._order[self._called] if self._called < len(self._order) else None
         if name != expected:
             behind = f"'{expected}' is next" if expected else "all blocks have been called"
@@ -253,7 +255,7 @@ class Tracer(TorchDispatchMode):
         self._values.returned(name, out)
         return out
 
-    def _result(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _result(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         like = self.alike(name, module) if self.alike is not None else None
         if like is not None:
             return self._like_another(like, module, args, kwargs)
@@ -261,7 +263,7 @@ class Tracer(TorchDispatchMode):
             return self._replays.call(name, module, args, kwargs, self._called_for)
         return self._called_for(module, args, kwargs)
 
-    def _like_another(self, like: Hashable, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _like_another(self, like: Hashable, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         given = leaves((args, kwargs))
         key = (like, tuple((path, _shape(leaf)) for path, leaf in given.items()))
         if key not in self._seen:
@@ -276,7 +278,7 @@ class Tracer(TorchDispatchMode):
         for tensor in given if self.inputs else ():
             self.used |= self.inputs.get(storage_of(tensor), set())
 
-    def _called_for(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _called_for(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         depth = len(self._stack)
         try:
             with self._values.paused(False), self._values.within_a_block():
@@ -293,7 +295,7 @@ class Tracer(TorchDispatchMode):
         finally:
             self._empty.clear()  # tensors of a block are to go with it
 
-    def _cut(self, name: str, call: Any, present: Any) -> None:
+    def _cut(self, name: str, call: object, present: object) -> None:
         """``present``: what stands for the arguments in the segment before."""
         self._segment = self._starts[name]
         values = leaves(present)
@@ -355,10 +357,10 @@ class Tracer(TorchDispatchMode):
 
     @contextmanager
     def _following_modules(self) -> Iterator[None]:
-        def enter(module: nn.Module, _: Any) -> None:
+        def enter(module: nn.Module, _: object) -> None:
             self._stack.append(self._names.get(id(module), self._stack[-1] if self._stack else ""))
 
-        def leave(module: nn.Module, _: Any, result: Any) -> None:
+        def leave(module: nn.Module, _: object, result: object) -> None:
             self._stack.pop()
             if id(module) in self.parts:
                 self.traced.parts.setdefault(self.parts[id(module)], []).append((self._segment, result))
@@ -371,7 +373,7 @@ class Tracer(TorchDispatchMode):
                 handle.remove()
 
 
-def _shape(leaf: Any) -> Any:
+def _shape(leaf: object) -> Any:
     if isinstance(leaf, Tensor):
         return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad, is_stand_in(leaf))
     return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)

@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -240,7 +240,7 @@ def _split(
             specs[name].parts.append(specs[name].layer)
     _prepare_attention(plan, modules, specs, regions, options.sequence_parallel)
     replace_parameters(modules, plan, mesh)
-    classes: dict[Any, type] = {}
+    classes: dict[object, type] = {}
     for name, spec in specs.items():
         module = modules[name]
         is_called = type(module).forward is not nn.Module.forward

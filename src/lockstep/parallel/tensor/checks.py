@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import nn
 
@@ -188,7 +187,7 @@ def _check_linear(name: str, module: nn.Module, style: str, ranks: int) -> None:
         )
 
 
-def _check_embedding(name: str, module: Any, style: str, ranks: int) -> None:
+def _check_embedding(name: str, module: nn.Embedding, style: str, ranks: int) -> None:
     rows, width = torch_modules.parameters_of(module)["weight"].shape
     if module.max_norm is not None or module.sparse:
         raise UsageError(

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.tree import Args, Kwargs
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor import communication
 from lockstep.parallel.tensor.communication import part_of
@@ -53,13 +54,15 @@ class ColumnRowRegion(ParallelHook):
         self._sent: tuple[Tensor, Tensor] | None = None
         self._stream: Stream | None = None
 
-    def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def enter(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[Args, Kwargs]:
         """Of attention: its input as a whole sequence, and as wide as this rank's heads."""
         if self.gathers and self.group.is_split:
-            place, value = self._hidden(args, kwargs)
-            if place is not None:
-                whole = communication.gather_sequence(value, self.group.mesh)
-                args, kwargs = with_argument(args, kwargs, place, whole)
+            found = self._hidden(args, kwargs)
+            if found is not None:
+                whole = communication.gather_sequence(found[1], self.group.mesh)
+                args, kwargs = with_argument(args, kwargs, found[0], whole)
         if self.reported:
             args = tuple(self._report(value) for value in args)
             kwargs = {name: self._report(value) for name, value in kwargs.items()}
@@ -96,13 +99,14 @@ class ColumnRowRegion(ParallelHook):
             self._stream.close()
             self._stream = None
 
-    def _hidden(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-        for place, value in (*enumerate(args), *kwargs.items()):
+    def _hidden(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[int | str, Tensor] | None:
+        given: list[tuple[int | str, object]] = [*enumerate(args), *kwargs.items()]
+        for place, value in given:
             if isinstance(value, Tensor) and value.dim() >= 3 and value.shape[-1] in self.widths:
                 return place, value
-        return None, None
+        return None
 
-    def _report(self, value: Any) -> object:
+    def _report(self, value: object) -> object:
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[-1] in self.reported:
             return ReportedWidth.of(value, self.reported[value.shape[-1]])
         return value
@@ -126,7 +130,9 @@ class HeadArguments(ParallelHook):
     ) -> None:
         self.region, self.heads, self.places = region, heads, places
 
-    def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def enter(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[Args, Kwargs]:
         for name, (place, dims) in self.places.items():
             where: int | str = place if place < len(args) else name
             value = args[place] if place < len(args) else kwargs.get(name)
@@ -144,15 +150,17 @@ class SplitLayer(ParallelHook):
         self.in_sequence = False
         self._is_inside = False
 
-    def value(self, module: nn.Module, name: str, parameter: DTensor) -> Any:
+    def value(self, module: nn.Module, name: str, parameter: DTensor) -> Tensor | WeightElsewhere | None:
         if not self._is_inside:
             return WeightElsewhere(self.group, parameter, module)
         return parameter.to_local()
 
-    def padding_index(self, module: nn.Module, index: object) -> object:
+    def padding_index(self, module: nn.Module, index: int | None) -> int | None:
         return index
 
-    def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def enter(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[Args, Kwargs]:
         place, x = first_tensor(args, kwargs)
         if place is None:
             return args, kwargs
@@ -179,7 +187,7 @@ class ColwiseParallel(SplitLayer):
         self.pieces = 1
         self.is_head = False
 
-    def value(self, module: nn.Module, name: str, parameter: DTensor) -> Any:
+    def value(self, module: nn.Module, name: str, parameter: DTensor) -> Tensor | WeightElsewhere | None:
         if name != "bias" or self.pieces == 1 or not self._is_inside:
             return super().value(module, name, parameter)
         # It is held whole, see ``parameters.placement``: each rank has the gradient of its part.
@@ -190,7 +198,7 @@ class ColwiseParallel(SplitLayer):
     def take(self, module: nn.Module, x: Tensor) -> Tensor:
         return self.region.send(x, self.in_sequence)
 
-    def leave(self, module: nn.Module, output: Any) -> object:
+    def leave(self, module: nn.Module, output: Tensor) -> object:
         if self.size:
             return leave_logits(output, self.group, self.size, self.is_head and module.training)
         self.region.begin_parts()
@@ -212,7 +220,7 @@ class RowwiseParallel(SplitLayer):
         super().__init__(name, group, (*names, "bias"))
         self.region, self.features, self.splits = region, features, splits
 
-    def value(self, module: nn.Module, name: str, parameter: DTensor) -> Any:
+    def value(self, module: nn.Module, name: str, parameter: DTensor) -> Tensor | WeightElsewhere | None:
         if name != "bias":
             return super().value(module, name, parameter)
         if not self._is_inside:
@@ -254,7 +262,7 @@ class VocabularyParallel(SplitLayer):
         self._start, self._length = part_of(rows, group.mesh)
         self._elsewhere: Tensor | None = None
 
-    def padding_index(self, module: nn.Module, index: Any) -> object:
+    def padding_index(self, module: nn.Module, index: int | None) -> int | None:
         if not self._is_inside or index is None:
             return index
         local = index - self._start
@@ -295,7 +303,9 @@ class Root(ParallelHook):
         self.group, self._drops, self._device = group, drops, device
         self._stream: Stream | None = None
 
-    def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def enter(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[Args, Kwargs]:
         if module.training and self._stream is None and self._drops():
             self._stream = stream_of_group(self._device, self.group.mesh)
         return args, kwargs

@@ -10,13 +10,14 @@ Reference: Shoeybi et al., Megatron-LM, 2019, section 3.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lockstep.comm.dtensor import is_dtensor
+from lockstep.comm.tree import Args, Kwargs
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor.communication import all_reduce, part_of
 from lockstep.torch_internals import dtensor
@@ -24,6 +25,7 @@ from lockstep.torch_internals.autograd import FunctionContext
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 MEAN, SUM = 1, 2  # as in the schemas of aten
 
@@ -46,7 +48,8 @@ def vocab_parallel_cross_entropy(
     Raises:
         UsageError: the logits are not split over their last dimension, or shapes differ.
     """
-    if not (is_dtensor(logits) and _is_split(logits, logits.dim() - 1)):
+    split = cast("DTensor", logits)
+    if not (is_dtensor(logits) and _is_split(split, logits.dim() - 1)):
         raise UsageError(
             "vocab_parallel_cross_entropy takes logits that are split over their last dimension, as a model prepared "
             "with loss_parallel returns them in training. Use torch.nn.functional.cross_entropy for others."
@@ -56,7 +59,6 @@ def vocab_parallel_cross_entropy(
             f"Logits of shape {tuple(logits.shape)} need a target of shape {tuple(logits.shape[:-1])}, but it is "
             f"{tuple(target.shape)}. Pass one class index for each row of logits."
         )
-    split: Any = logits
     losses = _CrossEntropy.apply(
         split.to_local(), target, split.device_mesh, split.shape[-1], ignore_index, label_smoothing
     )
@@ -128,7 +130,7 @@ def handle_split_logits() -> None:
     dtensor.handle_operators(_HANDLERS)
 
 
-def _is_split(x: Any, dim: int) -> bool:
+def _is_split(x: DTensor, dim: int) -> bool:
     return len(x.placements) == 1 and x.placements[0].is_shard(dim)
 
 
@@ -136,7 +138,7 @@ def _dim(x: Tensor, dim: int) -> int:
     return dim % x.dim()
 
 
-def _like(local: Tensor, x: Any, dtype: torch.dtype | None = None) -> object:
+def _like(local: Tensor, x: DTensor, dtype: torch.dtype | None = None) -> object:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -149,7 +151,7 @@ def _like(local: Tensor, x: Any, dtype: torch.dtype | None = None) -> object:
     )
 
 
-def _log_softmax(operator: object, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
+def _log_softmax(operator: object, args: Args, kwargs: Kwargs) -> object:
     x, dim, half_to_float = args
     dim = _dim(x, dim)
     local = dtensor.local_tensor(x)
@@ -161,7 +163,7 @@ def _log_softmax(operator: object, args: tuple[Any, ...], kwargs: dict[str, obje
     return _like(shifted - total.log(), x, torch.float32 if half_to_float else local.dtype)
 
 
-def _log_softmax_backward(operator: object, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
+def _log_softmax_backward(operator: object, args: Args, kwargs: Kwargs) -> object:
     gradient, output, dim, dtype = args
     dim = _dim(output, dim)
     given = dtensor.local_tensor(gradient.redistribute(output.device_mesh, output.placements))
@@ -171,7 +173,7 @@ def _log_softmax_backward(operator: object, args: tuple[Any, ...], kwargs: dict[
     return _like(given - dtensor.local_tensor(output).exp() * total, output, dtype)
 
 
-def _nll_loss(operator: object, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
+def _nll_loss(operator: object, args: Args, kwargs: Kwargs) -> object:
     x, target, weight, reduction, ignored = args
     local, target, mesh, classes = _rows(x, target)
     place, is_here = _places(target, mesh, classes)
@@ -184,7 +186,7 @@ def _nll_loss(operator: object, args: tuple[Any, ...], kwargs: dict[str, object]
     return (losses.sum() / total if reduction == MEAN else losses.sum()), total
 
 
-def _nll_loss_backward(operator: object, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
+def _nll_loss_backward(operator: object, args: Args, kwargs: Kwargs) -> object:
     gradient, x, target, weight, reduction, ignored, total = args
     local, target, mesh, classes = _rows(x, target)
     place, is_here = _places(target, mesh, classes)
@@ -195,7 +197,7 @@ def _nll_loss_backward(operator: object, args: tuple[Any, ...], kwargs: dict[str
     return _like(result if x.dim() < 3 else result.movedim(-1, 1), x)
 
 
-def _rows(x: Any, target: Any) -> tuple[Tensor, Tensor, DeviceMesh, int]:
+def _rows(x: DTensor, target: Tensor) -> tuple[Tensor, Tensor, DeviceMesh, int]:
     """(local logits [..., classes / N], target [...], mesh, classes) of logits [classes] or [batch, classes, ...]."""
     dim = 1 if x.dim() > 1 else 0
     if not _is_split(x, dim):
@@ -204,7 +206,7 @@ def _rows(x: Any, target: Any) -> tuple[Tensor, Tensor, DeviceMesh, int]:
             f"(dimension {dim}). Pass logits as the model returned them, reshaped to [tokens, classes], or turn "
             "loss_parallel off."
         )
-    plain = target.full_tensor() if is_dtensor(target) else target
+    plain = cast("DTensor", target).full_tensor() if is_dtensor(target) else target
     return dtensor.local_tensor(x).movedim(dim, -1), plain, x.device_mesh, x.shape[dim]
 
 
@@ -214,7 +216,7 @@ def _counts(target: Tensor, weight: Tensor | None, ignored: int, like: Tensor) -
     return counts if weight is None else counts * weight[target.masked_fill(target == ignored, 0)]
 
 
-def _on_whole(x: Any, dim: int) -> Tensor:
+def _on_whole(x: DTensor, dim: int) -> Tensor:
     if any(not (p.is_replicate() or (p.is_shard() and not p.is_shard(dim))) for p in x.placements):
         raise UsageError(
             f"A softmax over dimension {dim} of a DTensor laid out as {x.placements} is not known. "

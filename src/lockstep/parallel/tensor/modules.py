@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from lockstep.comm.dtensor import is_dtensor
+from lockstep.comm.tree import Args, Kwargs
 from lockstep.model.changes import Subclassed, subclass
 from lockstep.parallel.tensor import communication
 from lockstep.torch_internals import modules as torch_modules
@@ -56,7 +57,9 @@ class Group:
 class ParallelHook:
     """Something that a module does around its own forward. The base does nothing."""
 
-    def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def enter(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[Args, Kwargs]:
         return args, kwargs
 
     def leave(self, module: nn.Module, output: Any) -> object:

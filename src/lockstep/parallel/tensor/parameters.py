@@ -14,10 +14,10 @@ from lockstep.torch_internals.replaced_parameters import retire
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor import Placement, Shard
 
 
-def placement(module: nn.Module, name: str, style: str) -> Any:
+def placement(module: nn.Module, name: str, style: str) -> Placement:
     """How a parameter of a module with this style lies on the mesh."""
     from torch.distributed.tensor import Replicate, Shard
 
@@ -54,7 +54,7 @@ def replace_parameters(modules: dict[str, nn.Module], plan: TensorPlan, mesh: De
     """Give the modules DTensors; using one of their parameters from before is an error afterwards."""
     styles = plan.styles
     made: dict[int, nn.Parameter] = {}
-    placements: dict[int, Any] = {}
+    placements: dict[int, Placement] = {}
     replaced: dict[int, nn.Parameter] = {}
     for module_name, module in modules.items():
         for name, parameter in torch_modules.parameters_of(module).items():
@@ -77,7 +77,7 @@ def replace_parameters(modules: dict[str, nn.Module], plan: TensorPlan, mesh: De
         retire(parameter)
 
 
-def distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Any) -> nn.Parameter:
+def distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
     """A parameter that is a DTensor, of the first rank's values; on the meta device of none."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -266,7 +265,7 @@ def computes_linear(layer: nn.Module) -> bool:
 
 @torch.enable_grad()
 def _with_gradients(
-    function: Callable[[Tensor], Any], x: Tensor, parameters: dict[str, Tensor]
+    function: Callable[[Tensor], Tensor], x: Tensor, parameters: dict[str, Tensor]
 ) -> list[Tensor]:
     x = x.clone().requires_grad_()
     y = function(x)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.tree import Args, Kwargs
 from lockstep.model.blocks import joined_name
 from lockstep.model.contents import copy_of
 from lockstep.parallel.tensor.communication import part_of_pieces
@@ -53,7 +53,7 @@ class Example:
 
     x: Tensor
     outputs: Mapping[str, Tensor]
-    keywords: dict[str, Any]
+    keywords: Kwargs
     rank: int | None = None
     width: int = 0
     argument: tuple[str, int] | None = None
@@ -116,7 +116,7 @@ def example_of(
     """The same random numbers each time, or a rank's part of them."""
     layers = {name: rehearsal.module.get_submodule(name) for name in rehearsal.columns}
     first = next(iter(layers.values()))
-    weight: Any = torch_modules.parameters_of(first)["weight"]
+    weight: Tensor = torch_modules.parameters_of(first)["weight"]
     device = torch.device("cpu") if weight.device.type == "meta" else weight.device
     numbers = torch.Generator().manual_seed(0)
     length = next(n for n in LENGTHS if n not in (rehearsal.heads, rehearsal.heads // rehearsal.ranks))
@@ -207,7 +207,7 @@ def _reporting(rehearsal: TensorRehearsal, holder: nn.Module, x: Tensor, width: 
 
 
 def _row(noted: Run, width: int, whole: Callable[[str, Tensor], Tensor]) -> Callable[..., Tensor]:
-    def forward(given: Tensor, *_: Any, **__: object) -> Tensor:
+    def forward(given: Tensor, *_: object, **__: object) -> Tensor:
         number = len(noted.given)
         noted.given.append(unmarked(given))
         numbers = torch.Generator().manual_seed(10 + number)
@@ -218,7 +218,7 @@ def _row(noted: Run, width: int, whole: Callable[[str, Tensor], Tensor]) -> Call
 
 
 def _note_call(noted: Run, name: str) -> Callable[..., None]:
-    def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+    def note(_: nn.Module, args: Args, kwargs: Kwargs) -> None:
         is_on_part = any(isinstance(value, RankFeatures) for value in (*args, *kwargs.values()))
         noted.on_parts[name] = noted.on_parts.get(name, True) and is_on_part
 

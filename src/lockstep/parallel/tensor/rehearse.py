@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +110,7 @@ def _required(module: nn.Module) -> list[str]:
     ]
 
 
-_Call = Callable[[nn.Module, Tensor], dict[str, Any]]
+_Call = Callable[[nn.Module, Tensor], dict[str, object]]
 _CALLS: tuple[_Call, ...] = (_alone, _with_rotary, _with_masks_absent, _with_others_absent)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.tree import Args, Kwargs
 from lockstep.errors import UsageError
 from lockstep.model.blocks import joined_name
 from lockstep.parallel.tensor import communication
@@ -31,7 +32,9 @@ class SequenceBlock(ParallelHook):
         self._drops, self._device = drops, device
         self._stream: Stream | None = None
 
-    def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def enter(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[Args, Kwargs]:
         if self.is_first and self.group.sequence:
             place, hidden = first_tensor(args, kwargs)
             if place is None or hidden.dim() < 2:

@@ -11,11 +11,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.comm.tree import Args
 from lockstep.errors import UsageError
@@ -23,6 +23,9 @@ from lockstep.parallel.tensor import communication
 from lockstep.parallel.tensor.communication import part_of
 from lockstep.parallel.tensor.modules import Group
 from lockstep.torch_internals.functions import Kwargs, TorchFunction
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class ReportedWidth(Tensor):
@@ -98,7 +101,7 @@ def unmarked(value: object) -> Any:
     return value.plain if isinstance(value, RankFeatures) else value
 
 
-def _first(args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+def _first(args: tuple[object, ...], kwargs: dict[str, object]) -> RankFeatures:
     waiting = [*args, *kwargs.values()]
     for value in waiting:
         if isinstance(value, RankFeatures):
@@ -151,7 +154,9 @@ class WeightElsewhere:
     embedding; everything else gets the whole weight, which is gathered for it.
     """
 
-    def __init__(self, group: Group, parameter: Any, owner: Any, is_transposed: bool = False) -> None:
+    def __init__(
+        self, group: Group, parameter: DTensor, owner: nn.Module, is_transposed: bool = False
+    ) -> None:
         self._group, self._parameter, self._owner = group, parameter, owner
         self._is_transposed = is_transposed
 
@@ -160,7 +165,7 @@ class WeightElsewhere:
         shape: torch.Size = self._parameter.shape
         return torch.Size(reversed(shape)) if self._is_transposed else shape
 
-    def size(self, dim: int | None = None) -> Any:
+    def size(self, dim: int | None = None) -> torch.Size | int:
         return self.shape if dim is None else self.shape[dim]
 
     @property
@@ -171,7 +176,7 @@ class WeightElsewhere:
     def device(self) -> torch.device:
         return self._parameter.device
 
-    def t(self) -> Any:
+    def t(self) -> WeightElsewhere:
         return WeightElsewhere(self._group, self._parameter, self._owner, not self._is_transposed)
 
     T = mT = property(t)
@@ -215,17 +220,18 @@ class WeightElsewhere:
         if found is not None:
             return found
 
-        def whole(value: Any) -> Any:
+        def whole(value: object) -> object:
             return value.whole() if isinstance(value, cls) else value
 
         return func(*map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
 
     @classmethod
-    def _logits(cls, input: object, weight: Tensor, bias: object = None) -> object:
+    def _logits(cls, input: Tensor, weight: object, bias: Tensor | None = None) -> object:
         if not isinstance(weight, cls) or isinstance(input, cls) or weight._is_transposed:
             return None
         group, parameter = weight._group, weight._parameter
-        if type(parameter.placements[-1]).__name__ != "Shard" or parameter.placements[-1].dim != 0:
+        placement = parameter.placements[-1]
+        if type(placement).__name__ != "Shard" or not placement.is_shard(0):
             return None
         rows = parameter.shape[0]
         if isinstance(bias, Tensor):
@@ -238,7 +244,7 @@ class WeightElsewhere:
 def _operator(name: str) -> object:
     """Of the whole weight: Python looks operators up in the class."""
 
-    def apply(self: WeightElsewhere, *args: Any) -> object:
+    def apply(self: WeightElsewhere, *args: object) -> object:
         values = (arg.whole() if isinstance(arg, WeightElsewhere) else arg for arg in args)
         return getattr(self.whole(), name)(*values)
 
