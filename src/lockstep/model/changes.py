@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+logger = logging.getLogger(__name__)
+
 
 class Subclassed:
     """Mixed into an object's class. Copies keep the subclass; pickles become the user's own class.
@@ -78,9 +80,6 @@ def _copy_of_hook() -> Callable[..., None]:
 
 def _ignore(*args: object, **kwargs: object) -> None:
     pass
-
-
-logger = logging.getLogger(__name__)
 
 
 def disable_cache(model: nn.Module, why: str) -> None:

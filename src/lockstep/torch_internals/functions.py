@@ -12,8 +12,6 @@ from lockstep.torch_internals.versions import expect, probed
 
 TorchFunction: TypeAlias = Callable[..., Any]
 """A function of torch, as modes get it: what it takes and returns is its own affair."""
-Kwargs: TypeAlias = dict[str, Any]
-"""Its keyword arguments."""
 
 
 class SeesFunctions(TorchFunctionMode):
@@ -37,7 +35,11 @@ class SeesFunctions(TorchFunctionMode):
             _push_mode(other)
 
     def __torch_function__(
-        self, func: TorchFunction, types: object, args: tuple[object, ...] = (), kwargs: Kwargs | None = None
+        self,
+        func: TorchFunction,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> object:
         self.has_seen = True
         return func(*args, **(kwargs or {}))

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lockstep.comm.tree import Kwargs
 from lockstep.errors import UsageError
 from lockstep.parallel.context.layout import SequenceLayout
-from lockstep.torch_internals.functions import Kwargs, TorchFunction
+from lockstep.torch_internals.functions import TorchFunction
 
 
 @dataclass(frozen=True)

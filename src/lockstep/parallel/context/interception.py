@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.comm.tree import Args
+from lockstep.comm.tree import Args, Kwargs
 from lockstep.config.enums import CPMethod
 from lockstep.errors import UsageError
 from lockstep.parallel.context.arguments import Masks, Visible
@@ -19,7 +19,7 @@ from lockstep.parallel.context.checks import InBlock
 from lockstep.parallel.context.layout import SequenceLayout
 from lockstep.parallel.context.ring import ring_attention
 from lockstep.parallel.context.ulysses import ulysses_attention
-from lockstep.torch_internals.functions import Kwargs, TorchFunction
+from lockstep.torch_internals.functions import TorchFunction
 
 
 class SplitSequence(InBlock):

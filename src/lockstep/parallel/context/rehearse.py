@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lockstep.comm.tree import map_leaves, tensor_leaves
+from lockstep.comm.tree import Kwargs, map_leaves, tensor_leaves
 from lockstep.errors import LockstepError
 from lockstep.model.blocks import settings
 from lockstep.model.contents import saved
@@ -30,7 +30,7 @@ from lockstep.runtime import failure
 from lockstep.runtime.seed import generators_kept
 from lockstep.torch_internals import kernels
 from lockstep.torch_internals import modules as torch_modules
-from lockstep.torch_internals.functions import Kwargs, TorchFunction
+from lockstep.torch_internals.functions import TorchFunction
 
 POSITIONS = 16
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.comm.tree import Args
+from lockstep.comm.tree import Args, Kwargs
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor import communication
 from lockstep.parallel.tensor.communication import part_of
 from lockstep.parallel.tensor.modules import Group
-from lockstep.torch_internals.functions import Kwargs, TorchFunction
+from lockstep.torch_internals.functions import TorchFunction
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
