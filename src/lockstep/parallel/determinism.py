@@ -137,6 +137,7 @@ def _without_recurrent_dropout(args: tuple[object, ...]) -> tuple[object, ...]:
 def _softmax_without_noise(
     logits: Tensor, tau: float = 1, hard: bool = False, eps: object = None, dim: int = -1
 ) -> Tensor:
+    """``F.gumbel_softmax`` of ``logits`` [..., n] with all noise equal, so that it cancels out."""
     soft = (logits / tau).softmax(dim)
     if not hard:
         return soft

@@ -92,6 +92,7 @@ def _average(bucket: list[nn.Parameter], replicas: ReplicaGroup) -> None:
 
 
 def _like(parameter: Any, part: torch.Tensor) -> torch.Tensor:
+    """This rank's ``part`` of a gradient, laid out as the parameter is."""
     if not is_dtensor(parameter):
         return part.clone()
     from torch.distributed.tensor import DTensor

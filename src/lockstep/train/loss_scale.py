@@ -36,6 +36,7 @@ class _ShardScaler(torch_optim.HookedGradScaler):
     def unscale_gradients(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
+        """As torch's, of the ranks' parts of gradients; what one rank finds infinite, all ranks have found."""
         gradients = [p.grad for p in _with_gradients(optimizer)]
         if not any(map(is_dtensor, gradients)):
             return self._everywhere(

@@ -117,6 +117,7 @@ def _share(states: list[StateDict], key: str, ranks: int) -> torch.Tensor | None
 
 
 def _as_weights(loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:
+    """A weight for each element of ``loss``, in its shape and at least float32."""
     dtype = torch.promote_types(loss.dtype, torch.float32)
     if isinstance(weight, torch.Tensor):
         weights = weight.detach().to(device=loss.device, dtype=dtype)

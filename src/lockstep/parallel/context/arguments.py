@@ -150,6 +150,7 @@ class Masks:
 
 
 def _visible(mask: Tensor) -> Visible:
+    """Of a mask [..., S, S] or [..., 1, S]: True or 0 shows a key, False or the least number hides it."""
     if mask.dtype is torch.bool:
         shown, hidden = mask, ~mask
     elif mask.is_floating_point() and not mask.requires_grad:

@@ -192,6 +192,7 @@ class SplitSequence(InBlock):
     def _check_attention(
         self, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, is_causal: bool
     ) -> None:
+        """Raise UsageError unless heads and lengths of q [b, h, s, d], k and v [b, g, t, d] can be split."""
         if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
             self.refuse(
                 f"calls attention on queries {list(query.shape)} and keys {list(key.shape)}",

@@ -97,6 +97,7 @@ class _Run:
 
 
 def _run(call: BlockCall, hidden: Tensor, start: int, count: int, suspecting: InBlock) -> _Run:
+    """The block on ``count`` positions of ``hidden`` [b, positions, width] from ``start``; arguments are cut alike."""
     batch, length = call.hidden.shape[:2]
 
     def cut(name: str, leaf: object) -> object:
@@ -171,6 +172,7 @@ def _same(whole: object, part: object, start: int, count: int) -> bool:
 
 
 def _close(expected: Tensor, found: Tensor) -> bool:
+    """By norm, as sums in another order are rounded otherwise; two NaN are alike."""
     if expected.shape != found.shape:
         return False
     if not expected.is_floating_point():

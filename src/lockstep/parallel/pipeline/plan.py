@@ -147,6 +147,7 @@ def _tracer(model: nn.Module, layout: Layout) -> Tracer:
 def _run(
     tracer: Tracer, model: nn.Module, layout: Layout, call: Call, loss_fn: Callable[..., Tensor] | None
 ) -> Traced:
+    """The forward with blocks traced and no values anywhere; modules and generators are left as they were."""
     tracer.real = {storage_of(parameter): name for name, parameter in model.named_parameters()}
     tracer.parts = {id(part.copy): name for name, part in layout.parts.items()}
     tracer.kept = [

@@ -204,6 +204,11 @@ def _split(
     options: TensorOptions,
     blocks: Mapping[str, nn.Module],
 ) -> None:
+    """Replace parameters by DTensors, then let each module do its part around its own forward.
+
+    Column and row layers of one parent share a region: its input is sent once, and what lies between them works on a
+    rank's features.
+    """
     group = Group(mesh, options.sequence_parallel, options.loss_parallel)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     modules = dict(model.named_modules())

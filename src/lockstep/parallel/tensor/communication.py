@@ -89,6 +89,7 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, operation: str = "sum") -> Tensor:
 
 
 def _all_gather(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
+    """This rank's part [..., n, ...] of dimension ``dim`` to [..., size, ...]; all but the last part are equal."""
     dim %= x.dim()
     chunk = -(-size // mesh.size())
     if x.shape[dim] < chunk:  # a collective wants equal parts

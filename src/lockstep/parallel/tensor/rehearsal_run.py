@@ -292,6 +292,7 @@ def meetings(whole: Run, parts: Sequence[Run]) -> tuple[tuple[str, ...], bool]:
 def _check_part(
     name: str, gradient: Tensor | None, expected: Tensor | None, whole: Run, rank: int, ranks: int
 ) -> None:
+    """``gradient`` [..., features / N] must be this rank's part of ``expected`` [..., features]."""
     if expected is None:
         if gradient is not None and bool(gradient.any()):
             raise GradientsDifferError("gradients of its features depend on which a rank has")
@@ -310,6 +311,7 @@ def _check_sources(
     sums: Sequence[Tensor],
     expected: dict[str, Tensor | None],
 ) -> tuple[tuple[str, ...], bool]:
+    """What ``meetings`` returns; gradients of whole tensors are the direct ones, and those through summed operands."""
     alone = {name for name in parts[0].on_parts if all(run.on_parts.get(name) for run in parts)}
     meets = any(_owners(operand, parts[0]) - alone for operand, _ in parts[0].taken)
     partial: set[str] = set()

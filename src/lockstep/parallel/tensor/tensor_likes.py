@@ -227,6 +227,7 @@ class WeightElsewhere:
 
     @classmethod
     def _logits(cls, input: Tensor, weight: object, bias: Tensor | None = None) -> object:
+        """``input`` [..., width] times this rank's rows of the weight; None where that is not split by rows."""
         if not isinstance(weight, cls) or isinstance(input, cls) or weight._is_transposed:
             return None
         group, parameter = weight._group, weight._parameter
