@@ -39,7 +39,7 @@ WHOLE_STYLES = ("replicate", "sequence_parallel", "replicated_with_grad_allreduc
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """``name`` of a module, its ``style`` and ``why``. ``meets``: whole tensors meet its output (see ``operands``)."""
+    """``name`` of a module, its ``style``, ``why``. ``meets``: whole tensors meet its output (see ``RankFeatures``)."""
 
     name: str
     style: str
@@ -52,7 +52,7 @@ class AttentionRegion:
     """An attention module whose heads are split.
 
     ``attributes``: of the module, with the values that count one rank's share. ``reports_width``: its input must look
-    as wide as this rank's heads (see ``width.ReportedWidth``). ``arguments`` of the module ``around`` it: those whose
+    as wide as this rank's heads (see ``ReportedWidth``). ``arguments`` of the module ``around`` it: those whose
     value may have something of each head, with the numbers of dimensions that it may have then.
     """
 

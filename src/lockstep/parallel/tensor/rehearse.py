@@ -4,8 +4,8 @@ Between its column layers and its row layers a module must treat the ranks' feat
 elementwise function, or attention by heads. What it does cannot be read from its shapes. So the outputs of
 its column layers are replaced by random ones, and what reaches the row layers is compared: the part of the
 whole run that belongs to a rank must be what a run with that rank's share gives, and so must its gradient. Whole
-tensors that meet a rank's features (see ``operands``) must have the gradient of the whole run, once those of the ranks
-are summed where they meet. No weights of the layers are used, and nothing is sent.
+tensors that meet a rank's features (see ``RankFeatures``) must have the gradient of the whole run, once those of the
+ranks are summed where they meet. No weights of the layers are used, and nothing is sent.
 """
 
 from __future__ import annotations
