@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -401,7 +402,7 @@ def misuse(kind: str) -> str:
         elif kind == "no model":
             accelerator.backward(model(rows).sum())
         elif kind == "unprepared":
-            accelerator.prepare(problems.make_model())
+            accelerator.prepare(model)  # and what it returns is not used
             accelerator.backward(F.cross_entropy(model(rows), labels))
         elif kind == "placement":
             accelerator.prepare(model, device_placement=[True, False])
@@ -441,6 +442,25 @@ def test_wrong_use_says_what_to_do(
 ) -> None:
     for message in run_distributed(misuse, world_size, kind):
         assert all(word in message for word in words), message
+
+
+def backward_of_another_model(_: int) -> tuple[list[str], bool]:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(problems.make_model())
+    model, plain = problems.make_model(), problems.make_model()
+    rows, labels = problems.make_rows(0, accelerator.process_index, 4)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        accelerator.backward(F.cross_entropy(model(rows), labels))
+    F.cross_entropy(plain(rows), labels).backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return [str(one.message) for one in seen], all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+def test_backward_of_a_model_that_was_not_prepared_gives_the_ranks_own_gradients(run_distributed) -> None:
+    for messages, equal in run_distributed(backward_of_another_model, 2, 0):
+        assert equal
+        assert any("not averaged over the 2 ranks" in message for message in messages)
 
 
 # -- what scripts import and read -----------------------------------------------------------------------

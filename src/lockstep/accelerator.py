@@ -30,6 +30,7 @@ from lockstep.config.options_view import OptionsView
 from lockstep.config.parallel import Parallel
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.skip import skip_first_batches
+from lockstep.errors import StateResetError
 from lockstep.observe.hang.process import watch_process
 from lockstep.observe.methods import TrackingMethods
 from lockstep.observe.trackers.run import TrackerSet
@@ -343,6 +344,7 @@ class Accelerator(
 
         Raises:
             UsageError: an object was prepared before, or cannot give a correct result.
+            StateResetError: ``AcceleratorState._reset_state()`` was called, and no ``Accelerator`` made since.
 
         Examples:
             ```python
@@ -356,6 +358,11 @@ class Accelerator(
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
             ```
         """
+        if Accelerator.latest() is None:
+            raise StateResetError(
+                "`AcceleratorState` object has no attribute `distributed_type`. This happens if "
+                "`AcceleratorState._reset_state()` is called after the Accelerator was made. Make a new Accelerator."
+            )
         prepared = self._preparation.prepare(args, device_placement)
         self._window.watch()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)

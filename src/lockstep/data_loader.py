@@ -7,12 +7,12 @@ from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, IterableDataset
 
 from lockstep.data.batch_sharding import ShardPlan, grouped, rounds
+from lockstep.data.drawn import SeedableRandomSampler
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.prepare import prepare_data_loader
-from lockstep.data.rng import epoch_seed
 from lockstep.data.skip import LaterItems, skip_first_batches
 from lockstep.errors import ConfigError
 from lockstep.utils.loaders import (
@@ -47,10 +47,11 @@ class BatchSamplerShard(BatchSampler):
     Args:
         batch_sampler: The batches of all processes.
         split_batches: Each of them is cut into one slice for each process, instead of dealt in turn.
-        even_batches: The last round is completed with samples from the beginning.
+        even_batches: The last round is completed with samples from the beginning, or with whole batches where
+            ``batch_sampler`` has no ``batch_size``, because they vary.
 
     Raises:
-        ValueError: a batch size that cannot be cut equally, or unknown where batches are to be even.
+        ValueError: batches are to be split that have no size, or one that cannot be cut equally.
     """
 
     def __init__(
@@ -68,10 +69,10 @@ class BatchSamplerShard(BatchSampler):
         self.even_batches = even_batches
         self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
         self.drop_last = getattr(batch_sampler, "drop_last", False)
-        if self.batch_size is None and even_batches:
+        if split_batches and self.batch_size is None:
             raise ConfigError(
-                f"{type(batch_sampler).__name__} has no batch_size, so its last round cannot be completed. Pass "
-                "even_batches=False, or give it one."
+                f"split_batches=True cuts each batch into {num_processes} equal slices, but "
+                f"{type(batch_sampler).__name__} has no batch_size. Give it one, or use split_batches=False."
             )
         self._plan()
 
@@ -147,30 +148,6 @@ class IterableDatasetShard(IterableDataset[Any]):
         for samples in grouped(self.dataset, whole, self.drop_last):
             first = first or samples
             yield from islice(chain(samples, cycle(first)), start, start + self._rows)
-
-
-class SeedableRandomSampler(RandomSampler):
-    """A ``RandomSampler`` that is seeded with seed + epoch in each iteration; the arguments are those of that class.
-
-    ``data_seed``: else torch's seed.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        seed = kwargs.pop("data_seed", None)
-        super().__init__(*args, **kwargs)
-        self.initial_seed = torch.random.initial_seed() if seed is None else seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration that of ``epoch``."""
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        if self.generator is None:
-            self.generator = torch.Generator()
-        self.generator.manual_seed(epoch_seed(self.initial_seed, self.epoch))
-        yield from super().__iter__()
-        self.epoch += 1
 
 
 class SkipBatchSampler(LaterItems):

@@ -29,6 +29,10 @@ class ArgumentError(UsageError, ValueError):
     """A ``UsageError`` of one argument, which scripts written for Accelerate catch as ``ValueError``."""
 
 
+class StateResetError(UsageError, AttributeError):
+    """What an ``Accelerator`` was made for has been forgotten. Scripts for Accelerate catch ``AttributeError``."""
+
+
 class CollectiveMismatchError(LockstepError, RuntimeError):
     """Ranks entered one collective with different operations, structures, shapes or dtypes."""
 

@@ -153,16 +153,16 @@ class ParallelismConfig:
         """
         from torch.distributed.device_mesh import init_device_mesh
 
-        names = self.active_mesh_dims
+        names, sizes = self._get_mesh()
         if not names:
             return None
         world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else self.total_size
         if self.total_size != world:
-            sizes = " x ".join(f"{name}={self._size(name)}" for name in names)
+            axes = " x ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
             raise ConfigError(
-                f"The mesh has {self.total_size} ranks ({sizes}), but there are {world} processes. Make them equal."
+                f"The mesh has {self.total_size} ranks ({axes}), but there are {world} processes. Make them equal."
             )
-        mesh = init_device_mesh(device_type, tuple(map(self._size, names)), mesh_dim_names=tuple(names))
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
         for joint, parts in JOINT_AXES.items():
             if self._active(*parts):
                 dtensor.flatten(mesh[self._active(*parts)], joint)  # type: ignore[index]
@@ -174,6 +174,11 @@ class ParallelismConfig:
         if self.device_mesh is None and device_type is not None:
             return self.build_device_mesh(device_type)
         return self.device_mesh
+
+    def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Names and sizes of the axes with several ranks, outermost first."""
+        names = tuple(self.active_mesh_dims)
+        return names, tuple(map(self._size, names))
 
     def _size(self, axis: str) -> int:
         return int(getattr(self, f"{axis}_size"))

@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.accelerator import Accelerator
 from lockstep.config.enums import DistributedType
-from lockstep.errors import UsageError
+from lockstep.errors import ArgumentError
 from lockstep.runtime.control import PartialState, RunState
 from lockstep.runtime.step import StepState
 
@@ -63,15 +63,20 @@ class AcceleratorState(RunState, metaclass=_OfRuns):
     """The state of the latest ``Accelerator``.
 
     Raises:
-        UsageError: no ``Accelerator`` exists yet, or it was made with another precision.
+        ValueError: no ``Accelerator`` exists yet, or it was made with another precision.
     """
 
     _shared_state = _SharedByLatest()
 
     def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any) -> None:
-        state = _latest("AcceleratorState").state
+        latest = Accelerator.latest()
+        if latest is None:
+            raise ArgumentError(
+                "AcceleratorState shows the state of an Accelerator, and none exists yet. Make the Accelerator first."
+            )
+        state = latest.state
         if mixed_precision is not None and mixed_precision != state.mixed_precision:
-            raise UsageError(
+            raise ArgumentError(
                 f"AcceleratorState(mixed_precision={mixed_precision!r}) was asked for, but the Accelerator computes "
                 f"with {state.mixed_precision!r}. Pass it to Accelerator, or leave it out here."
             )
@@ -89,7 +94,8 @@ class _OfLatest(type):
     """Calls give the ``StepState`` of the latest ``Accelerator``, and each of these is an instance."""
 
     def __call__(cls, gradient_accumulation_plugin: Any = None) -> StepState:
-        state = _latest("GradientState").gradient_state
+        latest = Accelerator.latest()
+        state = StepState() if latest is None else latest.gradient_state
         if gradient_accumulation_plugin is not None:
             for name, value in gradient_accumulation_plugin.to_kwargs().items():
                 setattr(state, {"num_steps": "accumulation_steps"}.get(name, name), value)
@@ -100,7 +106,7 @@ class _OfLatest(type):
 
 
 class GradientState(metaclass=_OfLatest):
-    """``GradientState()`` is the ``StepState`` of the latest ``Accelerator``; UsageError if there is none."""
+    """``GradientState()`` is the ``StepState`` of the latest ``Accelerator``, or a new one where there is none."""
 
     _shared_state = _SharedByLatest()
 
@@ -116,12 +122,3 @@ def is_initialized() -> bool:
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
     """Does nothing, whatever it is called with."""
-
-
-def _latest(name: str) -> Accelerator:
-    accelerator = Accelerator.latest()
-    if accelerator is None:
-        raise UsageError(
-            f"{name} shows the state of an Accelerator, and none exists yet. Make the Accelerator first."
-        )
-    return accelerator

@@ -19,7 +19,12 @@ from lockstep.observe.trackers import (
     WandBTracker,
     on_main_process,
 )
-from lockstep.observe.trackers.run import TRACKERS, TrackerChoice, register_tracker_class, resolve_trackers
+from lockstep.observe.trackers.run import (
+    LOGGER_TYPE_TO_CLASS,
+    TrackerChoice,
+    register_tracker_class,
+    resolve_trackers,
+)
 from lockstep.observe.trackers.run import available_trackers as get_available_trackers
 
 __all__ = [
@@ -40,9 +45,6 @@ __all__ = [
     "on_main_process",
     "register_tracker_class",
 ]
-
-LOGGER_TYPE_TO_CLASS = {name: entry.kind for name, entry in TRACKERS.items()}
-"""Name -> class of each built-in tracker."""
 
 
 def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[TrackerChoice]:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import yaml
@@ -358,6 +359,21 @@ def test_the_parser_of_launch_gives_accelerates_attributes(script: Path) -> None
     changed.num_processes = 4
     with pytest.raises(ConfigError, match=r"args.num_processes was changed from 2 to 4"):
         launch_command(changed)
+
+
+def test_a_launch_by_a_function_returns_to_its_caller(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import accelerate, sys; print(accelerate.__version__); sys.exit(int(sys.argv[1]))")
+    launch_command(launch_command_parser().parse_args(["--cpu", str(script), "0"]))
+    assert capfd.readouterr().out.splitlines() == [accelerate.__version__]
+    with pytest.raises(subprocess.CalledProcessError):
+        launch_command(launch_command_parser().parse_args(["--cpu", str(script), "3"]))
+    config = tmp_path / "config.yaml"
+    config.write_text("compute_environment: LOCAL_MACHINE\nnum_proceses: 2\n")
+    with pytest.raises(ValueError, match="num_proceses"):
+        launch_command(launch_command_parser().parse_args(["--config_file", str(config), str(script), "0"]))
 
 
 def test_sequences_that_a_loader_would_cut_are_refused() -> None:

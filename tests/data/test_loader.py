@@ -269,7 +269,7 @@ def test_workers_out_of_order_are_refused_with_several_processes():
 
 
 def test_a_batch_size_that_cannot_be_split_is_refused():
-    with pytest.raises(ConfigError, match="batch size 6 is not divisible by 4"):
+    with pytest.raises(ConfigError, match="batch size 6 is not a round multiple of 4"):
         prepare(DataLoader(Numbers(20), batch_size=6), world=4, split_batches=True)
 
 

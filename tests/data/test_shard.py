@@ -135,7 +135,7 @@ def test_a_bucketed_sampler_is_filled_only_at_the_end():
 
 
 def test_split_batch_size_must_divide():
-    with pytest.raises(ConfigError, match=r"batch size 7 is not divisible by 2.*8 or 6"):
+    with pytest.raises(ConfigError, match=r"batch size 7 is not a round multiple of 2.*8 or 6"):
         ShardPlan(2, 7, split_batches=True)
 
 

@@ -14,6 +14,7 @@ import pytest
 from lockstep.errors import ConfigError, MissingExtraError, UsageError
 from lockstep.observe.trackers import TrackerSet, available_trackers, register_tracker_class, resolve_trackers
 from lockstep.tracking import (
+    LOGGER_TYPE_TO_CLASS,
     GeneralTracker,
     JSONLinesTracker,
     TensorBoardTracker,
@@ -115,10 +116,12 @@ def test_a_users_class_can_be_named() -> None:
     assert resolve_trackers("list") == [ListTracker]
 
 
-def test_a_users_class_cannot_take_the_name_of_a_built_in_tracker() -> None:
-    mine = type("Mine", (ListTracker,), {"name": "wandb"})
-    with pytest.raises(ConfigError, match="'wandb', as is a built-in"):
+def test_a_registered_class_takes_the_place_of_one_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "jsonl", LOGGER_TYPE_TO_CLASS["jsonl"])
+    mine = type("Mine", (ListTracker,), {"name": "jsonl"})
+    with pytest.warns(UserWarning, match="'jsonl' was JSONLinesTracker, and is Mine now"):
         register_tracker_class(mine)
+    assert resolve_trackers("jsonl") == [mine]
 
 
 @pytest.mark.parametrize("log_with", ["tensorboard", LoggerType.TENSORBOARD, ["tensorboard", "tensorboard"]])

@@ -113,14 +113,17 @@ class CheckpointContents:
 def checked_stateful(objects: Iterable[object]) -> list[object]:
     """The objects, if all of them can be saved and loaded; else UsageError."""
     objects = list(objects)
-    for item in objects:
-        if not (
-            callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
-        ):
-            raise ArgumentError(
-                f"register_for_checkpointing got a {type(item).__name__} without state_dict() and load_state_dict(). "
-                "Give it both, or leave it out."
-            )
+    refused = [
+        f"Item at index {index} is a {type(item).__name__}"
+        for index, item in enumerate(objects)
+        if not callable(getattr(item, "state_dict", None))
+        or not callable(getattr(item, "load_state_dict", None))
+    ]
+    if refused:
+        raise ArgumentError(
+            f"register_for_checkpointing needs objects with state_dict() and load_state_dict(). {', '.join(refused)}. "
+            "Give them both, or leave them out."
+        )
     return objects
 
 

@@ -51,6 +51,7 @@ def save(
     list_contents: Callable[[], CheckpointContents],
     settings: Mapping[str, object],
     blocking: bool = True,
+    add_files: Callable[[str], None] | None = None,
 ) -> str:
     """Write a checkpoint and return its directory. Every rank calls it, and all raise alike.
 
@@ -61,6 +62,8 @@ def save(
         settings: How the run is set up, for the manifest.
         blocking: False: return when this rank's part has been copied in host memory; a failure after that is raised by
             the next call.
+        add_files: Called on each rank with the local directory in which the checkpoint is made; files that it writes
+            there belong to it.
     """
     communicator, group, folders = checkpointer.communicator, checkpointer.group, checkpointer.folders
     planner, rank = checkpointer.planner, checkpointer.group.rank
@@ -109,6 +112,11 @@ def save(
             with raise_on_all_ranks(communicator):
                 _run_hooks(checkpointer.hooks.save.values(), contents, weights, state, area.path)
                 collect_random(state, rank)  # a hook that builds a model draws its weights
+
+        # From each rank to all: whether it has added its files.
+        if add_files is not None:
+            with raise_on_all_ranks(communicator):
+                add_files(area.path)
 
         # Where machines share no file system: every shard of everything, to all ranks of its mesh.
         if checkpointer.project.save_on_each_node and len(group.ranks) < communicator.world_size:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import io
+import subprocess
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import click
 import yaml
 
-from lockstep.cli.main import main
+from lockstep.cli.main import cli
 from lockstep.config.enums import PrecisionType
 from lockstep.config.sources import user_config_file
 from lockstep.errors import ConfigError
@@ -98,8 +102,6 @@ class LaunchParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        import sys
-
         words = list(sys.argv[1:] if args is None else args)
         namespace = argparse.Namespace() if namespace is None else namespace
         vars(namespace).update(_attributes(words), words=words)
@@ -133,10 +135,11 @@ def launch_command_parser(subparsers: Any = None) -> LaunchParser:
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Run what the words say; ``import accelerate`` means this library there. Ends the process as the command does.
+    """Run what the words say, in processes of their own; ``import accelerate`` means this library there.
 
     Raises:
-        ConfigError: an attribute of ``args`` was changed after the words were read.
+        ConfigError: a setting is not allowed, or an attribute of ``args`` was changed after the words were read.
+        subprocess.CalledProcessError: a process of the run failed.
     """
     for name, value in _attributes(args.words).items():
         now = getattr(args, name, value)
@@ -145,4 +148,16 @@ def launch_command(args: argparse.Namespace) -> None:
                 f"args.{name} was changed from {value!r} to {now!r} after the words were read, which has no effect. "
                 "Put it among the words that the parser gets."
             )
-    main(["launch", "--as-accelerate", *args.words])
+    words = ["launch", "--as-accelerate", *args.words]
+    with redirect_stdout(io.StringIO()):  # raises here what is wrong with them
+        cli.main(args=[*words[:2], "--dry-run", *words[2:]], prog_name="lockstep", standalone_mode=False)
+    run_command(words)
+
+
+def run_command(words: Sequence[str]) -> None:
+    """``lockstep`` with these words, in a process of its own, as a launch ends the one that it is called in.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+    """
+    subprocess.run([sys.executable, "-m", "lockstep.cli.main", *words], check=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from lockstep.cli.accelerate_commands import run_command
 from lockstep.compat.accelerate.write import converted_to_fsdp2
 from lockstep.config.yaml_file import YamlFile, read_yaml
 from lockstep.errors import ConfigError
@@ -154,7 +155,7 @@ def _parser(name: str, subparsers: Any, run: Callable[[argparse.Namespace], Any]
 
 
 def _run(name: str, args: argparse.Namespace) -> None:
-    """Run a command with the values of a namespace. Raises as the command does."""
+    """Run a command with the values of a namespace. Raises as the command does, or CalledProcessError for a launch."""
     where, options = COMMANDS[name]
     words: list[str] = []
     positional: list[str] = []
@@ -167,6 +168,9 @@ def _run(name: str, args: argparse.Namespace) -> None:
         elif value not in (None, False):
             words.append(flag.replace("_", "-"))
             words += [str(one) for one in value] if isinstance(value, list) else [str(value)]
+    if name == "test":
+        run_command(["test", *positional, *words])
+        return
     module, _, attribute = where.partition(":")
     getattr(importlib.import_module(module), attribute).main([*positional, *words], standalone_mode=False)
 

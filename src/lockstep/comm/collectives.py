@@ -10,6 +10,7 @@ import pickle
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
@@ -54,6 +55,10 @@ AGREE, BARRIER, GATHER_OBJECT = map(CollectiveCall, ("agree", "barrier", "gather
 CONFIRMED_AFTER_S = 0.3
 
 CAUGHT = {kind.__name__: kind for kind in (CheckpointError, NoCheckpointError, ConfigError, UsageError)}
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor was left as it is where tensors were padded."""
 
 
 class Communicator:
@@ -143,11 +148,19 @@ class Communicator:
         """Every tensor padded with ``pad_index`` along ``dim`` to the largest size on any rank.
 
         Padding goes to the end, or to the beginning with ``pad_first``. Tensors without such a dim
-        stay as they are; sizes along other dims may differ.
+        stay as they are, as do nested tensors, with a warning; sizes along other dims may differ.
         """
+        found = leaves(tree)
+        nested = {path for path, leaf in found.items() if isinstance(leaf, torch.Tensor) and leaf.is_nested}
+        if nested:
+            warnings.warn(
+                "pad_across_processes leaves nested tensors as they are. Pass ordinary tensors to have them padded.",
+                CannotPadNestedTensorWarning,
+                stacklevel=3,
+            )
         if self.world_size == 1:
             return tree
-        found = leaves(tree)
+        found = {path: leaf for path, leaf in found.items() if path not in nested}
         call = CollectiveCall(
             f"pad_across_processes(dim={dim})", {p: leaf_spec(leaf) for p, leaf in found.items()}
         )
@@ -155,7 +168,7 @@ class Communicator:
         calls = self._meet(call, problem, any_shape=True)
 
         def pad(path: str, tensor: torch.Tensor) -> torch.Tensor:
-            if not -tensor.ndim <= dim < tensor.ndim:
+            if path in nested or not -tensor.ndim <= dim < tensor.ndim:
                 return tensor
             largest = max(other.leaves[path].shape[dim] for other in calls)
             if largest == tensor.shape[dim]:

@@ -185,7 +185,7 @@ class DataLoaderConfiguration:
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """Options of ``torch.compile``; the backend ``no`` leaves models as they are.
+    """Options of ``torch.compile``; the backend ``no`` leaves models as they are. None: what the environment says.
 
     ``use_regional_compilation``: compile repeated blocks one by one, in less time than the whole model.
     """
@@ -197,6 +197,29 @@ class TorchDynamoPlugin(KwargsHandler):
     options: dict[str, Any] | None = None
     disable: bool = False
     use_regional_compilation: bool | None = None
+
+    def __post_init__(self) -> None:
+        from lockstep.config.settings import OF_WORKERS  # they know these handlers
+        from lockstep.config.sources import inherited_environment, said_by_environment
+
+        environ = inherited_environment()
+        for name, setting in (
+            ("backend", "dynamo_backend"),
+            ("mode", "dynamo_mode"),
+            ("fullgraph", "dynamo_use_fullgraph"),
+            ("dynamic", "dynamo_use_dynamic"),
+            ("use_regional_compilation", "dynamo_use_regional_compilation"),
+        ):
+            is_open = getattr(self, name) is None
+            said = said_by_environment(OF_WORKERS[setting], environ) if is_open else None
+            if said is not None:
+                setattr(self, name, said.value)
+
+    def to_kwargs(self) -> dict[str, object]:
+        """What differs from ``torch.compile``'s own defaults."""
+        return {
+            f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None and v is not f.default
+        }
 
     def compile_options(self) -> dict[str, object]:
         """Keyword arguments of ``torch.compile`` besides the backend."""

@@ -40,7 +40,7 @@ class ShardPlan:
             lower = self.batch_size - self.batch_size % self.world_size
             raise ConfigError(
                 f"split_batches=True cuts each batch into {self.world_size} equal slices, but the batch size "
-                f"{self.batch_size} is not divisible by {self.world_size}. "
+                f"{self.batch_size} is not a round multiple of {self.world_size}. "
                 f"Use a batch size of {lower + self.world_size}" + (f" or {lower}." if lower else ".")
             )
 

@@ -67,7 +67,7 @@ def plan_for(
 def should_dispatch(loader: DataLoader[object], config: DataLoaderConfiguration, axes: ParallelDims) -> bool:
     """Streams are read once, because ranks that share one model need the same rows too."""
     if axes.data == 1 and not axes.splits_model:
-        return False
+        return bool(config.dispatch_batches)
     if config.dispatch_batches is None:
         return is_iterable(loader)
     return config.dispatch_batches

@@ -23,7 +23,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -48,10 +47,36 @@ BLOCK = 4096
 """Samples (or batches) that several processes draw at once."""
 
 
-class SeedableRandomSampler(Sampler[int]):
+class SeedableRandomSampler(RandomSampler):
+    """A ``RandomSampler`` that is seeded with seed + epoch in each iteration; the arguments are those of that class.
+
+    ``data_seed``: else torch's seed.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        seed = kwargs.pop("data_seed", None)
+        super().__init__(*args, **kwargs)
+        self.initial_seed = torch.random.initial_seed() if seed is None else seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration that of ``epoch``."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.generator is None:
+            self.generator = torch.Generator()
+        self.generator.manual_seed(epoch_seed(self.initial_seed, self.epoch))
+        yield from super().__iter__()
+        self.epoch += 1
+
+
+class SeededSampler(SeedableRandomSampler):
     """What ``sampler`` gives under a generator seeded with ``seed + epoch`` at the beginning of each iteration."""
 
     def __init__(self, sampler: RandomSampler, seed: int) -> None:
+        # RandomSampler.__init__ is left out on purpose: the sampler that draws is the copy.
+        self.__dict__.update(vars(sampler))
         self.sampler = copy.copy(sampler)
         if self.sampler.generator is None:
             self.sampler.generator = torch.Generator()
@@ -66,14 +91,14 @@ class SeedableRandomSampler(Sampler[int]):
         return len(self.sampler)
 
 
-def with_seedable(sampler: Any, seed: int) -> tuple[object, SeedableRandomSampler | None]:
+def with_seedable(sampler: Any, seed: int) -> tuple[object, SeededSampler | None]:
     """``sampler``, or a copy of it, in which a ``RandomSampler`` is seeded for each epoch; and what does that."""
     if isinstance(sampler, RandomSampler):
-        seedable = SeedableRandomSampler(sampler, seed)
+        seedable = SeededSampler(sampler, seed)
         return seedable, seedable
     if isinstance(getattr(sampler, "sampler", None), RandomSampler):
         duplicate = copy.copy(sampler)
-        duplicate.sampler = SeedableRandomSampler(sampler.sampler, seed)
+        duplicate.sampler = SeededSampler(sampler.sampler, seed)
         return duplicate, duplicate.sampler
     return sampler, None
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lockstep.comm.tree import send_to_device
 from lockstep.data.batch_sharding import ShardPlan
 from lockstep.data.continued import batches_behind, until_used
-from lockstep.data.drawn import Drawing, SavedDraws, SeedableRandomSampler, generators_of, of_samplers
+from lockstep.data.drawn import Drawing, SavedDraws, SeededSampler, generators_of, of_samplers
 from lockstep.data.map_reader import MapReader
 from lockstep.data.order import announce_epoch
 from lockstep.data.position import Epochs, Iteration, LoaderSetup, Position, read_state, state_of
@@ -53,7 +53,7 @@ class LoaderParts:
     dispatch: Callable[[GlobalBatches | None], GlobalBatches] | None
     before_epoch: Callable[[], None]
     generators: Generators | None
-    seedable: SeedableRandomSampler | None
+    seedable: SeededSampler | None
     common_states: Callable[[States], States] | None
 
 
@@ -118,7 +118,7 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def dispatches(self) -> bool:
         """Whether rank 0 reads for all."""
-        return self._parts.dispatch is not None
+        return self._parts.plan.dispatched
 
     @property
     def device(self) -> torch.device | None:
@@ -164,6 +164,11 @@ class PreparedLoader(DataLoader[Any]):
         return len(self.dataset)
 
     @property
+    def gradient_state(self) -> StepState:
+        """The state of the step that this loader tells where its epochs end."""
+        return self._parts.step
+
+    @property
     def remainder(self) -> int:
         """Samples in the last, incomplete global batch; 0 if there is none, -1 if it is not known."""
         total = self.total_batch_size
@@ -194,8 +199,10 @@ class PreparedLoader(DataLoader[Any]):
     iteration = epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration epoch ``epoch``."""
+        """Make the next iteration epoch ``epoch``; datasets and samplers with a ``set_epoch`` are told at once."""
         self._epochs.choose(epoch)
+        if self._parts.reads:
+            announce_epoch(self.original, self._epochs.seed, epoch, seeded=False)
 
     def skipping(self, num_batches: int) -> PreparedLoader:
         """This loader without its first ``num_batches`` batches, in every iteration.

@@ -78,7 +78,7 @@ def prepare_loader(
     with raise_on_all_ranks(shared) if shared is not None else nullcontext():
         plan, dispatch = decide(loader, config, axes)
         kinds = [kind for kind in check_rng_types(rng_types or ()) if kind is not RNGType.GENERATOR]
-        if dispatch and shared is None:
+        if dispatch and stands_in:
             raise UsageError(
                 f"dispatch_batches=True needs {world_size} running processes, but this one is alone. "
                 "Pass dispatch_batches=False to look at one rank's part."
@@ -106,7 +106,7 @@ def prepare_loader(
         is_alone,
     )
     asks_rank_0 = draws and not dispatch and (is_iterable(loader) or not draws_nothing(sampler))
-    return PreparedLoader(
+    return prepared_class(loader, config)(
         LoaderParts(
             original=loader,
             reader=reader,
@@ -187,6 +187,14 @@ def prepare_data_loader(
         world_size=num_processes,
         rng_types=rng_types,
     )
+
+
+def prepared_class(loader: DataLoader[object], config: DataLoaderConfiguration) -> type[PreparedLoader]:
+    if loader_class(loader, config) is DataLoader:
+        return PreparedLoader
+    from lockstep.data.stateful import StatefulPreparedLoader
+
+    return StatefulPreparedLoader
 
 
 def states_of_rank_0(communicator: Communicator, states: States) -> States:

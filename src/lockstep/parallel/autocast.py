@@ -62,8 +62,10 @@ def autocast_forward(
 
 
 def remove_autocast(model: nn.Module) -> nn.Module:
-    """Undo ``autocast_forward``; other models are returned as they are."""
+    """Undo ``autocast_forward``, and a forward that a script put in place of its ``_original_forward``."""
     if isinstance(model, AutocastForward):
         model.__class__ = model._plain_class
         del model._autocast_settings
+    if "_original_forward" in vars(model):
+        model.forward = vars(model).pop("_original_forward")
     return model

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader
 
 from lockstep.config.values import plain, suggestion
 from lockstep.errors import ConfigError, UsageError
+from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.torch_internals import autograd
 
 
 class PreparedObjects:
@@ -109,10 +111,31 @@ def check_trained(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> N
         )
 
 
-def check_called(models: Collection[Any], forward_was_seen: bool, world_size: int) -> None:
-    """Raise UsageError unless some prepared model's forward has run, or there is one process.
+def refuse_offloaded_quantized(model: nn.Module) -> None:
+    """Raise ConfigError for a model of 4-bit or 8-bit weights of which a device map keeps some off the accelerator."""
+    device_map = getattr(model, "hf_device_map", None) or {}
+    is_quantized = getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)
+    places = {str(device) for device in device_map.values()}
+    if is_quantized and places & {"cpu", "disk"}:
+        raise ConfigError(
+            f"{type(model).__name__} has weights of 4 or 8 bits, and its device map places some on "
+            f"{' and '.join(sorted(places & {'cpu', 'disk'}))}. It cannot be trained with CPU or disk offload: load it "
+            "whole on the accelerator."
+        )
+    if is_quantized and len(places) > 1:
+        raise ConfigError(
+            f"{type(model).__name__} has weights of 4 or 8 bits on several devices ({', '.join(sorted(places))}), and "
+            "cannot be trained so. Load it on the device of each process: device_map={'': accelerator.device}."
+        )
 
-    A loss of an unprepared model would train without averaging over ranks, and without a sign of it.
+
+def check_called(
+    models: Collection[ParallelModel], forward_was_seen: bool, world_size: int, loss: torch.Tensor
+) -> None:
+    """Raise UsageError where ``loss`` trains a prepared model around what averages its gradients.
+
+    That is where no prepared model's forward has run, on several ranks, and the loss, of any shape, depends on
+    parameters of one. The loss of a model that was not prepared trains each rank's own copy.
     """
     if forward_was_seen or world_size == 1:
         return
@@ -120,7 +143,15 @@ def check_called(models: Collection[Any], forward_was_seen: bool, world_size: in
         raise UsageError(
             "backward was called, but no model was prepared. Pass the model to accelerator.prepare()."
         )
+    prepared = {id(parameter) for model in models for parameter in model.module.parameters()}
+    if not any(id(leaf) in prepared for leaf in autograd.leaves_of(loss)):
+        warnings.warn(
+            f"backward got the loss of a model that was not prepared: its gradients are not averaged over the "
+            f"{world_size} ranks. Pass it to accelerator.prepare() if ranks are to train it together.",
+            stacklevel=4,
+        )
+        return
     raise UsageError(
-        "backward was called, but no prepared model has been called yet: the loss comes from another object, whose "
-        "gradients would not be averaged. Call the model that accelerator.prepare() returned."
+        "backward was called, but no prepared model has been called yet: the loss comes from another object with its "
+        "parameters, whose gradients would not be averaged. Call the model that accelerator.prepare() returned."
     )

@@ -22,7 +22,6 @@ from lockstep.checkpoint.weights.model import save
 from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.comm.dtensor import is_dtensor, whole
 from lockstep.config.options import Options
-from lockstep.errors import UsageError
 from lockstep.observe.hang.process import ProcessWatch
 from lockstep.parallel.parallel_model import unwrap as unwrap_module
 from lockstep.preparation.prepare import Preparation
@@ -182,39 +181,33 @@ class FileMethods:
             ```
         """
         from lockstep.checkpoint.save import save
-        from lockstep.checkpoint.weights.folder import local_directory
+        from lockstep.checkpoint.weights.pickled import warn_of_pickles
 
         def contents() -> CheckpointContents:
             refuse_options("save_state", save_model_func_kwargs)
-            if not (safe_serialization or blocking):
-                raise UsageError(
-                    "save_state got safe_serialization=False and blocking=False, but pickled weights are written when "
-                    "the checkpoint is complete. Leave out one of them."
-                )
-            if not safe_serialization and output_dir is not None:
-                local_directory(output_dir)
             return self._contents()
 
-        folder = save(self._checkpointer, output_dir, contents, self._settings(), blocking)
-        if not safe_serialization:
-            self._add_pickled(folder)
-        return folder
+        if not safe_serialization and self.is_main_process:
+            warn_of_pickles("save_state")
+        add_files = None if safe_serialization else self._pickled_weights(output_dir)
+        return save(self._checkpointer, output_dir, contents, self._settings(), blocking, add_files)
 
-    def _add_pickled(self, folder: str) -> None:
-        """Weights of all models beside the files of a checkpoint."""
+    def _pickled_weights(self, output_dir: str | os.PathLike[str] | None) -> Callable[[str], None]:
+        """What writes ``pytorch_model.bin`` of every model into a checkpoint. Collective."""
         from lockstep.checkpoint.weights.folder import local_directory
-        from lockstep.checkpoint.weights.pickled import warn_of_pickles, write_pickled
+        from lockstep.checkpoint.weights.pickled import write_pickled
 
         with raise_on_all_ranks(self._communicator):
-            directory = local_directory(folder)
-            if self.is_main_process:
-                warn_of_pickles("save_state")
-        for index, prepared in enumerate(self._preparation.models):
-            state = self.get_state_dict(prepared.module)
-            name = f"pytorch_model_{index}.bin" if index else "pytorch_model.bin"
-            with raise_on_all_ranks(self._communicator):
-                if self.is_main_process:
-                    write_pickled(state, directory, name=name)
+            local_directory(output_dir or self._options.project.project_dir or "")
+        states = [self.get_state_dict(prepared.module) for prepared in self._preparation.models]
+
+        def write(directory: str) -> None:
+            for index, state in enumerate(states if self.is_main_process else []):
+                write_pickled(
+                    state, directory, name=f"pytorch_model_{index}.bin" if index else "pytorch_model.bin"
+                )
+
+        return write
 
     def load_state(
         self,

@@ -33,6 +33,7 @@ from lockstep.preparation.checks import (
     check_micro_batch,
     check_trained,
     refuse_lookalike,
+    refuse_offloaded_quantized,
     refuse_replicas,
 )
 from lockstep.preparation.first_forward import FirstForward
@@ -174,6 +175,7 @@ class Preparation:
         if self._seen.has_made(model):
             return model
         refuse_replicas(model)
+        refuse_offloaded_quantized(model)
         self._shards.refuse_shared_parameters(model)
         options = self._options
         self.offload.check_budget(model, self._meshes.axes.shard)
@@ -393,9 +395,9 @@ class Preparation:
         """The same, but the shard of each that a sharded model has gathered, as between forward and backward."""
         return self._shards.now(parameters)
 
-    def check_backward(self) -> None:
+    def check_backward(self, loss: torch.Tensor) -> None:
         """See ``checks.check_called``."""
-        check_called(self.models, self._forward_seen, self._runtime.world_size)
+        check_called(self.models, self._forward_seen, self._runtime.world_size, loss)
         self.own_gradients.before_backward()
 
     def _own_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:

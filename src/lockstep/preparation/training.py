@@ -71,7 +71,7 @@ class TrainingMethods:
             accelerator.backward(loss)  # in place of loss.backward()
             ```
         """
-        self._preparation.check_backward()
+        self._preparation.check_backward(loss)
         self._step.clock.backward_begins()
         loss = self._accumulation.scale(loss, weight, self._preparation.gradients())
         if self._scaler is not None:

@@ -236,6 +236,8 @@ class PartialState(ProcessControl):
     """
 
     _shared_state = _SharedState()
+    debug = False
+    """Scripts may set it. Collectives compare what ranks pass to them in either case."""
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         self.runtime = process.start(cpu, InitProcessGroupKwargs(**kwargs))
@@ -272,10 +274,6 @@ class PartialState(ProcessControl):
             return None
         by_device = dict(part.split(":") for part in self.runtime.backend.split(",") if ":" in part)
         return by_device.get(self.device.type, self.runtime.backend)
-
-    @property
-    def debug(self) -> bool:
-        return False
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
         """Leave the run. A later ``PartialState()`` or ``Accelerator()`` joins anew."""

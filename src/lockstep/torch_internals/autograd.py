@@ -64,6 +64,19 @@ def saved_by(node: object) -> Iterator[object]:
             yield getattr(node, name, None)
 
 
+def leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The leaves of the graph behind a tensor of any shape. Relies on: ``variable`` of the nodes that accumulate."""
+    waiting, seen = [tensor.grad_fn], set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [following for following, _ in node.next_functions]
+
+
 class _Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionContext, x: torch.Tensor) -> torch.Tensor:

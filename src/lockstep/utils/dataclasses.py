@@ -113,7 +113,7 @@ class TorchContextParallelConfig:
             self.cp_comm_strategy = "allgather"
         if self.cp_comm_strategy not in ("allgather", "alltoall"):
             raise ConfigError(
-                f"cp_comm_strategy is {self.cp_comm_strategy!r}, but must be 'allgather' or 'alltoall'. Use one."
+                f"Invalid cp_comm_strategy: {self.cp_comm_strategy}. Use 'allgather' or 'alltoall'."
             )
 
 

@@ -87,13 +87,19 @@ def _restored() -> Iterator[None]:
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Decorator of a test, or of a class of tests: variables ``ACCELERATE_*`` that it sets do not stay."""
+    """Decorator of a test, or a class of tests and those derived from it: ``ACCELERATE_*`` is as before afterwards."""
     if not isinstance(func_or_cls, type):
         return _purged(func_or_cls)
     cls: Any = func_or_cls
-    for name in [name for name in dir(cls) if name.startswith("test")]:
-        setattr(cls, name, _purged(getattr(cls, name)))
+    _purge_tests(cls)
+    cls.__init_subclass__ = classmethod(lambda derived, **kwargs: _purge_tests(derived))
     return cls
+
+
+def _purge_tests(cls: type) -> None:
+    for name, test in list(vars(cls).items()):
+        if name.startswith("test") and callable(test):
+            setattr(cls, name, _purged(test))
 
 
 def _purged(function: Callable[..., Any]) -> Callable[..., Any]:

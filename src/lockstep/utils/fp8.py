@@ -6,6 +6,7 @@ Each description needs the package that it is for, and is refused without it. ``
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,3 +109,22 @@ class TERecipeKwargs(KwargsHandler):
             self.override_linear_precision = tuple(
                 _flag(f"OVERRIDE_{name}") for name in ("FPROP", "DGRAD", "WGRAD")
             )
+
+
+@dataclass
+class FP8RecipeKwargs(TERecipeKwargs):
+    """The name that ``TERecipeKwargs`` had before. ``backend`` is "TE"; None is read from the environment.
+
+    Raises:
+        ImportError: transformer_engine is not installed.
+        ValueError: another backend.
+    """
+
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        warnings.warn(
+            "FP8RecipeKwargs is the old name of TERecipeKwargs. Use that.", FutureWarning, stacklevel=3
+        )
+        self.backend = _one_of((self.backend or _said("BACKEND", "te")).upper(), "backend", ("TE",))
+        super().__post_init__()

@@ -120,7 +120,12 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
-    """Bytes of one number; less than 1 for ``CustomDtype.INT4`` and ``INT2``."""
+    """Bytes of one number; less than 1 for ``CustomDtype.INT4`` and ``INT2``, and for ``torch.bool`` 1/8.
+
+    Truth values take a byte each in memory; that is how ``compute_module_sizes`` counts them.
+    """
+    if dtype == torch.bool:
+        return 1 / 8
     if isinstance(dtype, torch.dtype):
         return dtype.itemsize
     return {CustomDtype.FP8: 1.0, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}[CustomDtype(dtype)]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.comm.collectives import CannotPadNestedTensorWarning
 from lockstep.comm.dtensor import full, is_dtensor, local, shard_like, shown_whole
 from lockstep.comm.tree import children, leaves, rebuild
 from lockstep.comm.tree import to_float32 as convert_to_fp32
@@ -88,10 +89,6 @@ _DTYPES = (
 )
 TENSOR_INT_TO_DTYPE = dict(enumerate(_DTYPES, 1))
 TENSOR_TYPE_TO_INT = {dtype: number for number, dtype in TENSOR_INT_TO_DTYPE.items()}
-
-
-class CannotPadNestedTensorWarning(UserWarning):
-    """A nested tensor was left as it is where tensors were padded."""
 
 
 def is_tensor_information(tensor_info: Any) -> bool:

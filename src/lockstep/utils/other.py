@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import logging
 import platform
 import socket
 import warnings
@@ -27,6 +28,8 @@ from lockstep.utils import (
     wait_for_everyone,
 )
 from lockstep.utils.constants import FSDP_PYTORCH_VERSION
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "FSDP_PYTORCH_VERSION",
@@ -240,7 +243,6 @@ def check_os_kernel() -> None:
     release = platform.release()
     numbers = [int(part) for part in release.split("-")[0].split(".")[:2] if part.isdigit()]
     if numbers < [5, 5]:
-        warnings.warn(
-            f"This Linux kernel is {release}; processes can hang with those before 5.5. Update it.",
-            stacklevel=2,
+        logger.warning(
+            f"This Linux kernel is {release}; processes can hang with those before 5.5.0. Update it."
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import warnings
 from collections.abc import Callable
@@ -232,5 +233,18 @@ def test_pickled_weights_do_not_lie_beside_others(tmp_path: Path) -> None:
     accelerator.save_model(model, tmp_path)
     with pytest.raises(UsageError, match="Name another folder"):
         accelerator.save_model(model, tmp_path, safe_serialization=False)
-    with pytest.raises(UsageError, match="Leave out one of them"):
+
+
+def test_pickled_weights_are_a_part_of_a_checkpoint_that_is_written_in_the_background(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, watch=False)
+    model = accelerator.prepare(tower())
+    with pytest.warns(UserWarning, match="pickled"):
         accelerator.save_state(tmp_path / "state", safe_serialization=False, blocking=False)
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        model.first.weight.zero_()
+    accelerator.end_training()
+    found = torch.load(tmp_path / "state" / "pytorch_model.bin", weights_only=True)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    listed = json.loads((tmp_path / "state" / "manifest.json").read_text())
+    assert "pytorch_model.bin" in listed["files"]

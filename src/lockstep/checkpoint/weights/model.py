@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,8 @@ from safetensors.torch import save_file
 
 from lockstep.checkpoint.weights.names import parse_size
 from lockstep.runtime import process
+
+logger = logging.getLogger(__name__)
 
 
 def save_object(value: Any, file: Any, safe_serialization: bool) -> None:
@@ -55,13 +58,18 @@ def write_weights(
 
 def _without_ties(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     seen: dict[object, str] = {}
-    kept = {}
+    kept, left_out = {}, []
     for name, tensor in state_dict.items():
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and place in seen:
+            left_out.append(f"{name} (that of {seen[place]})")
             continue
         seen[place] = name
         tensor = tensor.detach().cpu().contiguous()
         is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
         kept[name] = tensor.clone() if is_view else tensor
+    if left_out:
+        logger.warning(
+            f"Removed shared tensors from the file, as their memory is there already: {', '.join(left_out)}."
+        )
     return kept

@@ -50,6 +50,10 @@ TRACKERS: Mapping[str, TrackerEntry] = {
 }
 
 
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {name: entry.kind for name, entry in TRACKERS.items()}
+"""Name -> class of each tracker that ``log_with`` may name: built in, or registered."""
+
+
 def resolve_trackers(
     log_with: object, logging_dir: str | os.PathLike[str] | None = None
 ) -> list[TrackerChoice]:
@@ -80,11 +84,13 @@ def available_trackers() -> list[LoggerType]:
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Check that ``log_with`` can name ``tracker_class`` by its ``name``; defining a class registers it.
+    """Let ``log_with`` name ``tracker_class`` by its ``name``; a class of this name that was there is replaced.
+
+    A class that is derived from ``GeneralTracker`` is known by its ``name`` without this, unless one is built in.
 
     Raises:
         ConfigError: when it is no subclass of ``GeneralTracker``, has no ``name`` or no
-            ``requires_logging_directory``, or has the name of a built-in tracker.
+            ``requires_logging_directory``.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ConfigError(
@@ -96,11 +102,12 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
             f"{tracker_class.__name__} lacks the class attribute name (a word) or "
             "requires_logging_directory (True or False). Define both in the class."
         )
-    if name in TRACKERS:
-        raise ConfigError(
-            f"{tracker_class.__name__} is named '{name}', as is a built-in tracker. "
-            "Rename it, or pass the class itself: log_with=TheClass."
+    before = LOGGER_TYPE_TO_CLASS.get(name, tracker_class)
+    if before is not tracker_class:
+        warnings.warn(
+            f"The tracker '{name}' was {before.__name__}, and is {tracker_class.__name__} now.", stacklevel=2
         )
+    LOGGER_TYPE_TO_CLASS[name] = tracker_class
 
 
 class TrackerSet:
@@ -247,16 +254,16 @@ def _meant_by(item: object, logging_dir: str | os.PathLike[str] | None) -> list[
         usable = [entry.kind for entry in TRACKERS.values() if _is_installed(entry)]
         has_folder = logging_dir is not None and not _is_url(logging_dir)
         return [kind for kind in usable if has_folder or not kind.requires_logging_directory]
-    if name in TRACKERS:
-        entry = TRACKERS[name]
+    entry = TRACKERS.get(name)
+    if entry is not None and LOGGER_TYPE_TO_CLASS.get(name, entry.kind) is entry.kind:
         if not _is_installed(entry):
             raise MissingExtraError(f"The tracker '{name}'", str(entry.package), entry.extra)
         return [_with_directory(entry.kind, logging_dir)]
-    custom = _custom_classes()
+    custom = {**_custom_classes(), **LOGGER_TYPE_TO_CLASS}
     if name in custom:
         check_complete(custom[name])
         return [_with_directory(custom[name], logging_dir)]
-    valid = [*TRACKERS, LoggerType.ALL.value, *custom]
+    valid = [*TRACKERS, LoggerType.ALL.value, *(name for name in custom if name not in TRACKERS)]
     raise ConfigError(
         f"log_with has {item!r}, but may name only {', '.join(valid)}.{suggestion(name, valid)}"
     )
@@ -271,7 +278,7 @@ def _with_directory(
 ) -> type[GeneralTracker]:
     if kind.requires_logging_directory and logging_dir is None:
         raise ConfigError(
-            f"The tracker '{_name_of(kind)}' writes files and was given no directory. "
+            f"Logging with `{_name_of(kind)}` requires a `logging_dir`, because it writes files. "
             "Pass project_dir='...' to Accelerator, or logging_dir in its project_config."
         )
     if kind.requires_logging_directory and _is_url(logging_dir):

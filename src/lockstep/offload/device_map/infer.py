@@ -122,7 +122,10 @@ class _Filling:
         if self.used[device] == 0:
             reserved = self._largest if device in self._borrowing else 0
             logger.info(
-                "Nothing goes to device %s: %s needs %d bytes there.", device, name, together + reserved
+                "Nothing goes to device %s, which has insufficient memory: %s needs %d bytes there.",
+                device,
+                name,
+                together + reserved,
             )
         if device in self._borrowing:
             self.used[device] += self._largest

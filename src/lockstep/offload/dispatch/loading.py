@@ -76,7 +76,7 @@ def match(
     _check_shapes(model, refs, found, origin)
     if unexpected:
         logger.warning(
-            "%s has weights that %s does not use: %s.",
+            "%s has weights that were not used when %s was loaded, which has none of these names: %s.",
             origin,
             type(model).__name__,
             _quoted_names(unexpected, 20),

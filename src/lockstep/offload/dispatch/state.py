@@ -13,6 +13,7 @@ from torch import nn
 from lockstep.offload.device_map.ties import like
 from lockstep.offload.dispatch.attach import OFFLOADED
 from lockstep.offload.dispatch.loading import Path
+from lockstep.offload.dispatch.module_hooks import AlignDevicesHook
 from lockstep.offload.files.offload_folder import TensorToWrite, write_to_folder
 from lockstep.offload.files.stored import pieces_on_cpu
 from lockstep.torch_internals import modules as torch_modules
@@ -44,7 +45,8 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def has_offloaded_params(module: nn.Module) -> bool:
     """Whether parameters of the module itself are brought from elsewhere when it is used."""
-    return OFFLOADED in module.__dict__
+    hook = module.__dict__.get("_hf_hook")
+    return OFFLOADED in module.__dict__ or (isinstance(hook, AlignDevicesHook) and hook.offload)
 
 
 @contextmanager

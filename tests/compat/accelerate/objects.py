@@ -1,0 +1,242 @@
+"""What objects of Accelerate do, in a script that runs with the installed Accelerate and by alias: one line a case."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import tempfile
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration, PartialState
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+)
+from accelerate.hooks import attach_align_device_hook, remove_hook_from_module
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
+from accelerate.utils import (
+    ProjectConfiguration,
+    TorchContextParallelConfig,
+    TorchDynamoPlugin,
+    check_os_kernel,
+    extract_model_from_parallel,
+    has_offloaded_params,
+    pad_across_processes,
+    patch_environment,
+    purge_accelerate_environment,
+    save,
+)
+from accelerate.utils.operations import convert_outputs_to_fp32
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader
+
+PartialState(cpu=True)
+
+
+class Heard(logging.Handler):
+    """Collects what any logger says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+heard = Heard()
+logging.getLogger().addHandler(heard)
+
+
+def say(name: str, *values: Any) -> None:
+    print(json.dumps([name, values]))
+
+
+def caught(call: Any) -> tuple[str, str]:
+    try:
+        call()
+    except Exception as error:
+        kinds = (AttributeError, ValueError, TypeError, RuntimeError, Exception)
+        return next(kind.__name__ for kind in kinds if isinstance(error, kind)), str(error)
+    return "nothing", ""
+
+
+def warned(call: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        call()
+    return [one.category.__name__ for one in seen if "rototype" not in str(one.message)]
+
+
+# -- states that come before an Accelerator
+
+say("gradient state alone", GradientState().sync_gradients, GradientState().num_steps)
+
+# -- loaders
+
+varying = [[0, 1, 2], [3, 4], [5, 6, 7, 8], [9, 10, 11], [12, 13]]
+for batches in (varying, varying[:4], varying[:1], [*varying, [14], [15, 16]]):
+    for ranks in (2, 3):
+        for even in (True, False):
+            parts = [BatchSamplerShard(batches, ranks, rank, even_batches=even) for rank in range(ranks)]
+            say("varying batches", [list(part) for part in parts], [len(part) for part in parts])
+for refused in (
+    lambda: BatchSamplerShard(varying, 2, 0, split_batches=True),
+    lambda: BatchSamplerShard(BatchSampler(range(9), 3, False), 2, 0, split_batches=True),
+):
+    kind, text = caught(refused)
+    say("slices", kind, "split_batches" in text)
+
+
+class Numbered(BatchSampler):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+numbered = Numbered(range(16), 4, False)
+loader = accelerator.prepare_data_loader(DataLoader(list(range(16)), batch_sampler=numbered))
+loader.set_epoch(3)
+say("epoch is told at once", numbered.epoch, loader.gradient_state.sync_gradients)
+for dispatched in (True, False):
+    config = DataLoaderConfiguration(dispatch_batches=dispatched)
+    prepared = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(list(range(4))))
+    say("kind", isinstance(prepared, DataLoaderDispatcher), isinstance(prepared, DataLoaderShard))
+    config = DataLoaderConfiguration(dispatch_batches=dispatched, use_stateful_dataloader=True)
+    prepared = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(list(range(4))))
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    say("stateful", isinstance(prepared, StatefulDataLoader), [batch.tolist() for batch in prepared])
+
+# -- options and helpers
+
+for sizes in ((2, 1, 1, 1), (1, 4, 1, 2), (2, 2, 2, 2), (1, 2, 2, 1)):
+    axes = ParallelismConfig(
+        dp_replicate_size=sizes[0], dp_shard_size=sizes[1], tp_size=sizes[2], cp_size=sizes[3]
+    )
+    say("mesh", *axes._get_mesh())
+kind, text = caught(lambda: TorchContextParallelConfig(cp_comm_strategy="ring"))
+say("strategy", kind, "Invalid cp_comm_strategy: ring" in text)
+with patch_environment(
+    ACCELERATE_DYNAMO_BACKEND="aot_eager",
+    ACCELERATE_DYNAMO_MODE="reduce-overhead",
+    ACCELERATE_DYNAMO_USE_DYNAMIC="true",
+):
+    plugin = TorchDynamoPlugin()
+    say("compiled as launched", plugin.to_kwargs(), TorchDynamoPlugin(backend="eager").to_kwargs())
+
+
+@purge_accelerate_environment
+class Base:
+    def test_base(self) -> None:
+        os.environ["ACCELERATE_OF_TEST"] = "1"
+
+
+class Derived(Base):
+    def test_derived(self) -> None:
+        os.environ["ACCELERATE_OF_TEST"] = "2"
+
+    def other(self) -> None:
+        os.environ["ACCELERATE_OF_OTHER"] = "3"
+
+
+Base().test_base()
+Derived().test_base()
+Derived().test_derived()
+Derived().other()
+say("purged", "ACCELERATE_OF_TEST" in os.environ, os.environ.pop("ACCELERATE_OF_OTHER"))
+
+with patch("platform.uname", return_value=SimpleNamespace(release="5.4.0-35-generic", system="Linux")):
+    with (
+        patch("platform.system", return_value="Linux"),
+        patch("platform.release", return_value="5.4.0-35-generic"),
+    ):
+        check_os_kernel()
+say("kernel", platform.system(), len(heard.said), "5.4.0" in heard.said[-1], "5.5.0" in heard.said[-1])
+
+module = nn.Linear(2, 2)
+offloaded = [has_offloaded_params(module)]
+for offload in (False, True):
+    attach_align_device_hook(module, execution_device="cpu", offload=offload)
+    offloaded.append(has_offloaded_params(module))
+    remove_hook_from_module(module)
+say("offloaded", offloaded)
+
+wrapped = nn.Linear(2, 2)
+wrapped._original_forward = wrapped.forward  # type: ignore[assignment]
+wrapped.forward = convert_outputs_to_fp32(wrapped.forward)  # type: ignore[method-assign]
+plain = extract_model_from_parallel(wrapped, keep_fp32_wrapper=False)
+say(
+    "forward is put back",
+    plain is wrapped,
+    hasattr(plain, "_original_forward"),
+)
+
+nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(1)])
+say("nested", warned(lambda: pad_across_processes(nested)))
+
+tied = nn.ModuleList([nn.Linear(2, 2)] * 2)
+with tempfile.TemporaryDirectory() as folder:
+    before = len(heard.said)
+    save(tied.state_dict(), f"{folder}/model.safetensors", safe_serialization=True)
+    say("shared", len(heard.said) - before, "Removed shared tensor" in heard.said[-1])
+
+# -- checkpoints
+
+kind, text = caught(lambda: accelerator.register_for_checkpointing(torch.ones(1), [2], nn.Linear(1, 1)))
+say("registered", kind, [f"Item at index {index}" in text for index in range(3)])
+with tempfile.TemporaryDirectory() as folder:
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
+    saving = Accelerator(cpu=True, project_config=project)
+    saving.prepare(nn.Linear(2, 2))
+    for _ in range(4):
+        saving.save_state(safe_serialization=False)
+    kept = sorted(path.name for path in Path(folder, "checkpoints").iterdir() if path.name[0] != ".")
+    say("kept", kept, Path(folder, "checkpoints", kept[-1], "pytorch_model.bin").exists())
+
+# -- trackers
+
+
+class Mine(GeneralTracker):
+    name = "mine"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.values: dict[str, Any] = {}
+
+    @property
+    def tracker(self) -> Any:
+        return self
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.values.update(values)
+
+
+register_tracker_class(Mine)
+tracking = Accelerator(cpu=True, log_with="mine")
+tracking.init_trackers("project")
+tracking.log({"loss": 1.0})
+say("tracker", "mine" in LOGGER_TYPE_TO_CLASS, tracking.get_tracker("mine").values)
+say("tracker again", warned(lambda: register_tracker_class(type("Other", (Mine,), {}))))
+kind, text = caught(lambda: Accelerator(cpu=True, log_with="tensorboard"))
+say("directory", kind, "Logging with `tensorboard` requires a `logging_dir`" in text)
+
+# -- a state that was reset
+
+AcceleratorState._reset_state()
+kind, text = caught(lambda: accelerator.prepare(nn.Linear(1, 1)))
+say("reset", kind, "This happens if `AcceleratorState._reset_state()`" in text)
+say("state alone", caught(AcceleratorState)[0])
