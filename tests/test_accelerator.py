@@ -30,6 +30,8 @@ import lockstep.utils
 from lockstep import Accelerator, DataLoaderConfiguration, PartialState
 from lockstep.config.handlers import AutocastKwargs
 from lockstep.errors import ConfigError, LockstepError, UsageError
+from lockstep.observe.hang.process import ProcessWatch
+from lockstep.runtime import process
 from lockstep.runtime.control import split_between
 from lockstep.state import AcceleratorState, GradientState
 from tests.warm_interpreter import WarmInterpreter
@@ -624,6 +626,18 @@ def test_a_precision_in_code_wins_over_the_environment(monkeypatch: pytest.Monke
 
 
 # -- what the constructor does to the process ----------------------------------------------------------------
+
+
+def unwatched_and_again(_: int) -> bool:
+    Accelerator(cpu=True, watch=False)
+    process.end()
+    before = ProcessWatch._current
+    Accelerator(cpu=True)
+    return before is None
+
+
+def test_a_run_after_one_that_was_not_watched_begins_as_the_first_one(run_distributed) -> None:
+    assert run_distributed(unwatched_and_again, 1, 0) == [True]
 
 
 @pytest.mark.parametrize(("argument", "is_alone"), [("", False), ("watch=False", True)])

@@ -112,12 +112,17 @@ class TERecipeKwargs(KwargsHandler):
 
 
 @dataclass
-class FP8RecipeKwargs(TERecipeKwargs):
+class _OptLevel:
+    opt_level: str | None = None
+
+
+@dataclass
+class FP8RecipeKwargs(TERecipeKwargs, _OptLevel):
     """The name that ``TERecipeKwargs`` had before. ``backend`` is "TE"; None is read from the environment.
 
     Raises:
         ImportError: transformer_engine is not installed.
-        ValueError: another backend.
+        ValueError: another backend, or ``opt_level``, which is MS-AMP's.
     """
 
     backend: str | None = None
@@ -127,4 +132,8 @@ class FP8RecipeKwargs(TERecipeKwargs):
             "FP8RecipeKwargs is the old name of TERecipeKwargs. Use that.", FutureWarning, stacklevel=3
         )
         self.backend = _one_of((self.backend or _said("BACKEND", "te")).upper(), "backend", ("TE",))
+        if self.opt_level is not None:
+            raise ConfigError(
+                f"opt_level={self.opt_level!r} belongs to MS-AMP, which is not supported. Leave it out."
+            )
         super().__post_init__()

@@ -112,7 +112,6 @@ class ProcessWatch:
         if 1 < runtime.world_size <= MOST_CHECKED_RANKS and runtime.control_device.type == "cpu":
             self._calls = CallCheck()
             self._calls.install()
-        process.at_end(self.end)
         atexit.register(self.end)  # where there is no process group whose end would come first
 
     def _connect(self, runtime: Runtime) -> Client | None:
@@ -210,6 +209,7 @@ def watch_process(runtime: Runtime, enabled: bool, grace_s: float) -> ProcessWat
         if runtime.world_size > 1:
             check_same_versions(runtime)
         ProcessWatch._current = ProcessWatch(StepClock())
+        process.at_end(ProcessWatch._current.end)  # another run of this process is another world
         if enabled:
             ProcessWatch._current._start(runtime, grace_s)
     return ProcessWatch._current
