@@ -84,6 +84,8 @@ def save_once(save: Callable[[], object]) -> None:
     if PartialState().is_main_process:
         save()
     PartialState().wait_for_everyone()
+    if torch.distributed.is_initialized():  # a state that was reset may not know of the group
+        torch.distributed.barrier()
 
 
 def sentences(count: int, shortest: int, longest: int, seed: int) -> list[str]:

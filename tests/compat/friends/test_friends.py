@@ -36,6 +36,19 @@ ALONE_AGAIN = """
     trainer/recompute trainer/ia3 trainer/prompt trainer/classification trl/sft_lora trl/dpo trl/dpo_lora trl/kto
     trl/reward trl/rloo embedding/cached_ranking embedding/similarity diffusion/sampled diffusion/without_average
 """
+ARGUMENTS = "gathered_objects num_steps"
+ARGUMENTS_AGAIN = """
+    split_batches dispatch_batches dispatch_and_split uneven_batches unseeded_sampler non_blocking sync_each_batch
+    sync_with_dataloader configured_state data_seed drop_last persistent unused static_graph bf16_eval fp16_eval compile
+    neftune emptied_cache counted_tokens counted_unpadded local_averages smoothing eval_accumulation apart loss_only
+    smaller_batches deterministic recomputed decay adafactor on_plateau sequential no_clipping
+"""
+ARGUMENTS_TOGETHER = "unused static_graph backend local_averages sync_each_batch data_seed num_steps"
+EXPERIMENTAL = "orpo cpo tpo online_dpo gkd distillation sdft gmpo a2po sdpo"
+
+ALONE += " ".join(f" argument/argument_{name}" for name in ARGUMENTS.split())
+ALONE_AGAIN += " ".join(f" argument/argument_{name}" for name in ARGUMENTS_AGAIN.split())
+ALONE_AGAIN += " ".join(f" experimental/{name}" for name in EXPERIMENTAL.split())
 TOGETHER = "trainer/plain trainer/kept trainer/taken_up trl/grpo diffusion/unconditional"
 """On two processes under DDP, with Accelerate as well."""
 TOGETHER_AGAIN = """
@@ -45,10 +58,20 @@ TOGETHER_AGAIN = """
     trl/grpo trl/rloo embedding/ranking embedding/cached_ranking embedding/similarity diffusion/unconditional
     diffusion/without_average
 """
+# Of two numbers near zero, or with an average on another mesh: tpo, sdpo.
+EXPERIMENTAL_SHARDED = " ".join(
+    f"experimental/{name}" for name in EXPERIMENTAL.split() if name not in ("tpo", "sdpo")
+)
 SHARDED = """
     trainer/plain/zero=1 trainer/kept/zero=3 trainer/taken_up/zero=3 diffusion/unconditional/zero=3
 """
-EVERY_STAGE = " ".join(f"{word}/zero={stage}" for stage in (1, 2, 3) for word in TOGETHER_AGAIN.split())
+EVERY_STAGE = " ".join(
+    f"{word}/zero={stage}"
+    for stage in (1, 2, 3)
+    for word in f"{TOGETHER_AGAIN} {EXPERIMENTAL_SHARDED}".split()
+)
+TOGETHER_AGAIN += " ".join(f" argument/argument_{name}" for name in ARGUMENTS_TOGETHER.split())
+TOGETHER_AGAIN += " ".join(f" experimental/{name}" for name in EXPERIMENTAL.split())
 MOST = {"alone": 0.0, "ddp": 1e-6, "zero": 1e-5}
 
 
