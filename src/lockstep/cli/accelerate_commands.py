@@ -14,6 +14,7 @@ from typing import Any
 import click
 import yaml
 
+from lockstep.cli.cluster_config import ClusterConfig
 from lockstep.cli.main import cli
 from lockstep.config.enums import PrecisionType
 from lockstep.config.sources import user_config_file
@@ -30,8 +31,8 @@ _FIXED = {
 }
 
 
-class LoadedConfig:
-    """The settings of a configuration file, as they are written."""
+class FileSettings:
+    """The settings of a configuration file of ours, as they are written."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
@@ -45,8 +46,10 @@ class LoadedConfig:
         return dict(self._settings)
 
 
-def load_config_from_file(config_file: str | None) -> LoadedConfig:
-    """A configuration file of ours or of Accelerate's, checked; None: the one that ``lockstep config`` wrote.
+def load_config_from_file(config_file: str | None) -> ClusterConfig | FileSettings:
+    """A configuration file, checked; None: the one that ``lockstep config`` wrote.
+
+    One in Accelerate's form is a ``ClusterConfig``; what only Lockstep's form can say has no field there.
 
     Raises:
         ConfigError: it cannot be read, or is no configuration.
@@ -55,7 +58,10 @@ def load_config_from_file(config_file: str | None) -> LoadedConfig:
 
     path = default_config_file if config_file is None else config_file
     load(path)
-    return LoadedConfig(yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {})
+    said = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    if ClusterConfig.unknown(said):
+        return FileSettings(said)
+    return ClusterConfig.of(said)
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str = default_config_file) -> Path | bool:

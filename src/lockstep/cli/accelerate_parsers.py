@@ -10,12 +10,11 @@ import argparse
 import importlib
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lockstep.cli.accelerate_commands import run_command
-from lockstep.compat.accelerate.write import converted_to_fsdp2
+from lockstep.compat.accelerate.write import in_words_of_fsdp2
 from lockstep.config.yaml_file import YamlFile, read_yaml
 from lockstep.errors import ConfigError
 
@@ -236,10 +235,16 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     """Turn a file for FSDP 1 into one for FSDP 2.
 
     Raises:
-        ValueError: neither ``output_file`` nor ``overwrite``.
+        FileNotFoundError: there is no such ``config_file``.
+        FileExistsError: ``output_file`` is there, and ``overwrite`` was not asked for.
+        ValueError: neither ``output_file`` nor ``overwrite``, or a file that cannot be converted.
     """
+    if not Path(args.config_file).exists():
+        raise FileNotFoundError(f"{args.config_file} is not there. Name a configuration file.")
     if not (args.output_file or args.overwrite):
         raise ConfigError("There is no output_file. Name one, or replace the file itself by overwrite.")
+    if args.output_file and not args.overwrite and Path(args.output_file).exists():
+        raise FileExistsError(f"{args.output_file} exists. Name another output_file, or pass overwrite.")
     _run("to-fsdp2", args)
 
 
@@ -247,14 +252,13 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
     """A configuration, as it is in a file, with ``fsdp_config`` in the words of FSDP 2. One without that is returned.
 
     Raises:
-        ValueError: it is not valid, or FSDP 2 does not do what it asks for.
+        ValueError: FSDP 2 does not do what it asks for.
     """
     if not config.get("fsdp_config"):
         return config
-    text, notes = converted_to_fsdp2(YamlFile("the configuration", dict(config)))
+    converted, notes = in_words_of_fsdp2(YamlFile("the configuration", dict(config)))
     for note in notes:
         warnings.warn(note, stacklevel=2)
-    converted: dict[str, Any] = yaml.safe_load(text)
     return converted
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from pathlib import Path
@@ -61,24 +62,39 @@ class BaseConfig:
         return cls._read(json_file)
 
     @classmethod
-    def _read(cls: type[Config], path: Any) -> Config:
-        from lockstep.cli.accelerate_commands import load_config_from_file
+    def unknown(cls, said: Mapping[str, Any]) -> list[str]:
+        """Keys for which there is no field."""
+        return sorted(said.keys() - {known.name for known in fields(cls)})
 
-        said = load_config_from_file(path).to_dict()
-        unknown = sorted(said.keys() - {known.name for known in fields(cls)})
-        if unknown:
-            raise ConfigError(
-                f"{path} has {', '.join(unknown)}, which {cls.__name__} has no field for. Read it with "
-                "load_config_from_file."
-            )
-        standard = {
+    @classmethod
+    def of(cls: type[Config], said: Mapping[str, Any]) -> Config:
+        """What a file says, and what each such file must say where it does not."""
+        standard: dict[str, Any] = {
             "compute_environment": "LOCAL_MACHINE",
             "distributed_type": "NO",
             "mixed_precision": "no",
             "use_cpu": False,
             "debug": False,
         }
-        return cls(**{**standard, **said})
+        # YAML reads an unquoted NO as false
+        words = {
+            key: "NO" if key == "distributed_type" and value is False else value
+            for key, value in said.items()
+        }
+        return cls(**{**standard, **words})
+
+    @classmethod
+    def _read(cls: type[Config], path: Any) -> Config:
+        from lockstep.cli.accelerate_commands import load_config_from_file
+
+        said = load_config_from_file(path).to_dict()
+        unknown = cls.unknown(said)
+        if unknown:
+            raise ConfigError(
+                f"{path} has {', '.join(unknown)}, which {cls.__name__} has no field for. Read it with "
+                "load_config_from_file."
+            )
+        return cls.of(said)
 
 
 SECTIONS = (

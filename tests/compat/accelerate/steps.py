@@ -19,11 +19,11 @@ from accelerate.checkpointing import (
     save_accelerator_state,
     save_custom_state,
 )
-from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.commands.estimate import estimate_command_parser, estimate_training_usage
 from accelerate.commands.launch import clean_option
 from accelerate.commands.merge import merge_command_parser
-from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2, to_fsdp2_command_parser
+from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2, to_fsdp2_command, to_fsdp2_command_parser
 from accelerate.commands.utils import CustomArgumentParser
 from accelerate.data_loader import (
     BatchSamplerShard,
@@ -420,6 +420,7 @@ for sections in (
         "fsdp_auto_wrap_policy": "NO_WRAP",
         "fsdp_state_dict_type": "FULL_STATE_DICT",
     },
+    {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_forward_prefetch": True, "some_unknown_key": 5},
 ):
     say(
         "converted",
@@ -439,3 +440,15 @@ with tempfile.TemporaryDirectory() as folder:
         again == written,
         refused(lambda: ClusterConfig("NOWHERE", "NO", "no", True, False)),
     )
+    known = load_config_from_file(f"{folder}/a.yaml")
+    say("config read", isinstance(known, ClusterConfig), known.to_dict())
+    for words in (
+        ["--config_file", f"{folder}/none.yaml", "--output_file", f"{folder}/b.yaml"],
+        ["--config_file", f"{folder}/a.yaml", "--output_file", f"{folder}/a.yaml"],
+        ["--config_file", f"{folder}/a.yaml"],
+    ):
+        try:
+            to_fsdp2_command(to_fsdp2_command_parser().parse_args(words))
+        except (FileNotFoundError, FileExistsError, ValueError) as error:
+            kinds = (FileNotFoundError, FileExistsError, ValueError)
+            say("to fsdp2", next(kind.__name__ for kind in kinds if isinstance(error, kind)))

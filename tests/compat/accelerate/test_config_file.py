@@ -184,6 +184,16 @@ def test_distributed_type_no_means_one_process() -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["'NO'", "NO"])
+def test_sections_that_distributed_type_no_switches_off_are_said_to_have_no_effect(kind: str) -> None:
+    text = f"distributed_type: {kind}\nnum_processes: 1\ndeepspeed_config: {{deepspeed_config_file: none.json}}\n"
+    loaded = from_yaml(parse_yaml(text, "run.yaml"))
+    assert loaded.warnings == [
+        "run.yaml:3: deepspeed_config has no effect: distributed_type is NO. Set DEEPSPEED to shard."
+    ]
+    assert loaded.config.given() == read("distributed_type: 'NO'\nnum_processes: 1\n").given()
+
+
 def test_a_switch_without_effect_is_said_by_name() -> None:
     loaded = from_yaml(
         parse_yaml(TWO_PROCESSES.replace("downcast_bf16: 'no'", "downcast_bf16: 'yes'"), "run.yaml")

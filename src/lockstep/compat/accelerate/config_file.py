@@ -7,7 +7,7 @@ something that does not exist here yet.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,7 +128,7 @@ def load(path: str | Path) -> LoadedConfig:
 def from_yaml(file: YamlFile) -> LoadedConfig:
     """Like :func:`load`, for a file that is already parsed."""
     values: dict[str, Any] = {}
-    warnings: list[str] = []
+    file, warnings = _without_idle_sections(file)
     known = (*IN_FILES, *OTHER_KEYS, *SECTIONS, *ACCELERATE_ONLY)
     for key, value in file.data.items():
         rule = OTHER_KEYS.get(key)
@@ -179,6 +179,25 @@ def from_yaml(file: YamlFile) -> LoadedConfig:
 def _origins(file: YamlFile, values: dict[str, object]) -> dict[str, str]:
     """Where each setting is said; those that a distributed_type implies are said there."""
     return {key: file.at(key if key in file.data else "distributed_type") for key in values}
+
+
+def _without_idle_sections(file: YamlFile) -> tuple[YamlFile, list[str]]:
+    """The file without sections that ``distributed_type: NO`` switches off, and a warning for each of them."""
+    if file.data.get("distributed_type") not in (
+        DistributedType.NO,
+        False,
+    ):  # YAML reads an unquoted NO as false
+        return file, []
+    idle = {
+        key: own.value
+        for key, (_, own) in SECTIONS.items()
+        if own is not None and not is_off(file.data.get(key))
+    }
+    data = {key: value for key, value in file.data.items() if key not in idle}
+    return replace(file, data=data), [
+        f"{file.at(key)} has no effect: distributed_type is NO. Set {own} to shard."
+        for key, own in idle.items()
+    ]
 
 
 def _check_section(file: YamlFile, key: str, value: object) -> None:

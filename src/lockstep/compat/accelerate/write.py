@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -65,6 +66,16 @@ def converted_to_fsdp2(file: YamlFile) -> tuple[str, list[str]]:
         ConfigError: the file is not valid, has no such section, or asks for what FSDP 2 does not do.
     """
     from_yaml(file)
+    data, notes = in_words_of_fsdp2(file)
+    return yaml.safe_dump(data), notes
+
+
+def in_words_of_fsdp2(file: YamlFile) -> tuple[dict[str, Any], list[str]]:
+    """``converted_to_fsdp2`` as data, with keys that are not known left as they are.
+
+    Raises:
+        ConfigError: there is no such section, or it asks for what FSDP 2 does not do.
+    """
     section = file.data.get("fsdp_config")
     if not isinstance(section, dict) or not section:
         raise ConfigError(
@@ -72,7 +83,7 @@ def converted_to_fsdp2(file: YamlFile) -> tuple[str, list[str]]:
         )
     old = {key.removeprefix(PREFIX): value for key, value in section.items()}
     if str(old.get("version", 1)) == "2":
-        return yaml.safe_dump(file.data), [f"{file.name} is for FSDP 2 already: nothing changed."]
+        return dict(file.data), [f"{file.name} is for FSDP 2 already: nothing changed."]
     word = str(old.pop("sharding_strategy", None) or old.get("reshard_after_forward") or "FULL_SHARD").lower()
     asked = STRATEGY_WORDS.get(word, {"zero": 2 if word in FALSE_WORDS else 3})
     if asked["zero"] == 0:
@@ -80,7 +91,8 @@ def converted_to_fsdp2(file: YamlFile) -> tuple[str, list[str]]:
             f"{file.at('fsdp_config')}: NO_SHARD replicates the model, which FSDP 2 does not. Set distributed_type: "
             "MULTI_GPU, and remove fsdp_config."
         )
-    new = {PREFIX + key: value for key, value in old.items() if key not in _GONE}
+    written = {key.removeprefix(PREFIX): key for key in section}
+    new = {written[key]: value for key, value in old.items() if key not in _GONE}
     new |= {PREFIX + "version": 2, PREFIX + "reshard_after_forward": asked["zero"] == 3}
     notes = [f"{PREFIX}{key} was removed: {why}." for key, why in _GONE.items() if key in old]
     if str(old.get("state_dict_type", "")).upper() == "LOCAL_STATE_DICT":
@@ -94,7 +106,7 @@ def converted_to_fsdp2(file: YamlFile) -> tuple[str, list[str]]:
         notes.append(
             f"{word.upper()} became parallelism_config: each of the {machines} machines shards one replica."
         )
-    return yaml.safe_dump(data), notes
+    return data, notes
 
 
 # what `accelerate config` writes into each file, where nothing else was asked and another key cannot say it
