@@ -14,7 +14,7 @@ from typing import Any
 import click
 import yaml
 
-from lockstep.cli.cluster_config import ClusterConfig
+from lockstep.cli.cluster_config import ClusterConfig, settings_of
 from lockstep.cli.main import cli
 from lockstep.config.enums import PrecisionType
 from lockstep.config.sources import user_config_file
@@ -54,11 +54,7 @@ def load_config_from_file(config_file: str | None) -> ClusterConfig | FileSettin
     Raises:
         ConfigError: it cannot be read, or is no configuration.
     """
-    from lockstep.compat.accelerate.config_file import load
-
-    path = default_config_file if config_file is None else config_file
-    load(path)
-    said = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    said = settings_of(config_file)
     if ClusterConfig.unknown(said):
         return FileSettings(said)
     return ClusterConfig.of(said)

@@ -11,10 +11,23 @@ from typing import Any, TypeVar
 
 import yaml
 
+from lockstep.compat.accelerate.config_file import load
 from lockstep.config.enums import ComputeEnvironment, DistributedType
+from lockstep.config.sources import user_config_file
 from lockstep.errors import ConfigError
 
 Config = TypeVar("Config", bound="BaseConfig")
+
+
+def settings_of(path: str | Path | None) -> dict[str, Any]:
+    """What a configuration file says, checked; None: the one that ``lockstep config`` wrote.
+
+    Raises:
+        ConfigError: it cannot be read, or is no configuration.
+    """
+    path = user_config_file() if path is None else path
+    load(path)
+    return yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
 
 
 @dataclass
@@ -85,9 +98,7 @@ class BaseConfig:
 
     @classmethod
     def _read(cls: type[Config], path: Any) -> Config:
-        from lockstep.cli.accelerate_commands import load_config_from_file
-
-        said = load_config_from_file(path).to_dict()
+        said = settings_of(path)
         unknown = cls.unknown(said)
         if unknown:
             raise ConfigError(
