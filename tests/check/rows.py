@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep import Accelerator
 from lockstep.errors import LockstepError
-from lockstep.parallel.context.region import regions_of
+from lockstep.parallel.context import regions_of
 from lockstep.parallel.pipeline.derivation import Derivation
 from lockstep.parallel.tensor import infer
 from lockstep.parallel.tensor.rehearse import Passed, TensorRehearsal, rehearse

@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.model.blocks import find_blocks
-from lockstep.parallel.context.apply import context_parallel
-from lockstep.parallel.context.region import regions_of
+from lockstep.parallel.context import context_parallel, regions_of
 from lockstep.runtime import process
 from tests.parallel.split_problem import LENGTH, VOCABULARY, make_batches, make_llama
 

@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep.errors import UsageError
 from lockstep.model.blocks import find_blocks
-from lockstep.parallel.context.apply import context_parallel
+from lockstep.parallel.context import context_parallel, split_sequence
 from lockstep.parallel.context.arguments import sequence_dim
-from lockstep.parallel.context.split import split_sequence
 from lockstep.runtime import process
 from tests.parallel.split_problem import make_batches, make_gpt, make_llama
 

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.config.enums import Activation
 from lockstep.model.blocks import find_blocks
-from lockstep.parallel.context.apply import context_parallel
-from lockstep.parallel.context.split import gather_sequence, split_sequence
+from lockstep.parallel.context import context_parallel, gather_sequence, split_sequence
 from lockstep.parallel.recompute import recompute
 from lockstep.runtime import process
 from tests.parallel.split_problem import (

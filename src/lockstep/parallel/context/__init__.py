@@ -3,3 +3,9 @@
 ``layout`` says who holds which positions; ``ring`` and ``ulysses`` are the two attentions; ``region`` splits
 and gathers around the blocks; ``apply`` puts it into a model; ``split`` is for callers who split themselves.
 """
+
+from lockstep.parallel.context.apply import context_parallel
+from lockstep.parallel.context.region import regions_of
+from lockstep.parallel.context.split import gather_sequence, split_sequence
+
+__all__ = ["context_parallel", "gather_sequence", "regions_of", "split_sequence"]
