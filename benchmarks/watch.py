@@ -68,7 +68,7 @@ def time_block(loop: Iterator[None], steps: int) -> tuple[float, float]:
 
 def counters_us() -> float:
     """Microseconds that counting takes in one step."""
-    from lockstep.runtime.step_clock import StepClock
+    from lockstep.runtime.step import StepClock
 
     clock = StepClock()
     start = time.perf_counter()

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -29,13 +28,10 @@ from lockstep.config.options import fit_to_world, parallel_fields, resolve_optio
 from lockstep.config.options_view import OptionsView
 from lockstep.config.parallel import Parallel
 from lockstep.data.loader import PreparedLoader
-from lockstep.data.skip import skip_first_batches
 from lockstep.errors import StateResetError
 from lockstep.observe.hang.process import watch_process
 from lockstep.observe.methods import TrackingMethods
-from lockstep.observe.trackers.run import TrackerSet
 from lockstep.parallel.materialize import InitWeights
-from lockstep.parallel.parallel_model import unwrap
 from lockstep.preparation.checks import check_backend
 from lockstep.preparation.files import FileMethods
 from lockstep.preparation.prepare import Preparation
@@ -130,8 +126,8 @@ class Accelerator(
         gradient_accumulation_steps: int | None = 1,
         cpu: bool | None = False,
         dataloader_config: DataLoaderConfiguration | None = None,
-        deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
+        deepspeed_plugin: object = None,
+        fsdp_plugin: object = None,
         torch_tp_plugin: None = None,
         megatron_lm_plugin: None = None,
         rng_types: list[str] | None = None,
@@ -143,10 +139,10 @@ class Accelerator(
         kwargs_handlers: list[KwargsHandler] | None = None,
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
-        deepspeed_plugins: Any = None,
-        parallelism_config: Any = None,
+        deepspeed_plugins: object = None,
+        parallelism_config: object = None,
         *,
-        parallel: str | Parallel | Mapping[str, Any] | None = None,
+        parallel: str | Parallel | Mapping[str, object] | None = None,
         watch: bool | None = None,
         **further: object,
     ) -> None:
@@ -184,9 +180,7 @@ class Accelerator(
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.runtime = process.start(options.cpu, options.init)
         if options.cpu_affinity:
-            from lockstep.runtime.affinity import apply_affinity
-
-            apply_affinity(self.runtime)
+            process.apply_affinity(self.runtime)
         self._options = options = fit_to_world(options, self.runtime.world_size)
         self._watch = watch_process(self.runtime, options.watch, options.grace_s)
         self._watch.save_with(self._save_before_stop)
@@ -206,7 +200,9 @@ class Accelerator(
         )
         self._rng_types = rng_types
         self._registered: list[object] = []
-        self._trackers = TrackerSet(log_with, options.project.logging_dir, self.runtime.is_main)
+        self._log_with = log_with
+        if log_with is not None:
+            _ = self._trackers  # says what is wrong with it
         alive = [made for made in Accelerator._made if made() is not None]
         Accelerator._made = [*alive, weakref.ref(self)]
 
@@ -261,7 +257,7 @@ class Accelerator(
             self._preparation.models,
             self._preparation.optimizers,
             self.meshes,
-            self._preparation.own_gradients.forget,
+            self._preparation.gradients.forget,
         )
 
     # Where the step is -------------------------------------------------------------------------------
@@ -290,32 +286,6 @@ class Accelerator(
         from lockstep.compat.fsdp.plugin import resolved_plugin
 
         return resolved_plugin(self._options.fsdp_plugin, self.parallel)
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of fp16; None with other precisions."""
-        return self._scaler.scaler if self._scaler is not None else None
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        return self._step.accumulation_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, steps: int) -> None:
-        self._step.accumulation_steps = GradientAccumulationPlugin(num_steps=steps).num_steps or 1
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether this micro-batch ends an accumulation window."""
-        return self._step.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        self._step.sync_gradients = value
-
-    @property
-    def gradient_state(self) -> StepState:
-        return self._step
 
     # Lists that other libraries look into.
 
@@ -398,41 +368,6 @@ class Accelerator(
     def prepare_scheduler(self, scheduler: object) -> PreparedScheduler:
         """``prepare`` for one scheduler."""
         return self._preparation.prepare_scheduler(scheduler)
-
-    def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> Any:
-        """The object that was passed to ``prepare``; without ``keep_fp32_wrapper`` also without autocast.
-
-        Examples:
-            ```python
-            import torch
-            from lockstep import Accelerator
-
-            accelerator = Accelerator()
-            plain = torch.nn.Linear(4, 1)
-            model = accelerator.prepare(plain)
-            assert accelerator.unwrap_model(model) is plain
-            ```
-        """
-        self._preparation.offload.finish()
-        return unwrap(model, keep_autocast=keep_fp32_wrapper, keep_compile=keep_torch_compile)
-
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader without its first batches; costs no data for map-style datasets.
-
-        Examples:
-            ```python
-            import torch
-            from lockstep import Accelerator
-
-            accelerator = Accelerator()
-            loader = accelerator.prepare(torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=2))
-            for batch in accelerator.skip_first_batches(loader, 3):  # of this epoch only; the next one uses loader
-                print(batch.shape)
-            ```
-        """
-        return skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: object) -> list[Any]:
         """Forget all prepared objects, and return None for each given one, so that memory can be freed."""

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lockstep.checkpoint.weights.convert import open_weights, write_file
+from lockstep.config.files import read_plain_file
 from lockstep.errors import LockstepError
 from lockstep.offload.files.offload_folder import index_of, regions_of
-from lockstep.runtime.plain_file import read_plain_file
 from lockstep.utils import load_checkpoint_in_model
 
 SHARD = "model-00002-of-00002.safetensors"

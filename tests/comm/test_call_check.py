@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.call_check import CallCheck
-from lockstep.comm.call_signatures import SIGNATURES
+from lockstep.comm.call_record import SIGNATURES
 from lockstep.comm.ledger import CommunicationLedger
 from lockstep.errors import CollectiveMismatchError
 

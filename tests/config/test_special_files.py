@@ -9,8 +9,8 @@ import pytest
 
 from lockstep import Accelerator
 from lockstep.compat.accelerate.config_file import load
+from lockstep.config.files import read_json
 from lockstep.config.hosts import read_hostfile
-from lockstep.config.json_file import read_json
 from lockstep.errors import ConfigError
 from tests.cli.calling import call
 

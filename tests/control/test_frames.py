@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.control import Secret
-from lockstep.control.frames import FrameReader, FrameWriter, decode, encode
+from lockstep.control.session import FrameReader, FrameWriter, decode, encode
 from lockstep.errors import LinkError
 from tests.control.oracle import frame
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch import exec_worker, guard
+from lockstep.launch import bare
 from tests.compat.accelerate_examples import TWO_MACHINES
 from tests.launch.helpers import alive, pids_in, run, start, wait_until
 
@@ -253,19 +253,19 @@ def test_two_machines_of_one_file_form_one_world(backend: str, show: Path, tmp_p
 
 
 def test_a_worker_whose_parent_is_gone_already_does_not_start() -> None:
-    command = [sys.executable, "-I", "-S", exec_worker.__file__, "1", "echo", "started"]
+    command = [sys.executable, "-I", "-S", bare.__file__, "--worker", "1", "echo", "started"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout) == (137, "")
 
 
 def test_the_guard_spares_processes_of_others_and_of_a_launch_that_is_done() -> None:
     sleepers = {
-        name: subprocess.Popen(["sleep", "300"], env={**os.environ, guard.ID_VARIABLE: name})
+        name: subprocess.Popen(["sleep", "300"], env={**os.environ, bare.ID_VARIABLE: name})
         for name in ("mine", "other")
     }
     try:
-        command = [sys.executable, "-I", "-S", guard.__file__, "mine"]
-        subprocess.run(command, input=guard.DONE, timeout=30, check=True)
+        command = [sys.executable, "-I", "-S", bare.__file__, "--guard", "mine"]
+        subprocess.run(command, input=bare.DONE, timeout=30, check=True)
         assert all(alive(sleeper.pid) for sleeper in sleepers.values())
         subprocess.run(command, input=b"", timeout=30, check=True)
         assert not alive(sleepers["mine"].pid)

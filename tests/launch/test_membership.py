@@ -13,24 +13,16 @@ from lockstep.launch.membership import (
     JOIN_LIMIT_S,
     LAST_CALL_S,
     Action,
-    Closed,
     Completed,
-    Event,
-    Finished,
-    Heartbeat,
     JoinRefused,
     JoinRequest,
     JoinTimeout,
-    Lost,
     Membership,
     Missing,
     Newcomer,
     NodeEnded,
-    NodeFailed,
-    NodeJoined,
     Phase,
     RoundStarted,
-    Tick,
 )
 
 RUN = "train.py on 4 machines"
@@ -71,10 +63,10 @@ def names(round: RoundStarted) -> list[str]:
 
 def test_a_round_begins_at_once_when_all_are_here_and_ranks_follow_machine_ranks() -> None:
     members = launch(3, 3)
-    assert members.step(NodeJoined(request("c", 2, nproc=2)), 100.0) == []
-    assert members.step(NodeJoined(request("a", 0, nproc=3)), 101.0) == []
+    assert members.join(request("c", 2, nproc=2), 100.0) == []
+    assert members.join(request("a", 0, nproc=3), 101.0) == []
     assert members.lacking() == "machine 1"
-    round = formed(members.step(NodeJoined(request("b", 1)), 102.0))
+    round = formed(members.join(request("b", 1), 102.0))
     assert names(round) == ["a", "b", "c"]
     assert [node.base_rank for node in round.nodes] == [0, 3, 4]
     assert (round.number, round.world_size) == (0, 6)
@@ -84,46 +76,46 @@ def test_a_round_begins_at_once_when_all_are_here_and_ranks_follow_machine_ranks
 def test_without_numbers_ranks_follow_arrival_but_the_host_is_first() -> None:
     members = launch(3, 3)
     for machine in "cb":
-        assert members.step(NodeJoined(request(machine)), 100.0) == []
-    assert names(formed(members.step(NodeJoined(request("a")), 100.0))) == ["a", "c", "b"]
+        assert members.join(request(machine), 100.0) == []
+    assert names(formed(members.join(request("a"), 100.0))) == ["a", "c", "b"]
 
 
 def test_a_first_round_waits_for_late_comers_once_there_are_enough() -> None:
     members = launch(2, 4)
     assert members.lacking() == "2 more machines"
-    members.step(NodeJoined(request("a")), 0.0)
+    members.join(request("a"), 0.0)
     assert members.lacking() == "1 more machine"
-    assert members.step(NodeJoined(request("b")), 10.0) == []
-    assert members.step(Tick(), 10.0 + LAST_CALL_S - 0.1) == []
-    assert members.step(NodeJoined(request("c")), 10.0 + LAST_CALL_S - 0.05) == []
-    assert names(formed(members.step(Tick(), 10.0 + LAST_CALL_S))) == ["a", "b", "c"]
+    assert members.join(request("b"), 10.0) == []
+    assert members.tick(10.0 + LAST_CALL_S - 0.1) == []
+    assert members.join(request("c"), 10.0 + LAST_CALL_S - 0.05) == []
+    assert names(formed(members.tick(10.0 + LAST_CALL_S))) == ["a", "b", "c"]
 
 
 def test_a_lost_machine_ends_the_round_and_the_others_form_the_next_without_waiting() -> None:
     members = launch(1, 2)
-    members.step(NodeJoined(request("a", 0)), 0.0)
-    assert formed(members.step(NodeJoined(request("b", 1)), 0.0)).number == 0
-    assert members.step(Lost("b"), 1.0) == [
+    members.join(request("a", 0), 0.0)
+    assert formed(members.join(request("b", 1), 0.0)).number == 0
+    assert members.lose("b", 1.0) == [
         Missing(request("b", 1), "its connection closed", 0),
         NodeEnded(0, ("a",)),
     ]
-    assert members.step(Tick(), 1.1) == []  # not before "a" has ended its workers
-    again = formed(members.step(NodeJoined(request("a", 0, epoch="this")), 1.5))
+    assert members.tick(1.1) == []  # not before "a" has ended its workers
+    again = formed(members.join(request("a", 0, epoch="this"), 1.5))
     assert (again.number, names(again), again.world_size) == (1, ["a"], 1)
 
 
 def test_too_few_survivors_wait_for_another_machine_and_give_up_in_the_end() -> None:
     members = launch(2, 2)
-    members.step(NodeJoined(request("a", 0)), 0.0)
-    members.step(NodeJoined(request("b", 1)), 0.0)
-    members.step(Lost("b"), 1.0)
-    assert members.step(NodeJoined(request("a", 0, epoch="this")), 2.0) == []
+    members.join(request("a", 0), 0.0)
+    members.join(request("b", 1), 0.0)
+    members.lose("b", 1.0)
+    assert members.join(request("a", 0, epoch="this"), 2.0) == []
     now = 2.0
     while now < JOIN_LIMIT_S:
         now += 1.0
-        assert members.step(Heartbeat("a"), now) == members.step(Tick(), now) == []
-    members.step(Heartbeat("a"), now + 2)
-    overdue = only(members.step(Tick(), now + 2))
+        assert members.heartbeat("a", now) == members.tick(now) == []
+    members.heartbeat("a", now + 2)
+    overdue = only(members.tick(now + 2))
     assert isinstance(overdue, JoinTimeout)
     assert (
         overdue.sentence
@@ -133,20 +125,20 @@ def test_too_few_survivors_wait_for_another_machine_and_give_up_in_the_end() -> 
 
 def test_a_newcomer_is_announced_and_takes_part_in_the_next_round() -> None:
     members = launch(1, 2)
-    members.step(NodeJoined(request("a")), 0.0)
-    assert formed(members.step(Tick(), LAST_CALL_S)).world_size == 1
-    assert members.step(NodeJoined(request("b")), 10.0) == [Newcomer(request("b"), 0)]
-    assert members.step(NodeFailed(0), 10.0) == [NodeEnded(0, ("a",))]
-    assert names(formed(members.step(NodeJoined(request("a", epoch="this")), 11.0))) == ["a", "b"]
+    members.join(request("a"), 0.0)
+    assert formed(members.tick(LAST_CALL_S)).world_size == 1
+    assert members.join(request("b"), 10.0) == [Newcomer(request("b"), 0)]
+    assert members.fail(0, 10.0) == [NodeEnded(0, ("a",))]
+    assert names(formed(members.join(request("a", epoch="this"), 11.0))) == ["a", "b"]
 
 
 def test_a_round_is_complete_when_the_workers_of_all_machines_ended_well() -> None:
     members = launch(2, 2)
-    members.step(NodeJoined(request("a")), 0.0)
-    members.step(NodeJoined(request("b")), 0.0)
-    assert members.step(Finished("a", 0), 1.0) == []
-    assert members.step(Finished("b", 7), 1.0) == []  # of another round
-    assert members.step(Finished("b", 0), 1.0) == [Completed(0)]
+    members.join(request("a"), 0.0)
+    members.join(request("b"), 0.0)
+    assert members.finish("a", 0, 1.0) == []
+    assert members.finish("b", 7, 1.0) == []  # of another round
+    assert members.finish("b", 0, 1.0) == [Completed(0)]
 
 
 @pytest.mark.parametrize(
@@ -167,9 +159,9 @@ def test_who_does_not_belong_here_is_refused_with_the_reason(
     newcomer: JoinRequest, words: str, later: bool
 ) -> None:
     members = launch(1, 2)
-    members.step(NodeJoined(request("a", 0)), 0.0)
-    members.step(NodeJoined(request("b", 1)), 0.0)
-    refused = only(members.step(NodeJoined(newcomer), 1.0))
+    members.join(request("a", 0), 0.0)
+    members.join(request("b", 1), 0.0)
+    refused = only(members.join(newcomer, 1.0))
     assert isinstance(refused, JoinRefused)
     assert words in refused.sentence
     assert refused.later is later
@@ -178,21 +170,21 @@ def test_who_does_not_belong_here_is_refused_with_the_reason(
 
 def test_nobody_is_let_in_when_the_launch_is_over() -> None:
     members = launch(1, 2)
-    members.step(Closed(), 0.0)
-    refused = only(members.step(NodeJoined(request("a")), 1.0))
+    members.close()
+    refused = only(members.join(request("a"), 1.0))
     assert isinstance(refused, JoinRefused)
     assert "over" in refused.sentence
 
 
 def test_a_silent_machine_is_dead_by_the_clock_of_the_receiver_alone() -> None:
     members = launch(1, 2)
-    members.step(NodeJoined(request("a")), 0.0)
-    members.step(NodeJoined(request("b")), 0.0)
+    members.join(request("a"), 0.0)
+    members.join(request("b"), 0.0)
     now = 0.0
     while now < DEAD_AFTER_S:
         now += 0.5
-        assert members.step(Heartbeat("a"), now) == members.step(Tick(), now) == []
-    missing = members.step(Tick(), now + 0.1)[0]
+        assert members.heartbeat("a", now) == members.tick(now) == []
+    missing = members.tick(now + 0.1)[0]
     assert isinstance(missing, Missing)
     assert (missing.request.machine, missing.from_round) == ("b", 0)
     assert "silent for 5 s" in missing.why
@@ -200,19 +192,14 @@ def test_a_silent_machine_is_dead_by_the_clock_of_the_receiver_alone() -> None:
 
 def test_a_judge_that_stood_still_or_whose_clock_jumps_buries_nobody() -> None:
     members = launch(2, 2)
-    members.step(NodeJoined(request("a")), 0.0)
-    members.step(NodeJoined(request("b")), 0.0)
-    assert members.step(Tick(), 3600.0) == []  # it was suspended for an hour
-    assert members.step(Tick(), 0.0) == []  # a clock that goes back
+    members.join(request("a"), 0.0)
+    members.join(request("b"), 0.0)
+    assert members.tick(3600.0) == []  # it was suspended for an hour
+    assert members.tick(0.0) == []  # a clock that goes back
     now = 3600.0
     for _ in range(100):
         now += 1.0
-        assert (
-            members.step(Heartbeat("a"), now)
-            == members.step(Heartbeat("b"), now)
-            == members.step(Tick(), now)
-            == []
-        )
+        assert members.heartbeat("a", now) == members.heartbeat("b", now) == members.tick(now) == []
 
 
 class Machine:
@@ -252,8 +239,8 @@ def play(seed: int) -> int:
     machines = {name: Machine(name) for name in "abcde"}
     open_rounds: list[int] = []
 
-    def apply(event: Event) -> None:
-        for action in members.step(event, now):
+    def apply(actions: list[Action]) -> None:
+        for action in actions:
             if isinstance(action, RoundStarted):
                 assert not open_rounds, "two rounds at once"
                 assert all(one.running is None for one in machines.values() if one.connected)
@@ -272,12 +259,13 @@ def play(seed: int) -> int:
     def join(one: Machine) -> None:
         one.connected, one.running = True, None
         apply(
-            NodeJoined(
+            members.join(
                 request(
                     one.name,
                     nproc=1 + ord(one.name) % 2,
                     epoch=choose.choice(["", "", "", "this", "this", "old"]),
-                )
+                ),
+                now,
             )
         )
         one.connected = one.name in members.members
@@ -285,9 +273,9 @@ def play(seed: int) -> int:
     moves: list[Callable[[Machine], None]] = [
         join,
         join,
-        lambda one: apply(Lost(one.name)),
-        lambda one: apply(Finished(one.name, choose.randint(0, members.rounds))),
-        lambda one: apply(NodeFailed(choose.randint(0, members.rounds))),
+        lambda one: apply(members.lose(one.name, now)),
+        lambda one: apply(members.finish(one.name, choose.randint(0, members.rounds), now)),
+        lambda one: apply(members.fail(choose.randint(0, members.rounds), now)),
         lambda one: setattr(one, "cut_off", not one.cut_off),
     ]
     for name in choose.sample("abcde", choose.randint(0, 4)):
@@ -296,10 +284,10 @@ def play(seed: int) -> int:
         now += choose.choice([0.0, 0.2, 1.0, 1.0, 1.9, 30.0, -5.0])
         for one in machines.values():
             if one.connected and not one.cut_off:
-                apply(Heartbeat(one.name))
+                apply(members.heartbeat(one.name, now))
                 if one.running is not None and one.running not in open_rounds and choose.random() < 0.8:
                     join(one)  # it was told that its round is over
-        apply(Tick())
+        apply(members.tick(now))
         if choose.random() < 0.7:
             choose.choice(moves)(choose.choice(list(machines.values())))
     return members.rounds
@@ -313,8 +301,8 @@ def test_ten_thousand_random_histories_never_break_an_invariant() -> None:
 
 def test_the_invariants_would_notice_a_dead_machine_in_a_round() -> None:
     members = launch(1, 2)
-    members.step(NodeJoined(request("a")), 0.0)
-    members.step(NodeJoined(request("b")), 0.0)
+    members.join(request("a"), 0.0)
+    members.join(request("b"), 0.0)
     assert members.round is not None
     members.round = replace(members.round, nodes=members.round.nodes[:1])
     with pytest.raises(AssertionError):

@@ -11,9 +11,18 @@ from hypothesis import strategies as st
 
 from lockstep.config.hosts import Host
 from lockstep.errors import ConfigError
-from lockstep.launch.document import as_line, from_line, plan_as_data, plan_from_data
 from lockstep.launch.machines import Transport
-from lockstep.launch.node import Node, first_host, local_plan, node_of, parse
+from lockstep.launch.node import (
+    Node,
+    as_line,
+    first_host,
+    from_line,
+    local_plan,
+    node_of,
+    parse,
+    plan_as_data,
+    plan_from_data,
+)
 from lockstep.launch.plan import FaultPolicy, LaunchPlan
 
 # anything that an argument vector or an environment can hold, bytes that are not UTF-8 included

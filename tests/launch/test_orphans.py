@@ -37,7 +37,7 @@ def guard_of(launcher: int) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(launcher).children():
         try:
-            found += [child] if any("guard.py" in word for word in child.cmdline()) else []
+            found += [child] if "--guard" in child.cmdline() else []
         except psutil.Error:  # ended meanwhile, and not reaped
             continue
     return found

@@ -27,7 +27,7 @@ from lockstep.errors import ConfigError, MissingExtraError
 from lockstep.launch.plan import LaunchPlan, Program, make_plan, merge
 from lockstep.launch.ray_cluster import commands, launch
 from lockstep.launch.ray_cluster.cluster import address, shortage, uses_gpus
-from lockstep.launch.ray_cluster.record import RayEnded, RunRecord
+from lockstep.launch.ray_cluster.worker import RayEnded, RunRecord
 
 WORD = """
 import json, os, pathlib, sys, time

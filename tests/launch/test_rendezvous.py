@@ -20,7 +20,7 @@ from lockstep.launch.membership import Membership
 from lockstep.launch.network import LOOPBACK, find_meeting, holder_of, listening_socket
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.rendezvous import CoordinatorLost, LauncherIdentity, Over, Rendezvous, Round
-from lockstep.launch.restarts import Restarts
+from lockstep.launch.report import Restarts
 
 GRACE_S = 30.0
 

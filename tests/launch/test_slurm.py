@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
 from lockstep.launch import slurm
-from lockstep.launch.document import from_line, plan_from_data
 from lockstep.launch.machines import Transport
-from lockstep.launch.node import parse
+from lockstep.launch.node import from_line, parse, plan_from_data
 from lockstep.launch.plan import LaunchPlan
 from tests.launch.fakes import CANARY, Fakes, canaries
 from tests.launch.helpers import run, start, wait_until

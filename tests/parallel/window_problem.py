@@ -146,7 +146,7 @@ def window_of(accelerator: Accelerator) -> AccumulationState:
         prepared.models,
         prepared.optimizers,
         accelerator.meshes,
-        prepared.own_gradients.forget,
+        prepared.gradients.forget,
     )
     window.watch()
     return window

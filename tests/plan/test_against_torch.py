@@ -13,9 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lockstep.comm.ledger import CommunicationLedger
-from lockstep.plan.dtypes import dtypes
 from lockstep.plan.memory import state_bytes
-from lockstep.plan.size import ModelSize
+from lockstep.plan.sizes import ModelSize, dtypes
 from lockstep.plan.traffic import sent_bytes
 from lockstep.runtime.process import start
 from lockstep.utils import Parallel

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.comm.quantization import message_bytes
-from lockstep.plan.dtypes import BYTES, TABLE, dtypes
+from lockstep.plan.sizes import BYTES, TABLE, dtypes
 from lockstep.utils import Parallel
 
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

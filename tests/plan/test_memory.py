@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
 from lockstep.plan.memory import OPTIMIZERS, MemoryRow, state_bytes, textbook_bytes
-from lockstep.plan.size import parse_count
+from lockstep.plan.sizes import parse_count
 from lockstep.utils import Parallel
 
 PSI = 10**9

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.plan.dtypes import dtypes
 from lockstep.plan.memory import OPTIMIZERS, state_bytes
+from lockstep.plan.sizes import dtypes
 from lockstep.utils import Parallel
 
 ROOT = Path(__file__).parents[2]

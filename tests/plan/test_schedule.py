@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError, UsageError
 from lockstep.plan.schedule import Action, Timeline, Times, by_rank, simulate
-from lockstep.plan.schedule_case import parse_times
+from lockstep.plan.schedule_case import action_lists, parse_times
 from lockstep.plan.schedule_table import checked
-from lockstep.plan.schedule_torch import action_lists
 
 NAMES = ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"]
 

@@ -11,9 +11,8 @@ import pytest
 
 from lockstep.config.enums import Schedule
 from lockstep.plan.schedule import Action, Times, simulate
-from lockstep.plan.schedule_svg import COLOURS, shade, svg
-from lockstep.plan.schedule_text import text_rows
-from lockstep.plan.schedule_torch import action_lists
+from lockstep.plan.schedule_case import action_lists
+from lockstep.plan.schedule_picture import COLOURS, shade, svg, text_rows
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 IMAGES = Path(__file__).parents[2] / "docs" / "images"

@@ -130,8 +130,8 @@ def _spread(tensor: torch.Tensor) -> tuple[str, ...]:
     """Where a DTensor's part lies in it."""
     if not is_dtensor(tensor):
         return ()
-    mesh = tensor.device_mesh  # type: ignore[attr-defined]
-    return str(tensor.placements), str(tuple(mesh.shape)), str(mesh.get_coordinate())  # type: ignore[attr-defined]
+    mesh = tensor.device_mesh
+    return str(tensor.placements), str(tuple(mesh.shape)), str(mesh.get_coordinate())
 
 
 def _local_shards(name: str, tensor: torch.Tensor, is_own: bool) -> LocalShards:

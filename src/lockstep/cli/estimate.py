@@ -43,7 +43,7 @@ MAX_RANKS = 16
 def command(model: str, arguments: str | None, optimizer: str, as_json: bool, **options: Any) -> None:
     """Count MODEL, and what fits where: a module path (package.module:Class or file.py:function), the folder or
     config.json of a transformers model, or a folder or file of safetensors. No weights are made or read."""
-    from lockstep.config.json_file import parse_json
+    from lockstep.config.files import parse_json
     from lockstep.config.values import parse_integer, parse_precision
     from lockstep.plan.estimate import inference_rows, training_rows
 
@@ -83,8 +83,7 @@ def _integers(text: str, flag: str) -> list[int]:
 
 
 def _limits(options: dict[str, Any]) -> Limits:
-    from lockstep.config.sizes import bytes_of
-    from lockstep.config.values import parse_integer
+    from lockstep.config.values import bytes_of, parse_integer
     from lockstep.plan.estimate import Limits
 
     sizes = {

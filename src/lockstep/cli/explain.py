@@ -16,9 +16,8 @@ from lockstep.config.checks import MAX_ACCUMULATION_STEPS, MAX_PROCESSES
 from lockstep.config.parallel import Parallel
 from lockstep.config.values import parse_integer, parse_precision
 from lockstep.errors import ConfigError
-from lockstep.plan.dtypes import dtypes
 from lockstep.plan.memory import MemoryRow, state_bytes
-from lockstep.plan.size import parse_count
+from lockstep.plan.sizes import dtypes, parse_count
 
 COMPARED = ("ddp", "zero=1", "zero=2", "zero=3")
 MAX_ROWS = 64

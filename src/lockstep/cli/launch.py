@@ -93,7 +93,7 @@ def command_function(ctx: click.Context, script: str, arguments: tuple[str, ...]
         output=options["output"],
     )
     if plan.secret_file is not None:
-        from lockstep.launch.shared_secret import check_secret_file
+        from lockstep.launch.backend import check_secret_file
 
         check_secret_file(plan)
     for sentence in _without_effect(ctx, options, program, plan, loaded):

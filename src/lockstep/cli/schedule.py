@@ -112,7 +112,7 @@ def _picture_path(output: str | None) -> Path | None:
 
 
 def _write_picture(path: Path, case: ScheduleCase) -> None:
-    from lockstep.plan.schedule_svg import svg
+    from lockstep.plan.schedule_picture import svg
 
     assert case.timeline is not None
     try:
@@ -143,7 +143,7 @@ def _print(cases: list[ScheduleCase], with_timeline: bool) -> None:
 def _print_timeline(console: Console, timeline: Timeline) -> None:
     from rich.text import Text
 
-    from lockstep.plan.schedule_text import text_rows
+    from lockstep.plan.schedule_picture import text_rows
 
     rows = text_rows(timeline)
     if not rows:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -49,7 +49,7 @@ class CollectiveCall:
         return replace(self, line=line)
 
 
-def leaf_spec(leaf: Any, at_least_1d: bool = False) -> LeafSpec:
+def leaf_spec(leaf: object, at_least_1d: bool = False) -> LeafSpec:
     if not isinstance(leaf, torch.Tensor):
         return LeafSpec((), type(leaf).__name__, "")
     shape = tuple(leaf.shape) or ((1,) if at_least_1d else ())
@@ -116,7 +116,7 @@ def fixed_part(spec: LeafSpec | None, free_dim: int | None, any_shape: bool) -> 
     return replace(spec, shape=tuple(shape))
 
 
-def rows(lines: Any) -> str:
+def rows(lines: Iterable[str]) -> str:
     return "".join(f"\n  rank {rank}: {line}" for rank, line in enumerate(lines))
 
 

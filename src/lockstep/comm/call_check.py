@@ -25,8 +25,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.call_record import CallRecord, CheckedCall, checked_call, splits_fit, tensors_in
-from lockstep.comm.call_signatures import SIGNATURES, Signature
+from lockstep.comm.call_record import (
+    SIGNATURES,
+    CallRecord,
+    CheckedCall,
+    Signature,
+    checked_call,
+    splits_fit,
+    tensors_in,
+)
 from lockstep.errors import CollectiveMismatchError
 from lockstep.torch_internals import c10d
 from lockstep.torch_internals.dispatch import WithoutCollectives
@@ -56,8 +63,8 @@ class CallCheck:
         self._originals: dict[str, Callable[..., object]] = {}
         self._checked: dict[str, Callable[..., object]] = {}
         self._unequal_lines: set[str] = set()
-        self._meetings: weakref.WeakKeyDictionary[object, Meetings] = weakref.WeakKeyDictionary()
-        self._stores: weakref.WeakKeyDictionary[object, object] = weakref.WeakKeyDictionary()
+        self._meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Meetings] = weakref.WeakKeyDictionary()
+        self._stores: weakref.WeakKeyDictionary[object, c10d.Store] = weakref.WeakKeyDictionary()
 
     @property
     def is_installed(self) -> bool:
@@ -126,7 +133,7 @@ class CallCheck:
         if len({record.digest for record in records.values()}) > 1 or not splits_fit(list(records.values())):
             raise mismatch(records)
 
-    def _meetings_of(self, group: Any) -> Meetings:
+    def _meetings_of(self, group: dist.ProcessGroup) -> Meetings:
         if group not in self._meetings:
             world = dist.group.WORLD
             if world not in self._stores:
@@ -134,7 +141,7 @@ class CallCheck:
             self._meetings[group] = Meetings(self._stores[world], group)
         return self._meetings[group]
 
-    def _compared_group(self, given: Mapping[str, Any]) -> Any:
+    def _compared_group(self, given: Mapping[str, object]) -> dist.ProcessGroup | None:
         """The process group of the call; None where the call is not to be compared."""
         group = given.get("group") or dist.group.WORLD
         if group == dist.GroupMember.NON_GROUP_MEMBER or not isinstance(group, dist.ProcessGroup):
@@ -162,12 +169,12 @@ def compared_in(frame: FrameType) -> CheckedCall | None:
 class CheckedWork(dist.Work):
     """The handle of an asynchronous collective; ``wait`` compares the ranks' calls first."""
 
-    def __init__(self, work: Any, compare: Callable[[], None]) -> None:
+    def __init__(self, work: dist.Work, compare: Callable[[], None]) -> None:
         super().__init__()
         self._work = work
         self._compare: Callable[[], None] | None = compare
 
-    def wait(self, *args: object, **kwargs: object) -> Any:
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
         compare, self._compare = self._compare, None
         if compare is not None:
             compare()
@@ -182,7 +189,7 @@ class CheckedWork(dist.Work):
     def is_success(self) -> bool:
         return bool(self._work.is_success())
 
-    def exception(self) -> Any:
+    def exception(self) -> BaseException | None:
         return self._work.exception()
 
     def result(self) -> Any:
@@ -205,9 +212,9 @@ class Meetings:
     have read is deleted.
     """
 
-    def __init__(self, store: Any, group: Any) -> None:
+    def __init__(self, store: c10d.Store, group: dist.ProcessGroup) -> None:
         self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
-        self._store = store
+        self._store: Any = store  # which takes bytes as well, whatever its stub says
         self._me = dist.get_rank()
         name = f"lockstep/calls/{group.group_name}"
         # The store may outlive a group, and hold what was laid down in an earlier one of this name.
@@ -262,7 +269,7 @@ class Meetings:
         return f"{self._prefix}/{number}/{rank}"
 
 
-def store_of_its_own() -> Any:
+def store_of_its_own() -> c10d.Store:
     """A connection to the main group's store that may wait without holding up others who use the store."""
     store = c10d.default_store()
     if not hasattr(store, "clone"):
@@ -290,6 +297,6 @@ def is_library(caller: FrameType) -> bool:
     return isinstance(name, str) and name.partition(".")[0] in LIBRARIES
 
 
-def has_cpu(group: Any) -> bool:
+def has_cpu(group: dist.ProcessGroup) -> bool:
     """Whether the group communicates CPU tensors."""
     return c10d.has_backend_for(group, CPU)

@@ -1,4 +1,7 @@
-"""One rank's call of a collective, as 512 bytes that the other ranks compare with theirs."""
+"""One rank's call of a collective, as 512 bytes that the other ranks compare with theirs.
+
+What of the arguments has to agree is a table, by the names in torch.distributed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,80 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.agreement import CollectiveCall, LeafSpec, leaf_spec
-from lockstep.comm.call_signatures import Signature
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What of a collective's arguments has to agree.
+
+    Attributes:
+        names: Of its arguments, in order.
+        tensors: Those whose number of elements, dtype and device are equal on all ranks. Lists: for each element; where
+            a list's sizes differ, only the dtype and device of the other argument.
+        exchanged: Of an all-to-all: what each rank takes, what it sends; dtype and device are equal on all ranks.
+        root: The names of the argument that is a rank, as a global one and as one of the group.
+        has_op: The reduction ``op`` is equal on all ranks.
+        name: As what it is compared; "": its own name.
+    """
+
+    names: tuple[str, ...]
+    tensors: tuple[str, ...] = ()
+    exchanged: tuple[str, ...] = ()
+    root: tuple[str, str] | None = None
+    has_op: bool = False
+    name: str = ""
+
+
+SRC, DST = ("src", "group_src"), ("dst", "group_dst")
+GATHER_SINGLE = Signature(
+    ("output_tensor", "input_tensor", "group", "async_op"),
+    ("output_tensor", "input_tensor"),
+    name="all_gather_into_tensor",
+)
+SCATTER_SINGLE = Signature(
+    ("output", "input", "op", "group", "async_op"),
+    ("output", "input"),
+    has_op=True,
+    name="reduce_scatter_tensor",
+)
+# The collectives that are compared; of torch 2.13's new names too. Sends and receives are not.
+SIGNATURES: Mapping[str, Signature] = {
+    "all_reduce": Signature(("tensor", "op", "group", "async_op"), ("tensor",), has_op=True),
+    "broadcast": Signature(("tensor", "src", "group", "async_op", "group_src"), ("tensor",), root=SRC),
+    "reduce": Signature(
+        ("tensor", "dst", "op", "group", "async_op", "group_dst"), ("tensor",), root=DST, has_op=True
+    ),
+    "all_gather": Signature(("tensor_list", "tensor", "group", "async_op"), ("tensor_list", "tensor")),
+    "all_gather_into_tensor": GATHER_SINGLE,
+    "all_gather_single": GATHER_SINGLE,
+    "gather": Signature(
+        ("tensor", "gather_list", "dst", "group", "async_op", "group_dst"), ("tensor",), root=DST
+    ),
+    "scatter": Signature(
+        ("tensor", "scatter_list", "src", "group", "async_op", "group_src"), ("tensor",), root=SRC
+    ),
+    "reduce_scatter": Signature(
+        ("output", "input_list", "op", "group", "async_op"), ("input_list", "output"), has_op=True
+    ),
+    "reduce_scatter_tensor": SCATTER_SINGLE,
+    "reduce_scatter_single": SCATTER_SINGLE,
+    "all_to_all": Signature(
+        ("output_tensor_list", "input_tensor_list", "group", "async_op"),
+        exchanged=("output_tensor_list", "input_tensor_list"),
+    ),
+    "all_to_all_single": Signature(
+        ("output", "input", "output_split_sizes", "input_split_sizes", "group", "async_op"),
+        exchanged=("output", "input"),
+    ),
+    "barrier": Signature(("group", "async_op", "device_ids")),
+    "all_gather_object": Signature(("object_list", "obj", "group")),
+    "gather_object": Signature(("obj", "object_gather_list", "dst", "group", "group_dst"), root=DST),
+    "broadcast_object_list": Signature(("object_list", "src", "group", "device", "group_src"), root=SRC),
+    "scatter_object_list": Signature(
+        ("scatter_object_output_list", "scatter_object_input_list", "src", "group", "group_src"), root=SRC
+    ),
+}
+
 
 RECORD_BYTES = 512
 DIGEST_BYTES = 8
@@ -132,14 +208,14 @@ def agreed_leaves(signature: Signature, given: Mapping[str, object]) -> dict[str
     return leaves
 
 
-def sized(leaf: Any, has_size: bool) -> LeafSpec:
+def sized(leaf: object, has_size: bool) -> LeafSpec:
     spec = leaf_spec(leaf)
     return LeafSpec(
         (leaf.numel(),) if has_size and isinstance(leaf, torch.Tensor) else (), spec.kind, spec.device
     )
 
 
-def all_to_all_splits(signature: Signature, given: Mapping[str, object], size: int) -> tuple[int, ...]:
+def all_to_all_splits(signature: Signature, given: Mapping[str, Any], size: int) -> tuple[int, ...]:
     """Elements taken from each rank of the group, then elements sent to each."""
     if not signature.exchanged or 2 * size > MOST_SPLITS:
         return ()
@@ -151,7 +227,7 @@ def all_to_all_splits(signature: Signature, given: Mapping[str, object], size: i
     return splits if len(splits) == 2 * size else ()
 
 
-def elements_per_rank(value: object, splits: Any, size: int) -> list[int]:
+def elements_per_rank(value: object, splits: Sequence[int] | None, size: int) -> list[int]:
     if isinstance(value, (list, tuple)):
         return [one.numel() for one in tensors_in(value)]
     if not isinstance(value, torch.Tensor):
@@ -190,7 +266,7 @@ def op_name(op: object) -> str:
     return str(getattr(kind, "name", type(kind).__name__))
 
 
-def parts(value: Any) -> Sequence[object]:
+def parts(value: object) -> Sequence[object]:
     return value if isinstance(value, (list, tuple)) else (value,)
 
 

@@ -192,7 +192,7 @@ class Communicator:
             return values
         payload, problem = pickled(values, "gather_object")
         self._meet(GATHER_OBJECT, problem)
-        payloads: list[Any] = [None] * self.world_size
+        payloads = [payload] * self.world_size
         all_gather_object(payloads, payload, group=self._group)
         return [one for other in payloads for one in pickle.loads(other)]
 
@@ -201,19 +201,42 @@ class Communicator:
         if self.world_size == 1:
             return values
         self._check_rank(from_process)
-        payload: bytes | None = None
-        problem: Exception | None = None
+        payload, problem = b"", None
         if self.runtime.rank == from_process:
             payload, problem = pickled(values, "broadcast_object_list")
         name = f"broadcast_object_list(list of {len(values)}, from_process={from_process})"
         self._meet(CollectiveCall(name), problem)
-        box: list[Any] = [payload]
+        box = [payload]
         dist.broadcast_object_list(
             box, group=self._group, group_src=from_process, device=self.runtime.control_device
         )
         if self.runtime.rank != from_process:
             values[:] = pickle.loads(box[0])
         return values
+
+    @torch.no_grad()
+    def transfer(
+        self, tensor: torch.Tensor | None, like: torch.Tensor, from_process: int, to_process: int
+    ) -> torch.Tensor | None:
+        """``tensor`` of rank ``from_process`` on rank ``to_process``, in host memory; None on the others.
+
+        Both ranks call it, others may. ``like`` has its shape and dtype, maybe on the meta device.
+        """
+        rank = self.runtime.rank
+        if rank not in (from_process, to_process):
+            return None
+        if from_process == to_process:
+            return None if tensor is None else tensor.detach().cpu()
+        if rank == from_process:
+            assert tensor is not None
+            data = as_bytes(self._carried(tensor.detach()))
+            if data.numel():
+                dist.send(data, group=self._group, group_dst=to_process)
+            return None
+        received = self._carried(torch.empty(like.nbytes, dtype=torch.uint8))
+        if received.numel():
+            dist.recv(received, group=self._group, group_src=from_process)
+        return received.cpu().view(like.dtype).view(like.shape)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -287,7 +310,7 @@ class Communicator:
             raise CollectiveMismatchError(failure.ended_without(gone, call, line)) from None
 
     def _exchange(self, value: Value) -> list[Value]:
-        values: list[Any] = [None] * self.world_size
+        values = [value] * self.world_size
         all_gather_object(values, value, group=self._group)
         return values
 

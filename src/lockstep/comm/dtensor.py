@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,12 @@ from lockstep.comm.tree import map_tensors
 from lockstep.errors import UsageError
 from lockstep.torch_internals import tensors as torch_tensors
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
 
-def is_dtensor(tensor: Any) -> bool:
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """Whether ``tensor`` is a DTensor."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
@@ -30,12 +34,12 @@ def is_dtensor(tensor: Any) -> bool:
 @torch.no_grad()
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor, sharing its memory; other tensors are returned as they are."""
-    part: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    part: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
     return part
 
 
 @torch.no_grad()
-def whole(tree: Any, keep: bool = True) -> Any:
+def whole(tree: object, keep: bool = True) -> Any:
     """Nested values with every DTensor gathered, in host memory; collective.
 
     One tensor at a time is on the device, also of those whose shards are in host memory. Tensors that share memory
@@ -62,25 +66,24 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 @torch.no_grad()
-def full(tensor: Any) -> torch.Tensor:
+def full(tensor: torch.Tensor) -> torch.Tensor:
     """All of a DTensor, on the device of its mesh; collective. It may share memory with this rank's part."""
-    tensor = tensor.to(tensor.device_mesh.device_type)
-    gathered: torch.Tensor = (
-        tensor.full_tensor()
-        if is_plain(tensor.placements)
-        else _gathered(local(tensor), tensor.shape, tensor.device_mesh, tensor.placements)
-    )
-    return gathered
+    assert is_dtensor(tensor)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    tensor = tensor.to(mesh.device_type)
+    if is_plain(placements):
+        return cast("DTensor", tensor).full_tensor()
+    return _gathered(local(tensor), tensor.shape, mesh, placements)
 
 
 def _gathered(
-    part: torch.Tensor, shape: Sequence[int], mesh: Any, placements: Sequence[object]
+    part: torch.Tensor, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[object]
 ) -> torch.Tensor:
     """The tensor of which each rank has ``part``: torch's ``full_tensor`` mixes some up that fully_shard has cut."""
     cut = [axis for axis, placement in enumerate(placements) if dim_of(placement) is not None]
     coordinates = []
     for chosen in product(*(range(mesh.shape[axis]) for axis in cut)):
-        coordinate = list(mesh.get_coordinate())
+        coordinate = list(mesh.get_coordinate() or ())
         for axis, index in zip(cut, chosen, strict=True):
             coordinate[axis] = index
         coordinates.append(coordinate)
@@ -113,7 +116,7 @@ def _shown_class() -> type[torch.Tensor]:
 
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            def shown(value: Any) -> Any:
+            def shown(value: object) -> Any:
                 return vars(value)["whole_value"] if type(value) is cls else value
 
             # Lists of tensors, as torch.cat takes them, are one level deep.
@@ -146,8 +149,7 @@ def boxes_of(tensor: torch.Tensor) -> list[ShardRegion]:
     """
     if not is_dtensor(tensor):
         return [whole_box(tensor.shape)]
-    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
-    placements: Any = tensor.placements  # type: ignore[attr-defined]
+    mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # this rank is not in the mesh
         return []
@@ -163,7 +165,7 @@ def boxes_of(tensor: torch.Tensor) -> list[ShardRegion]:
     return boxes(tensor.shape, mesh.shape, placements, coordinate)
 
 
-def _refuse_partial(placements: Iterable[object]) -> None:
+def _refuse_partial(placements: Iterable[Placement]) -> None:
     if any(is_partial(placement) for placement in placements):
         raise UsageError(
             f"A tensor is spread as {tuple(placements)}: its ranks hold addends, whose sum is not taken yet. "
@@ -187,14 +189,12 @@ def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def with_part(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def with_part(part: torch.Tensor, like: DTensor) -> torch.Tensor:
     """A DTensor laid out as the DTensor ``like``, of which this rank has ``part``, on its device and in its dtype."""
     from torch.distributed.tensor import DTensor
 
-    mesh: Any = like.device_mesh  # type: ignore[attr-defined]
-    placements: Any = like.placements  # type: ignore[attr-defined]
-    spread: Any = DTensor.from_local(
-        part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    spread: DTensor = DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
     return spread if local(spread).device == part.device else spread.to(part.device)
 
@@ -217,7 +217,7 @@ def total_norm(
     """
     groups: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
-        layout = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None  # type: ignore[attr-defined]
+        layout = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
         _refuse_partial(layout[1] if layout else ())
         groups.setdefault(layout, []).append(local(tensor))
     norms = []
@@ -236,7 +236,9 @@ def total_norm(
     )
 
 
-def _norm_over_shards(norm: torch.Tensor, norm_type: float, mesh: Any, placements: object) -> torch.Tensor:
+def _norm_over_shards(
+    norm: torch.Tensor, norm_type: float, mesh: DeviceMesh, placements: Sequence[object]
+) -> torch.Tensor:
     if norm_type == float("inf"):
         return _over_shards(norm, dist.ReduceOp.MAX, mesh, placements)
     power = norm.to(torch.promote_types(norm.dtype, torch.float32)) ** norm_type  # of fp16 it would overflow
@@ -247,13 +249,15 @@ def _norm_over_shards(norm: torch.Tensor, norm_type: float, mesh: Any, placement
 @torch.no_grad()
 def max_over_shards(number: torch.Tensor, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """The largest ``number`` (0-d) of the ranks among which the DTensors in ``tensors`` are sharded. Collective."""
-    layouts = {(tensor.device_mesh, tensor.placements): None for tensor in tensors if is_dtensor(tensor)}  # type: ignore[attr-defined]
+    layouts = {(tensor.device_mesh, tensor.placements): None for tensor in tensors if is_dtensor(tensor)}
     for mesh, placements in layouts:
         number = _over_shards(number, dist.ReduceOp.MAX, mesh, placements)
     return number
 
 
-def _over_shards(number: torch.Tensor, op: object, mesh: Any, placements: Any) -> torch.Tensor:
+def _over_shards(
+    number: torch.Tensor, op: object, mesh: DeviceMesh, placements: Sequence[object]
+) -> torch.Tensor:
     # Shards may be in host memory, where the group cannot reduce.
     reduced = number.to(mesh.device_type, copy=True)
     for dim, placement in enumerate(placements):

@@ -22,7 +22,7 @@ def gather(tensor: Tree) -> Tree:
     return _communicator().gather(tensor)
 
 
-def gather_object(object: object) -> Any:
+def gather_object(object: object) -> list[Any]:
     """The lists of all ranks as one list, in rank order."""
     return _communicator().gather_object(object)
 
@@ -84,7 +84,8 @@ def recursively_apply(
 
 
 def slice_tensors(
-    data: object, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
-) -> Any:
+    data: Tree, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+) -> Tree:
     """``tensor[tensor_slice]`` of each tensor: [n, ...] to [rows of the slice, ...]."""
-    return map_tensors(lambda tensor: tensor[tensor_slice], data)
+    sliced: Tree = map_tensors(lambda tensor: tensor[tensor_slice], data)
+    return sliced

@@ -13,9 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 Range = tuple[int, int]
 """First index, and how many."""
@@ -43,7 +46,7 @@ def dim_of(placement: object) -> int | None:
     return dim
 
 
-def is_partial(placement: Any) -> bool:
+def is_partial(placement: Placement) -> bool:
     """Whether the ranks along this mesh dimension hold addends instead of elements."""
     return bool(placement.is_partial())
 
@@ -98,7 +101,7 @@ def is_plain(placements: Sequence[object]) -> bool:
     return len(set(dims)) == len(dims) and all(_factor(placement) == 1 for placement in placements)
 
 
-def _in_order(mesh_shape: Sequence[int], placements: Sequence[Any]) -> list[tuple[int, int]]:
+def _in_order(mesh_shape: Sequence[int], placements: Sequence[object]) -> list[tuple[int, int]]:
     """Mesh dimensions in the order in which they cut, with the number of parts that are cut first."""
     order: list[tuple[int, int]] = []
     # From the last axis on: an early cut goes to the front, a late one behind all cuts of the axes after it.

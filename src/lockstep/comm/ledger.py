@@ -201,9 +201,8 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 def group_size(given: dict[str, Any]) -> int:
     """Number of ranks of the group in an operator's arguments: an object, or the name of one."""
     if "group_name" in given:
-        name: Any = given["group_name"]
-        is_name = isinstance(name, str)
-        group: Any = c10d.group_named(name) if is_name else name
+        name = given["group_name"]
+        group = c10d.group_named(name) if isinstance(name, str) else name
     else:
         group = dist.ProcessGroup.unbox(given["process_group"])
     return int(group.size())

@@ -41,7 +41,7 @@ def gather_for_metrics(
             data = data[:real]
         elif rows != real and isinstance(data, (list, tuple)):
             data = data[: _kept(len(data), rows, real)]
-        gathered: Any = communicator.gather_object(data)
+        gathered: object = communicator.gather_object(data)
         return gathered[: _samples(step, len(gathered))] if isinstance(gathered, list) else gathered
     if rows != real or 0 < rows < full:
         data = map_tensors(lambda tensor: _cut(tensor, rows, real, full), data)

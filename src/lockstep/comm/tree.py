@@ -85,7 +85,7 @@ def map_tensors(fn: Callable[[torch.Tensor], object], tree: object) -> Any:
 
 def leaves(tree: object) -> dict[str, Any]:
     """Path and leaf of every leaf, depth first."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     map_leaves(found.__setitem__, tree)
     return found
 
@@ -130,7 +130,7 @@ def concatenate(data: Sequence[Tree], dim: int = 0) -> Tree:
             f"{' and '.join(str(sorted(part)) for part in parts)}. Make them alike."
         )
 
-    def join(path: str, first: Any) -> Any:
+    def join(path: str, first: object) -> Any:
         values = [part[path] for part in parts]
         if all(isinstance(value, torch.Tensor) for value in values):
             return torch.cat([value.reshape(1) if value.ndim == 0 else value for value in values], dim=dim)
@@ -154,6 +154,9 @@ def send_to_device(
 
     ``skip_keys`` names entries of mappings, at any depth, that stay where they are.
     """
+    # What default_collate mostly makes needs no walk over a tree.
+    if type(tensor) is list and all(type(part) is torch.Tensor for part in tensor):
+        return [part.to(device, non_blocking=non_blocking) for part in tensor]
     skipped = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
     if isinstance(tensor, torch.Tensor):
         return tensor.to(device, non_blocking=non_blocking)
@@ -166,7 +169,7 @@ def send_to_device(
     parts = children(tensor)
     if parts is None:
         return tensor
-    keys: list[Any] = list(tensor) if isinstance(tensor, Mapping) else [None] * len(parts)
+    keys: list[object] = list(tensor) if isinstance(tensor, Mapping) else [None] * len(parts)
     return rebuild(
         tensor,
         [

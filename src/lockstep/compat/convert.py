@@ -14,7 +14,7 @@ from lockstep.compat.deepspeed.config import from_deepspeed
 from lockstep.compat.deepspeed.section import DEEPSPEED_KEYS, FILE_KEY
 from lockstep.compat.fsdp import section as fsdp
 from lockstep.compat.rules import Outcome, Row, Table, is_off, walk
-from lockstep.config.json_file import read_json
+from lockstep.config.files import read_json
 from lockstep.config.merge import (
     PARALLEL_FIELDS,
     merge_settings,

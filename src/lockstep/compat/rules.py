@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lockstep.config.enums import StringEnum
-from lockstep.config.json_file import check_depth
+from lockstep.config.files import check_depth
 from lockstep.config.merge import merge_settings
 from lockstep.config.values import FALSE_WORDS, SettingValue, repr_short, suggestion
 from lockstep.errors import ConfigError

@@ -83,7 +83,7 @@ class ProfileKwargs(KwargsHandler):
 
     activities: list[Literal["cpu", "cuda", "xpu", "mtia", "hpu"]] | None = None
     schedule_option: dict[str, int] | None = None
-    on_trace_ready: Callable[..., Any] | None = None
+    on_trace_ready: Callable[..., object] | None = None
     record_shapes: bool = False
     profile_memory: bool = False
     with_stack: bool = False

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.config.regular_file import read_regular_file
+from lockstep.config.files import read_regular_file
 from lockstep.config.values import parse_host, parse_integer, repr_short
 from lockstep.errors import ConfigError
 

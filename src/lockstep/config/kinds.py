@@ -7,17 +7,16 @@ sentence that says what to do. Without one, as for files and flags, it is what f
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Any
 
 from lockstep.config import readers
 from lockstep.config.checks import MAX_MACHINES
 from lockstep.config.enums import DynamoBackend, PrecisionType
+from lockstep.config.files import check_readable, parse_json
 from lockstep.config.hosts import parse_filter, parse_hosts
-from lockstep.config.json_file import parse_json
 from lockstep.config.parallel import Parallel
-from lockstep.config.regular_file import check_readable
 from lockstep.config.values import (
     parse_bool,
     parse_endpoint,
@@ -94,9 +93,7 @@ def _kind(read: Callable[[object], object], **other: Any) -> ValueKind:
 def integer(at_least: int, at_most: int) -> ValueKind:
     """Integers within bounds."""
     return ValueKind(
-        lambda value, origin: parse_integer(value, origin, at_least, at_most),
-        int,
-        bounds=(at_least, at_most),
+        lambda value, origin: parse_integer(value, origin, at_least, at_most), int, bounds=(at_least, at_most)
     )
 
 
@@ -156,14 +153,14 @@ def _norm_in_worker(value: object, origin: str) -> float | None:
     return None if value in ("auto", "none") else readers.number(value, origin)
 
 
-def _parallel(value: Any, origin: str) -> Parallel:
+def _parallel(value: str | Parallel | Mapping[str, object] | None, origin: str) -> Parallel:
     try:
         return Parallel.parse(value)
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error}" if origin else str(error)) from None
 
 
-def _parallel_of_flag(value: Any) -> str:
+def _parallel_of_flag(value: str) -> str:
     if not str(value).strip():
         raise ConfigError(f"{repr_short(value)} has no word such as zero=3 or ddp")
     return str(Parallel.parse(value))

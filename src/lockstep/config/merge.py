@@ -21,7 +21,7 @@ class ExternalSettings:
 
     settings: Mapping[str, SettingValue]
     warnings: tuple[str, ...] = ()
-    plugin: Any = None
+    plugin: object = None
 
 
 def values_of_settings(settings: Mapping[str, tuple[Any, str]]) -> dict[str, SettingValue]:

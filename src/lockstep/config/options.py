@@ -32,6 +32,8 @@ from lockstep.config.merge import (
     values_of_settings,
 )
 from lockstep.config.parallel import Parallel
+from lockstep.config.readers import OptimizerConfig, SchedulerConfig
+from lockstep.config.settings import OF_WORKERS
 from lockstep.config.sources import (
     is_launched,
     named_config_file,
@@ -39,7 +41,6 @@ from lockstep.config.sources import (
     unknown_variables,
     worker_settings,
 )
-from lockstep.config.training_objects import OptimizerConfig, SchedulerConfig
 from lockstep.config.values import SettingValue, suggestion
 from lockstep.config.world import BatchSizes, fitted
 from lockstep.errors import ConfigError
@@ -100,11 +101,11 @@ class Options:
     micro_batch_size: int | None = None
     batch: BatchSizes = field(default_factory=BatchSizes)
     config_warnings: tuple[str, ...] = ()
-    deepspeed_plugin: Any = None
-    fsdp_plugin: Any = None
-    parallelism_config: Any = None
-    watch: bool = True
-    grace_s: float = 30.0
+    deepspeed_plugin: object = None
+    fsdp_plugin: object = None
+    parallelism_config: object = None
+    watch: bool = OF_WORKERS["watch"].default
+    grace_s: float = OF_WORKERS["grace"].default
     cpu_affinity: bool = False
 
 
@@ -122,11 +123,11 @@ def resolve_options(
     project_dir: str | os.PathLike[str] | None,
     project_config: ProjectConfiguration | None,
     kwargs_handlers: Sequence[KwargsHandler] | None,
-    parallel_fields: Mapping[str, Any] | None = None,
-    fsdp_plugin: Any = None,
-    deepspeed_plugin: Any = None,
-    deepspeed_plugins: Any = None,
-    parallelism_config: Any = None,
+    parallel_fields: Mapping[str, object] | None = None,
+    fsdp_plugin: object = None,
+    deepspeed_plugin: object = None,
+    deepspeed_plugins: object = None,
+    parallelism_config: object = None,
     watch: bool | None = None,
     external: Callable[..., ExternalSettings],
 ) -> Options:
@@ -244,7 +245,7 @@ def fit_to_world(options: Options, world_size: int) -> Options:
 
 def _compile_options(
     settings: Mapping[str, SettingValue], plugin: TorchDynamoPlugin | None
-) -> dict[str, Any] | None:
+) -> dict[str, object] | None:
     """Arguments of ``torch.compile``: what the plugin says, else the settings; None: models are left as they are."""
     if settings["dynamo_backend"].value == "no":
         return None
@@ -306,7 +307,7 @@ def handlers_by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
     Raises:
         ConfigError: an unknown object, or two of one kind.
     """
-    found: dict[type, Any] = {}
+    found: dict[type, object] = {}
     for handler in handlers:
         kind = next((known for known in HANDLERS if isinstance(handler, known)), None)
         if kind is None:
@@ -326,7 +327,7 @@ def parallel_fields(options: Mapping[str, object], known: Iterable[str] = ()) ->
     Raises:
         ConfigError: an option is not available and has a value, or a name is no option at all.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, value in options.items():
         if name in PARALLEL_FIELDS:
             found[name] = value

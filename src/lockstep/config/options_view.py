@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from lockstep.config.handlers import DataLoaderConfiguration, ProjectConfiguration
@@ -50,11 +51,11 @@ class OptionsView:
         return self._options.loaders
 
     @property
-    def project_dir(self) -> Any:
+    def project_dir(self) -> str | os.PathLike[str] | None:
         return self._options.project.project_dir
 
     @property
-    def logging_dir(self) -> Any:
+    def logging_dir(self) -> str | os.PathLike[str] | None:
         return self._options.project.logging_dir
 
     @property

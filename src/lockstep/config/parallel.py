@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.enums import Activation, CPMethod, Offload, QuantizedType, ReduceType, Schedule, Strategy
-from lockstep.config.parallel_words import HOST, PARSERS, SWITCHED_ON, known_word, text_of
+from lockstep.config.parallel_words import HOST, PARSERS, SWITCHED_ON, known_word, stages_per_rank, text_of
 from lockstep.config.parallel_words import BlockRule as BlockRule
-from lockstep.config.pipeline_stages import stages_per_rank
 from lockstep.config.values import repr_short
 from lockstep.errors import ConfigError
 
@@ -369,11 +368,4 @@ _NEED_AXIS = {
     "pp": ("schedule", "micro_batches", "stages_per_rank", "split", "batch_dims", "loss"),
 }
 
-_NEED_ZERO = (
-    "replicate",
-    "hpz",
-    "reduce",
-    "quantized_weights",
-    "quantized_gradients",
-    "forward_prefetch",
-)
+_NEED_ZERO = ("replicate", "hpz", "reduce", "quantized_weights", "quantized_gradients", "forward_prefetch")

@@ -1,16 +1,25 @@
-"""The words of ``parallel="..."``: how each value is read, and shown again."""
+"""The words of ``parallel="..."``: how each value is read and shown again, and what a schedule says of stages."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from lockstep.config.enums import Activation, CPMethod, Offload, QuantizedType, ReduceType, Schedule, Strategy
-from lockstep.config.sizes import bytes_of
-from lockstep.config.values import parse_bool, parse_integer, repr_short, suggestion
+from lockstep.config.enums import (
+    Activation,
+    CPMethod,
+    Offload,
+    QuantizedType,
+    ReduceType,
+    Schedule,
+    Strategy,
+    StringEnum,
+)
+from lockstep.config.values import bytes_of, parse_bool, parse_integer, repr_short, suggestion
 from lockstep.errors import ConfigError
 
+Word = TypeVar("Word", bound=StringEnum)
 BlockRule = Callable[[str, Any], bool]
 """Called with (name, module) of each submodule: whether it is a block."""
 
@@ -32,8 +41,8 @@ def known_word(name: str, known: Collection[str]) -> str:
     return name
 
 
-def _word(kind: Any) -> Callable[[object, str], Any]:
-    def parse(value: Any, origin: str) -> object:
+def _word(kind: type[Word]) -> Callable[[object, str], Word]:
+    def parse(value: object, origin: str) -> Word:
         if isinstance(value, kind):
             return value
         if str(value) not in kind.list():
@@ -44,7 +53,7 @@ def _word(kind: Any) -> Callable[[object, str], Any]:
     return parse
 
 
-def _optional(parse: Callable[[object, str], object]) -> Callable[[object, str], Any]:
+def _optional(parse: Callable[[object, str], Word]) -> Callable[[object, str], Word | None]:
     return lambda value, origin: None if value in (None, "no", "none") else parse(value, origin)
 
 
@@ -55,7 +64,7 @@ def _between(low: int, high: int) -> Callable[[object, str], int]:
 def _weights_type(value: object, origin: str) -> QuantizedType | None:
     if isinstance(value, bool):
         value = QuantizedType.INT8 if value else None
-    kind: QuantizedType | None = _optional(_word(QuantizedType))(value, origin)
+    kind = _optional(_word(QuantizedType))(value, origin)
     if kind is QuantizedType.INT4 and origin.endswith("quantized_weights"):
         raise ConfigError(f"{origin}=int4 is too coarse for weights. Use int8.")
     return kind
@@ -222,3 +231,35 @@ SWITCHED_ON = {
     "quantized_weights": "int8",
     "quantized_gradients": "int8",
 }
+
+
+V_SHAPED = (Schedule.ZBV, Schedule.DUALPIPEV)
+LOOPED = (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE)
+
+
+def stages_per_rank(schedule: Schedule, asked: int) -> int:
+    """Stages that each rank holds under ``schedule``; ``asked``: 0 lets it choose.
+
+    Raises:
+        ConfigError: the schedule does not work with that many.
+    """
+    if schedule in V_SHAPED:
+        if asked not in (0, 2):
+            raise ConfigError(
+                f"schedule={schedule} folds the stages into a V, two on each rank, but stages_per_rank={asked}. "
+                "Leave stages_per_rank out."
+            )
+        return 2
+    if schedule in LOOPED:
+        if asked == 1 and schedule is Schedule.INTERLEAVED:
+            raise ConfigError(
+                "schedule=interleaved needs several stages on each rank, but stages_per_rank=1. "
+                "Take stages_per_rank=2 or schedule=1f1b."
+            )
+        return asked or (2 if schedule is Schedule.INTERLEAVED else 1)
+    if asked > 1:
+        raise ConfigError(
+            f"schedule={schedule} has one stage on each rank, but stages_per_rank={asked}. "
+            "Take schedule=interleaved for several."
+        )
+    return 1

@@ -5,20 +5,44 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.config.training_objects import OptimizerConfig, SchedulerConfig
 from lockstep.config.values import decimal_number, parse_bool, parse_integer, repr_short, suggestion
 from lockstep.errors import ConfigError
 
 MAX_SCALE_POWER = 32
 
 
+class Placeholder:
+    """Stands for an object that a configuration describes, until ``prepare`` builds that one."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """An optimizer by name: ``type`` such as ``AdamW``, ``params`` such as ``{"lr": 1e-3}``.
+
+    With ``replaces`` it takes the place, and the parameters, of an optimizer that ``prepare`` is given.
+    """
+
+    type: str
+    params: dict[str, Any]
+    replaces: bool = field(default=False, repr=False)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """A learning rate schedule by name: ``type`` such as ``WarmupLR``, ``params`` its arguments."""
+
+    type: str
+    params: dict[str, Any]
+
+
 def integer(at_least: int, at_most: int | None = None) -> Callable[[object, str], int]:
     return lambda value, key: parse_integer(value, key, at_least, at_most)
 
 
-def number(value: Any, key: str) -> float:
+def number(value: object, key: str) -> float:
     """A finite number of at least 0."""
     result = decimal_number(value)
     if not 0 <= result < math.inf:
@@ -85,7 +109,7 @@ DTYPE_WORDS = {
 }
 
 
-def dtype(value: Any, key: str) -> str:
+def dtype(value: object, key: str) -> str:
     """``fp32``, ``fp16`` or ``bf16`` from any of their names, or from a torch.dtype."""
     text = str(value).lower()
     if text not in DTYPE_WORDS:
@@ -116,7 +140,7 @@ def folder(value: object, key: str) -> str | None:
     return str(value)
 
 
-def names(value: Any, key: str) -> tuple[str, ...] | None:
+def names(value: object, key: str) -> tuple[str, ...] | None:
     """Names from a list or joined by commas."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple, set, frozenset)) or not all(
@@ -127,17 +151,17 @@ def names(value: Any, key: str) -> tuple[str, ...] | None:
     return (tuple(sorted(found)) if isinstance(parts, (set, frozenset)) else found) or None
 
 
-def optimizer(value: Any, key: str) -> OptimizerConfig | None:
+def optimizer(value: object, key: str) -> OptimizerConfig | None:
     described = _described(value, key, ("legacy_fusion",))
     return OptimizerConfig(*described) if described else None
 
 
-def scheduler(value: Any, key: str) -> SchedulerConfig | None:
+def scheduler(value: object, key: str) -> SchedulerConfig | None:
     described = _described(value, key)
     return SchedulerConfig(*described) if described else None
 
 
-SCALER_FIELDS: dict[str, Callable[[object, str], Any]] = {
+SCALER_FIELDS: dict[str, Callable[[object, str], float]] = {
     "init_scale": number,
     "growth_factor": number,
     "backoff_factor": number,

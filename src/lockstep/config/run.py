@@ -63,5 +63,5 @@ class RunConfig(_Fields):
 
     def given(self) -> dict[str, object]:
         """The settings that were said, not defaulted."""
-        found: dict[str, Any] = self.model_dump(exclude_unset=True)
+        found: dict[str, object] = self.model_dump(exclude_unset=True)
         return found

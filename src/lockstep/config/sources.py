@@ -7,20 +7,15 @@ worker reads this first.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lockstep.config.files import check_readable
 from lockstep.config.place import Environ, ProcessEnvironment, place_in
-from lockstep.config.regular_file import check_readable
 from lockstep.config.settings import OF_WORKERS, Setting
-from lockstep.config.values import (
-    SettingValue,
-    parse_endpoint,
-    parse_integer,
-    plain,
-    suggestion,
-)
+from lockstep.config.values import SettingValue, parse_bool, parse_endpoint, parse_integer, plain, suggestion
 from lockstep.errors import ConfigError
 
 
@@ -215,3 +210,37 @@ def restore_environment(values: Mapping[str, str]) -> None:
     for name in set(os.environ) - set(values):
         del os.environ[name]
     os.environ.update(values)
+
+
+@contextmanager
+def patch_environment(**variables: object) -> Iterator[None]:
+    """Set environment variables inside the block: names in upper case, values as text."""
+    before = inherited_environment()
+    names = [name.upper() for name in variables]
+    export_environment({name: str(value) for name, value in zip(names, variables.values(), strict=True)})
+    try:
+        yield
+    finally:
+        after = {name: value for name, value in inherited_environment().items() if name not in names}
+        restore_environment(after | {name: before[name] for name in names if name in before})
+
+
+@contextmanager
+def clear_environment() -> Iterator[None]:
+    """No environment variables inside the block; afterwards those from before."""
+    before = inherited_environment()
+    restore_environment({})
+    try:
+        yield
+    finally:
+        restore_environment(before)
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """1 or 0 (True or False with ``to_bool``) for words such as ``yes`` and ``off``.
+
+    Raises:
+        ValueError: another word.
+    """
+    truth = parse_bool(value, "value")
+    return truth if to_bool else int(truth)

@@ -20,7 +20,6 @@ MAX_SECONDS = 10_000_000.0
 MAX_INTERVAL_S = 3600.0
 RENDEZVOUS_KEYS = ("join_timeout", "last_call_timeout")
 WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-PLAIN_NUMBER = re.compile(r"[0-9.]{1,20}(e[0-9+-]{1,4})?", re.ASCII)
 INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:@-]{0,14}")  # Linux allows 15 bytes
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 DECIMAL = re.compile(r"[+-]?([0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})([eE][+-]?[0-9]{1,4})?")
@@ -37,7 +36,7 @@ def repr_short(value: object, limit: int = 40) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def plain(value: Any, limit: int = 40) -> str:
+def plain(value: object, limit: int = 40) -> str:
     """``value`` as text for a message, without quotes: on one line, and cut at ``limit`` characters."""
     text = "".join(character if character.isprintable() else "?" for character in str(value)[: limit + 1])
     return text if len(text) <= limit else text[: limit - 3] + "..."
@@ -272,3 +271,37 @@ def parse_rendezvous(value: object) -> dict[str, float]:
                 f"timeout and join_timeout are one time, but {found[name]:g} and {seconds:g} are given"
             )
     return found
+
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def bytes_of(size: int | float | str, origin: str, at_least: int = 0) -> int:
+    """Bytes of a number, or of a text such as ``"10GB"`` or ``"512MiB"``, in any case.
+
+    Raises:
+        ConfigError: it is neither, or below ``at_least``; the message begins with ``origin``.
+    """
+    match = re.fullmatch(
+        r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([KMGT]?I?B?)\s*", str(size)[:80].upper(), re.ASCII
+    )
+    factor = _UNITS.get(match[2]) if match else None
+    number = -1
+    if match is not None and factor is not None and not isinstance(size, bool):
+        number = int(match[1]) * factor if match[1].isdecimal() else int(float(match[1]) * factor)
+    if number < at_least:
+        raise ConfigError(
+            f"{origin}={repr_short(size)} is not a size. Pass a number of bytes or a text such as '10GB' or '512MiB'."
+        )
+    return number

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from lockstep.config.regular_file import read_text
+from lockstep.config.files import read_text
 from lockstep.errors import ConfigError
 
 MAX_BYTES = 64 * 1024
@@ -121,7 +121,7 @@ class _BoundedLoader(yaml.SafeLoader):
 
 
 def _mapping(node: MappingNode, path: Path_, name: str, lines: dict[Path_, int]) -> dict[str, object]:
-    data: dict[str, Any] = {}
+    data: dict[str, object] = {}
     _check_tag(node, name)
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1

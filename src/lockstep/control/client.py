@@ -10,10 +10,9 @@ import time
 from collections import deque
 from collections.abc import Mapping
 
-from lockstep.control import handshake
-from lockstep.control.frames import encode
+from lockstep.control import session
 from lockstep.control.secret import Secret
-from lockstep.control.sockets import close_after_fork, name_of, reason_of, tune
+from lockstep.control.session import close_after_fork, encode, name_of, reason_of, tune
 from lockstep.errors import LinkError
 
 READ_BYTES = 64 * 1024
@@ -47,11 +46,11 @@ class Client:
         try:
             tune(self._socket)
             self._socket.setblocking(False)
-            greeted = self._read_exactly(handshake.GREETING_BYTES, deadline)
-            answered = handshake.answer(secret, greeted)
+            greeted = self._read_exactly(session.GREETING_BYTES, deadline)
+            answered = session.answer(secret, greeted)
             self._write(answered, deadline)
-            proof = self._read_exactly(handshake.PROOF_BYTES, deadline)
-            self._session = handshake.finish(secret, greeted, answered, proof)
+            proof = self._read_exactly(session.PROOF_BYTES, deadline)
+            self._session = session.finish(secret, greeted, answered, proof)
         except (_Ended, ConnectionError):
             self.close()
             raise LinkError(

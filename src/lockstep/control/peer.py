@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
-from lockstep.control import handshake
-from lockstep.control.frames import encode
+from lockstep.control import session
 from lockstep.control.secret import Secret
+from lockstep.control.session import encode
 from lockstep.errors import LinkError
 
 MAX_QUEUED_BYTES = 4 * 1024 * 1024
@@ -25,7 +25,7 @@ class ControlConnection:
 
     def __init__(self, connection: Connection, in_dispatcher: Callable[[Callable[[], None]], None]) -> None:
         self.address = connection.address
-        self.data: dict[str, Any] = {}
+        self.data: dict[str, object] = {}
         self._connection = connection
         self._in_dispatcher = in_dispatcher
 
@@ -80,8 +80,8 @@ class Connection:
         self.heard_by: dict[str, None] = {}
         self._changed = changed
         self._secret = secret
-        self._session: handshake.Session | None = None
-        self._greeted = handshake.greeting()
+        self._session: session.Session | None = None
+        self._greeted = session.greeting()
         self._answered = b""
         self._outgoing = bytearray()
         self._queue(self._greeted)
@@ -102,7 +102,7 @@ class Connection:
             OSError: the connection broke.
         """
         # Of a stranger no byte beyond its answer is read: what follows belongs to a session that does not exist yet.
-        limit = READ_BYTES if self.authenticated else handshake.ANSWER_BYTES - len(self._answered)
+        limit = READ_BYTES if self.authenticated else session.ANSWER_BYTES - len(self._answered)
         try:
             received = self.socket.recv(limit)
         except BlockingIOError:
@@ -114,10 +114,10 @@ class Connection:
             return
         self._answered += received
         # Refused at the first wrong byte: another protocol may never send the rest of an answer.
-        if not handshake.PROTOCOL.startswith(self._answered[: len(handshake.PROTOCOL)]):
+        if not session.PROTOCOL.startswith(self._answered[: len(session.PROTOCOL)]):
             raise LinkError("another protocol")
-        if len(self._answered) == handshake.ANSWER_BYTES:
-            proof, self._session = handshake.welcome(self._secret, self._greeted, self._answered)
+        if len(self._answered) == session.ANSWER_BYTES:
+            proof, self._session = session.welcome(self._secret, self._greeted, self._answered)
             self._queue(proof)
             self._changed(self)
 

@@ -15,12 +15,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeVar
 
-from lockstep.control.handshake import OtherSecretError
 from lockstep.control.peer import Connection
 from lockstep.control.peer import ControlConnection as ControlConnection
 from lockstep.control.peer import Handler as Handler
 from lockstep.control.secret import Secret
-from lockstep.control.sockets import close_after_fork, listening_socket, tune
+from lockstep.control.session import OtherSecretError, close_after_fork, listening_socket, tune
 from lockstep.errors import LinkError
 
 TICK_S = 0.2

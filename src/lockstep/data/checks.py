@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sized
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
@@ -31,7 +32,7 @@ def is_iterable(loader: DataLoader[object]) -> bool:
     return isinstance(loader.dataset, IterableDataset)
 
 
-def batches_by_sampler(loader: DataLoader[object]) -> Any:
+def batches_by_sampler(loader: DataLoader[object]) -> Iterable[object] | None:
     """The sampler whose items are batches of indices, or None if the dataset makes batches itself."""
     if loader.batch_sampler is not None:
         return loader.batch_sampler
@@ -39,7 +40,7 @@ def batches_by_sampler(loader: DataLoader[object]) -> Any:
 
 
 def plan_for(
-    loader: DataLoader[Any], config: DataLoaderConfiguration, world_size: int, dispatch: bool
+    loader: DataLoader[object], config: DataLoaderConfiguration, world_size: int, dispatch: bool
 ) -> ShardPlan:
     """How batches are dealt. Only map-style data that every rank reads can end unevenly, as in Accelerate."""
     sampler = None if is_iterable(loader) else batches_by_sampler(loader)
@@ -85,7 +86,7 @@ def lengths(loader: DataLoader[object]) -> tuple[int | None, int | None]:
         sampler = batches_by_sampler(loader)
         if sampler is None:
             return len(loader.sampler), None  # type: ignore[arg-type]
-        return len(sampler), sample_count(sampler)
+        return len(cast(Sized, sampler)), sample_count(sampler)
     except (TypeError, NotImplementedError):
         return None, None
 
@@ -119,7 +120,7 @@ def check_loader(loader: object, world_size: int) -> None:
         )
 
 
-def check_plan(loader: DataLoader[Any], plan: ShardPlan) -> None:
+def check_plan(loader: DataLoader[object], plan: ShardPlan) -> None:
     batches, _ = lengths(loader)
     if batches is not None and plan.length(batches, 0) == 0:
         raise UsageError(

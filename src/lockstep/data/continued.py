@@ -8,14 +8,13 @@ import sys
 from collections.abc import Iterator
 from gc import get_referrers, is_tracked
 from types import CellType, CodeType, FrameType, GeneratorType
-from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lockstep.comm.tree import leaves
 from lockstep.data.position import Progress
-from lockstep.runtime.step_clock import StepClock
+from lockstep.runtime.step import StepClock
 from lockstep.torch_internals import functions as torch_functions
 
 YIELD_FROM = ("SEND", "YIELD_FROM")
@@ -35,7 +34,7 @@ def batches_behind(behind: Progress, rows: int | None) -> int:
     return -(-samples // rows) if rows else samples
 
 
-def until_used(batch: Any, behind: int, clock: StepClock, rank: int) -> Iterator[Any]:
+def until_used(batch: object, behind: int, clock: StepClock, rank: int) -> Iterator[object]:
     """``batch``, the first one behind a loaded position; again while the loop skips it.
 
     Scripts that are written for loaders which begin anew pass over ``behind`` batches before they train on one. They
@@ -43,7 +42,7 @@ def until_used(batch: Any, behind: int, clock: StepClock, rank: int) -> Iterator
     """
     torch_functions.probe()
     for number in range(behind + 1):
-        use = Use(batch, clock)
+        use = BatchUse(batch, clock)
         try:
             yield batch
             if number == behind or use.was_made():
@@ -60,14 +59,14 @@ def until_used(batch: Any, behind: int, clock: StepClock, rank: int) -> Iterator
             )
 
 
-class Use:
+class BatchUse:
     """What a loop does between one batch and the next: whether it looks like skipping.
 
     It does if the loop has a branch, and meanwhile no module and no function of torch was called, nothing was done that
     ``clock`` counts, and nothing but variables holds the batch.
     """
 
-    def __init__(self, batch: Any, clock: StepClock) -> None:
+    def __init__(self, batch: object, clock: StepClock) -> None:
         self._clock, self._ticks = clock, clock.ticks
         parts = (batch, *leaves(batch).values())
         self._held = [part for part in parts if isinstance(part, torch.Tensor) or is_tracked(part)]
@@ -86,7 +85,7 @@ class Use:
         self._hook.remove()
         self._functions.end()
 
-    def _module_called(self, *_: Any) -> None:
+    def _module_called(self, *_: object) -> None:
         self._called = True
         self.end()  # at the first call, so that nothing is compiled or slowed with it
 

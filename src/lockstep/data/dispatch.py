@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -11,9 +11,12 @@ from lockstep.comm.tree import leaves, map_tensors, send_to_device
 from lockstep.data.readers import GlobalBatches, ReadBatch
 from lockstep.errors import LockstepError
 
-# What rank 0 announces before each round: ("round", ReadBatch with a skeleton of the batches), ("end",) or
-# ("error", text).
-Announcement = tuple[Any, ...]
+
+class Announcement(NamedTuple):
+    """What rank 0 says before each round: the round with a skeleton of its batches, else the end, or its error."""
+
+    dealt: ReadBatch | None = None
+    error: str = ""
 
 
 def dispatched(
@@ -28,26 +31,26 @@ def dispatched(
         LockstepError: on the other ranks, when reading fails on rank 0, which raises the original.
     """
     while True:
-        parts: list[Any] = []
-        announcement: Announcement = ("end",)
+        parts: list[object] = []
+        announcement = Announcement()
         failure: Exception | None = None
         if source is not None:
             try:
                 parts, announcement = _next_round(source, device)
             except Exception as error:
                 failure = error
-                announcement = ("error", f"{type(error).__name__}: {error}")
+                announcement = Announcement(error=f"{type(error).__name__}: {error}")
         announcement = communicator.broadcast_object_list([announcement], from_process=0)[0]
         if failure is not None:
             raise failure
-        if announcement[0] == "end":
-            return
-        if announcement[0] == "error":
+        if announcement.error:
             raise LockstepError(
-                f"Rank 0, which reads the data for all ranks, failed with {announcement[1]}. "
+                f"Rank 0, which reads the data for all ranks, failed with {announcement.error}. "
                 "See the traceback of rank 0; dispatch_batches=False lets every rank read for itself."
             )
-        dealt: ReadBatch = announcement[1]
+        dealt = announcement.dealt
+        if dealt is None:
+            return
         parts = _share(parts, dealt.batches, communicator, device)
         yield dealt._replace(batches=[parts[rank]])
 
@@ -55,11 +58,11 @@ def dispatched(
 def _next_round(source: GlobalBatches, device: torch.device) -> tuple[list[object], Announcement]:
     following: ReadBatch | None = next(source, None)
     if following is None:
-        return [], ("end",)
+        return [], Announcement()
     parts = send_to_device(following.batches, device)
     # Meta tensors have a shape and a dtype but no data: the skeleton is all that must be pickled.
     skeleton = map_tensors(lambda tensor: tensor.to("meta"), parts)
-    return parts, ("round", following._replace(batches=skeleton))
+    return parts, Announcement(following._replace(batches=skeleton))
 
 
 def _share(

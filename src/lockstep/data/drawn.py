@@ -11,12 +11,12 @@ from __future__ import annotations
 import copy
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.data import (
@@ -29,17 +29,12 @@ from torch.utils.data import (
 )
 
 from lockstep.data.batch_sharding import grouped
-from lockstep.data.order import is_cut_anew, one_batch, samplers_of, skip_batches
-from lockstep.data.rng import (
-    Generators,
-    PrivateDraws,
-    States,
-    epoch_seed,
-    plain_states,
-    states_of,
-)
+from lockstep.data.order import IndexBatch, is_cut_anew, one_batch, samplers_of, skip_batches
+from lockstep.data.rng import Generators, PrivateDraws, States, epoch_seed, plain_states, states_of
 from lockstep.data.worker_states import WorkerStates
 from lockstep.errors import CheckpointError
+
+T = TypeVar("T")
 
 _UNCHANGED = "Pass what state_dict() returned, unchanged."
 
@@ -91,19 +86,19 @@ class SeededSampler(SeedableRandomSampler):
         return len(self.sampler)
 
 
-def with_seedable(sampler: Any, seed: int) -> tuple[object, SeededSampler | None]:
+def with_seedable(sampler: T, seed: int) -> tuple[T | SeededSampler, SeededSampler | None]:
     """``sampler``, or a copy of it, in which a ``RandomSampler`` is seeded for each epoch; and what does that."""
     if isinstance(sampler, RandomSampler):
         seedable = SeededSampler(sampler, seed)
         return seedable, seedable
-    if isinstance(getattr(sampler, "sampler", None), RandomSampler):
-        duplicate = copy.copy(sampler)
-        duplicate.sampler = SeededSampler(sampler.sampler, seed)
-        return duplicate, duplicate.sampler
-    return sampler, None
+    if not isinstance(getattr(sampler, "sampler", None), RandomSampler):
+        return sampler, None
+    duplicate: Any = copy.copy(sampler)
+    duplicate.sampler = SeededSampler(duplicate.sampler, seed)
+    return duplicate, duplicate.sampler
 
 
-def generators_of(loader: DataLoader[Any]) -> Generators:
+def generators_of(loader: DataLoader[object]) -> Generators:
     """The global generators and those that loader, samplers and dataset hold, each once."""
     found: list[torch.Generator] = []
     for holder in (loader, *samplers_of(loader), loader.dataset):
@@ -113,20 +108,20 @@ def generators_of(loader: DataLoader[Any]) -> Generators:
     return Generators(found)
 
 
-def of_samplers(loader: DataLoader[Any], generators: Generators) -> int:
+def of_samplers(loader: DataLoader[object], generators: Generators) -> int:
     """How many of the own ``generators`` are those of the loader and its samplers; they come first."""
     held = [getattr(holder, "generator", None) for holder in (loader, *samplers_of(loader))]
     return sum(any(own is generator for generator in held) for own in generators.own)
 
 
-def draws_nothing(sampler: Any) -> bool:
+def draws_nothing(sampler: object) -> bool:
     """Whether the order is the same from any state of the generators."""
     if type(sampler) is BatchSampler:
         return draws_nothing(sampler.sampler)
-    return type(sampler) in (SequentialSampler, SeedableRandomSampler, range, list, tuple)
+    return type(sampler) in (SequentialSampler, SeededSampler, range, list, tuple)
 
 
-def draws_at_once(sampler: Any) -> bool:
+def draws_at_once(sampler: object) -> bool:
     """Whether the order is settled by what is drawn until the first sample, whatever is drawn later."""
     if type(sampler) is BatchSampler:
         return draws_at_once(sampler.sampler)
@@ -210,7 +205,7 @@ class SavedDraws:
         }
 
     @classmethod
-    def read(cls, plain: Any) -> SavedDraws:
+    def read(cls, plain: object) -> SavedDraws:
         """What ``plain`` returned. Raises CheckpointError if that is not what this is."""
         kinds = {
             "seedable": bool,
@@ -273,20 +268,22 @@ class SavedDraws:
 class DrawnOrder:
     """One epoch of the batches that ``sampler`` gives, asked for when they are wanted."""
 
-    def __init__(self, sampler: Any, opaque: bool, drawing: Drawing) -> None:
+    def __init__(self, sampler: Iterable[object], opaque: bool, drawing: Drawing) -> None:
         self.sampler = sampler
         self.opaque = opaque
         self.drawing = drawing
         # What is drawn privately is what was drawn, whoever else draws.
         self.digest = None if drawing.private is not None or draws_at_once(sampler) else 0
-        self._is_cut = is_cut_anew(sampler)
+        self._cut = sampler if is_cut_anew(sampler) else None
         # torch's loader calls iter now, and asks for the first batch later. That of a BatchSampler draws nothing.
-        self._source = None if self._is_cut else iter(sampler)
+        self._source = None if self._cut is not None else iter(sampler)
         self._opened_source: Iterator[object] | None = None
         self._items = self._drawn()
         self._given = 0
 
-    def behind(self, samples: int, beginning: int, kept: int) -> tuple[list[Any], list[Any], Iterator[Any]]:
+    def behind(
+        self, samples: int, beginning: int, kept: int
+    ) -> tuple[list[IndexBatch], list[IndexBatch], Iterator[IndexBatch]]:
         """The first ``beginning`` batches, the last ``kept`` ones before ``samples``, and those behind these.
 
         Nothing behind ``samples`` is drawn yet.
@@ -294,22 +291,23 @@ class DrawnOrder:
         Raises:
             CheckpointError: no batch ends there, or what comes before is not what was saved.
         """
-        if self._is_cut:
-            size = self.sampler.batch_size
+        found: tuple[list[IndexBatch], list[IndexBatch], Iterator[IndexBatch]]
+        if self._cut is not None:
+            size = self._cut.batch_size
             head = list(islice(self._items, beginning * size))
             passed = deque(islice(chain(head, self._items), samples), maxlen=max(1, kept * size))
             later = chain(head[samples:], self._items)
             found = (
                 list(grouped(head, size, drop_last=False)),
                 list(grouped(passed, size, drop_last=False)) if kept else [],
-                grouped(later, size, self.sampler.drop_last),
+                grouped(later, size, self._cut.drop_last),
             )
         else:
             source = self._whole()
-            head = list(islice(source, beginning))
-            batches = chain(head, source)
+            first = list(islice(source, beginning))
+            batches = chain(first, source)
             skipped = skip_batches(batches, samples, type(self.sampler).__name__, kept)
-            found = head, list(skipped) if kept else [], batches
+            found = first, list(skipped) if kept else [], batches
         expected = self.drawing.digest
         if samples and expected is not None and self.digest not in (None, expected):
             raise CheckpointError(
@@ -323,19 +321,19 @@ class DrawnOrder:
     def is_over(self, samples: int) -> bool | None:
         """Whether the batch that was given last, behind which are ``samples``, is the last one (None: not known)."""
         try:
-            if not self._is_cut:
-                return self._given == len(self.sampler)
-            left = len(self.sampler.sampler) - samples
-            return left < (self.sampler.batch_size if self.sampler.drop_last else 1)
+            if self._cut is None:
+                return self._given == len(cast(Sized, self.sampler))
+            left = len(cast(Sized, self._cut.sampler)) - samples
+            return left < (self._cut.batch_size if self._cut.drop_last else 1)
         except (TypeError, NotImplementedError):
             return None
 
-    def _whole(self) -> Iterator[Any]:
+    def _whole(self) -> Iterator[IndexBatch]:
         for item in self._items:
             self._given += 1
             yield one_batch(item, self.opaque)
 
-    def _drawn(self) -> Iterator[Any]:
+    def _drawn(self) -> Iterator[object]:
         """What the sampler gives, sample by sample, or batch by batch where it makes batches itself."""
         private = self.drawing.private
         if private is None:
@@ -346,19 +344,19 @@ class DrawnOrder:
         for block in iter(partial(self._block, private), []):
             yield from block
 
-    def _block(self, private: PrivateDraws) -> list[Any]:
+    def _block(self, private: PrivateDraws) -> list[object]:
         with private.followed():
             if self._opened_source is None:
                 self._opened_source = self._opened()
             return list(islice(self._opened_source, BLOCK))
 
-    def _opened(self) -> Iterator[Any]:
+    def _opened(self) -> Iterator[object]:
         self.drawing.first_is_asked_for()
-        return iter(self.sampler.sampler) if self._source is None else self._source
+        return iter(self._cut.sampler) if self._cut is not None else cast(Iterator[object], self._source)
 
-    def _checked(self, items: Iterable[Any]) -> Iterator[object]:
+    def _checked(self, items: Iterable[object]) -> Iterator[object]:
         for item in items:
             # By samples: another batch size cuts the same ones.
-            for index in [item] if self._is_cut or self.opaque else item:
+            for index in one_batch(item, self._cut is not None or self.opaque):
                 self.digest = zlib.crc32(repr(index).encode(), self.digest or 0)
             yield item

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -91,17 +92,11 @@ class PreparedLoader(DataLoader[Any]):
         """The torch loader that reads."""
         return self._parts.reader.inner
 
-    @property
-    def dataset(self) -> Any:  # type: ignore[override]
-        return self.original.dataset
-
-    @property
-    def sampler(self) -> Any:  # type: ignore[override]
-        return self.original.sampler
-
-    @property
-    def collate_fn(self) -> Any:  # type: ignore[override]
-        return self.original.collate_fn
+    # What ``inner`` has in a form of ours.
+    dataset = property(attrgetter("original.dataset"))
+    sampler = property(attrgetter("original.sampler"))
+    collate_fn = property(attrgetter("original.collate_fn"))
+    generator = property(attrgetter("original.generator"))
 
     @property
     def drop_last(self) -> bool:  # type: ignore[override]
@@ -110,10 +105,6 @@ class PreparedLoader(DataLoader[Any]):
     @property  # type: ignore[misc]
     def multiprocessing_context(self) -> Any:
         return self.original.multiprocessing_context
-
-    @property
-    def generator(self) -> Any:
-        return self.original.generator
 
     @property
     def dispatches(self) -> bool:
@@ -251,7 +242,7 @@ class PreparedLoader(DataLoader[Any]):
             workers=parts.reader.worker_states(position.is_midway),
         )
 
-    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def check_state_dict(self, state_dict: dict[str, object]) -> None:
         """Raise CheckpointError for what ``load_state_dict`` would refuse; changes nothing."""
         read_state(state_dict, self._setup(), self._parts.keeps_inner_state)
 
@@ -306,7 +297,7 @@ class PreparedLoader(DataLoader[Any]):
         behind = batches_behind(begin.behind, self.total_batch_size) if begin.is_midway else 0
         return self._iterate(self._source(begin, iteration), iteration, behind)
 
-    def _iterate(self, source: GlobalBatches, iteration: Iteration, behind: int) -> Iterator[Any]:
+    def _iterate(self, source: GlobalBatches, iteration: Iteration, behind: int) -> Iterator[object]:
         self._parts.step.clock.batch_wanted()
         progress = LoaderProgress(loader=self)
         self._progress = progress
@@ -320,7 +311,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def _batches(
         self, source: GlobalBatches, progress: LoaderProgress, iteration: Iteration, behind: int
-    ) -> Iterator[Any]:
+    ) -> Iterator[object]:
         device, non_blocking = self._parts.device, self._parts.non_blocking
         number = 0
         try:
@@ -335,7 +326,7 @@ class PreparedLoader(DataLoader[Any]):
                 iteration.digest = digest
                 if iteration.drawing is not None:
                     iteration.drawing.shown = states
-                placed = batch if device is None else place(batch, device, non_blocking)
+                placed = batch if device is None else send_to_device(batch, device, non_blocking)
                 if behind:
                     yield from until_used(placed, behind, self._parts.step.clock, self._parts.rank)
                     behind = 0
@@ -388,13 +379,6 @@ class PreparedLoader(DataLoader[Any]):
         if parts.common_states is not None or parts.dispatch is not None:
             drawing.private = PrivateDraws(drawing.generators, drawing.start)
         return drawing
-
-
-def place(batch: Any, device: torch.device, non_blocking: bool) -> Any:
-    """``batch`` on ``device``. A list of tensors, what ``default_collate`` mostly makes, needs no walk over a tree."""
-    if type(batch) is list and all(type(part) is torch.Tensor for part in batch):
-        return [part.to(device, non_blocking=non_blocking) for part in batch]
-    return send_to_device(batch, device, non_blocking=non_blocking)
 
 
 def size_of(dataset: Any) -> int | None:

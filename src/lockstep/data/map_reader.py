@@ -82,7 +82,7 @@ class ShardedBatches(Sampler[Any]):
         self.latest = DrawnBatches(partial(self._drawn, order, begin, plan, self.announced))
         return self.latest
 
-    def _seeded(self, begin: Begin, plan: ShardPlan, announced: deque[PendingBatch]) -> Iterator[Any]:
+    def _seeded(self, begin: Begin, plan: ShardPlan, announced: deque[PendingBatch]) -> Iterator[object]:
         order = replace(self.order, seed=begin.seed)
         # A state of torchdata counts from where this dealing began.
         [samples] = begin.behind.samples if begin.inner is None else begin.behind.base
@@ -91,7 +91,7 @@ class ShardedBatches(Sampler[Any]):
 
     def _drawn(
         self, order: DrawnOrder, begin: Begin, plan: ShardPlan, announced: deque[PendingBatch]
-    ) -> Iterator[Any]:
+    ) -> Iterator[object]:
         [samples] = begin.behind.samples
         restored = self.restored
         first, again, later = order.behind(samples, plan.beginning, restored.turn if restored else 0)
@@ -282,6 +282,7 @@ class MapReader:
             loaded = None
         if persist and not self._are_made and loaded is not None and loaded.born is not None:
             self._make_workers(loaded.born)
+        # Workers that persist keep their generators from epoch to epoch; new ones begin where torch seeds them.
         is_new = not (persist and self._are_made)
         if loaded is not None:
             self._workers = replace(loaded, born=loaded.born if persist else None)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader
@@ -16,6 +16,10 @@ from torch.utils.data.distributed import DistributedSampler
 from lockstep.data.batch_sharding import grouped, later
 from lockstep.data.rng import draw_privately, epoch_generator, epoch_seed
 from lockstep.errors import CheckpointError
+
+T = TypeVar("T")
+IndexBatch = Sequence[object]
+"""Indices of one batch, or where the dataset makes batches itself the one index of it."""
 
 # The attributes under which samplers hold other samplers.
 NESTED = ("sampler", "batch_sampler")
@@ -31,11 +35,13 @@ class GlobalOrder:
     restored afterwards. With ``opaque`` an item is not a batch of indices but counts as one sample.
     """
 
-    sampler: Any
+    sampler: Iterable[object]
     seed: int
     opaque: bool = False
 
-    def batches(self, epoch: int, behind: int, beginning: int) -> tuple[list[Any], Iterator[Any]]:
+    def batches(
+        self, epoch: int, behind: int, beginning: int
+    ) -> tuple[list[IndexBatch], Iterator[IndexBatch]]:
         """The first ``beginning`` batches of the epoch, and those that begin behind ``behind`` samples.
 
         The user's sampler is not modified. Without batches an item is yielded as the sampler gives it.
@@ -48,7 +54,7 @@ class GlobalOrder:
         drawn = draw_privately(self._batches(sampler, behind, beginning), epoch_seed(self.seed, epoch))
         return next(drawn), drawn
 
-    def _batches(self, sampler: Any, behind: int, beginning: int) -> Iterator[Any]:
+    def _batches(self, sampler: Iterable[object], behind: int, beginning: int) -> Iterator[Any]:
         """First the list of batches at the beginning, then each later batch."""
         if is_cut_anew(sampler):
             size = sampler.batch_size
@@ -57,32 +63,32 @@ class GlobalOrder:
             yield from grouped(rest, size, sampler.drop_last)
         else:
             source = (one_batch(item, self.opaque) for item in sampler)
-            first = list(islice(source, beginning))
-            yield first
-            batches = chain(first, source)
+            head = list(islice(source, beginning))
+            yield head
+            batches = chain(head, source)
             skip_batches(batches, behind, type(sampler).__name__)
             yield from batches
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return len(cast(Sized, self.sampler))
 
 
-def is_cut_anew(sampler: Any) -> bool:
+def is_cut_anew(sampler: object) -> TypeGuard[BatchSampler]:
     """Whether batches may be cut at any sample: those of torch's ``BatchSampler``. Subclasses may make their own."""
     return type(sampler) is BatchSampler
 
 
-def one_batch(item: object, opaque: bool) -> object:
-    return [item] if opaque else item
+def one_batch(item: object, opaque: bool) -> IndexBatch:
+    return [item] if opaque else cast(IndexBatch, item)
 
 
-def skip_batches(batches: Iterator[Any], behind: int, name: str, kept: int = 1) -> deque[Any]:
+def skip_batches(batches: Iterator[IndexBatch], behind: int, name: str, kept: int = 1) -> deque[IndexBatch]:
     """Take ``behind`` samples in whole batches from ``batches``, and return the last ``kept`` of these.
 
     Raises:
         CheckpointError: none of the batches of the sampler called ``name`` ends there.
     """
-    passed, skipped = 0, deque[Any](maxlen=max(1, kept))
+    passed, skipped = 0, deque[IndexBatch](maxlen=max(1, kept))
     while passed < behind:
         batch = next(batches, None)
         if batch is None:
@@ -101,7 +107,7 @@ def skip_batches(batches: Iterator[Any], behind: int, name: str, kept: int = 1) 
     return skipped
 
 
-def seeded_copy(sampler: Any, generator: torch.Generator) -> object:
+def seeded_copy(sampler: T, generator: torch.Generator) -> T:
     """``sampler`` with every ``generator`` in it replaced, on shallow copies; itself if it has none."""
     changes: dict[str, object] = {}
     own = getattr(sampler, "generator", sampler)
@@ -121,10 +127,10 @@ def seeded_copy(sampler: Any, generator: torch.Generator) -> object:
     return duplicate
 
 
-def samplers_of(loader: DataLoader[object]) -> list[Any]:
+def samplers_of(loader: DataLoader[object]) -> list[object]:
     """The loader's samplers and those inside them, each once."""
-    found: list[Any] = []
-    pending = [loader.batch_sampler, loader.sampler]
+    found: list[object] = []
+    pending: list[object] = [loader.batch_sampler, loader.sampler]
     while pending:
         sampler = pending.pop(0)
         if sampler is None or any(sampler is other for other in found):
@@ -155,14 +161,18 @@ def announce_epoch(loader: DataLoader[object], seed: int, epoch: int, seeded: bo
     """
     announce_epoch_to(loader.dataset, seed, epoch, seeded)
     for sampler in samplers_of(loader):
-        if callable(getattr(sampler, "set_epoch", None)):
-            sampler.set_epoch(epoch)
+        _set_epoch(sampler, epoch)
 
 
-def announce_epoch_to(dataset: Any, seed: int, epoch: int, seeded: bool) -> None:
+def announce_epoch_to(dataset: object, seed: int, epoch: int, seeded: bool) -> None:
     """``announce_epoch`` for a dataset alone, as in a worker process."""
-    if callable(getattr(dataset, "set_epoch", None)):
-        dataset.set_epoch(epoch)
+    _set_epoch(dataset, epoch)
     generator = getattr(dataset, "generator", None)
     if seeded and isinstance(generator, torch.Generator) and not hasattr(dataset, "set_epoch"):
         generator.manual_seed(epoch_seed(seed, epoch))
+
+
+def _set_epoch(holder: object, epoch: int) -> None:
+    set_epoch = getattr(holder, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)

@@ -54,7 +54,7 @@ class Position:
 
     epoch: int
     behind: Progress
-    inner: dict[str, Any] | None = None
+    inner: dict[str, object] | None = None
     same_world: bool = True
     drawing: Drawing | None = None
     digest: int | None = None
@@ -93,7 +93,7 @@ class Iteration:
 
     epoch: int
     behind: Progress | None
-    inner: dict[str, Any] | None = None
+    inner: dict[str, object] | None = None
     running: bool = True
     drawing: Drawing | None = None
     digest: int | None = None
@@ -163,7 +163,7 @@ def state_of(
 
 
 # Key of a state -> the types it may have; "counts" is a list of whole numbers from 0.
-FIELDS: dict[str, tuple[object, ...]] = {
+FIELDS: dict[str, tuple[type | str, ...]] = {
     "epoch": (int,),
     "seed": (int,),
     "samples": ("counts",),
@@ -197,6 +197,7 @@ def read_state(
     behind = Progress(tuple(state["samples"]), tuple(state["base"]), tuple(state["rounds"]), state["turn"])
     _check_consistent(behind, saved)
     _check_fits(behind, saved, here)
+    # The same rounds of the same rows, whoever reads them: then a position inside of dealing holds as it is.
     same_dealing = replace(saved, num_workers=0) == replace(here, num_workers=0)
     inner = state["inner"]
     if not (keeps_inner_state and same_dealing and saved.num_workers == here.num_workers):
@@ -240,12 +241,12 @@ def _check_fields(state: object) -> None:
             )
 
 
-def _is_a(value: object, kind: Any) -> bool:
+def _is_a(value: object, kind: type | str) -> bool:
     if kind == "counts":
         return isinstance(value, list) and bool(value) and all(_is_a(n, int) and n >= 0 for n in value)
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**64
-    return isinstance(value, kind)
+    return isinstance(kind, type) and isinstance(value, kind)
 
 
 def _check_consistent(behind: Progress, saved: LoaderSetup) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -96,14 +96,7 @@ def prepare_loader(
     if draws and config.use_seedable_sampler and not is_iterable(loader):
         sampler, seedable = with_seedable(sampler, seed)
     reader = make_reader(
-        loader,
-        sampler,
-        plan,
-        seed,
-        range(world_size) if dispatch else (rank,),
-        config,
-        draws,
-        is_alone,
+        loader, sampler, plan, seed, range(world_size) if dispatch else (rank,), config, draws, is_alone
     )
     asks_rank_0 = draws and not dispatch and (is_iterable(loader) or not draws_nothing(sampler))
     return prepared_class(loader, config)(
@@ -217,7 +210,7 @@ def seed_of(loader: DataLoader[object], config: DataLoaderConfiguration, draws: 
     return torch.initial_seed() if draws and config.use_seedable_sampler else initial_seed_of(loader)
 
 
-def order_sampler(loader: DataLoader[object]) -> Any:
+def order_sampler(loader: DataLoader[object]) -> Iterable[object]:
     """The sampler of batches of indices, or of indices where the dataset makes batches itself."""
     sampler = batches_by_sampler(loader)
     return loader.sampler if sampler is None else sampler
@@ -225,7 +218,7 @@ def order_sampler(loader: DataLoader[object]) -> Any:
 
 def make_reader(
     loader: DataLoader[object],
-    sampler: object,
+    sampler: Iterable[object],
     plan: ShardPlan,
     seed: int,
     ranks: Sequence[int],

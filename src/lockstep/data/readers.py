@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.utils.data import DataLoader
@@ -32,7 +32,7 @@ class Begin:
     seed: int
     epoch: int
     behind: Progress
-    inner: dict[str, Any] | None = None
+    inner: dict[str, object] | None = None
     left_out: int = 0
     drawing: Drawing | None = None
 
@@ -59,7 +59,7 @@ GlobalBatches = Iterator[ReadBatch]
 
 class Reader(Protocol):
     @property
-    def inner(self) -> DataLoader[Any]: ...
+    def inner(self) -> DataLoader[object]: ...
 
     @property
     def keeps_inner_state(self) -> bool:

@@ -48,14 +48,14 @@ def draw_privately(
     Items are drawn in blocks; between blocks the global generators are the user's own, untouched. While they are
     drawn, ``device`` is torch's default one (None: it stays).
     """
-    state = _seeded_states(seed)
+    generators, states = Generators(), _seeded_states(seed)
     source: Iterator[T] | None = None
     while True:
         # Samplers call torch.randperm without a device; the order must not depend on the default one.
-        with _states(state), _default_device(device):
+        with generators.at(states), _default_device(device):
             source = iter(items) if source is None else source
             block = list(islice(source, block_size))
-            state = _read_states()
+            states = generators.read()
         yield from block
         if len(block) < block_size:
             return
@@ -206,6 +206,9 @@ def states_of(plain: Mapping[str, Any]) -> States:
         # Generators of no use take them first: what they refuse must not change the run.
         random.Random().setstate(states[1])
         np.random.RandomState().set_state(states[2])
+        own = list(plain.get("own", ()))
+        for state in (states[0], *own):
+            torch.Generator().set_state(state)
     except (
         KeyError,
         TypeError,
@@ -215,35 +218,11 @@ def states_of(plain: Mapping[str, Any]) -> States:
         IndexError,
         OverflowError,
     ) as error:
-        raise _no_states(error) from error
-    return [*check_own(states[:1]), *states[1:], *check_own(list(plain.get("own", ())))]
-
-
-def check_own(states: list[Any]) -> list[torch.Tensor]:
-    """``states``, if torch's generators on the CPU take them. Raises CheckpointError."""
-    try:
-        for state in states:
-            torch.Generator().set_state(state)
-    except (TypeError, RuntimeError) as error:
-        raise _no_states(error) from error
-    return states
-
-
-def _no_states(error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"The state of a loader holds a state of random number generators that is none ({error}). "
-        "Pass what state_dict() returned, unchanged."
-    )
-
-
-@contextmanager
-def _states(inner: dict[str, object]) -> Iterator[None]:
-    outer = _read_states()
-    _write_states(inner)
-    try:
-        yield
-    finally:
-        _write_states(outer)
+        raise CheckpointError(
+            f"The state of a loader holds a state of random number generators that is none ({error}). "
+            "Pass what state_dict() returned, unchanged."
+        ) from error
+    return [*states, *own]
 
 
 @contextmanager
@@ -255,19 +234,9 @@ def _default_device(device: str | None) -> Iterator[None]:
         yield
 
 
-def _seeded_states(seed: int) -> dict[str, object]:
-    return {
-        "torch": torch.Generator(device="cpu").manual_seed(seed).get_state(),
-        "python": random.Random(seed).getstate(),
-        "numpy": np.random.RandomState(seed % 2**32).get_state(),
-    }
-
-
-def _read_states() -> dict[str, object]:
-    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
-
-
-def _write_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
+def _seeded_states(seed: int) -> States:
+    return [
+        torch.Generator(device="cpu").manual_seed(seed).get_state(),
+        random.Random(seed).getstate(),
+        np.random.RandomState(seed % 2**32).get_state(),
+    ]

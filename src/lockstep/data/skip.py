@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sized
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import DataLoader, Sampler
 
@@ -58,7 +58,7 @@ def skip_first_batches(dataloader: DataLoader[object], num_batches: int = 0) -> 
 class LaterItems(Sampler[Any]):
     """What ``sampler`` yields after its first ``skipped`` items."""
 
-    def __init__(self, sampler: Any, skipped: int) -> None:
+    def __init__(self, sampler: Sampler[Any] | Iterable[object], skipped: int) -> None:
         self.sampler = sampler
         self.skipped = skipped
 
@@ -74,7 +74,7 @@ class LaterItems(Sampler[Any]):
         return islice(iter(self.sampler), self.skipped, None)
 
     def __len__(self) -> int:
-        return max(0, len(self.sampler) - self.skipped)
+        return max(0, len(cast(Sized, self.sampler)) - self.skipped)
 
 
 class LaterBatches(DataLoader[Any]):

@@ -92,7 +92,7 @@ class ShardedStream(IterableDataset[Any]):
         ranks: Sequence[int],
         sample_batch_size: int | None,
         drop_last: bool,
-        collate_fn: Callable[[object], Any],
+        collate_fn: Callable[[object], object],
         workers: int,
     ) -> None:
         self._dataset = dataset

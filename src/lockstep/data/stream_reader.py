@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.utils.data import DataLoader, IterDataPipe
@@ -12,12 +12,7 @@ from torch.utils.data import DataLoader, IterDataPipe
 from lockstep.data.drawn import Drawing
 from lockstep.data.position import nothing
 from lockstep.data.readers import Begin, GlobalBatches, ReadBatch, seed_workers
-from lockstep.data.rng import (
-    PrivateDraws,
-    States,
-    draw_privately,
-    mixed_seed,
-)
+from lockstep.data.rng import PrivateDraws, States, draw_privately, mixed_seed
 from lockstep.data.stream import Message, ShardedStream
 from lockstep.data.worker_states import Told, WorkerStates
 
@@ -64,14 +59,14 @@ class StreamReader:
             source, draws = self._begun(begin, begin.drawing)
             messages = self._drawn(source, begin.drawing, draws)
             return self._shown(self._dealt(messages, begin), draws)
-        seeded: Iterator[tuple[Message, object]] = self._messages()
+        seeded: Iterator[tuple[Message, dict[str, object] | None]] = self._messages()
         if self.inner.num_workers == 0:
             # Reading ahead must not draw numbers that the loop draws too, nor must reading again.
             seed = mixed_seed(begin.seed, begin.epoch, 0)
             seeded = draw_privately(seeded, seed, block_size=1, device=None)
         return self._dealt(((message, inner, None) for message, inner in seeded), begin)
 
-    def _messages(self) -> Iterator[tuple[Message, object]]:
+    def _messages(self) -> Iterator[tuple[Message, dict[str, object] | None]]:
         for message in self.inner:
             yield message, self.inner.state_dict() if self.keeps_inner_state else None  # type: ignore[attr-defined]
 
@@ -128,7 +123,7 @@ class StreamReader:
 
     def _drawn(
         self, source: Iterator[Message], drawing: Drawing, draws: PrivateDraws | None
-    ) -> Iterator[tuple[Message, object, States | None]]:
+    ) -> Iterator[tuple[Message, dict[str, object] | None, States | None]]:
         if draws is None:
             for message in source:
                 yield message, None, None
@@ -166,7 +161,9 @@ class StreamReader:
 
     # -- rounds ---------------------------------------------------------------------------------------
 
-    def _dealt(self, messages: Iterator[tuple[Message, Any, States | None]], begin: Begin) -> GlobalBatches:
+    def _dealt(
+        self, messages: Iterator[tuple[Message, dict[str, object] | None, States | None]], begin: Begin
+    ) -> GlobalBatches:
         """One round behind ``messages``, because only the end of a stream says which one is the last."""
         behind = begin.behind
         left_out = 0

@@ -12,7 +12,7 @@ from lockstep.launch.rendezvous import CoordinatorLost, Over, Rendezvous, Round,
 from lockstep.launch.report import Failure, count_alike, describe_failure, exit_code, first_failure
 from lockstep.launch.signals import Interrupted, Signals
 from lockstep.launch.workers import Starter, Workers
-from lockstep.runtime.exit_codes import PREEMPTED, of_signal
+from lockstep.runtime.failure import PREEMPTED, of_signal
 
 # messages and signals are looked at so often; workers too, unless the plan says less often
 MONITOR_INTERVAL_S = 0.1

@@ -1,4 +1,5 @@
-"""What the ways to launch share: the commands that they run or show, the console, the folder of log files.
+"""What the ways to launch share: the commands that they run or show, the console, the folder of log files,
+secrets, and which variables of the environment travel to other machines.
 
 Signals are in ``signals``, the guard that ends what a launch leaves behind in ``guard_process``, failures in
 ``report``. Each way is a module of ``BACKENDS``, imported when it is used.
@@ -8,15 +9,18 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from lockstep.config.sources import inherited_environment
+from lockstep.control import Secret, new_secret, read_secret
 from lockstep.errors import ConfigError
-from lockstep.launch import exec_worker
+from lockstep.launch import bare
 from lockstep.launch.plan import LaunchPlan
 
 SECRET = "<secret>"
@@ -95,4 +99,81 @@ def make_log_folder(path: str | None) -> None:
 def worker_arguments(command: tuple[str, ...]) -> tuple[str, ...]:
     """Arguments of the interpreter for a worker whose life is tied to that of this process."""
     # -I -S: neither the user's site nor PYTHON* variables concern the program in between
-    return ("-I", "-S", os.path.abspath(exec_worker.__file__), str(os.getpid()), *command)
+    return ("-I", "-S", os.path.abspath(bare.__file__), "--worker", str(os.getpid()), *command)
+
+
+def check_secret_file(plan: LaunchPlan) -> None:
+    """Raise ConfigError if the file that is to hold the secret does not, also where it would never be read."""
+    # Which refuse it by themselves.
+    if plan.secret_file is not None and plan.reach.backend not in ("k8s", "ray"):
+        read_secret(Path(plan.secret_file).expanduser())
+
+
+def secret_for_machines(plan: LaunchPlan) -> Secret:
+    """That of ``secret_file`` or of LOCKSTEP_SECRET; otherwise a fresh one, which this launcher hands to all.
+
+    Raises:
+        ConfigError: it is malformed, or the file cannot be read or is open to others.
+    """
+    if plan.secret_file is not None:
+        return read_secret(Path(plan.secret_file).expanduser())
+    said = inherited_environment().get("LOCKSTEP_SECRET")
+    return Secret.from_hex(said) if said else new_secret()
+
+
+PREFIXES = ("LOCKSTEP_", "NCCL_", "GLOO_", "TORCH_")
+NAMES = frozenset(
+    {
+        "OMP_NUM_THREADS",
+        "CUDA_VISIBLE_DEVICES",
+        "PYTHONPATH",
+        "PYTHONUNBUFFERED",
+        "VIRTUAL_ENV",
+        "PATH",
+        "LANG",
+        "LC_ALL",
+    }
+)
+# what one process of ours tells another on the same machine
+OWN_MACHINE = frozenset(
+    {
+        "LOCKSTEP_CONFIG_FILE",
+        "LOCKSTEP_CONTROL",
+        "LOCKSTEP_CONTROL_FILE",
+        "LOCKSTEP_LAUNCH_ID",
+        "LOCKSTEP_RESTART",
+        "LOCKSTEP_SHARED_CONSOLE",
+    }
+)
+SECRET_WORDS = re.compile(r"TOKEN|SECRET|KEY|PASSW|CREDENTIAL", re.IGNORECASE)
+
+
+def is_secret(name: str) -> bool:
+    """Whether the value of a variable with this name is not to be shown or kept."""
+    return SECRET_WORDS.search(name) is not None
+
+
+def travels(name: str) -> bool:
+    """Whether a variable goes along without being named."""
+    if is_secret(name) or name in OWN_MACHINE:
+        return False
+    return name in NAMES or name.startswith(PREFIXES)
+
+
+def forwarded(environ: Mapping[str, str], further: Iterable[str] = ()) -> dict[str, str]:
+    """The variables that travel; ``further`` are names that the user wants, secrets among them or not.
+
+    Raises:
+        ConfigError: a name that the user wants is not set.
+    """
+    names = [name for name in environ if travels(name)]
+    for name in further:
+        if name not in environ:
+            raise ConfigError(f"forward_env names {name}, which is not set here. Set it, or remove the name.")
+        names.append(name)
+    return {name: environ[name] for name in sorted(set(names))}
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """The same for people: the values of secrets are not there."""
+    return {name: SECRET if is_secret(name) else value for name, value in environment.items()}

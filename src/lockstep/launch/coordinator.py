@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from lockstep.errors import LinkError
 from lockstep.launch import membership as m
-from lockstep.launch.restarts import Restarts
-from lockstep.runtime.exit_codes import HANG, PREEMPTED, of_signal
+from lockstep.launch.report import Restarts
+from lockstep.runtime.failure import HANG, PREEMPTED, of_signal
 
 # a rank that only lost contact is not the cause; how long the cause has to be told
 CAUSE_WAIT_S = 1.5
@@ -97,7 +97,7 @@ class LaunchCoordinator:
 
     # -- link.Handler --------------------------------------------------------------------------------
 
-    def received(self, peer: NodeConnection, message: Mapping[str, Any]) -> None:
+    def received(self, peer: NodeConnection, message: Mapping[str, object]) -> None:
         """Take in what a launcher tells."""
         verb = str(message.get("kind", "")).partition(".")[2]
         if verb == "join":
@@ -110,7 +110,7 @@ class LaunchCoordinator:
             self._heartbeat(machine, peer, message)
         elif verb == "finished":
             self._codes.append(_non_negative_int(message, "code"))
-            self._step(m.Finished(machine, _non_negative_int(message, "round")))
+            self._do(self._members.finish(machine, _non_negative_int(message, "round"), self._clock()))
         elif verb == "failed":
             self._failed(message)
         elif verb == "left" and self._watch is not None:
@@ -127,11 +127,11 @@ class LaunchCoordinator:
         machine = peer.data.get("machine")
         if machine is not None and self._peers.get(machine) is peer:
             del self._peers[machine]
-            self._step(m.Lost(machine))
+            self._do(self._members.lose(machine, self._clock()))
 
     def tick(self, now: float) -> None:
         """Look at the time."""
-        self._step(m.Tick())
+        self._do(self._members.tick(self._clock()))
         if self._over is not None:
             return
         if self._suspect is not None and now >= self._suspect[0]:
@@ -168,13 +168,13 @@ class LaunchCoordinator:
             return
         self._peers[request.machine] = peer
         peer.send({"kind": "rendezvous.admitted", "epoch": self._members.epoch})
-        self._step(m.NodeJoined(request))
+        self._do(self._members.join(request, self._clock()))
         whom = self._members.lacking()
         if whom and self._members.round is None and request.machine in self._members.members:
             peer.send({"kind": "rendezvous.waiting", "whom": whom})
 
     def _heartbeat(self, machine: str, peer: NodeConnection, message: Mapping[str, object]) -> None:
-        self._step(m.Heartbeat(machine))
+        self._do(self._members.heartbeat(machine, self._clock()))
         peer.send({"kind": "rendezvous.beat"})
         states = message.get("states")
         if isinstance(states, Mapping) and self._watch is not None:
@@ -188,12 +188,12 @@ class LaunchCoordinator:
     def _leave(self, machine: str, name: str, code: int) -> None:
         member = self._members.members.get(machine)
         if self._elastic:
-            self._step(m.Lost(machine, f"ended there by {name}"))
+            self._do(self._members.lose(machine, self._clock(), f"ended there by {name}"))
         elif member is not None:
             self._end(code or signal_code(name), f"ended by {name} on {member.request.name}")
 
-    def _step(self, event: m.Event) -> None:
-        for action in self._members.step(event, self._clock()):
+    def _do(self, actions: list[m.Action]) -> None:
+        for action in actions:
             self._act(action)
 
     def _act(self, action: m.Action) -> None:
@@ -238,6 +238,7 @@ class LaunchCoordinator:
             )
 
     def _complete(self) -> None:
+        # Ranks that stopped for a newcomer have saved their state and end with a code, but the launch goes on.
         code = max(self._codes, default=0)
         if self._reform is not None and code != 0:
             self._tell(tuple(self._peers), {"kind": "rendezvous.end", "round": self._members.rounds - 1})
@@ -274,6 +275,7 @@ class LaunchCoordinator:
         elif stopped is not None:
             self._end(code, stopped)
         elif message.get("consequence"):
+            # Heard sooner than the rank whose end it is a consequence of: that one is waited for, and then blamed.
             self._suspect = self._suspect or (self._clock() + CAUSE_WAIT_S, failure)
         else:
             self._fail(failure)
@@ -297,7 +299,7 @@ class LaunchCoordinator:
         if self._watch is not None:
             self._watch.end_all()
         if self._members.round is not None:
-            self._step(m.NodeFailed(self._members.round.number))
+            self._do(self._members.fail(self._members.round.number, self._clock()))
 
     def _commits(self) -> int | None:
         return self._watch.commits if self._watch is not None else None
@@ -328,7 +330,7 @@ class LaunchCoordinator:
         if self._watch is not None and code not in (0, PREEMPTED):
             self._watch.end_all()
         self._tell(tuple(self._peers), self._over)
-        self._step(m.Closed())
+        self._members.close()
 
     def _tell(self, machines: tuple[str, ...], message: Mapping[str, object]) -> None:
         if self._over is not None and message is not self._over:

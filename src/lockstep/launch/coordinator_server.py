@@ -13,7 +13,7 @@ from lockstep.launch.coordinator import LaunchCoordinator
 from lockstep.launch.membership import Membership
 from lockstep.launch.network import holder_of
 from lockstep.launch.plan import LaunchPlan
-from lockstep.launch.restarts import Restarts
+from lockstep.launch.report import Restarts
 from lockstep.observe.hang.coordinator import Coordinator, WatchSettings
 
 # how long the others' launchers have to read why the launch ended, and to end their workers

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lockstep.config.sources import (
-    export_environment,
-    inherited_environment,
-    restore_environment,
-)
+from lockstep.config.sources import export_environment, inherited_environment, restore_environment
 from lockstep.config.values import parse_integer, parse_precision
 from lockstep.errors import ConfigError, UsageError
 from lockstep.launch.network import LOOPBACK, free_port

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from lockstep.config.sources import export_environment
-from lockstep.launch import guard
+from lockstep.launch import bare
 
 WAIT_S = 2.0
 SILENT_S = 3.0
@@ -23,7 +23,7 @@ def run_guarded(run: Callable[[GuardProcess], int]) -> int:
     guard_process = GuardProcess()
     try:
         # what is started from here on inherits it
-        export_environment({guard.ID_VARIABLE: guard_process.launch_id})
+        export_environment({bare.ID_VARIABLE: guard_process.launch_id})
         code = run(guard_process)
         if code == 0:
             guard_process.finished()
@@ -59,7 +59,7 @@ class GuardProcess:
         """There is nothing to end."""
         assert self._process.stdin is not None
         with suppress(OSError):  # it was killed; nobody to tell
-            self._process.stdin.write(guard.DONE)
+            self._process.stdin.write(bare.DONE)
 
     def _has_beaten(self) -> bool:
         assert self._process.stdout is not None
@@ -70,7 +70,7 @@ class GuardProcess:
 
     def _started(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", os.path.abspath(guard.__file__), self.launch_id],
+            [sys.executable, "-I", "-S", os.path.abspath(bare.__file__), "--guard", self.launch_id],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -35,7 +35,7 @@ def launch(plan: LaunchPlan) -> int:
     Raises:
         ConfigError: the first host has no name for the others, ssh is not installed, or the secret cannot be read.
     """
-    from lockstep.launch.shared_secret import secret_for_machines
+    from lockstep.launch.backend import secret_for_machines
 
     started = programs(plan, secret_for_machines(plan).hex(), inherited_environment(), os.getcwd())
     return Programs(started, plan.survival.grace_s, plan.min_machines).run()

@@ -22,7 +22,7 @@ from lockstep.config.sources import (
 )
 from lockstep.distribution import DISTRIBUTION
 from lockstep.errors import ConfigError
-from lockstep.launch.forwarded import is_secret
+from lockstep.launch.backend import is_secret
 from lockstep.launch.plan import available_cores
 
 PACKAGES = ("torch", "numpy", "safetensors", "torchdata", "transformers", "datasets")

@@ -16,12 +16,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.config.sources import (
-    export_environment,
-    inherited_environment,
-    restore_environment,
-)
+from lockstep.config.sources import export_environment, inherited_environment, restore_environment
 from lockstep.control import Secret, derived, new_secret, read_secret, user_secret
+from lockstep.control.session import name_of
 from lockstep.errors import ConfigError
 from lockstep.launch.backend import Command, make_log_folder, say
 from lockstep.launch.guard_process import GuardProcess, run_guarded
@@ -70,12 +67,7 @@ def end_process(code: int) -> None:
 
 
 def _run(
-    plan: LaunchPlan,
-    meeting: Meeting,
-    secret: Secret,
-    work_dir: str,
-    guarded: GuardProcess,
-    signals: Signals,
+    plan: LaunchPlan, meeting: Meeting, secret: Secret, work_dir: str, guarded: GuardProcess, signals: Signals
 ) -> int:
     from lockstep.launch.rendezvous import LauncherIdentity, Rendezvous
 
@@ -168,9 +160,7 @@ def _control(plan: LaunchPlan, address: tuple[str, int], secret: Secret, work_di
     path = os.path.join(work_dir, "control")
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
         file.write(secret.hex())
-    host, port = address
-    bracketed = f"[{host}]" if ":" in host else host
-    return {"LOCKSTEP_CONTROL": f"{bracketed}:{port}", "LOCKSTEP_CONTROL_FILE": path}
+    return {"LOCKSTEP_CONTROL": name_of(address), "LOCKSTEP_CONTROL_FILE": path}
 
 
 def _export(plan: LaunchPlan, meeting: Meeting) -> None:

@@ -35,59 +35,6 @@ class JoinRequest:
     epoch: str = ""
 
 
-# -- events --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class NodeJoined:
-    """A machine is here and has no workers."""
-
-    request: JoinRequest
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """A machine is alive."""
-
-    machine: str
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A machine is gone: it said so, or its connection closed."""
-
-    machine: str
-    why: str = "its connection closed"
-
-
-@dataclass(frozen=True)
-class Finished:
-    """All workers of a machine ended well."""
-
-    machine: str
-    round: int
-
-
-@dataclass(frozen=True)
-class NodeFailed:
-    """The round cannot go on."""
-
-    round: int
-
-
-@dataclass(frozen=True)
-class Closed:
-    """The launch is over; nobody is let in any more."""
-
-
-@dataclass(frozen=True)
-class Tick:
-    """Time went by."""
-
-
-Event = NodeJoined | Heartbeat | Lost | Finished | NodeFailed | Closed | Tick
-
-
 # -- actions -------------------------------------------------------------------------------------------
 
 
@@ -222,28 +169,46 @@ class Membership:
         self.rounds = 0
         """How many rounds were formed."""
 
-    def step(self, event: Event, now: float) -> list[Action]:
-        """Take in one event that happened at ``now`` (monotonic seconds); what must be done now."""
+    # -- events: each takes the time in (monotonic seconds), and returns what must be done now ---------------
+
+    def join(self, request: JoinRequest, now: float) -> list[Action]:
+        """A machine is here and has no workers."""
         self._advance(now)
-        actions: list[Action] = []
-        match event:
-            case NodeJoined(request):
-                actions += self._join(request)
-            case Heartbeat(machine):
-                if machine in self.members:
-                    self.members[machine].seen = self._now
-            case Lost(machine, why):
-                actions += self._lose(machine, why)
-            case Finished(machine, number):
-                actions += self._finish(machine, number)
-            case NodeFailed(number):
-                if self.round is not None and self.round.number == number:
-                    actions += self._end_round()
-            case Closed():
-                self._closed = True
-            case Tick():
-                actions += self._expire_members()
-        return actions + self._form()
+        return self._join(request) + self._form()
+
+    def heartbeat(self, machine: str, now: float) -> list[Action]:
+        """A machine is alive."""
+        self._advance(now)
+        if machine in self.members:
+            self.members[machine].seen = self._now
+        return self._form()
+
+    def lose(self, machine: str, now: float, why: str = "its connection closed") -> list[Action]:
+        """A machine is gone: it said so, or its connection closed."""
+        self._advance(now)
+        return self._lose(machine, why) + self._form()
+
+    def finish(self, machine: str, number: int, now: float) -> list[Action]:
+        """All workers of a machine ended well, in this round."""
+        self._advance(now)
+        return self._finish(machine, number) + self._form()
+
+    def fail(self, number: int, now: float) -> list[Action]:
+        """This round cannot go on."""
+        self._advance(now)
+        is_current = self.round is not None and self.round.number == number
+        return (self._end_round() if is_current else []) + self._form()
+
+    def close(self) -> None:
+        """The launch is over; nobody is let in any more."""
+        self._closed = True
+
+    def tick(self, now: float) -> list[Action]:
+        """Time went by."""
+        self._advance(now)
+        return self._expire_members() + self._form()
+
+    # -- what follows --------------------------------------------------------------------------------------
 
     def lacking(self) -> str:
         """For people: whom the next round waits for; empty where there are enough machines."""
@@ -338,10 +303,10 @@ class Membership:
 
     def _finish(self, machine: str, number: int) -> list[Action]:
         member = self.members.get(machine)
-        if member is None or self.round is None or self.round.number != number:
+        is_current = self.round is not None and self.round.number == number
+        if member is None or not is_current or member.phase is not Phase.RUNNING:
             return []
-        if member.phase is not Phase.RUNNING:
-            return []
+        assert self.round is not None
         member.phase = Phase.FINISHED
         if any(self.members[node.request.machine].phase is not Phase.FINISHED for node in self.round.nodes):
             return []
@@ -350,9 +315,7 @@ class Membership:
 
     def _end_round(self) -> list[Action]:
         assert self.round is not None
-        number = self.round.number
-        machines = self._leave_round()
-        return [NodeEnded(number, machines)]
+        return [NodeEnded(self.round.number, self._leave_round())]
 
     def _leave_round(self) -> tuple[str, ...]:
         assert self.round is not None
@@ -364,6 +327,7 @@ class Membership:
         return machines
 
     def _form(self) -> list[Action]:
+        # Nobody starts while a machine still ends workers of the round before, which new ones could meet.
         waiting = [member for member in self.members.values() if member.phase is Phase.WAITING]
         if self.round is not None or self._closed or len(waiting) < len(self.members):
             return []
@@ -391,6 +355,8 @@ class Membership:
                 member.order,
             )
 
+        # The machine that hosts comes first, then those with numbers, then the others as they came: who was here in
+        # the round before keeps its place as long as nobody before it leaves.
         nodes: list[NodeAssignment] = []
         base = 0
         for member in sorted(members, key=order):

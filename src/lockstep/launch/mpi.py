@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from lockstep.config.sources import inherited_environment
 from lockstep.errors import ConfigError
-from lockstep.launch.backend import Command
-from lockstep.launch.forwarded import forwarded, without_secrets
+from lockstep.launch.backend import Command, forwarded, without_secrets
 from lockstep.launch.hosts import meeting_point
 from lockstep.launch.network import LOOPBACK, free_port
 from lockstep.launch.plan import LaunchPlan, available_cores

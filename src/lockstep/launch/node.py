@@ -10,22 +10,71 @@ how the end of the first launcher, by whatever signal, reaches this machine.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import BinaryIO
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, BinaryIO
 
+from lockstep.config.hosts import Host
 from lockstep.config.sources import export_environment, inherited_environment
 from lockstep.config.values import parse_integer
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.launch.document import MAX_BYTES, as_line, from_line, plan_as_data, plan_from_data
-from lockstep.launch.forwarded import forwarded, without_secrets
+from lockstep.launch.backend import forwarded, without_secrets
 from lockstep.launch.machines import Transport
-from lockstep.launch.plan import LaunchPlan, available_cores
+from lockstep.launch.plan import FaultPolicy, LaunchPlan, available_cores
+
+MAX_BYTES = 16 * 1024 * 1024
+
+
+def plan_as_data(plan: LaunchPlan) -> dict[str, object]:
+    """A plan in plain data, without the origins of its settings."""
+    data = {item.name: getattr(plan, item.name) for item in fields(plan) if item.name != "settings"}
+    return data | {"survival": asdict(plan.survival), "reach": asdict(plan.reach)}
+
+
+def plan_from_data(data: Any) -> LaunchPlan:
+    """The plan that ``plan_as_data`` wrote.
+
+    Raises:
+        ConfigError: it did not write this.
+    """
+    try:
+        values = dict(data)
+        reach = dict(values.pop("reach"))
+        hosts = tuple(Host(**host) for host in reach.pop("hosts"))
+        forward = tuple(reach.pop("forward_env"))
+        command = tuple(values.pop("command"))
+        survival = FaultPolicy(**values.pop("survival"))
+        if not command or not all(isinstance(word, str) for word in command):
+            raise TypeError("command")
+        where = Transport(hosts=hosts, forward_env=forward, **reach)
+        return LaunchPlan(command=command, survival=survival, reach=where, **values)
+    except (TypeError, ValueError, KeyError, AttributeError):
+        raise ConfigError(
+            "The plan that arrived is not one of this version of Lockstep. Install the same version everywhere."
+        ) from None
+
+
+def as_line(data: Mapping[str, object]) -> str:
+    """JSON in one line of ASCII; names and arguments that are not UTF-8 survive it."""
+    return json.dumps(data, ensure_ascii=True, allow_nan=False)
+
+
+def from_line(line: bytes | str) -> dict[str, object]:
+    """The object of a line; raises ConfigError when it is none."""
+    try:
+        data = json.loads(line) if len(line) <= MAX_BYTES else None
+    except (ValueError, RecursionError):
+        data = None
+    if not isinstance(data, dict):
+        raise ConfigError("What arrived is not a plan. Start this program by `lockstep launch`.")
+    return data
+
 
 BAD_INPUT = 2
 SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"})

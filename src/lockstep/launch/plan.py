@@ -26,12 +26,8 @@ from lockstep.config.values import SettingValue
 from lockstep.config.world import BatchSizes, fitted
 from lockstep.errors import ConfigError
 from lockstep.launch.machines import Settings as Settings
-from lockstep.launch.machines import (
-    Transport,
-    check_counted,
-    machines_of,
-    reach_of,
-)
+from lockstep.launch.machines import Transport, check_counted, machines_of, reach_of
+from lockstep.launch.membership import JOIN_LIMIT_S, LAST_CALL_S
 
 ELASTIC_RESTARTS = 1000
 ALIAS = "lockstep.compat.accelerate"
@@ -105,12 +101,12 @@ class FaultPolicy:
     """
 
     max_restarts: int = 0
-    hang_timeout_s: float = 300.0
-    grace_s: float = 30.0
-    watch: bool = True
-    monitor_interval_s: float = 0.1
-    join_timeout_s: float = 900.0
-    last_call_s: float = 3.0
+    hang_timeout_s: float = SETTINGS["hang_timeout"].default
+    grace_s: float = SETTINGS["grace"].default
+    watch: bool = SETTINGS["watch"].default
+    monitor_interval_s: float = SETTINGS["monitor_interval"].default
+    join_timeout_s: float = JOIN_LIMIT_S
+    last_call_s: float = LAST_CALL_S
 
 
 @dataclass(frozen=True)
@@ -128,13 +124,12 @@ class LaunchPlan:
     machine_rank: int | None = None
     address: str | None = None
     port: int | None = None
-    rdzv_backend: str = "static"
     interface: str | None = None
     secret_file: str | None = None
     survival: FaultPolicy = field(default_factory=FaultPolicy)
     reach: Transport = field(default_factory=Transport)
     environment: Mapping[str, str] = field(default_factory=dict)
-    role: str = "default"
+    role: str = SETTINGS["role"].default
     log_dir: str | None = None
     tee: bool = False
     settings: Mapping[str, SettingValue] = field(default_factory=dict)
@@ -242,7 +237,6 @@ def make_plan(
         machine_rank=value["machine_rank"],
         address=value["main_process_ip"],
         port=value["main_process_port"],
-        rdzv_backend=value["rdzv_backend"],
         interface=value["interface"],
         secret_file=value["secret_file"],
         survival=_survival(value, restarts),

@@ -11,13 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import IO, Any
+from typing import IO
 
 from lockstep.config.sources import inherited_environment
 from lockstep.errors import ConfigError
 from lockstep.launch.backend import Command
 from lockstep.launch.signals import END_SIGNALS, received_by
-from lockstep.runtime.exit_codes import of_signal
+from lockstep.runtime.failure import of_signal
 
 LOST = 255  # ssh's own exit code
 # after a program failed, for the others to end by themselves; then from the closed input to SIGKILL
@@ -36,7 +36,9 @@ class Output:
         self._lock = threading.Lock()
         self._said: dict[bytes, tuple[str, float]] = {}
 
-    def relay(self, title: str, shown: Callable[[bytes], bytes], source: IO[bytes], target: Any) -> None:
+    def relay(
+        self, title: str, shown: Callable[[bytes], bytes], source: IO[bytes], target: IO[bytes]
+    ) -> None:
         """Copy until ``source`` ends."""
         for line in source:
             whole = line if line.endswith(b"\n") else line + b"\n"

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.control import Client, Secret
+from lockstep.control.session import name_of
 from lockstep.errors import ConfigError, LinkError
+from lockstep.launch.membership import JOIN_LIMIT_S
 from lockstep.launch.network import listening_socket
 
 BEAT_S = 1.0
@@ -22,7 +24,6 @@ LOST_HUB_S = 4.0
 CONNECT_S = 5.0
 RETRY_S = 0.25
 SAY_WAITING_AFTER_S = 1.0
-COORDINATOR_LIMIT_S = 900.0
 REFUSED_LIMIT_S = 15.0
 REJOIN_LIMIT_S = 60.0
 
@@ -84,7 +85,7 @@ class Rendezvous:
         identity: LauncherIdentity,
         say: Callable[[str], None],
         machine: str = "",
-        coordinator_limit_s: float = COORDINATOR_LIMIT_S,
+        coordinator_limit_s: float = JOIN_LIMIT_S,
     ) -> None:
         self._address, self._secret, self._identity = address, secret, identity
         self._say = say
@@ -123,7 +124,7 @@ class Rendezvous:
             elif verb == "refused":
                 if not message["later"] or time.monotonic() > patience:
                     raise ConfigError(
-                        f"{where(self._address)} does not let this machine in: {message['sentence']}"
+                        f"{name_of(self._address)} does not let this machine in: {message['sentence']}"
                     )
                 self._pause(check)
                 self._offer()
@@ -142,7 +143,7 @@ class Rendezvous:
             except LinkError:
                 if time.monotonic() > deadline:
                     raise CoordinatorLost(
-                        f"the machine that hosts this launch, {where(self._address)}, did not come back within "
+                        f"the machine that hosts this launch, {name_of(self._address)}, did not come back within "
                         f"{REJOIN_LIMIT_S:.0f} s."
                     ) from None
                 self._pause(check)
@@ -158,17 +159,18 @@ class Rendezvous:
                 message = self._client.receive(max(deadline - time.monotonic(), 0))
             except LinkError:
                 raise CoordinatorLost(
-                    f"the machine that hosts this launch, {where(self._address)}, is gone."
+                    f"the machine that hosts this launch, {name_of(self._address)}, is gone."
                 ) from None
             now = time.monotonic()
             if message is not None:
                 self._heard = now
                 if verb_of(message) != "beat":
                     return message
+            # Each of our beats is answered, so that a coordinator which says nothing is gone or out of reach.
             elif now - self._heard > LOST_HUB_S:
                 self._client.close()
                 raise CoordinatorLost(
-                    f"the machine that hosts this launch, {where(self._address)}, was silent for {LOST_HUB_S:.0f} s."
+                    f"the machine that hosts this launch, {name_of(self._address)}, was silent for {LOST_HUB_S:.0f} s."
                 )
             if now >= deadline:
                 return None
@@ -206,7 +208,7 @@ class Rendezvous:
             waited_s = time.monotonic() - started
             if waited_s > limit_s:
                 raise ConfigError(
-                    f"nothing answers at {where(self._address)} after {limit_s:.0f} s: {reason}. Start the machine "
+                    f"nothing answers at {name_of(self._address)} after {limit_s:.0f} s: {reason}. Start the machine "
                     f"that hosts the launch (machine_rank 0), or correct main_process_ip and main_process_port."
                 )
             if waited_s > SAY_WAITING_AFTER_S:
@@ -217,11 +219,14 @@ class Rendezvous:
         if not self._said_whom:
             self._said_whom = True
             rank = "" if self._identity.rank is None else f" {self._identity.rank}"
-            self._say(f"lockstep launch: machine{rank} ({platform.node()}) {what} at {where(self._address)}.")
+            self._say(
+                f"lockstep launch: machine{rank} ({platform.node()}) {what} at {name_of(self._address)}."
+            )
 
     def _offer(self) -> None:
         self._drop_offer()
         identity = self._identity
+        # Bound before it is offered: where this machine comes to host the round, its store gets this very socket.
         self._offered = listening_socket(identity.own_address, identity.store_port)
         self._heard = time.monotonic()
         self.tell(
@@ -266,12 +271,6 @@ def verb_of(message: Mapping[str, object] | None) -> str:
 def over_of(message: Mapping[str, Any]) -> Over:
     """The end of a launch, from its message."""
     return Over(int(message["code"]), str(message["cause"]), str(message["note"]), message["rank"])
-
-
-def where(address: tuple[str, int]) -> str:
-    """``host:port`` for people."""
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _unreachable(address: tuple[str, int]) -> str | None:

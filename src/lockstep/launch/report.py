@@ -1,4 +1,4 @@
-"""Which rank failed first, and what to say about it. Failures in, text and exit code out."""
+"""What failures mean: which rank is to blame, what to say, and whether another round follows. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 TAIL_LINES = 30
 TAIL_BYTES = 64 * 1024
@@ -33,7 +32,7 @@ class Failure:
         return extra if isinstance(extra, dict) else {}
 
     @property
-    def own(self) -> Mapping[str, Any]:
+    def own(self) -> Mapping[str, object]:
         ours = self.details.get("lockstep")
         return ours if isinstance(ours, dict) else {}
 
@@ -72,7 +71,7 @@ def first_failure(failures: list[Failure]) -> Failure:
     def order(failure: Failure) -> tuple[bool, bool, int, int]:
         consequence = bool(failure.own.get("consequence"))
         # a worker that was killed leaves no report, and is the cause of whatever the others report after it
-        return failure.ended_by_us, consequence, int(failure.own.get("time_ns", 0)), failure.rank
+        return failure.ended_by_us, consequence, int(str(failure.own.get("time_ns", 0))), failure.rank
 
     return min(failures, key=order)
 
@@ -133,3 +132,49 @@ def _traceback(failure: Failure) -> list[str]:
             return file.read().decode("utf-8", "replace").splitlines()[-TAIL_LINES:]
     except OSError:
         return []
+
+
+STALLED_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Decision:
+    """``again``: form another round. ``sentence``: what to tell people; may be empty where the run ends."""
+
+    again: bool
+    sentence: str
+
+
+class Restarts:
+    """Counts rounds that failed.
+
+    Args:
+        most: how many failures are followed by another round.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._commits: int | None = 0
+        self._stalled = 0
+        self.done = 0
+
+    def round_started(self, commits: int | None) -> None:
+        """``commits``: checkpoints so far in this launch; None where nobody counts them."""
+        self._commits = commits
+
+    def round_failed(self, cause: str, commits: int | None) -> Decision:
+        """What follows a round that failed because of ``cause`` (a clause such as ``rank 1 failed (...)``)."""
+        # not known is not the same as none
+        stalled = commits is not None and self._commits is not None and commits <= self._commits
+        self._stalled = self._stalled + 1 if stalled else 0
+        if self.done >= self._most:
+            used = f"All {self._most} restarts were used." if self._most > 1 else "The one restart was used."
+            return Decision(False, used if self._most else "")
+        if self._stalled >= STALLED_ROUNDS:
+            return Decision(
+                False,
+                f"{STALLED_ROUNDS} rounds in a row ended without a new checkpoint, so another restart would not "
+                f"help. Find the cause first, or save more often.",
+            )
+        self.done += 1
+        return Decision(True, f"restart {self.done} of {self._most}: {cause}; resuming")

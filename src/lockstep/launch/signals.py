@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from lockstep.observe.hang.signals import STOP_SIGNALS
-from lockstep.runtime.exit_codes import PREEMPTED, of_signal
+from lockstep.runtime.failure import PREEMPTED, STOP_SIGNALS, of_signal
 
 # those of STOP_SIGNALS ask the run to stop at a step boundary, the second one at once; the others at once
 END_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

@@ -20,12 +20,11 @@ from pathlib import Path
 from lockstep.config.sources import inherited_environment
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch import node
-from lockstep.launch.backend import SECRET, Command
-from lockstep.launch.document import as_line, from_line, plan_as_data, plan_from_data
-from lockstep.launch.forwarded import forwarded, is_secret
+from lockstep.launch.backend import SECRET, Command, forwarded, is_secret
+from lockstep.launch.node import as_line, from_line, plan_as_data, plan_from_data
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.programs import NOT_FOUND, Programs
-from lockstep.runtime.exit_codes import PREEMPTED
+from lockstep.runtime.failure import PREEMPTED
 
 # the machines and the environment are settings of the launch
 OWN_OPTIONS = frozenset(
@@ -55,7 +54,7 @@ def launch(plan: LaunchPlan) -> int:
     """
     environ = inherited_environment()
     if "SLURM_JOB_ID" in environ:
-        from lockstep.launch.shared_secret import secret_for_machines
+        from lockstep.launch.backend import secret_for_machines
 
         program = srun(plan, secret_for_machines(plan).hex(), environ, os.getcwd())
         code = Programs([program], plan.survival.grace_s, least=1).run()

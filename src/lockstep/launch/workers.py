@@ -16,13 +16,13 @@ from torch.distributed.elastic.multiprocessing import start_processes
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, Std
 
 from lockstep.config.sources import inherited_environment
-from lockstep.launch import guard
+from lockstep.launch import bare
 from lockstep.launch.backend import worker_arguments
 from lockstep.launch.network import store_on
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.rendezvous import Round
 from lockstep.launch.report import Failure, read_error_file
-from lockstep.runtime.exit_codes import PREEMPTED
+from lockstep.runtime.failure import PREEMPTED
 
 
 class RankLogs(LogsSpecs):
@@ -178,7 +178,7 @@ class Starter:
         """After a round: free the store's port, and end what the workers may have left behind."""
         self._store = None
         if os.path.isdir("/proc/self"):
-            guard.end(self._launch_id, with_watches=True)
+            bare.end(self._launch_id, with_watches=True)
 
 
 def _place(local: int, nproc: int, place: Round, run_id: str, max_restarts: int) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,11 @@ class TrackingMethods:
 
     runtime: Runtime
     _options: Options
-    _trackers: TrackerSet
+    _log_with: object = None
+
+    @cached_property
+    def _trackers(self) -> TrackerSet:
+        return TrackerSet(self._log_with, self._options.project.logging_dir, self.runtime.is_main)
 
     @property
     def trackers(self) -> list[Any]:

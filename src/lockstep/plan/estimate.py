@@ -13,8 +13,7 @@ from lockstep.config.enums import Offload
 from lockstep.config.parallel import Parallel
 from lockstep.errors import ConfigError
 from lockstep.plan.estimate_model import ModelFacts, nbytes_of
-from lockstep.plan.memory import STREAMED_BLOCKS, MemoryRow, state_bytes
-from lockstep.plan.state_locations import StateLocation
+from lockstep.plan.memory import STREAMED_BLOCKS, MemoryRow, StateLocation, state_bytes
 
 FOLDER = "FOLDER"
 """Stands for the user's folder on a disk in the lines that are suggested."""

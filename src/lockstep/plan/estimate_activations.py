@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import UsageError
 from lockstep.model.contents import copy_of
-from lockstep.plan.estimate_import import last_line
+from lockstep.plan.estimate_build import last_line
 from lockstep.plan.estimate_model import Activations
 
 if TYPE_CHECKING:

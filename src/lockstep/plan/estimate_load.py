@@ -5,24 +5,21 @@ Imports torch, and transformers for a configuration, when it is called.
 
 from __future__ import annotations
 
+import math
 import os.path
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.config.values import repr_short
 from lockstep.errors import UsageError
-from lockstep.plan.estimate_model import Elements, ModelFacts, added
+from lockstep.plan.estimate_model import FLOATS, Elements, ModelFacts, added
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
-
-
-import math
-import re
-
-from lockstep.plan.estimate_model import FLOATS
 
 NUMBER = re.compile(r"[0-9]+")
 
@@ -97,7 +94,7 @@ def facts_of(
     if weights and not batch:
         return facts_of_files(path)
     if is_path:
-        from lockstep.plan.estimate_config import built_from_config, configuration
+        from lockstep.plan.estimate_build import built_from_config, configuration
 
         model, notes = built_from_config(configuration(path))
         facts = _facts(model, text, "transformers config", batch, sequence)
@@ -119,7 +116,7 @@ def _has_weights(path: Path) -> bool:
 def _module(text: str, arguments: Mapping[str, object]) -> nn.Module:
     import torch
 
-    from lockstep.plan.estimate_import import call_factory
+    from lockstep.plan.estimate_build import call_factory
 
     with torch.device("meta"):
         made = call_factory(text, arguments)
@@ -173,5 +170,5 @@ def _facts(model: nn.Module, name: str, kind: str, batch: int, sequence: int) ->
     )
 
 
-def _elements(tensor: Any) -> Elements:
+def _elements(tensor: torch.Tensor) -> Elements:
     return {str(tensor.dtype).removeprefix("torch."): tensor.numel()}

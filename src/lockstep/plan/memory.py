@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer state on a rank, before anything runs.
+"""Bytes of weights, gradients and optimizer state on a rank, and where they rest, before anything runs.
 
 Psi stands for the number of parameters and N for the ranks that share one copy of the state. Counted is what
 grows with Psi; activations, buffers and what allocators and communication backends keep for themselves are not.
@@ -14,14 +14,51 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from lockstep.config.checks import MAX_ACCUMULATION_STEPS, MAX_PROCESSES
-from lockstep.config.enums import Offload, Strategy
+from lockstep.config.enums import Offload, Strategy, StringEnum
 from lockstep.config.parallel import Parallel
 from lockstep.config.values import parse_integer, repr_short, suggestion
 from lockstep.errors import ConfigError
-from lockstep.plan.dtypes import BYTES, dtypes
-from lockstep.plan.size import ModelSize
-from lockstep.plan.state_locations import StateLocation, StateLocations, state_locations
+from lockstep.plan.sizes import BYTES, ModelSize, dtypes
 from lockstep.plan.traffic import Traffic, sent_bytes
+
+
+class StateLocation(StringEnum):
+    """A kind of memory."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(frozen=True)
+class StateLocations:
+    """Where parts of the state are from one step to the next.
+
+    ``copies``: the fp32 weights that are stepped on the host, where those on the device are others.
+    """
+
+    weights: StateLocation = StateLocation.DEVICE
+    gradients: StateLocation = StateLocation.DEVICE
+    optimizer: StateLocation = StateLocation.DEVICE
+    copies: StateLocation | None = None
+
+
+# offload -> weights, gradients, optimizer, copies; HOME is what offload_to says
+HOME = None
+TABLE: dict[Offload, tuple[StateLocation | None, StateLocation | None, StateLocation | None, bool]] = {
+    Offload.NONE: (StateLocation.DEVICE, StateLocation.DEVICE, StateLocation.DEVICE, False),
+    Offload.OPTIMIZER: (StateLocation.DEVICE, StateLocation.DEVICE, HOME, True),
+    Offload.PARAMS: (HOME, HOME, StateLocation.HOST, False),
+    Offload.ALL: (HOME, HOME, HOME, False),
+}
+
+
+def state_locations(parallel: Parallel) -> StateLocations:
+    """Where the state of a model spread like this rests, with an accelerator as the device."""
+    home = StateLocation.HOST if parallel.offload_folder is None else StateLocation.DISK
+    weights, gradients, optimizer, copies = TABLE[parallel.offload]
+    return StateLocations(weights or home, gradients or home, optimizer or home, home if copies else None)
+
 
 FP32 = 4
 STREAMED_BLOCKS = 4

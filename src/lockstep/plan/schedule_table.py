@@ -59,20 +59,10 @@ def _dualpipev(ranks: int, micro_batches: int, times: Times) -> float | None:
 
 RULES = {
     Schedule.GPIPE: Rule(
-        "GPipe",
-        "GPipe",
-        (1, 1, 1),
-        "(p-1) (F+B)",
-        "Huang et al., NeurIPS 2019",
-        _one_direction,
+        "GPipe", "GPipe", (1, 1, 1), "(p-1) (F+B)", "Huang et al., NeurIPS 2019", _one_direction
     ),
     Schedule.ONE_F_ONE_B: Rule(
-        "1F1B",
-        "1F1B",
-        (1, 1, 1),
-        "(p-1) (F+B)",
-        "Narayanan et al., SC 2021",
-        _one_direction,
+        "1F1B", "1F1B", (1, 1, 1), "(p-1) (F+B)", "Narayanan et al., SC 2021", _one_direction
     ),
     Schedule.INTERLEAVED: Rule(
         "Interleaved 1F1B",

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from lockstep.config.parallel import Parallel
-from lockstep.plan.dtypes import BYTES, dtypes
-from lockstep.plan.size import ModelSize
+from lockstep.plan.sizes import BYTES, ModelSize, dtypes
 
 
 @dataclass(frozen=True)

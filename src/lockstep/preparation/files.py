@@ -55,6 +55,25 @@ class FileMethods:
         def is_main_process(self) -> bool: ...
         def end_training(self) -> None: ...
 
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> Any:
+        """The object that was passed to ``prepare``; without ``keep_fp32_wrapper`` also without autocast.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            plain = torch.nn.Linear(4, 1)
+            model = accelerator.prepare(plain)
+            assert accelerator.unwrap_model(model) is plain
+            ```
+        """
+        self._preparation.offload.finish()
+        return unwrap_module(model, keep_autocast=keep_fp32_wrapper, keep_compile=keep_torch_compile)
+
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole model's ``state_dict``, under the names of the unwrapped model.
 
@@ -250,7 +269,7 @@ class FileMethods:
 
         return Checkpointer(self.runtime, self._communicator, self._options.project, self._watch.committed)
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, object]:
         """How the run is set up, as checkpoints tell it."""
         return {
             "parallel": str(self._options.parallel),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from lockstep.config.parallel import Parallel
 from lockstep.errors import OffloadError
 from lockstep.model.blocks import find_blocks
 from lockstep.offload.weights.attach import stop_streaming, stream_weights
-from lockstep.offload.weights.events import listen
+from lockstep.offload.weights.events import RemovableHandles, listen
 from lockstep.offload.weights.groups import WeightGroup, find_weight_groups
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.zero.sharding import Sharding, name_of_shard
@@ -42,7 +42,7 @@ class OffloadManager:
         self._units: list[WeightGroup] = []
         self._prefetched: dict[WeightGroup, WeightGroup] = {}
         self._streamed: list[nn.Module] = []
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandles] = []
         self._steps: dict[Optimizer, OffloadedStep] = {}
         self._gradients: list[GradientFile] = []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,9 +13,8 @@ from torch.utils.data import DataLoader
 
 from lockstep.checkpoint.contents import CheckpointContents, DataCoordinates, FullModelSpec, ties_of
 from lockstep.comm.collectives import Communicator
-from lockstep.comm.dtensor import is_dtensor
 from lockstep.config.options import Options
-from lockstep.config.training_objects import Placeholder
+from lockstep.config.readers import Placeholder
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.prepare import prepare_loader
 from lockstep.errors import ArgumentError, UsageError
@@ -26,27 +24,23 @@ from lockstep.parallel.materialize import InitWeights
 from lockstep.parallel.parallel_model import ParallelModel, PipelinedModel
 from lockstep.parallel.parallelize import ModelOptions, parallelize
 from lockstep.preparation.backward_watch import BackwardWatch
-from lockstep.preparation.checked_optimizer import CheckedOptimizer
 from lockstep.preparation.checks import (
     PreparedObjects,
-    check_called,
     check_micro_batch,
     check_trained,
     refuse_lookalike,
     refuse_offloaded_quantized,
     refuse_replicas,
 )
-from lockstep.preparation.first_forward import FirstForward
+from lockstep.preparation.gradients import Gradients
 from lockstep.preparation.offload import OffloadManager
-from lockstep.preparation.own_gradients import OwnGradients
 from lockstep.preparation.shards import ParameterRegistry
-from lockstep.preparation.stepping import DrawsAlike, StepChecks
+from lockstep.preparation.stepping import CheckedOptimizer, DrawsAlike, StepChecks
 from lockstep.preparation.verifications import Verifications
 from lockstep.runtime.mesh import DeviceMeshes
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
 from lockstep.torch_internals import optim as torch_optim
-from lockstep.torch_internals.dtensor_operators import keep_plain_gradients
 from lockstep.torch_internals.optim import complete_optimizer
 from lockstep.train.clipping import OtherStages, clip_norm
 from lockstep.train.loss_scale import LossScaler
@@ -87,7 +81,6 @@ class Preparation:
             loss_is_scaled=scaler is not None,
             parallel=options.parallel,
         )
-        self._forward_seen = False
         self.offload = OffloadManager(options.parallel, runtime.device, communicator)
         self._wholes: dict[int, FullModelSpec] = {}
         self.models: list[ParallelModel] = []
@@ -102,24 +95,23 @@ class Preparation:
             parameters=self._parameters_at_rest,
             optimizers=self.optimizers,
         )
-        self._ranks_step_together = ranks_step_together
         self._draws = DrawsAlike(communicator, ranks_step_together)
-        self.own_gradients = OwnGradients(step, self._own_gradients)
-        self._backward_watch = BackwardWatch(
-            step,
-            scaler is not None,
-            runtime.world_size,
-            self.gradients,
-            self._average_gradients,
-            ranks_step_together,
-        )
-        self.verifications = Verifications(
-            options, runtime, meshes, communicator, self._shards.reshard, self._backward_watch.unnoticed
-        )
         self._damage = (
             DamageWatch(options.damage, communicator, self.models, ranks_step_together)
             if options.damage.are_on
             else None
+        )
+        self.gradients = Gradients(
+            self.models,
+            self._shards,
+            step,
+            runtime.world_size,
+            scales_loss=scaler is not None,
+            damage=self._damage,
+            ranks_step_together=ranks_step_together,
+        )
+        self.verifications = Verifications(
+            options, runtime, meshes, communicator, self._shards.reshard, self.gradients.watch.unnoticed
         )
 
     def prepare(
@@ -207,10 +199,7 @@ class Preparation:
             pipeline: Any = prepared.module
             pipeline.on_settled(lambda: self._take_over(prepared, until_settled.pop()))
         self.offload.add_model(prepared)
-        if not evaluation_mode:
-            self._backward_watch.add(prepared.module)
-        if not self._forward_seen:
-            FirstForward(prepared.module, self.forward_was_seen)
+        self.gradients.add(prepared.module, is_trained=not evaluation_mode)
         # Not before: what was refused may be mended and prepared again.
         self._seen.add(model, prepared.module)
         if self._runtime.world_size > 1 and not evaluation_mode:
@@ -271,14 +260,16 @@ class Preparation:
             if self._options.parallel.shards
             else None,
             other_stages=self.other_stages,
-            before_step=self._before_step,
+            before_step=self.gradients.before_step,
         )
-        optimizer.register_step_post_hook(_after_step(self._backward_watch))
+        optimizer.register_step_post_hook(_after_step(self.gradients.watch))
         self._seen.add(optimizer, prepared)
         self.optimizers.append(prepared)
         return prepared
 
-    def prepare_loader(self, loader: DataLoader[Any], device_placement: bool | None = None) -> PreparedLoader:
+    def prepare_loader(
+        self, loader: DataLoader[object], device_placement: bool | None = None
+    ) -> PreparedLoader:
         if self._seen.has_made(loader):
             assert isinstance(loader, PreparedLoader)
             return loader
@@ -346,46 +337,6 @@ class Preparation:
             except UsageError as error:
                 logger.warning("%s", error)
 
-    def gradients(self) -> Iterator[torch.Tensor]:
-        """The tensors in which this rank accumulates the gradients of the prepared models now."""
-        for model in self.models:
-            yield from model.gradients()
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """``loss.backward``, and average what torch's engines leave to us."""
-        if is_dtensor(loss):  # of a term of sharded parameters, such as their norm
-            keep_plain_gradients(loss)
-        for model in self.models:
-            model.backward_begins()
-        try:
-            with nullcontext() if self._damage is None else self._damage.backward(loss):
-                self._backward_watch.backward(partial(loss.backward, **kwargs))
-        except BaseException as error:
-            self._shards.recover()
-            if isinstance(error, RuntimeError) and "for storage of size 0" in str(error):
-                raise UsageError(
-                    f"This backward needs weights of a sharded model (parallel='{self._options.parallel}') that were "
-                    "given up after an earlier backward through the same graph: a gradient of a gradient "
-                    "(create_graph=True), or a second backward with retain_graph=True that begins inside of the "
-                    "model. Add up the losses and call backward once, compute the inner gradient inside of the "
-                    "model's forward, or use parallel='ddp'."
-                ) from error
-            raise
-        self._average_gradients()
-        if self._runtime.world_size > 1 and self._ranks_step_together():
-            self.own_gradients.after_backward()
-
-    def _average_gradients(self) -> None:
-        for model in self.models:
-            model.reduce_gradients()
-
-    def _before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
-        for model in self.models:
-            model.check_reduced()
-            if not has_closure and self._ranks_step_together():
-                model.check_averaged(partial(_held, optimizer))
-        self._backward_watch.before_step(optimizer, has_closure)
-
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """All parameters of the prepared models."""
         for model in self.models:
@@ -395,16 +346,6 @@ class Preparation:
         """The same, but the shard of each that a sharded model has gathered, as between forward and backward."""
         return self._shards.now(parameters)
 
-    def check_backward(self, loss: torch.Tensor) -> None:
-        """See ``checks.check_called``."""
-        check_called(self.models, self._forward_seen, self._runtime.world_size, loss)
-        self.own_gradients.before_backward()
-
-    def _own_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for number, model in enumerate(self.models):
-            for name, gradient in model.own_gradients():
-                yield name if len(self.models) == 1 else f"{name} of model {number}", gradient
-
     def clear(self) -> None:
         self.offload.clear()
         self._seen.clear()
@@ -412,13 +353,11 @@ class Preparation:
         self._step_checks.stop()
         self._wholes.clear()
         self.verifications.clear()
-        self._forward_seen = False
+        self.gradients.clear()
         if self._scaler is not None:
             self._scaler.clear()
         if self._damage is not None:
             self._damage.clear()
-        self._backward_watch.clear()
-        self.own_gradients.forget()
         self.models.clear()
         self.optimizers.clear()
         self.schedulers.clear()
@@ -430,9 +369,6 @@ class Preparation:
         self._shards.add_model(prepared, before, now, self.optimizers)
         return now
 
-    def forward_was_seen(self) -> None:
-        self._forward_seen = True
-
     def _parameters_at_rest(self) -> Iterator[torch.nn.Parameter]:
         self._shards.reshard()
         return self.parameters()
@@ -441,10 +377,6 @@ class Preparation:
         if self._runtime.world_size > 1:
             check_trained(optimizer, self._parameters_at_rest())
         self.offload.take_over(optimizer)
-
-
-def _held(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _after_step(watch: BackwardWatch) -> Callable[[Optimizer, object, object], None]:

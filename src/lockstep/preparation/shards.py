@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ class ParameterRegistry:
     def __init__(self, active: bool, loss_is_scaled: bool, parallel: Parallel) -> None:
         self._active = active
         self._loss_is_scaled = loss_is_scaled
-        self._parallel = parallel
+        self.parallel = parallel
         self._of_models: list[Sharding] = []
         # Parameter as it was -> the one that took its place, or None; for optimizers that hold the former.
         self._replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -153,7 +153,7 @@ class ParameterRegistry:
         on_shards = steps_on_shards(optimizer)
         originals = {id(new): old for old in held if (new := self._replaced.get(old)) is not None}
         replace_parameters(optimizer, self._replaced, lay_out=on_shards)
-        check_optimizer(optimizer, self._parallel)
+        check_optimizer(optimizer, self.parallel)
         sharded = [p for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)]
         if declares_elementwise(optimizer):
             check_elementwise(optimizer)
@@ -163,7 +163,7 @@ class ParameterRegistry:
         step_on_whole(optimizer, originals, self._storages, self.reshard, gathered)
         self._tell(optimizer, sharded)
 
-    def _tell(self, optimizer: Optimizer, sharded: list[torch.Tensor]) -> None:
+    def _tell(self, optimizer: Optimizer, sharded: Sequence[torch.Tensor]) -> None:
         if id(optimizer) in self._noted:
             return
         self._noted.add(id(optimizer))

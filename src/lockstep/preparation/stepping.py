@@ -1,25 +1,25 @@
-"""Each optimizer that steps in this process is looked at: whose parameters does it hold, and who called it?"""
+"""What is looked at when an optimizer steps: whose parameters it holds, who called it, and silent damage."""
 
 from __future__ import annotations
 
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm.collectives import Communicator
 from lockstep.errors import UsageError
+from lockstep.observe.damage.checks import DamageWatch
 from lockstep.runtime.step import StepState
+from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.whole.kinds import is_separable, place_of
 from lockstep.train.whole.random import are_equal, state_of_generators
 from lockstep.train.whole.step import whole_step_of
-
-if TYPE_CHECKING:
-    from lockstep.train.optimizer import PreparedOptimizer
 
 
 class StepChecks:
@@ -53,7 +53,7 @@ class StepChecks:
         self._optimizers = optimizers
         # How many parameters each held when it was looked at, and whether some are a prepared model's.
         self._known: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
-        self._handle: Any = None
+        self._handle: RemovableHandle | None = None
 
     def start(self) -> None:
         """Look at each step from now on."""
@@ -149,7 +149,7 @@ class DrawsAlike:
             optimizer.register_step_pre_hook(self._begin)
             optimizer.register_step_post_hook(self._end)
 
-    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _begin(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         has_closure = any(map(callable, (*args[1:], *kwargs.values())))  # which may draw masks of dropout
         is_checked = not self._before and self._together() and not has_closure
         self._before.append(state_of_generators() if is_checked else None)
@@ -178,3 +178,48 @@ def _plain(state: dict[str, Any]) -> object:
         )
         for name, value in state.items()
     ]
+
+
+class CheckedOptimizer(PreparedOptimizer):
+    """As ``PreparedOptimizer``; a step on gradients that are not finite is left out where that is asked for.
+
+    With fp16 the loss scaler leaves such steps out already, and is only watched.
+    """
+
+    def __init__(self, optimizer: Optimizer, *args: Any, checks: DamageWatch, **options: Any) -> None:
+        super().__init__(optimizer, *args, **options)
+        self._checks: DamageWatch | None = checks
+        checks.add(optimizer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The checks belong to one Accelerator, which neither a copy nor a file should carry along.
+        return {**super().__getstate__(), "_checks": None}
+
+    def step(self, closure: object = None) -> Any:
+        """See ``PreparedOptimizer.step``.
+
+        Raises:
+            DamageError: parameters differ among ranks, or gradients are not finite and that is to stop the run.
+            UsageError: a closure, whose gradients cannot be looked at before the step.
+        """
+        checks = self._checks
+        if checks is None or not self._step_state.sync_gradients:
+            return super().step(closure)
+        if closure is not None and checks.looks_at_gradients:
+            raise UsageError(
+                f"{type(self.optimizer).__name__}.step got a closure, but DamageChecks(bad_gradients=...) looks at "
+                "gradients before the step. Leave bad_gradients at 'ignore', or call step() without a closure."
+            )
+        if self._scaler is not None:
+            result = super().step(closure)
+            skipped = checks.looks_at_gradients and self.step_was_skipped
+            checks.stepped(self.optimizer, self._scaler.scaler.get_scale() if skipped else None)
+            return result
+        self._ran = checks.may_step(self.optimizer)
+        if not self._ran:
+            self._step_state.clock.stepped()
+            checks.skipped(self.optimizer)
+            return None
+        result = super().step(closure)
+        checks.stepped(self.optimizer)
+        return result

@@ -1,4 +1,4 @@
-"""What a script does inside of a step, as methods of ``Accelerator``."""
+"""What a script does inside of a step, and where that stands, as methods of ``Accelerator``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lockstep.config.handlers import AutocastKwargs
+from lockstep.config.handlers import AutocastKwargs, GradientAccumulationPlugin
 from lockstep.config.options import Options
+from lockstep.data.skip import skip_first_batches
 from lockstep.errors import ConfigError
 from lockstep.observe.state_bytes import StateBytes, count_state
 from lockstep.parallel.autocast import autocast
@@ -43,7 +44,7 @@ class TrainingMethods:
         def _accumulation(self) -> Accumulation: ...
 
     def backward(
-        self, loss: torch.Tensor, *, weight: torch.Tensor | float | None = None, **kwargs: Any
+        self, loss: torch.Tensor, *, weight: torch.Tensor | float | None = None, **kwargs: object
     ) -> None:
         """Add the gradient of this micro-batch.
 
@@ -71,19 +72,19 @@ class TrainingMethods:
             accelerator.backward(loss)  # in place of loss.backward()
             ```
         """
-        self._preparation.check_backward(loss)
+        self._preparation.gradients.check_backward(loss)
         self._step.clock.backward_begins()
-        loss = self._accumulation.scale(loss, weight, self._preparation.gradients())
+        loss = self._accumulation.scale(loss, weight, self._preparation.gradients)
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
-        self._preparation.backward(loss, **kwargs)
+        self._preparation.gradients.backward(loss, **kwargs)
 
     def train_step(
         self,
         model: nn.Module,
         loss_function: Callable[..., torch.Tensor],
-        inputs: Any,
-        targets: Any = (),
+        inputs: object,
+        targets: object = (),
         *,
         weight: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
@@ -247,7 +248,23 @@ class TrainingMethods:
             for loader, value in zip(loaders, before, strict=True):
                 loader.even_batches = value
 
-    def deepspeed_ulysses_dl_adapter(self, dataloader: Any, model: Any) -> Any:
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader without its first batches; costs no data for map-style datasets.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            loader = accelerator.prepare(torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=2))
+            for batch in accelerator.skip_first_batches(loader, 3):  # of this epoch only; the next one uses loader
+                print(batch.shape)
+            ```
+        """
+        return skip_first_batches(dataloader, num_batches)
+
+    def deepspeed_ulysses_dl_adapter(self, dataloader: object, model: object) -> Any:
         """Not offered: it cuts batches for DeepSpeed's engine.
 
         Raises:
@@ -297,6 +314,32 @@ class TrainingMethods:
             buffer_seq_dims or [],
             no_restore_buffers or set(),
         )
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler of fp16; None with other precisions."""
+        return self._scaler.scaler if self._scaler is not None else None
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self._step.accumulation_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self._step.accumulation_steps = GradientAccumulationPlugin(num_steps=steps).num_steps or 1
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this micro-batch ends an accumulation window."""
+        return self._step.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self._step.sync_gradients = value
+
+    @property
+    def gradient_state(self) -> StepState:
+        return self._step
 
     @property
     def optimizer_step_was_skipped(self) -> bool:

@@ -24,6 +24,9 @@ from lockstep.train.accumulation import Accumulation
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.weighting import rescale
 
+RankState = dict[str, Any]
+"""What ``state_dict`` returned on one rank, or a part of it."""
+
 
 class AccumulationState:
     """What a rank must remember to go on between two steps of an optimizer.
@@ -60,7 +63,7 @@ class AccumulationState:
         for optimizer in self._optimizers:
             self._accumulation.watch(optimizer.optimizer)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> RankState:
         """This rank's part. Tensors are those in use: copy them before training goes on.
 
         ``models[i]`` has the fields of ``Accumulated``; only ``reduced`` are DTensors, equal on all ranks that
@@ -87,7 +90,7 @@ class AccumulationState:
             for name, place in places_of(model).items()
         }
 
-    def check(self, states: list[dict[str, Any]]) -> None:
+    def check(self, states: list[RankState]) -> None:
         """See whether ``load_state_dicts`` can load these; changes nothing, and holds no collective.
 
         Raises:
@@ -112,7 +115,7 @@ class AccumulationState:
                 if not unchanged:
                     check_partial(saved.partial)
 
-    def load_state_dicts(self, states: list[dict[str, Any]], rank: int) -> None:
+    def load_state_dicts(self, states: list[RankState], rank: int) -> None:
         """Go on in the window that was saved, or outside of one; what this run had accumulated is forgotten.
 
         Collective for sharded models. The tensors are copied.
@@ -145,7 +148,7 @@ class AccumulationState:
             for model in self._models:
                 rescale(model.gradients(), torch.tensor(factor, dtype=torch.float64))
 
-    def is_unchanged(self, states: list[dict[str, Any]]) -> bool:
+    def is_unchanged(self, states: list[RankState]) -> bool:
         """Whether as many ranks with models spread alike saved these; each then needs its own tensors only."""
         layouts = self._layouts()
         agreed = self._accumulation.state_dict()["agreed_divisor"]
@@ -168,7 +171,7 @@ class AccumulationState:
         return spent - waiting
 
 
-def _of_model(states: list[dict[str, Any]], i: int) -> list[Accumulated]:
+def _of_model(states: list[RankState], i: int) -> list[Accumulated]:
     return [Accumulated(**state["models"][i]) for state in states]
 
 
@@ -186,7 +189,7 @@ def _check_names(saved: Accumulated, shapes: dict[str, tuple[int, ...]], model: 
             )
 
 
-def _shares(windows: list[dict[str, Any]]) -> list[float]:
+def _shares(windows: list[RankState]) -> list[float]:
     """Each rank's part in the mean gradient: what its losses were divided by has to be taken back."""
     divisors = [1.0 if window["divisor"] is None else float(window["divisor"]) for window in windows]
     return [divisor / sum(divisors) for divisor in divisors]

@@ -10,7 +10,6 @@ import importlib.util
 import operator
 import sys
 from collections.abc import Callable
-from typing import Any
 
 
 def is_available(package: str) -> bool:
@@ -36,7 +35,7 @@ def has_version(package: str, minimum: str) -> bool:
     return _release(installed) >= _release(minimum)
 
 
-_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+_COMPARISONS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
     "==": operator.eq,
@@ -46,7 +45,7 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
 }
 
 
-def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
+def compare_versions(library_or_version: object, operation: str, requirement_version: str) -> bool:
     """Whether an installed package (by its name), or a ``packaging`` version, compares so (release numbers only).
 
     Raises:

@@ -300,7 +300,7 @@ class RunState(PartialState):
         deepspeed_plugin: The one that was passed.
     """
 
-    dynamo_plugin: Any = None
+    dynamo_plugin: object = None
     megatron_lm_plugin: None = None
     torch_tp_plugin: None = None
 
@@ -308,9 +308,9 @@ class RunState(PartialState):
         self,
         mixed_precision: str,
         distributed_type: DistributedType | None = None,
-        fsdp_plugin: Any = None,
-        deepspeed_plugin: Any = None,
-        parallelism_config: Any = None,
+        fsdp_plugin: object = None,
+        deepspeed_plugin: object = None,
+        parallelism_config: object = None,
     ) -> None:
         super().__init__()
         self.mixed_precision = mixed_precision
@@ -375,7 +375,7 @@ def _padded(indices: list[int], share: int, extra: int, default: int) -> list[in
 
 def _only_if(condition: Callable[[], bool], function: Function) -> Function:
     @wraps(function)
-    def run(*args: Any, **kwargs: object) -> Any:
+    def run(*args: object, **kwargs: object) -> Any:
         return function(*args, **kwargs) if condition() else None
 
     return run  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""How a worker fails: its error reaches the launcher, and the root cause is printed first."""
+"""How a worker ends: exit codes that say more than "failed"; its error reaches the launcher, the root cause first."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import faulthandler
 import hashlib
 import json
 import os
+import signal
 import sys
 import sysconfig
 import threading
@@ -16,6 +17,20 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from lockstep.config.sources import error_file, shares_console
+
+PREEMPTED = 75
+"""All ranks stopped at one step boundary and saved their state: run the same command again (``EX_TEMPFAIL``)."""
+
+HANG = 124
+"""A hang lasted longer than its limit and was ended (the code of ``timeout``)."""
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Those that ask a run to stop at a step boundary."""
+
+
+def of_signal(number: int) -> int:
+    """The code of a process that a signal ended, as shells count: 128 + its number."""
+    return 128 + number
 
 
 def first_line(error: BaseException) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -188,15 +191,11 @@ def leave_process_group() -> None:
     # Replicas in reference cycles hold the group too. Collected after it, they would end its threads while
     # holding the interpreter's lock, for which one of those may be waiting.
     gc.collect()
-    _forget_meshes()
+    dtensor.forget_meshes()
     group = dist.group.WORLD
     dist.destroy_process_group()
     time.sleep(THREADS_LET_GO_S)
     del group
-
-
-def _forget_meshes() -> None:
-    dtensor.forget_meshes()
 
 
 def _join_process_group(
@@ -218,7 +217,7 @@ def _join_process_group(
 def _init_arguments(
     environment: ProcessEnvironment, device: torch.device, init: InitProcessGroupKwargs
 ) -> Mapping[str, Any]:
-    arguments: dict[str, Any] = {
+    arguments: dict[str, object] = {
         "backend": init.backend or choose_backend(device),
         "rank": environment.rank,
         "world_size": environment.world_size,
@@ -277,3 +276,31 @@ def _ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:MOST_RANKS]))
     more = f" and {len(ranks) - MOST_RANKS} more" if len(ranks) > MOST_RANKS else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def run_beside_gpu(index: int) -> str:
+    """Let this process run only on the cores of the GPU's NUMA node; their numbers, or "" where Linux does not say."""
+    gpu: Any = torch.cuda.get_device_properties(index)
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    try:
+        node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
+        cores = Path(f"/sys/devices/system/node/node{max(0, node)}/cpulist").read_text().strip()
+    except (OSError, ValueError):
+        return ""
+    chosen: set[int] = set()
+    for part in cores.split(","):
+        first, _, last = part.partition("-")
+        chosen.update(range(int(first), int(last or first) + 1))
+    os.sched_setaffinity(0, chosen)
+    return cores
+
+
+def apply_affinity(runtime: Runtime) -> None:
+    """``run_beside_gpu``, if the process has one; else the main process says that nothing was done."""
+    done = runtime.device.type == "cuda" and bool(run_beside_gpu(runtime.device.index or 0))
+    if not done and runtime.is_main:
+        warnings.warn(
+            f"enable_cpu_affinity has no effect: this process computes on {runtime.device}, and the system names no "
+            "cores beside it.",
+            stacklevel=3,
+        )

@@ -53,7 +53,7 @@ def rng_state() -> dict[str, object]:
         UsageError: when NumPy's global generator was replaced by one other than MT19937.
     """
     version, words, gauss = random.getstate()
-    state: dict[str, Any] = {
+    state: dict[str, object] = {
         "python.version": version,
         "python.words": torch.tensor(words, dtype=torch.int64),
         "python.gauss": gauss,

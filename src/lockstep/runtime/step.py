@@ -1,11 +1,82 @@
-"""What the parts of one training step share: one small object, handed to each of them."""
+"""What the parts of one training step share, and what the main thread gets done: counters for a side thread."""
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.runtime.step_clock import StepClock
+RECENT_STEPS = 50
+
+
+class StepClock:
+    """Counts batches, backward passes and optimizer steps, and finds the boundaries between steps.
+
+    A boundary is the moment at which the loop asks for the next batch after at least one optimizer step: nothing of
+    the step before is left to do, and the script's own counters agree with the state. Costs a few attribute writes
+    a step; written by the main thread alone.
+
+    ``ticks`` grows with everything that gets done. ``durations_s`` are those of the latest steps, from boundary to
+    boundary; ``local_s`` how long each took from its boundary to its backward pass, when other ranks are not waited
+    for by plain data parallelism.
+    """
+
+    def __init__(self) -> None:
+        self.ticks = 0
+        self.steps = 0
+        self.boundaries = 0
+        self.durations_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        self.local_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        self.at_boundary: Callable[[int], None] | None = None
+        self._stepped = False
+        self._began: float | None = None
+        self._forward_s = 0.0
+        self._asked: float | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "at_boundary": None}  # a copy counts, but stops nothing
+
+    def batch_wanted(self) -> None:
+        """The loop asks a prepared loader for its next batch."""
+        self.ticks += 1
+        if not self._stepped:
+            self._asked = self._asked or time.perf_counter()
+            return
+        self._stepped = False
+        self.boundary()
+
+    def boundary(self) -> None:
+        """A step is complete."""
+        now = time.perf_counter()
+        if self._began is not None:
+            self.durations_s.append(now - self._began)
+            self.local_s.append(self._forward_s)
+        self.boundaries += 1
+        if self.at_boundary is not None:
+            self.at_boundary(self.boundaries)
+            now = time.perf_counter()  # what was done there is not part of a step
+        self._began = self._asked = now
+        self._forward_s = 0.0
+
+    def backward_begins(self) -> None:
+        """The forward pass of a micro-batch is done."""
+        self.ticks += 1
+        if self._asked is not None:
+            self._forward_s += time.perf_counter() - self._asked
+            self._asked = None
+
+    def stepped(self) -> None:
+        """An optimizer made a step."""
+        self.ticks += 1
+        self.steps += 1
+        self._stepped = True
+
+    @property
+    def slowest_s(self) -> float:
+        """Seconds of the slowest of the latest steps; 0 before there are any."""
+        return max(list(self.durations_s), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -57,12 +128,12 @@ class PluginKwargs(dict[str, Any]):
         self._state = state
         super().__init__((name, getattr(state, field)) for name, field in PLUGIN_FIELDS.items())
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         if name in PLUGIN_FIELDS:
             setattr(self._state, PLUGIN_FIELDS[name], value)
         super().__setitem__(name, value)
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
+    def update(self, *args: object, **kwargs: object) -> None:
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
 
@@ -118,7 +189,7 @@ class StepState:
         return PluginKwargs(self)
 
     @plugin_kwargs.setter
-    def plugin_kwargs(self, values: dict[str, Any]) -> None:
+    def plugin_kwargs(self, values: dict[str, object]) -> None:
         PluginKwargs(self).update(values)
 
     @property

@@ -14,12 +14,14 @@ CPU = torch.device("cpu")
 if dist.is_available():
     import torch.distributed._functional_collectives  # registers the operators of ``traced``
     from torch._C._distributed_c10d import GradBucket as GradBucket  # what DDP hands to a communication hook
+    from torch._C._distributed_c10d import Store as Store
 
 
-def group_named(name: str) -> object:
+def group_named(name: str) -> dist.ProcessGroup:
     """Relies on: ``_resolve_process_group`` finds the group of a ``group_name``, as collectives in a graph have it."""
     found: Any = torch._C._distributed_c10d
-    return found._resolve_process_group(name)
+    group: dist.ProcessGroup = found._resolve_process_group(name)
+    return group
 
 
 def names_of_groups() -> dict[object, str]:
@@ -29,7 +31,7 @@ def names_of_groups() -> dict[object, str]:
     return dict(names) if isinstance(names, dict) else {}
 
 
-def default_store() -> Any:
+def default_store() -> Store:
     """The store of the main group. Relies on: ``_get_default_store``."""
     return dist.distributed_c10d._get_default_store()
 

@@ -44,6 +44,7 @@ from lockstep.config.handlers import (
     TorchDynamoPlugin,
 )
 from lockstep.config.parallel import Parallel
+from lockstep.config.sources import clear_environment, patch_environment, str_to_bool
 from lockstep.observe.progress import tqdm
 from lockstep.offload.device_map.infer import infer_auto_device_map
 from lockstep.offload.device_map.memory import get_balanced_memory, get_max_memory
@@ -63,7 +64,6 @@ from lockstep.offload.dispatch.state import (
 )
 from lockstep.parallel.parallel_model import extract_model_from_parallel, is_compiled_module
 from lockstep.runtime.available import *  # noqa: F403  (is_<package>_available)
-from lockstep.runtime.environ import clear_environment, patch_environment, str_to_bool
 from lockstep.runtime.memory import clear_device_cache, find_executable_batch_size, release_memory
 from lockstep.runtime.seed import set_seed, synchronize_rng_states
 

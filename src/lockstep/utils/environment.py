@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lockstep.config.sources import inherited_environment, process_environment, restore_environment
-from lockstep.runtime.affinity import run_beside_gpu
+from lockstep.runtime.process import run_beside_gpu
 from lockstep.utils import clear_environment, patch_environment, str_to_bool
 
 __all__ = [

@@ -12,10 +12,9 @@ from typing import Any
 
 from lockstep.config.enums import StringEnum
 from lockstep.config.handlers import KwargsHandler
-from lockstep.config.sources import inherited_environment
+from lockstep.config.sources import inherited_environment, str_to_bool
 from lockstep.errors import ConfigError
 from lockstep.runtime.available import is_torchao_available, is_transformer_engine_available
-from lockstep.runtime.environ import str_to_bool
 
 PREFIX = "ACCELERATE_FP8_"
 

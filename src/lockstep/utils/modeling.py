@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.config.enums import DistributedType
 from lockstep.config.handlers import AutocastKwargs
-from lockstep.config.sizes import bytes_of
+from lockstep.config.values import bytes_of
 from lockstep.offload.device_map.infer import first_fitting, infer_auto_device_map, partners
 from lockstep.offload.device_map.memory import get_balanced_memory, get_max_memory
 from lockstep.offload.device_map.placement import check_device_map

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lockstep.compat.deepspeed.config import from_deepspeed
 from lockstep.compat.deepspeed.keys import KEYS
 from lockstep.compat.rules import Outcome, walk
-from lockstep.config.json_file import MAX_BYTES, read_json
+from lockstep.config.files import MAX_BYTES, read_json
 from lockstep.config.merge import parallel_of, precision_of
 from lockstep.config.values import SettingValue
 from lockstep.config.world import BatchSizes

@@ -14,7 +14,7 @@ from torch import nn
 
 from lockstep.compat.deepspeed.optimizers import build_optimizer
 from lockstep.compat.deepspeed.schedulers import build_scheduler
-from lockstep.config.training_objects import OptimizerConfig, SchedulerConfig
+from lockstep.config.readers import OptimizerConfig, SchedulerConfig
 from lockstep.errors import ConfigError, UsageError
 from lockstep.utils import DummyOptim, DummyScheduler
 from train import problems

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from lockstep import Accelerator, AutocastKwargs, GradScalerKwargs
 from lockstep.comm.ledger import CommunicationLedger
-from lockstep.plan.dtypes import NONE, dtypes
+from lockstep.plan.sizes import NONE, dtypes
 from lockstep.utils import Parallel
 from parallel import zero_precision_problem as oracle
 from parallel import zero_problem as problem
@@ -259,7 +259,7 @@ def observed_types(parallel: str, precision: str) -> dict[str, str]:
                 if not accelerator.sync_gradients and parallel.startswith("zero=1"):
                     # What the window's micro-batches are added up in.
                     (seen["unsharded gradients"],) = {
-                        g.dtype for g in accelerator._preparation.gradients() if g.ndim
+                        g.dtype for g in accelerator._preparation.gradients if g.ndim
                     }
                 optimizer.step()
     weight = model.layers[0].up.weight

@@ -34,9 +34,9 @@ from lockstep.checkpoint.weights.folder import (
 from lockstep.checkpoint.weights.names import INDEX, WEIGHTS
 from lockstep.checkpoint.weights.slabs import PiecedTensors
 from lockstep.checkpoint.weights.weightfile import check_room, write_tensor_file
+from lockstep.config.files import check_plain_file, check_shard, read_plain_file
 from lockstep.config.values import join_names
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.runtime.plain_file import check_plain_file, check_shard, read_plain_file
 
 LARGEST_CONFIGURATION_BYTES = 64 << 20
 MOST_SHOWN = 20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.config.sizes import bytes_of
+from lockstep.config.values import bytes_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

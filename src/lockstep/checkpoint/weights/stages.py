@@ -11,7 +11,6 @@ from lockstep.checkpoint.contents import NO_TIES, FullModelSpec
 from lockstep.checkpoint.state import memory_key
 from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.comm.dtensor import whole as gathered
-from lockstep.comm.transfer import transfer
 
 
 def collect_stages(
@@ -42,7 +41,7 @@ def collect_stages(
             found[first] = value
             continue
         tensor = gathered(tensors[first], keep=rank == holder) if first in tensors else None
-        found[first] = transfer(tensor, value, holder, 0, communicator)
+        found[first] = communicator.transfer(tensor, value, holder, 0)
     if rank > 0:
         return {}
     place = {name: number for number, name in enumerate(whole.names)}

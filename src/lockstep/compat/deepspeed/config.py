@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lockstep.compat.deepspeed.keys import KEYS
 from lockstep.compat.rules import Translation, translate
-from lockstep.config.json_file import read_json
+from lockstep.config.files import read_json
 from lockstep.config.parallel_words import HOST
 from lockstep.config.values import SettingValue
 from lockstep.errors import ConfigError

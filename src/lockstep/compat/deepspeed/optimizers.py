@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.compat.deepspeed.lr_schedule_params import refuse_unknown
-from lockstep.config.training_objects import OptimizerConfig, Placeholder
+from lockstep.config.readers import OptimizerConfig, Placeholder
 from lockstep.config.values import parse_bool, repr_short, suggestion
 from lockstep.errors import ConfigError
 

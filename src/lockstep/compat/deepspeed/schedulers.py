@@ -20,7 +20,7 @@ from lockstep.compat.deepspeed.lr_schedules import (
     WarmupDecayLR,
 )
 from lockstep.compat.deepspeed.optimizers import DummyScheduler, filled
-from lockstep.config.training_objects import SchedulerConfig
+from lockstep.config.readers import SchedulerConfig
 from lockstep.config.values import parse_integer, repr_short, suggestion
 from lockstep.errors import ConfigError, UsageError
 

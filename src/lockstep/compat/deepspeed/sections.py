@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.json_file import read_json
+from lockstep.config.files import read_json
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:

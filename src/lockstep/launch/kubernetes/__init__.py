@@ -10,8 +10,7 @@ import yaml
 
 from lockstep.config.sources import inherited_environment
 from lockstep.errors import ConfigError
-from lockstep.launch.backend import Command, say
-from lockstep.launch.forwarded import forwarded, is_secret
+from lockstep.launch.backend import Command, forwarded, is_secret, say
 from lockstep.launch.kubernetes.kinds import KINDS
 from lockstep.launch.kubernetes.options import KubernetesOptions, parse_options
 from lockstep.launch.kubernetes.pod import SECRET_KEY, Manifest, program

@@ -29,14 +29,7 @@ def jobset(plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str, st
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "replicatedJobs": [{"name": JOB, "replicas": 1, "template": job}],
     }
-    return [
-        {
-            "apiVersion": "jobset.x-k8s.io/v1alpha2",
-            "kind": "JobSet",
-            "metadata": pod.metadata(options),
-            "spec": spec,
-        }
-    ]
+    return [_resource("jobset.x-k8s.io/v1alpha2", "JobSet", options, spec)]
 
 
 def trainjob(plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str, str]) -> list[Manifest]:
@@ -66,18 +59,11 @@ def trainjob(plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str, 
         kind, name = "ClusterTrainingRuntime", options.runtime
     else:
         documents.append(_training_runtime(plan, options, machine))
-    documents.append(
-        {
-            "apiVersion": "trainer.kubeflow.org/v1alpha1",
-            "kind": "TrainJob",
-            "metadata": pod.metadata(options),
-            "spec": {
-                "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": kind, "name": name},
-                "trainer": {key: value for key, value in trainer.items() if value},
-            },
-        }
-    )
-    return documents
+    spec = {
+        "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": kind, "name": name},
+        "trainer": {key: value for key, value in trainer.items() if value},
+    }
+    return [*documents, _resource("trainer.kubeflow.org/v1alpha1", "TrainJob", options, spec)]
 
 
 def _training_runtime(plan: LaunchPlan, options: KubernetesOptions, machine: PodMachine) -> Manifest:
@@ -91,15 +77,11 @@ def _training_runtime(plan: LaunchPlan, options: KubernetesOptions, machine: Pod
     }
     network = {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
     jobs = [{"name": JOB, "replicas": 1, "template": template}]
-    return {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainingRuntime",
-        "metadata": pod.metadata(options),
-        "spec": {
-            "mlPolicy": {"numNodes": plan.num_machines},
-            "template": {"spec": {"network": network, "replicatedJobs": jobs}},
-        },
+    spec = {
+        "mlPolicy": {"numNodes": plan.num_machines},
+        "template": {"spec": {"network": network, "replicatedJobs": jobs}},
     }
+    return _resource("trainer.kubeflow.org/v1alpha1", "TrainingRuntime", options, spec)
 
 
 def pytorchjob(plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str, str]) -> list[Manifest]:
@@ -137,14 +119,7 @@ def pytorchjob(plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str
             "rdzvHost": host,
             "rdzvPort": plan.port or pod.PORT,
         }
-    return [
-        {
-            "apiVersion": "kubeflow.org/v1",
-            "kind": "PyTorchJob",
-            "metadata": pod.metadata(options),
-            "spec": spec,
-        }
-    ]
+    return [_resource("kubeflow.org/v1", "PyTorchJob", options, spec)]
 
 
 def _pytorch_template(
@@ -154,6 +129,10 @@ def _pytorch_template(
     # the operator makes each pod's service for the port of this name
     spec["containers"][0]["ports"] = [{"name": "pytorchjob-port", "containerPort": plan.port or pod.PORT}]
     return {"metadata": {"labels": pod.labels(options)}, "spec": spec}
+
+
+def _resource(api: str, kind: str, options: KubernetesOptions, spec: Manifest) -> Manifest:
+    return {"apiVersion": api, "kind": kind, "metadata": pod.metadata(options), "spec": spec}
 
 
 def _indexed_machine(plan: LaunchPlan, options: KubernetesOptions) -> PodMachine:

@@ -3,27 +3,68 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import NamedTuple
 
 from lockstep.config.values import repr_short, suggestion
 from lockstep.errors import ConfigError
 
-LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")  # RFC 1123
-LABEL_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # names of services: no digit in front
 MAX_LABEL = 63
 MAX_SUBDOMAIN = 253
-MAX_IMAGE = 500
-IMAGE = re.compile(
+LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"  # RFC 1123
+IMAGE = (
     r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?(:\d{1,5})?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*"
-    r"(:\w[\w.-]{0,127})?(@[A-Za-z][\w.+-]*:[0-9A-Fa-f]{32,})?",
-    re.ASCII,
+    r"(:\w[\w.-]{0,127})?(@[A-Za-z][\w.+-]*:[0-9A-Fa-f]{32,})?"
 )
-CPU = re.compile(r"\d{1,7}(\.\d{1,3})?|\d{1,10}m", re.ASCII)
-MEMORY = re.compile(r"\d{1,18}(\.\d{1,3})?([kMGTPE]|[KMGTPE]i)?", re.ASCII)
-COUNT = re.compile(r"\d{1,4}", re.ASCII)
-RESOURCE = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?", re.ASCII)
+
+
+class TextRule(NamedTuple):
+    """What a value must be: a pattern, the most characters, and the same in words."""
+
+    pattern: str
+    most: int
+    what: str
+
+    def checked(self, key: str, value: str) -> str:
+        """``value``; raises ConfigError if it breaks the rule."""
+        if len(value) > self.most or not re.fullmatch(self.pattern, value, re.ASCII):
+            raise _refused(key, value, self.what)
+        return value
+
+
+SUBDOMAIN = TextRule(
+    rf"{LABEL}(\.{LABEL})*",
+    MAX_SUBDOMAIN,
+    f"a name: lower-case letters, digits, '-' and '.' between, at most {MAX_SUBDOMAIN}",
+)
+RULES = {
+    "image": TextRule(IMAGE, 500, "the name of an image, such as ghcr.io/me/train:1"),
+    # that of a service too (RFC 1035): no digit in front
+    "name": TextRule(
+        r"[a-z]([-a-z0-9]*[a-z0-9])?",
+        MAX_LABEL,
+        f"a name: lower-case letters, digits and '-', a letter first, at most {MAX_LABEL}",
+    ),
+    "namespace": TextRule(
+        LABEL, MAX_LABEL, f"a name: lower-case letters, digits and '-' between, at most {MAX_LABEL}"
+    ),
+    "cpu": TextRule(
+        r"(?=.*[1-9])(\d{1,7}(\.\d{1,3})?|\d{1,10}m)", 11, "a quantity above 0, such as 4 or 500m"
+    ),
+    "memory": TextRule(
+        r"(?=.*[1-9])\d{1,18}(\.\d{1,3})?([kMGTPE]|[KMGTPE]i)?",
+        24,
+        "a quantity above 0, such as 16Gi or 500M",
+    ),
+    "gpus": TextRule(r"\d{1,4}", 4, "a number of GPUs from 0 to 9999"),
+    "gpu_resource": TextRule(
+        r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?",
+        MAX_SUBDOMAIN,
+        "the name of a resource, such as amd.com/gpu",
+    ),
+    **dict.fromkeys(("secret", "service_account", "runtime"), SUBDOMAIN),
+}
 
 
 @dataclass(frozen=True)
@@ -76,7 +117,10 @@ def parse_options(said: Mapping[str, str], script: str) -> KubernetesOptions:
             "--k8s needs the container image with your script and Lockstep. Add --k8s-option image=REGISTRY/NAME:TAG."
         )
     complete = {"name": job_name_of(script), **said}
-    return KubernetesOptions(**{key: READERS[key](key, value) for key, value in complete.items()})
+    plain = {key: RULES[key].checked(key, value) for key, value in complete.items() if key in RULES}
+    claim = _claim(complete["claim"]) if "claim" in complete else None
+    gpus = int(plain.pop("gpus")) if "gpus" in plain else None
+    return KubernetesOptions(**plain, claim=claim, gpus=gpus)
 
 
 def job_name_of(script: str) -> str:
@@ -96,76 +140,12 @@ def check_length(name: str, suffix: str) -> None:
         )
 
 
-def _refuse(key: str, value: str, rule: str) -> ConfigError:
-    return ConfigError(f"--k8s-option {key}={repr_short(value)} is not {rule}.")
+def _refused(key: str, value: str, what: str) -> ConfigError:
+    return ConfigError(f"--k8s-option {key}={repr_short(value)} is not {what}.")
 
 
-def _image(key: str, value: str) -> str:
-    if len(value) > MAX_IMAGE or not IMAGE.fullmatch(value):
-        raise _refuse(key, value, "the name of an image, such as ghcr.io/me/train:1")
-    return value
-
-
-def _label_1035(key: str, value: str) -> str:
-    if len(value) > MAX_LABEL or not LABEL_1035.fullmatch(value):
-        raise _refuse(
-            key, value, f"a name: lower-case letters, digits and '-', a letter first, at most {MAX_LABEL}"
-        )
-    return value
-
-
-def _label(key: str, value: str) -> str:
-    if len(value) > MAX_LABEL or not LABEL.fullmatch(value):
-        raise _refuse(key, value, f"a name: lower-case letters, digits and '-' between, at most {MAX_LABEL}")
-    return value
-
-
-def _subdomain(key: str, value: str) -> str:
-    if len(value) > MAX_SUBDOMAIN or not all(LABEL.fullmatch(part) for part in value.split(".")):
-        raise _refuse(
-            key, value, f"a name: lower-case letters, digits, '-' and '.' between, at most {MAX_SUBDOMAIN}"
-        )
-    return value
-
-
-def _quantity(pattern: re.Pattern[str], examples: str) -> Callable[[str, str], str]:
-    def read(key: str, value: str) -> str:
-        if not pattern.fullmatch(value) or not re.search(r"[1-9]", value):
-            raise _refuse(key, value, f"a quantity above 0, such as {examples}")
-        return value
-
-    return read
-
-
-def _count(key: str, value: str) -> int:
-    if not COUNT.fullmatch(value):
-        raise _refuse(key, value, "a number of GPUs from 0 to 9999")
-    return int(value)
-
-
-def _resource(key: str, value: str) -> str:
-    if len(value) > MAX_SUBDOMAIN or not RESOURCE.fullmatch(value):
-        raise _refuse(key, value, "the name of a resource, such as amd.com/gpu")
-    return value
-
-
-def _claim(key: str, value: str) -> Claim:
+def _claim(value: str) -> Claim:
     name, _, path = value.partition(":")
     if not re.fullmatch(r"(/[^/:\0]+)+", path) or ".." in path.split("/"):
-        raise _refuse(key, value, "CLAIM:PATH, such as checkpoints:/checkpoints with an absolute path")
-    return Claim(_subdomain(key, name), path)
-
-
-READERS: dict[str, Callable[[str, str], Any]] = {
-    "image": _image,
-    "name": _label_1035,
-    "namespace": _label,
-    "cpu": _quantity(CPU, "4 or 500m"),
-    "memory": _quantity(MEMORY, "16Gi or 500M"),
-    "gpus": _count,
-    "gpu_resource": _resource,
-    "secret": _subdomain,
-    "claim": _claim,
-    "service_account": _subdomain,
-    "runtime": _subdomain,
-}
+        raise _refused("claim", value, "CLAIM:PATH, such as checkpoints:/checkpoints with an absolute path")
+    return Claim(SUBDOMAIN.checked("claim", name), path)

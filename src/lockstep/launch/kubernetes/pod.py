@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.errors import ConfigError
 from lockstep.launch.kubernetes.options import KubernetesOptions
 from lockstep.launch.plan import FaultPolicy, LaunchPlan
-from lockstep.runtime.exit_codes import PREEMPTED
+from lockstep.runtime.failure import PREEMPTED
 
 PORT = 29500
 COMMAND = ("lockstep", "launch")
@@ -147,9 +147,9 @@ def pod_spec(
     return spec
 
 
-def metadata(options: KubernetesOptions, name: str | None = None) -> Manifest:
+def metadata(options: KubernetesOptions) -> Manifest:
     """Name, namespace and labels of an object."""
-    found: Manifest = {"name": name or options.name, "labels": labels(options)}
+    found: Manifest = {"name": options.name, "labels": labels(options)}
     if options.namespace is not None:
         found["namespace"] = options.namespace
     return found

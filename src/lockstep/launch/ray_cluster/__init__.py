@@ -7,14 +7,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from signal import SIGTERM, Signals
-from typing import Any
+from types import TracebackType
+from typing import Any, TextIO
 
 from lockstep.config.sources import inherited_environment
 from lockstep.errors import ConfigError
-from lockstep.launch.backend import SECRET, Command
-from lockstep.launch.forwarded import forwarded, without_secrets
+from lockstep.launch.backend import SECRET, Command, forwarded, make_log_folder, say, without_secrets
 from lockstep.launch.guard_process import run_guarded
 from lockstep.launch.plan import FaultPolicy, LaunchPlan
 from lockstep.launch.ray_cluster.cluster import (
@@ -26,12 +27,10 @@ from lockstep.launch.ray_cluster.cluster import (
     shortage,
     uses_gpus,
 )
-from lockstep.launch.ray_cluster.console import Console
-from lockstep.launch.ray_cluster.record import RayEnded, RunRecord
-from lockstep.launch.ray_cluster.worker import Job, train_loop
+from lockstep.launch.ray_cluster.worker import Job, RayEnded, RayOutput, RunRecord, train_loop
 from lockstep.launch.report import Failure, describe_failure, exit_code, first_failure
 from lockstep.launch.signals import received_by, stop_and_end
-from lockstep.runtime.exit_codes import PREEMPTED, of_signal
+from lockstep.runtime.failure import PREEMPTED, of_signal
 
 POLL_S = 0.2
 # from the order to end all processes to the end of this one, whatever Ray still does
@@ -224,3 +223,57 @@ def _failure(ended: RayEnded, files: Mapping[int, str]) -> Failure:
     return Failure(
         ended.rank, ended.exit_code, ended.report, files.get(ended.rank), ended_by_us=ended.ended_by_us
     )
+
+
+class Console:
+    """Writes ``rank-N.out`` and ``rank-N.err`` if there is a directory; with ``tee`` the console shows it too.
+
+    ``files`` has the path of each rank's ``.err``.
+
+    Raises:
+        ConfigError: the directory cannot be made.
+    """
+
+    def __init__(self, log_dir: str | None, tee: bool) -> None:
+        self._directory = None if log_dir is None else Path(log_dir)
+        self._tee = tee
+        self._open: dict[tuple[int, str], TextIO] = {}
+        self.files: dict[int, str] = {}
+        make_log_folder(log_dir)
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        for file in self._open.values():
+            file.close()
+
+    def show(self, outputs: Iterable[RayOutput]) -> None:
+        """Write what the ranks wrote, in the order in which it came."""
+        for rank, stream, text in outputs:
+            if self._directory is not None:
+                self._file(self._directory, rank, stream).write(text)
+            if self._directory is None or self._tee:
+                console = sys.stdout if stream == "out" else sys.stderr
+                console.write(text)
+                console.flush()
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own."""
+        self.say_lines(f"lockstep launch: {text}")
+
+    def say_lines(self, text: str) -> None:
+        """Lines of the launcher's own, complete."""
+        for file in self._open.values():
+            file.flush()
+        say(text)
+
+    def _file(self, directory: Path, rank: int, stream: str) -> TextIO:
+        if (rank, stream) not in self._open:
+            path = directory / f"rank-{rank}.{stream}"
+            self._open[rank, stream] = path.open("w", encoding="utf-8")
+            if stream == "err":
+                self.files[rank] = str(path)
+        return self._open[rank, stream]

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import local
-from lockstep.comm.transfer import transfer
 from lockstep.errors import DamageError
 from lockstep.observe.damage.pieces import ParameterShard, pieces
 from lockstep.parallel.parallel_model import ParallelModel
@@ -197,7 +196,7 @@ class Divergence:
         for target in one.odd:
             for tensor in tensors:
                 part = local(tensor)
-                sent = transfer(part.contiguous(), part, source, target, self._communicator)
+                sent = self._communicator.transfer(part.contiguous(), part, source, target)
                 if sent is not None:
                     with torch.no_grad():
                         part.copy_(sent)

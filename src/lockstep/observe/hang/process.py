@@ -20,12 +20,11 @@ from lockstep.control.secret import Secret, new_secret
 from lockstep.control.server import Server
 from lockstep.errors import LinkError, UsageError
 from lockstep.observe.hang.coordinator import Coordinator, WatchSettings
-from lockstep.observe.hang.signals import StopSignals
-from lockstep.observe.hang.worker import WorkerWatch, nothing_to_save
+from lockstep.observe.hang.worker import StopSignals, WorkerWatch, nothing_to_save
 from lockstep.runtime import failure, process
-from lockstep.runtime.exit_codes import PREEMPTED, of_signal
+from lockstep.runtime.failure import PREEMPTED, of_signal
 from lockstep.runtime.process import Runtime, check_same_versions
-from lockstep.runtime.step_clock import StepClock
+from lockstep.runtime.step import StepClock
 from lockstep.torch_internals import dataloader, flight_recorder
 
 LOOPBACK = "127.0.0.1"

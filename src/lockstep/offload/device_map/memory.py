@@ -8,8 +8,7 @@ import psutil
 import torch
 from torch import nn
 
-from lockstep.config.sizes import bytes_of
-from lockstep.config.values import repr_short
+from lockstep.config.values import bytes_of, repr_short
 from lockstep.errors import ConfigError, OffloadError
 from lockstep.offload.device_map.placement import TensorPlacement
 from lockstep.offload.device_map.sizes import class_names, compute_module_sizes

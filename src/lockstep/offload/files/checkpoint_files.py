@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from lockstep.config.files import check_plain_file, check_shard, read_plain_file
 from lockstep.config.values import repr_short
 from lockstep.errors import CheckpointError, NoCheckpointError
 from lockstep.offload.files.safetensors_file import read_header
 from lockstep.offload.files.stored import PickledTensor, Stored
-from lockstep.runtime.plain_file import check_plain_file, check_shard, read_plain_file
 
 LARGEST_INDEX_BYTES = 128 << 20
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")

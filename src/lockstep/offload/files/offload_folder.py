@@ -20,13 +20,13 @@ from math import prod
 
 import torch
 
+from lockstep.config.files import check_plain_file, read_plain_file
 from lockstep.config.values import repr_short
 from lockstep.errors import CheckpointError, OffloadError
 from lockstep.offload.device_map.sizes import dtype_of
 from lockstep.offload.files.direct import FileWriter
 from lockstep.offload.files.safetensors_file import METADATA, header_bytes, read_header
 from lockstep.offload.files.stored import FileRegion, MappedFiles, as_bytes, read
-from lockstep.runtime.plain_file import check_plain_file, read_plain_file
 
 INDEX = "index.json"
 LARGEST_INDEX_BYTES = 128 << 20

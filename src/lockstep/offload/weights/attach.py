@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import OffloadError, UsageError
-from lockstep.offload.weights.events import ModelHook, UnitListener, listen
+from lockstep.offload.weights.events import StreamingHook, UnitListener, listen
 from lockstep.offload.weights.groups import WeightGroup
 from lockstep.offload.weights.mover import MappedMover, Mover, least_budget
 from lockstep.offload.weights.streamer import Streamer
@@ -159,7 +159,7 @@ def _to_device(
     return streamer, [*listeners, mover, streamer], flush
 
 
-class _PassBegins(ModelHook):
+class _PassBegins(StreamingHook):
     """Before each forward of the whole model: it must be what is streamed."""
 
     def __init__(self, streamer: Streamer, edits: Edits, check: Callable[[], None]) -> None:

@@ -65,7 +65,7 @@ def listen(
     return RemovableHandles(handles)
 
 
-class ModelHook:
+class StreamingHook:
     """A forward hook, or forward pre-hook, that is not compiled and does nothing in a copy of its model.
 
     Subclasses have ``run``, which takes what torch calls the hook with.
@@ -98,7 +98,7 @@ def _inert_hook() -> object:
     return _inert
 
 
-class _UnitHook(ModelHook):
+class _UnitHook(StreamingHook):
     def __init__(self, unit: WeightGroup, listeners: tuple[UnitListener, ...]) -> None:
         super().__init__()
         self._unit = unit

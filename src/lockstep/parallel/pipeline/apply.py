@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.collectives import Communicator
-from lockstep.config.pipeline_stages import stages_per_rank
+from lockstep.config.parallel_words import stages_per_rank
 from lockstep.errors import UsageError
 from lockstep.model.blocks import find_blocks
 from lockstep.parallel.pipeline.layout import Layout

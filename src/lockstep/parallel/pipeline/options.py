@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from lockstep.config.enums import Schedule
-from lockstep.config.pipeline_stages import LOOPED, V_SHAPED
+from lockstep.config.parallel_words import LOOPED, V_SHAPED
 from lockstep.config.values import suggestion
 from lockstep.errors import UsageError
 

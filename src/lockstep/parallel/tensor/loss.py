@@ -206,7 +206,7 @@ def _rows(x: DTensor, target: Tensor) -> tuple[Tensor, Tensor, DeviceMesh, int]:
             f"(dimension {dim}). Pass logits as the model returned them, reshaped to [tokens, classes], or turn "
             "loss_parallel off."
         )
-    plain = cast("DTensor", target).full_tensor() if is_dtensor(target) else target
+    plain = target.full_tensor() if is_dtensor(target) else target
     return dtensor.local_tensor(x).movedim(dim, -1), plain, x.device_mesh, x.shape[dim]
 
 

@@ -78,7 +78,7 @@ class WholeParameter:
         original: The parameter in whose place ``sharded`` came, to which an optimizer may hold references.
     """
 
-    def __init__(self, sharded: nn.Parameter, original: nn.Parameter | None) -> None:
+    def __init__(self, sharded: torch.Tensor, original: nn.Parameter | None) -> None:
         self.sharded = sharded
         device = torch.device(sharded.device_mesh.device_type)  # type: ignore[attr-defined]
         is_alike = (

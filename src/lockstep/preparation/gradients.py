@@ -1,0 +1,228 @@
+"""Gradients of the prepared models: what brings and averages them, and what is looked at before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.comm.dtensor import is_dtensor
+from lockstep.errors import UsageError
+from lockstep.model.changes import UncopiedHook
+from lockstep.observe.damage.checks import DamageWatch
+from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.preparation.backward_watch import BackwardWatch
+from lockstep.preparation.checks import check_called
+from lockstep.preparation.shards import ParameterRegistry
+from lockstep.runtime.step import StepState
+from lockstep.torch_internals.dtensor_operators import keep_plain_gradients
+from lockstep.torch_internals.tensors import is_view, version
+
+
+class Gradients:
+    """Belongs to one ``Accelerator``; iterates over the tensors in which this rank accumulates gradients now.
+
+    Args:
+        models: The prepared ones: a list that grows.
+        shards: Which parameters took the places of which.
+        scales_loss: Losses are scaled, as with fp16.
+        damage: Looks for damage in each backward, if that is asked for.
+        ranks_step_together: Whether all ranks make this step with averaged gradients, unlike in asynchronous training.
+    """
+
+    def __init__(
+        self,
+        models: list[ParallelModel],
+        shards: ParameterRegistry,
+        step: StepState,
+        world_size: int,
+        scales_loss: bool,
+        damage: DamageWatch | None,
+        ranks_step_together: Callable[[], bool],
+    ) -> None:
+        self._models = models
+        self._shards = shards
+        self._world_size = world_size
+        self._damage = damage
+        self._ranks_step_together = ranks_step_together
+        self._forward_seen = False
+        self._own = OwnGradients(step, self._own_gradients)
+        self.watch = BackwardWatch(
+            step, scales_loss, world_size, self.__iter__, self._average, ranks_step_together
+        )
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for model in self._models:
+            yield from model.gradients()
+
+    def add(self, model: nn.Module, is_trained: bool) -> None:
+        """Notice that this model is called, and if it is trained each backward through what it returns."""
+        if is_trained:
+            self.watch.add(model)
+        if not self._forward_seen:
+            FirstForward(model, self._forward_was_seen)
+
+    def check_backward(self, loss: torch.Tensor) -> None:
+        """See ``checks.check_called``; also raise UsageError for gradients that were changed inside of a window."""
+        check_called(self._models, self._forward_seen, self._world_size, loss)
+        self._own.before_backward()
+
+    def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
+        """``loss.backward``, and average what torch's engines leave to us."""
+        if is_dtensor(loss):  # of a term of sharded parameters, such as their norm
+            keep_plain_gradients(loss)
+        for model in self._models:
+            model.backward_begins()
+        try:
+            with nullcontext() if self._damage is None else self._damage.backward(loss):
+                self.watch.backward(partial(loss.backward, **kwargs))
+        except BaseException as error:
+            self._shards.recover()
+            if isinstance(error, RuntimeError) and "for storage of size 0" in str(error):
+                raise UsageError(
+                    f"This backward needs weights of a sharded model (parallel='{self._shards.parallel}') that were "
+                    "given up after an earlier backward through the same graph: a gradient of a gradient "
+                    "(create_graph=True), or a second backward with retain_graph=True that begins inside of the "
+                    "model. Add up the losses and call backward once, compute the inner gradient inside of the "
+                    "model's forward, or use parallel='ddp'."
+                ) from error
+            raise
+        self._average()
+        if self._world_size > 1 and self._ranks_step_together():
+            self._own.after_backward()
+
+    def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """Raise UsageError where a step would go wrong by gradients that are not averages."""
+        for model in self._models:
+            model.check_reduced()
+            if not has_closure and self._ranks_step_together():
+                model.check_averaged(partial(_held, optimizer))
+        self.watch.before_step(optimizer, has_closure)
+
+    def forget(self) -> None:
+        """Others take the place of what there was."""
+        self._own.forget()
+
+    def clear(self) -> None:
+        """Forget what was seen."""
+        self._forward_seen = False
+        self.watch.clear()
+        self._own.forget()
+
+    def _average(self) -> None:
+        for model in self._models:
+            model.reduce_gradients()
+
+    def _own_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, model in enumerate(self._models):
+            for name, gradient in model.own_gradients():
+                yield name if len(self._models) == 1 else f"{name} of model {number}", gradient
+
+    def _forward_was_seen(self) -> None:
+        self._forward_seen = True
+
+
+def _held(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+class FirstForward(UncopiedHook):
+    """A forward pre-hook that calls ``tell`` once."""
+
+    def __init__(self, model: nn.Module, tell: Callable[[], None]) -> None:
+        self._tell = tell
+        self._handle: RemovableHandle | None = model.register_forward_pre_hook(self)
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        self._tell()
+        if self._handle is not None:
+            self._handle.remove()
+
+
+class _LeftGradient(NamedTuple):
+    """A gradient as a backward left it; ``sums`` where its numbers are compared, too."""
+
+    name: str
+    gradient: torch.Tensor
+    version: int
+    sums: torch.Tensor | None
+
+
+class OwnGradients:
+    """Gradients of an open accumulation window that a script changes: they are each rank's own, and not averaged yet.
+
+    One process would change their sum over all rows. So a norm to clip by, a sign or a limit is another number here,
+    and what comes out is not what one process gets.
+
+    Versions tell of changes in every window (0.3 µs a gradient), sums of those through ``grad.data`` in the first one,
+    the second, third, fifth, ninth, and so on.
+
+    Args:
+        gradients: (name, gradient) of each parameter whose gradient is this rank's own until the window ends.
+    """
+
+    def __init__(self, step: StepState, gradients: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
+        self._step = step
+        self._gradients = gradients
+        self._left: dict[str, _LeftGradient] = {}
+        self._windows = 0
+        self._is_in_window = False
+
+    def forget(self) -> None:
+        """Others take the place of what there was."""
+        self._left.clear()
+
+    @torch.no_grad()
+    def after_backward(self) -> None:
+        """Remember what this backward has left inside of a window."""
+        self.forget()
+        is_inside = self._step.is_in_window and not self._step.sync_gradients
+        if is_inside and not self._is_in_window:
+            self._windows += 1
+        self._is_in_window = is_inside
+        if not is_inside:
+            return
+        last = self._windows - 2
+        sums_are_compared = last < 0 or last & (last - 1) == 0
+        for name, gradient in self._gradients():
+            sums = _sums(gradient) if sums_are_compared else None
+            self._left[name] = _LeftGradient(name, gradient, version(gradient), sums)
+
+    @torch.no_grad()
+    def before_backward(self) -> None:
+        """Raise UsageError if a gradient was changed since. One may be set to None: that is right on its own."""
+        if not self._left:
+            return
+        for name, gradient in self._gradients():
+            left = self._left.get(name)
+            if left is None or not (_is_another(left, gradient) or _has_changed(left)):
+                continue
+            self.forget()
+            raise UsageError(
+                f"The gradient of '{name}' was changed inside of an accumulation window, where it is this rank's own: "
+                "one process would change the sum over all ranks' rows. Change gradients where "
+                "accelerator.sync_gradients is true, after the window's last backward; accelerator.clip_grad_norm_() "
+                "and clip_grad_value_() wait for that."
+            )
+
+
+def _is_another(left: _LeftGradient, gradient: torch.Tensor) -> bool:
+    """Set by the script: DDP too sets those that are views of its buckets."""
+    return gradient is not left.gradient and not is_view(gradient)
+
+
+def _has_changed(left: _LeftGradient) -> bool:
+    return version(left.gradient) != left.version or (
+        left.sums is not None and not torch.equal(_sums(left.gradient), left.sums)
+    )
+
+
+def _sums(gradient: torch.Tensor) -> torch.Tensor:
+    values = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    return torch.stack([values.sum(), values.abs().sum()]).nan_to_num()
