@@ -24,20 +24,22 @@ ENGINES = (
         "pipelining",
         "dtensor",
         "c10d",
-        "flight_recorder",
         "modules",
         "tensors",
         "autograd",
         "optim",
     ),
-    *("dataloader", "dispatch", "fake", "functions", "gloo", "kernels", "compile"),
+    *("dataloader", "dispatch", "fake", "gloo", "kernels", "compile"),
+    *("c10d:probe_recorder", "dispatch:probe_function_modes"),
 )
 
 
-def engine(name: str) -> Any:
-    module = importlib.import_module(f"lockstep.torch_internals.{name}")
-    module.probe.cache_clear()
-    return module
+def engine(name: str) -> Callable[[], None]:
+    """The probe of an engine, ``file`` or ``file:function``, as if it had never run."""
+    file, _, function = name.partition(":")
+    probe: Any = getattr(importlib.import_module(f"lockstep.torch_internals.{file}"), function or "probe")
+    probe.cache_clear()
+    return probe
 
 
 def of(path: str) -> Any:
@@ -51,7 +53,7 @@ def of(path: str) -> Any:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_the_installed_torch_passes(name: str) -> None:
-    engine(name).probe()
+    engine(name)()
 
 
 def test_probes_leave_random_numbers_and_settings_as_they_were() -> None:
@@ -62,7 +64,7 @@ def test_probes_leave_random_numbers_and_settings_as_they_were() -> None:
     try:
         with torch.no_grad():
             for name in ENGINES:
-                engine(name).probe()
+                engine(name)()
         assert torch.get_default_dtype() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
@@ -86,7 +88,7 @@ class Watching(TorchDispatchMode):
 )
 def test_probes_see_no_mode_of_the_user(name: str, mode: Callable[[], Any]) -> None:
     """Otherwise the first ``prepare`` of a process would say that this torch is unknown."""
-    probe = engine(name).probe
+    probe = engine(name)
     with mode():
         probe()
 
@@ -106,16 +108,16 @@ GONE = [
 
 @pytest.mark.parametrize(("name", "owner", "attribute"), GONE, ids=[case[0] for case in GONE])
 def test_a_torch_without_a_name_is_refused(monkeypatch, name: str, owner: str, attribute: str) -> None:
-    module = engine(name)
+    probe = engine(name)
     monkeypatch.delattr(of(owner), attribute)
     with pytest.raises(UsageError, match=SENTENCE):
-        module.probe()
+        probe()
 
 
 OTHERWISE = [
     ("autograd", "torch._C", "_current_graph_task_id", lambda: 0),
     ("c10d", "lockstep.torch_internals.c10d", "reduction_of", lambda op: (None, None)),
-    ("flight_recorder", "lockstep.torch_internals.flight_recorder", "DUMPS", ()),
+    ("c10d:probe_recorder", "lockstep.torch_internals.c10d", "DUMPS", ()),
     ("modules", "torch.nn:Module", "_apply", lambda self, *_, **__: self.zero_grad() or self),
     ("tensors", "torch", "_neg_view", lambda tensor: tensor.view(tensor.shape)),
     ("fake", "lockstep.torch_internals.fake", "UNKNOWN_VALUE", ()),
@@ -136,25 +138,25 @@ OTHERWISE = [
 def test_a_torch_with_another_meaning_is_refused(
     monkeypatch, name: str, owner: str, attribute: str, instead: Any
 ) -> None:
-    module = engine(name)
+    probe = engine(name)
     monkeypatch.setattr(of(owner), attribute, instead, raising=False)
     with pytest.raises(UsageError, match=SENTENCE):
-        module.probe()
+        probe()
 
 
 def test_a_second_name_of_a_gradient_is_not_taken_for_a_second_gradient(monkeypatch) -> None:
     """As if torch from 2.15 on were read like torch before, and the other way round."""
-    module = engine("fsdp2_probe")
+    probe = engine("fsdp2_probe")
     fsdp2 = importlib.import_module("lockstep.torch_internals.fsdp2")
     was = fsdp2.accumulates_in_leaf()
     monkeypatch.setattr(fsdp2, "accumulates_in_leaf", lambda: not was)
     with pytest.raises(UsageError, match="fully_shard keeps gradients " + SENTENCE.partition(".* ")[2]):
-        module.probe()
+        probe()
 
 
 def test_a_gradient_that_is_kept_elsewhere_is_refused(monkeypatch) -> None:
     group = of("torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup")
-    module = engine("fsdp2_probe")
+    probe = engine("fsdp2_probe")
 
     def post_backward(self: Any) -> None:
         for param in self.fsdp_params:
@@ -162,20 +164,20 @@ def test_a_gradient_that_is_kept_elsewhere_is_refused(monkeypatch) -> None:
 
     monkeypatch.setattr(group, "post_backward", post_backward)
     with pytest.raises(UsageError, match=SENTENCE):
-        module.probe()
+        probe()
 
 
 def test_an_unknown_torch_is_refused_before_a_model_is_changed(monkeypatch) -> None:
     from lockstep import Accelerator
 
-    module = engine("tensors")
+    probe = engine("tensors")
     monkeypatch.setattr(torch, "_neg_view", lambda tensor: tensor.view(tensor.shape))
     model = nn.Linear(2, 2)
     with pytest.raises(UsageError, match=SENTENCE):
         Accelerator(cpu=True).prepare(model)
     assert type(model) is nn.Linear
     monkeypatch.undo()
-    module.probe()
+    probe()
 
 
 def test_the_sentence_has_the_versions() -> None:

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from lockstep.comm.tree import leaves
 from lockstep.data.position import Progress
 from lockstep.runtime.step import StepClock
-from lockstep.torch_internals import functions as torch_functions
+from lockstep.torch_internals import dispatch as torch_dispatch
 
 YIELD_FROM = ("SEND", "YIELD_FROM")
 """Where a frame stands that hands on what another generator yields."""
@@ -40,7 +40,7 @@ def until_used(batch: object, behind: int, clock: StepClock, rank: int) -> Itera
     Scripts that are written for loaders which begin anew pass over ``behind`` batches before they train on one. They
     get this one each time, so that theirs is the one that they would have got.
     """
-    torch_functions.probe()
+    torch_dispatch.probe_function_modes()
     for number in range(behind + 1):
         use = BatchUse(batch, clock)
         try:
@@ -72,7 +72,7 @@ class BatchUse:
         self._held = [part for part in parts if isinstance(part, torch.Tensor) or is_tracked(part)]
         self._holders = {id(one) for one in get_referrers(*self._held)}
         self._called = False
-        self._functions = torch_functions.SeesFunctions()
+        self._functions = torch_dispatch.SeesFunctions()
         self._functions.begin()
         self._hook = register_module_forward_pre_hook(self._module_called)
 

@@ -11,7 +11,7 @@ from lockstep.errors import UsageError
 from lockstep.model.contents import every_parameter
 from lockstep.torch_internals import fsdp2
 from lockstep.torch_internals.modules import children_of, parameters_of
-from lockstep.torch_internals.parameter_hooks import kind_of_hook
+from lockstep.torch_internals.tensors import kind_of_hook
 
 
 def refuse_hooks(model: nn.Module, parallel: object, world_size: int) -> None:

@@ -18,7 +18,7 @@ from lockstep.comm.tree import Args, Kwargs, tensor_leaves
 from lockstep.model.changes import attributes_set
 from lockstep.parallel.expert.layer import MixtureOfExperts
 from lockstep.torch_internals import modules as torch_modules
-from lockstep.torch_internals.functions import TorchFunction
+from lockstep.torch_internals.dispatch import TorchFunction
 
 HALF = 0.5
 """What stands for each number drawn from [0, 1), and for each normal one."""

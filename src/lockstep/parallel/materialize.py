@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.offload.files.parameters import OffloadedParameters
+from lockstep.offload.files.direct import OffloadedParameters
 from lockstep.torch_internals import modules as torch_modules
 
 InitWeights = Callable[[nn.Module], object]

@@ -21,7 +21,7 @@ from lockstep.config.world import ParallelDims
 from lockstep.errors import UsageError
 from lockstep.model.blocks import find_blocks
 from lockstep.model.changes import disable_cache
-from lockstep.offload.files.parameters import OffloadedParameters
+from lockstep.offload.files.direct import OffloadedParameters
 from lockstep.parallel.autocast import autocast_forward
 from lockstep.parallel.changed import refuse_hooks
 from lockstep.parallel.ddp.apply import data_parallel, distributed_data_parallel, has_trained_parameters

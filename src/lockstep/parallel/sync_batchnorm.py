@@ -23,7 +23,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from lockstep.errors import UsageError
 from lockstep.model.changes import Subclassed, subclass
 from lockstep.torch_internals.autograd import FunctionContext
-from lockstep.torch_internals.batchnorm import check_input_dim
+from lockstep.torch_internals.modules import check_input_dim
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 

@@ -1,11 +1,14 @@
-"""``torch.distributed``: groups, stores, DDP's reducer, and collectives that can be traced."""
+"""``torch.distributed``: groups, stores, DDP's reducer, collectives that can be traced, and records of them."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.torch_internals.versions import expect, probed
 
@@ -36,7 +39,7 @@ def default_store() -> Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def has_backend_for(group: Any, device: torch.device) -> bool:
+def has_backend_for(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the group communicates tensors of the device. Relies on: ``_get_backend`` raises RuntimeError if not."""
     try:
         group._get_backend(device)
@@ -53,7 +56,7 @@ def broadcast_coalesced(group: Any, tensors: list[torch.Tensor], most_bytes: int
     dist._broadcast_coalesced(group, tensors, most_bytes, source)  # type: ignore[attr-defined]
 
 
-def form_buckets(replica: Any) -> None:
+def form_buckets(replica: DistributedDataParallel) -> None:
     """Let DDP put gradients into the buckets that it would form after the first backward.
 
     Relies on: ``reducer._rebuild_buckets`` after a ``prepare_for_backward`` in which every gradient has arrived.
@@ -125,7 +128,7 @@ def check_reduced(reducer: Any) -> None:
     reducer._check_reducer_finalized()
 
 
-def is_joining(replica: Any) -> bool:
+def is_joining(replica: DistributedDataParallel) -> bool:
     """Whether ranks that have ended stand in for the others' collectives: inside of DDP's ``join``.
 
     Relies on: ``_join_config.enable``.
@@ -139,3 +142,38 @@ def rebuild_buckets(reducer: Any) -> bool:
     Relies on: ``_rebuild_buckets``, which DDP calls in the first forward after an averaged backward.
     """
     return bool(reducer._rebuild_buckets())
+
+
+# The flight recorder: which collectives this process has issued, and which are complete. It is read in its JSON form:
+# asking for the other, a pickle, imports torch's compiler into a process that stands still. Nobody's numbers depend on
+# it, so that what it does not tell is looked for in the Python stack.
+
+DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+"""Relies on: functions (include collectives, only active ones) to JSON text, of gloo and others, and of NCCL."""
+
+
+def recorder_traces() -> Iterator[Mapping[str, object]]:
+    """Those of this process, by kind of recorder. What a recorder raises or says wrongly is left out."""
+    try:
+        from torch._C import _distributed_c10d
+    except ImportError:
+        return
+    for name in DUMPS:
+        dump = getattr(_distributed_c10d, name, None)
+        if dump is None:
+            continue
+        try:
+            trace = json.loads(dump(True, False))
+        except Exception:
+            continue
+        if isinstance(trace, dict):
+            yield trace
+
+
+@probed("flight recorder", "lists collectives")
+def probe_recorder() -> None:
+    """Read the records that there are."""
+    found = list(recorder_traces())
+    expect(bool(found), "a recorder that can be read")
+    for trace in found:
+        expect(isinstance(trace.get("entries", []), list), "the list of records")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader
 from lockstep.torch_internals.versions import expect, probed
 
 
-def workers_of(iterator: object) -> list[object]:
+def workers_of(iterator: object) -> list[BaseProcess]:
     """Relies on: ``_workers`` of an iterator of a loader are its processes; there is none without."""
     return list(getattr(iterator, "_workers", None) or ())
 

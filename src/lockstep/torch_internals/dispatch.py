@@ -1,11 +1,13 @@
-"""Operators on their way through torch's dispatcher: modes that see them, their schemas, and tensors without values."""
+"""Operators on their way through torch's dispatcher: modes that see them, and their schemas; functions before that."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -18,7 +20,7 @@ def schema_of(operator: object) -> Any:
     return getattr(operator, "_schema", None)
 
 
-def operation_name(operator: Any) -> str:
+def operation_name(operator: OpOverload) -> str:
     """Such as "add_". Relies on: ``_schema.name`` of an operation is that after its namespace."""
     return str(operator._schema.name).removeprefix("aten::")
 
@@ -51,7 +53,7 @@ class WithoutCollectives(TorchDispatchMode):
     def is_active(cls) -> bool:
         return any(isinstance(mode, cls) for mode in _get_current_dispatch_mode_stack())
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             raise UsageError(
                 f"its forward or backward calls the collective {operation_name(func).partition('::')[2]}, which one "
@@ -86,7 +88,7 @@ def probe() -> None:
     seen: list[str] = []
 
     class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
             seen.append(schema_of(func).name)
             seen.extend(argument_names(func))
             return func(*args, **(kwargs or {}))
@@ -104,3 +106,52 @@ def probe() -> None:
     )
     expect(len(operators_of(("mm", "_scaled_mm"))) == 2, "operators by name")
     expect(len(operators_of((*CONVERSIONS, *("_foreach_norm", "_foreach_max")))) == 3, "operators on lists")
+
+
+TorchFunction: TypeAlias = Callable[..., Any]
+"""A function of torch, as modes get it: what it takes and returns is its own affair."""
+
+
+class SeesFunctions(TorchFunctionMode):
+    """From ``begin`` to ``end``, which may be in different contexts, notes whether a function of torch is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_seen = False
+
+    def begin(self) -> None:
+        _push_mode(self)
+
+    def end(self) -> None:
+        """Relies on: modes are a stack, from which others above this one can be taken and put back."""
+        above = []
+        while (mode := _get_current_function_mode()) is not self and mode is not None:
+            above.append(_pop_mode())
+        if mode is self:
+            _pop_mode()
+        for other in reversed(above):
+            _push_mode(other)
+
+    def __torch_function__(
+        self,
+        func: TorchFunction,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        self.has_seen = True
+        return func(*args, **(kwargs or {}))
+
+
+@probed("TorchFunctionMode", "keeps modes on a stack")
+def probe_function_modes() -> None:
+    """A mode that ends below another one."""
+    sees = SeesFunctions()
+    sees.begin()
+    torch.ones(1).tolist()
+    expect(sees.has_seen, "a mode that has begun")
+    with torch.device("cpu"):
+        sees.end()
+        sees.has_seen = False
+        torch.ones(1).tolist()
+        expect(not sees.has_seen, "a mode that has ended")

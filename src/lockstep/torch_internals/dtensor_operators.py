@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
 
 import torch
+from torch._ops import OpOverload
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.errors import UsageError
 from lockstep.torch_internals.tensors import storage_key
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 aten = torch.ops.aten
 IN_PLACE = (
@@ -55,8 +59,9 @@ BESIDE = (
 VIEWS = ("select", "narrow", "diagonal", "unbind", "split", "chunk", "view")
 """Methods whose results are parts of the tensor itself in plain torch."""
 
-Whole = Callable[[Any], torch.Tensor]
-Sharded = Callable[[torch.Tensor, Any], Any]
+Sharded: TypeAlias = "Callable[[torch.Tensor, DTensor], DTensor]"
+Arguments: TypeAlias = tuple[Any, ...]
+"""Of an operator: tensors, numbers, and lists of them."""
 
 
 @functools.cache
@@ -86,17 +91,9 @@ def behave_like_plain(shard_like: Sharded) -> LostChanges:
     """
     from torch.distributed.tensor import DTensor
 
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers[aten._local_scalar_dense.default] = _whole_number
-    for operator in IN_PLACE:
-        handlers[operator] = functools.partial(_fill, shard_like)
-    for operator in LIKE:
-        handlers[operator] = functools.partial(_draw_like, shard_like)
-    lost = LostChanges()
-    for operator in CHANGING:
-        handlers[operator] = functools.partial(_change, shard_like, handlers, lost)
-    for operator in BESIDE:
-        handlers[operator] = functools.partial(_beside, shard_like, handlers)
+    operators = _PlainOperators(shard_like, DTensor._op_dispatcher._custom_op_handlers)
+    operators.install()
+    lost = operators.lost
     kind: Any = DTensor
     data = kind.data
     kind.data = property(
@@ -109,90 +106,96 @@ def behave_like_plain(shard_like: Sharded) -> LostChanges:
     return lost
 
 
+def _is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
 def _whole(tensor: object) -> Any:
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
+    if not _is_dtensor(tensor):
         return tensor
-    shards: Any = tensor.detach()  # torch 2.11 would detach the result in place, for which it has no strategy
-    return shards.full_tensor()
+    # torch 2.11 would detach the result in place, for which it has no strategy
+    return cast("DTensor", tensor.detach()).full_tensor()
 
 
-def _whole_number(op: object, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
-    return _whole(args[0]).item()
+class _PlainOperators:
+    """What is done for the operators, each a handler with (operator, args, kwargs). See ``behave_like_plain``."""
 
+    def __init__(self, shard_like: Sharded, handlers: dict[Any, Callable[..., object]]) -> None:
+        self._shard_like = shard_like
+        self._handlers = handlers
+        self.lost = LostChanges()
 
-def _fill(shard_like: Sharded, op: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
-    target, *others = args
-    whole = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
-    op(whole, *map(_whole, others), **kwargs)
-    target._local_tensor.copy_(shard_like(_of_first(whole, target), target)._local_tensor)
-    return target
+    def install(self) -> None:
+        """Have DTensor call them."""
+        self._handlers[aten._local_scalar_dense.default] = self._whole_number
+        for operators, handler in (
+            (IN_PLACE, self._fill),
+            (LIKE, self._draw_like),
+            (CHANGING, self._change),
+            (BESIDE, self._beside),
+        ):
+            self._handlers.update(dict.fromkeys(operators, handler))
 
+    def _whole_number(self, op: OpOverload, args: Arguments, kwargs: dict[str, object]) -> object:
+        return _whole(args[0]).item()
 
-def _draw_like(shard_like: Sharded, op: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
-    like, *others = args
-    whole = op(_whole(like), *others, **kwargs)
-    return shard_like(_of_first(whole, like), like)
+    def _fill(self, op: OpOverload, args: Arguments, kwargs: dict[str, object]) -> object:
+        target, *others = args
+        whole = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
+        op(whole, *map(_whole, others), **kwargs)
+        target._local_tensor.copy_(self._shard_like(_of_first(whole, target), target)._local_tensor)
+        return target
 
+    def _draw_like(self, op: OpOverload, args: Arguments, kwargs: dict[str, object]) -> object:
+        like, *others = args
+        whole = op(_whole(like), *others, **kwargs)
+        return self._shard_like(_of_first(whole, like), like)
 
-def _beside(
-    shard_like: Sharded, handlers: dict[Any, Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> object:
-    from torch.distributed.tensor import DTensor
+    def _beside(self, op: OpOverload, args: Arguments, kwargs: dict[str, object]) -> object:
+        if op is aten._foreach_copy_.default:  # torch has no strategy for it
+            for target, source in zip(args[0], args[1], strict=True):
+                target.copy_(source)
+            return None
+        given = [one for arg in args for one in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        tensors = [one for one in given if isinstance(one, torch.Tensor)]
+        sharded = [one for one in tensors if _is_dtensor(one)]
+        whole = [one for one in tensors if not _is_dtensor(one) and one.dim() > 0]
+        asks = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+        if not whole or asks or not {one.shape for one in whole} <= {one.shape for one in sharded}:
+            return self._as_torch(op, args, kwargs)
+        if op in BESIDE_IN_PLACE and any(map(_is_dtensor, args[0])):
+            return self._as_torch(op, args, kwargs)
+        whole_args = [[*map(_whole, arg)] if isinstance(arg, (list, tuple)) else _whole(arg) for arg in args]
+        return op(*whole_args, **kwargs)
 
-    if op is aten._foreach_copy_.default:  # torch has no strategy for it
-        for target, source in zip(args[0], args[1], strict=True):
-            target.copy_(source)
-        return None
-    given = [one for arg in args for one in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-    tensors = [one for one in given if isinstance(one, torch.Tensor)]
-    sharded = [one for one in tensors if isinstance(one, DTensor)]
-    whole = [one for one in tensors if not isinstance(one, DTensor) and one.dim() > 0]
-    asks = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
-    if not whole or asks or not {one.shape for one in whole} <= {one.shape for one in sharded}:
-        return _as_torch(handlers, op, args, kwargs)
-    if op in BESIDE_IN_PLACE and any(isinstance(one, DTensor) for one in args[0]):
-        return _as_torch(handlers, op, args, kwargs)
-    whole_args = [[*map(_whole, arg)] if isinstance(arg, (list, tuple)) else _whole(arg) for arg in args]
-    return op(*whole_args, **kwargs)
+    def _change(self, op: OpOverload, args: Arguments, kwargs: dict[str, object]) -> object:
+        target, *others = args
+        if not _is_dtensor(target):
+            return op(*map(_whole, args), **{name: _whole(value) for name, value in kwargs.items()})
+        if op is aten.copy_.default and not _is_dtensor(others[0]) and others[0].shape == target.shape:
+            self.lost.changes(target)
+            target._local_tensor.copy_(self._shard_like(others[0], target)._local_tensor)
+            return target
+        for other in others:
+            if isinstance(other, torch.Tensor) and not _is_dtensor(other) and other.numel() > 1:
+                raise UsageError(
+                    f"{op} got mixed torch.Tensor and DTensor: a shard of a tensor of shape {tuple(target.shape)} was "
+                    f"to be changed by a plain tensor of shape {tuple(other.shape)}. Make the other one a shard too, "
+                    "as torch.zeros_like(p) and torch.randn_like(p) do, or change the whole on all ranks and assign "
+                    "it: p.data = p.full_tensor() + other."
+                )
+        self.lost.changes(target)
+        return self._as_torch(op, args, kwargs)
 
-
-def _as_torch(handlers: dict[Any, Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """What torch would have done."""
-    handler = handlers.pop(op)
-    try:
-        return op(*args, **kwargs)
-    finally:
-        handlers[op] = handler
-
-
-def _change(
-    shard_like: Sharded,
-    handlers: dict[Any, Any],
-    lost: LostChanges,
-    op: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> object:
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(args[0], DTensor):
-        return op(*map(_whole, args), **{name: _whole(value) for name, value in kwargs.items()})
-    if op is aten.copy_.default and not isinstance(args[1], DTensor) and args[1].shape == args[0].shape:
-        lost.changes(args[0])
-        args[0]._local_tensor.copy_(shard_like(args[1], args[0])._local_tensor)
-        return args[0]
-    for other in args[1:]:
-        if isinstance(other, torch.Tensor) and not isinstance(other, DTensor) and other.numel() > 1:
-            raise UsageError(
-                f"{op} got mixed torch.Tensor and DTensor: a shard of a tensor of shape {tuple(args[0].shape)} was to "
-                f"be changed by a plain tensor of shape {tuple(other.shape)}. Make the other one a shard too, as "
-                "torch.zeros_like(p) and torch.randn_like(p) do, or change the whole on all ranks and assign it: "
-                "p.data = p.full_tensor() + other."
-            )
-    lost.changes(args[0])
-    return _as_torch(handlers, op, args, kwargs)
+    def _as_torch(self, op: OpOverload, args: Arguments, kwargs: dict[str, object]) -> object:
+        """What torch would have done."""
+        handler = self._handlers.pop(op)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            self._handlers[op] = handler
 
 
 def _data(lost: LostChanges, in_torch: Callable[[object], object], tensor: torch.Tensor) -> object:
@@ -201,29 +204,27 @@ def _data(lost: LostChanges, in_torch: Callable[[object], object], tensor: torch
 
 
 def _set_data(
-    shard_like: Sharded, in_torch: Callable[[object, object], None], tensor: Any, value: Any
+    shard_like: Sharded, in_torch: Callable[[object, object], None], tensor: DTensor, value: torch.Tensor
 ) -> None:
-    from torch.distributed.tensor import DTensor
-
     part = tensor._local_tensor
     if value.shape != tensor.shape or value.dtype != tensor.dtype or value.device != tensor.device:
         in_torch(tensor, value)
         return
-    is_alike = isinstance(value, DTensor) and value.placements == tensor.placements
+    shard = value if _is_dtensor(value) and value.placements == tensor.placements else None
     with torch.no_grad():
-        part.copy_(value._local_tensor if is_alike else shard_like(_whole(value), tensor)._local_tensor)
+        part.copy_((shard_like(_whole(value), tensor) if shard is None else shard)._local_tensor)
 
 
 def _setting_items(
     shard_like: Sharded, in_torch: Callable[..., None], lost: LostChanges
 ) -> Callable[..., None]:
     @functools.wraps(in_torch)
-    def set_items(tensor: Any, index: Any, value: Any) -> None:
+    def set_items(tensor: DTensor, index: object, value: object) -> None:
         if torch.is_grad_enabled() and (tensor.requires_grad or getattr(value, "requires_grad", False)):
             in_torch(tensor, index, value)
             return
         lost.forgive(value)
-        whole = tensor.detach().full_tensor().clone()
+        whole = _whole(tensor).clone()
         whole[tuple(map(_whole, index)) if isinstance(index, tuple) else _whole(index)] = _whole(value)
         tensor._local_tensor.detach().copy_(shard_like(whole, tensor)._local_tensor)
 
@@ -232,7 +233,7 @@ def _setting_items(
 
 def _noting(in_torch: Callable[..., object], lost: LostChanges) -> Callable[..., object]:
     @functools.wraps(in_torch)
-    def view(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
+    def view(tensor: DTensor, *args: object, **kwargs: object) -> object:
         found = in_torch(tensor, *args, **kwargs)
         if in_torch.__name__ != "__getitem__" or _is_view(args[0]):
             for part in found if isinstance(found, (tuple, list)) else (found,):
@@ -256,7 +257,7 @@ class LostChanges:
         self._changed: dict[int, torch.Size] = {}
         self._noticed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def notice_data(self, tensor: Any, call: Callable[[], None]) -> None:
+    def notice_data(self, tensor: DTensor, call: Callable[[], None]) -> None:
         """``call``, a method, before a script gets the ``data`` of this tensor, to which it can write unnoticed."""
         self._noticed[tensor] = weakref.WeakMethod(call)
 
@@ -266,14 +267,14 @@ class LostChanges:
         if call is not None:
             call()
 
-    def note(self, tensor: Any, part: object) -> None:
+    def note(self, tensor: DTensor, part: object) -> None:
         """``part`` was taken of ``tensor``."""
         copy = getattr(part, "_local_tensor", None)
         if copy is not None and storage_key(copy) != storage_key(tensor._local_tensor):
             self._parts[storage_key(copy)] = tensor.shape
             weakref.finalize(part, self._parts.pop, storage_key(copy), None)
 
-    def changes(self, tensor: Any) -> None:
+    def changes(self, tensor: DTensor) -> None:
         """``tensor`` is changed in place."""
         if self._parts:
             key = storage_key(tensor._local_tensor)
@@ -294,7 +295,7 @@ class LostChanges:
         return found
 
 
-def _of_first(whole: torch.Tensor, like: Any) -> torch.Tensor:
+def _of_first(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     mesh = like.device_mesh
     for dim in range(mesh.ndim):
         torch.distributed.broadcast(whole, group=mesh.get_group(dim), group_src=0)
@@ -323,8 +324,6 @@ def _nodes_of_dtensors(root: Any) -> set[Any]:
 
     Relies on: what ends at a leaf has it as ``variable``; ``_ToTorchTensor`` makes plain tensors of DTensors.
     """
-    from torch.distributed.tensor import DTensor
-
     found: set[object] = set()
     seen: set[object] = set()
     waiting: list[tuple[Any, bool]] = [(root, False)]
@@ -336,7 +335,7 @@ def _nodes_of_dtensors(root: Any) -> set[Any]:
                 found.add(node)
         elif node not in seen:
             seen.add(node)
-            if isinstance(getattr(node, "variable", None), DTensor):
+            if _is_dtensor(getattr(node, "variable", None)):
                 found.add(node)
             elif not node.name().startswith("_ToTorchTensor"):
                 waiting.append((node, True))
@@ -344,5 +343,5 @@ def _nodes_of_dtensors(root: Any) -> set[Any]:
     return found
 
 
-def _plain(gradients: tuple[Any, ...]) -> tuple[object, ...]:
+def _plain(gradients: Arguments) -> tuple[object, ...]:
     return tuple(map(_whole, gradients))

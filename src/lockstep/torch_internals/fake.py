@@ -14,12 +14,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch._subclasses.fake_tensor import (
-    FakeTensor as FakeTensor,
-)
-from torch._subclasses.fake_tensor import (
-    FakeTensorMode as FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 
 from lockstep.torch_internals.versions import expect, probed

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from lockstep.torch_internals.fsdp2_gathered import FSDPParam, FSDPParamGroup, own_grad, set_own_grad
+from lockstep.torch_internals.fsdp2 import accumulates_in_leaf, unreduced_grads, unsharded_param
+from lockstep.torch_internals.fsdp2_gathered import FSDPParamGroup, set_own_grad
 
 
 def before_reduction(group: FSDPParamGroup, call: Callable[[], None]) -> None:
@@ -89,17 +90,18 @@ def missing(group: FSDPParamGroup) -> list[object]:
 
     Relies on: ``_unsharded_param`` with its ``grad``; up to 2.14 ``unsharded_accumulated_grad`` beside it.
     """
-    found = []
-    for param in group.fsdp_params:
-        whole = getattr(param, "_unsharded_param", None)
-        if whole is not None and whole.requires_grad and _gradient(param) is None:
-            found.append(param)
-    return found
+    return [
+        param
+        for param in group.fsdp_params
+        if (whole := unsharded_param(param)) is not None
+        and whole.requires_grad
+        and not unreduced_grads(param)
+    ]
 
 
 def present(group: FSDPParamGroup) -> list[object]:
     """The params that have a gradient on this rank now."""
-    return [param for param in group.fsdp_params if _gradient(param) is not None]
+    return [param for param in group.fsdp_params if unreduced_grads(param)]
 
 
 def set_zero(params: list[Any], others: list[object]) -> None:
@@ -108,11 +110,10 @@ def set_zero(params: list[Any], others: list[object]) -> None:
     Relies on: torch reduces the gradients of a group in one type; up to 2.14 those that do not have the type of the
     parameter are in ``unsharded_accumulated_grad``.
     """
-    dtype = next((gradient.dtype for other in others if (gradient := _gradient(other)) is not None), None)
+    dtype = next((gradient.dtype for other in others for gradient in unreduced_grads(other)), None)
     for param in params:
         whole = param._unsharded_param
-        in_leaf = isinstance(vars(type(param)).get("unsharded_accumulated_grad"), property)
-        if in_leaf:
+        if accumulates_in_leaf():
             wanted = dtype or getattr(whole, "grad_dtype", None) or whole.dtype
             set_own_grad(whole, torch.zeros_like(whole, dtype=wanted))
         elif dtype in (None, whole.dtype):
@@ -124,15 +125,6 @@ def set_zero(params: list[Any], others: list[object]) -> None:
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether ``module.compile()`` was called. Relies on: ``_compiled_call_impl`` is None before."""
     return getattr(module, "_compiled_call_impl", None) is not None
-
-
-def _gradient(param: FSDPParam) -> torch.Tensor | None:
-    in_leaf = isinstance(vars(type(param)).get("unsharded_accumulated_grad"), property)
-    accumulated: torch.Tensor | None = None if in_leaf else getattr(param, "unsharded_accumulated_grad", None)
-    if accumulated is not None:
-        return accumulated
-    whole = getattr(param, "_unsharded_param", None)
-    return None if whole is None else own_grad(whole)
 
 
 def call_empty(module: Any, values: object, inside: Callable[[object], object]) -> object:

@@ -22,14 +22,14 @@ DATA: Any = torch.Tensor.data
 GRAD: Any = torch.Tensor.grad
 """torch's own attributes, behind those of ``GatheredParameter``."""
 
-Changed = Callable[[Any, torch.Tensor, bool], None]
-
 FSDPParam: TypeAlias = Any
 """Torch's private record of one sharded parameter, whose attributes differ between versions."""
 FSDPParamGroup: TypeAlias = Any
 """That of parameters that are gathered together."""
 ShardedModule: TypeAlias = Any
 """A module of which torch has made an ``FSDPModule``, too: Python has no name for a type that is both."""
+
+Changed = Callable[[FSDPParam, torch.Tensor, bool], None]
 
 
 class GatheredParameter(nn.Parameter):
@@ -309,11 +309,6 @@ class Watched:
 def _version(tensor: torch.Tensor) -> int:
     """Tensors of inference mode have none."""
     return 0 if tensor.is_inference() else version(tensor)
-
-
-def watched_groups(groups: list[object], *args: Any) -> Iterator[WatchedGroup]:
-    """Of each group that has parameters."""
-    return (watch_group(group, *args) for group in groups)
 
 
 class _Asked:

@@ -10,18 +10,18 @@ from lockstep.torch_internals.versions import expect, probed
 
 _aten: Any = torch.ops.aten
 
-flash_for_cpu: Any = _aten._scaled_dot_product_flash_attention_for_cpu
+flash_for_cpu = _aten._scaled_dot_product_flash_attention_for_cpu
 """Relies on: (query, key, value, dropout_p, is_causal, scale=) -> (output, log-sum-exps [b, h, s])."""
-flash_for_cpu_backward: Any = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+flash_for_cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 """Relies on: (gradient, query, key, value, output, log-sum-exps, dropout_p, is_causal, scale=) -> three gradients."""
-flash: Any = _aten._scaled_dot_product_flash_attention
+flash = _aten._scaled_dot_product_flash_attention
 """Relies on: the same with return_debug_mask behind is_causal, and more results behind the two."""
-flash_backward: Any = _aten._scaled_dot_product_flash_attention_backward
+flash_backward = _aten._scaled_dot_product_flash_attention_backward
 """Relies on: (..., log-sum-exps, None, None, length of queries, of keys, dropout_p, is_causal, two states of random
 numbers that are not read without dropout, scale=)."""
-efficient: Any = _aten._scaled_dot_product_efficient_attention
+efficient = _aten._scaled_dot_product_efficient_attention
 """Relies on: (query, key, value, bias, compute_log_sumexp, dropout_p, is_causal, scale=); rows in multiples of 32."""
-efficient_backward: Any = _aten._scaled_dot_product_efficient_attention_backward
+efficient_backward = _aten._scaled_dot_product_efficient_attention_backward
 """Relies on: (gradient, query, key, value, bias, output, log-sum-exps, seed, offset, dropout_p, which of four gradients
 are wanted, is_causal, scale=)."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -15,13 +15,16 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from lockstep.torch_internals.versions import expect, probed
 
-BatchNorm: Any = _BatchNorm
+Registered: TypeAlias = dict[str, Any]
+"""Parameters, buffers or modules by name, None among them."""
+
+BatchNorm: type[_BatchNorm] = _BatchNorm
 """Base class. Relies on: it has no other subclasses than batch normalisation, synchronised or lazy ones among them."""
-Convolution: Any = _ConvNd
+Convolution: type[_ConvNd] = _ConvNd
 """Base class. Relies on: ``kernel_size`` has a number for each dimension."""
-Dropout: Any = _DropoutNd
+Dropout: type[_DropoutNd] = _DropoutNd
 """Base class. Relies on: ``p`` is the probability of all dropout layers."""
-InstanceNorm: Any = _InstanceNorm
+InstanceNorm: type[_InstanceNorm] = _InstanceNorm
 """Base class of instance normalisation."""
 
 FLAT_WEIGHTS = "_flat_weights"
@@ -32,27 +35,27 @@ CALLS = frozenset({"_wrapped_call_impl", "_call_impl"})
 """Relies on: the names of the functions between a call of a module and its forward, in a stack."""
 
 
-def parameters_of(module: nn.Module) -> dict[str, Any]:
+def parameters_of(module: nn.Module) -> Registered:
     """The module's own. Relies on: ``_parameters`` is what attributes, ``parameters()`` and state dictionaries read."""
     return module._parameters
 
 
-def set_parameters_of(module: nn.Module, registered: dict[str, Any]) -> None:
+def set_parameters_of(module: nn.Module, registered: Registered) -> None:
     """Let the module have this very dictionary, which another one may have as well."""
     module._parameters = registered
 
 
-def buffers_of(module: nn.Module) -> dict[str, Any]:
+def buffers_of(module: nn.Module) -> Registered:
     """The module's own. Relies on: ``_buffers``, as ``_parameters``."""
     return module._buffers
 
 
-def children_of(module: nn.Module) -> dict[str, Any]:
+def children_of(module: nn.Module) -> Registered:
     """The module's own. Relies on: ``_modules``, as ``_parameters``."""
     return module._modules
 
 
-def set_children_of(module: nn.Module, registered: dict[str, Any]) -> None:
+def set_children_of(module: nn.Module, registered: Registered) -> None:
     """Let the module have this very dictionary. Relies on: ``_modules``, as above."""
     module.__dict__["_modules"] = registered
 
@@ -193,3 +196,8 @@ def _probe_layers() -> None:
     parameters_of(recurrent)["bias_ih_l0"] = nn.Parameter(recurrent.bias_ih_l0.detach() + 1)
     renew_flat_weights(recurrent)
     expect(not torch.equal(before, recurrent(torch.ones(1, 1, 1))[0]), "weights that were replaced")
+
+
+def check_input_dim(module: _BatchNorm, x: torch.Tensor) -> None:
+    """Raise ValueError if ``x`` has not as many dims as this kind takes. Relies on: ``_check_input_dim``."""
+    module._check_input_dim(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,14 +77,57 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return tensor._indices(), tensor._values()
 
 
-def gradient_hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:
-    """Of ``register_hook``, in order. Relies on: ``_backward_hooks`` is a dictionary of them, or None."""
-    return list((getattr(tensor, "_backward_hooks", None) or {}).values())
+TENSOR, POST_ACCUMULATE = "register_hook", "register_post_accumulate_grad_hook"
+"""The kinds of hooks, by the methods that set them."""
+_HOOKS = {TENSOR: "_backward_hooks", POST_ACCUMULATE: "_post_accumulate_grad_hooks"}
+"""Relies on: these attributes are None or dictionaries with the hooks as values."""
 
 
-def post_accumulate_hooks_of(tensor: Tensor) -> list[Callable[..., object]]:
-    """Of ``register_post_accumulate_grad_hook``. Relies on: ``_post_accumulate_grad_hooks``, the same."""
-    return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+def kinds_of_hooks(parameter: object) -> list[str]:
+    """Of which kinds this tensor has hooks, other than Lockstep's own."""
+    return [kind for kind in _HOOKS if has_hook(parameter, kind)]
+
+
+def has_hook(parameter: object, kind: str) -> bool:
+    """Whether the user has set one of this kind."""
+    hooks = getattr(parameter, _HOOKS[kind])
+    return bool(hooks) and not all(map(_is_ours, hooks.values()))
+
+
+def kind_of_hook(parameter: object) -> str | None:
+    """The method that set a hook on this tensor; None: there is none but Lockstep's own."""
+    return next((kind for kind in _HOOKS if has_hook(parameter, kind)), None)
+
+
+def hooks_of_parameter(parameter: Any, kind: str) -> list[Any]:
+    """All of this kind, in the order in which they are called."""
+    return list((getattr(parameter, _HOOKS[kind]) or {}).values())
+
+
+def call_around_others(
+    parameter: object, kind: str, first: Callable[..., object], last: object, replaced: tuple[type, ...]
+) -> None:
+    """Set a hook before all others and, unless it is None, one after them; those of the ``replaced`` types go.
+
+    Relies on: hooks are called in the order in which the dictionary, not ``move_to_end`` of it, has them, each with
+    what the one before has returned.
+    """
+    hooks = getattr(parameter, _HOOKS[kind])
+    others = {number: hook for number, hook in hooks.items() if not isinstance(hook, replaced)}
+    hooks.clear()
+    for hook in (first, last):
+        if hook is not None:
+            getattr(parameter, kind)(hook)
+    ours = list(hooks.items())
+    hooks.clear()
+    hooks.update([ours[0], *others.items(), *ours[1:]])
+
+
+def _is_ours(hook: object) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(module).split(".")[0] == "lockstep"
 
 
 @probed("Tensor", "keeps versions, views and hooks")
@@ -113,11 +157,11 @@ def probe() -> None:
 
 def _probe_hooks() -> None:
     leaf = torch.ones(1, requires_grad=True)
-    expect(gradient_hooks_of(leaf) == [] == post_accumulate_hooks_of(leaf), "a tensor without hooks")
+    expect(not any(hooks_of_parameter(leaf, kind) for kind in _HOOKS), "a tensor without hooks")
 
     def hook(_: Tensor) -> None:
         """Changes nothing."""
 
-    leaf.register_hook(hook)
-    leaf.register_post_accumulate_grad_hook(hook)
-    expect(gradient_hooks_of(leaf) == [hook] == post_accumulate_hooks_of(leaf), "the hooks of a tensor")
+    for kind in _HOOKS:
+        getattr(leaf, kind)(hook)
+        expect(hooks_of_parameter(leaf, kind) == [hook], "the hooks of a tensor")

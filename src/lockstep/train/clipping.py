@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.dtensor import local, total_norm
-from lockstep.offload.optimizer.clipping import norm_of, scale_offloaded
+from lockstep.offload.optimizer.gradients import norm_of, scale_offloaded
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from lockstep.comm.tree import Kwargs
 from lockstep.errors import UsageError
 from lockstep.parallel.context.layout import SequenceLayout
-from lockstep.torch_internals.functions import TorchFunction
+from lockstep.torch_internals.dispatch import TorchFunction
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from lockstep.parallel.context.checks import InBlock
 from lockstep.parallel.context.layout import SequenceLayout
 from lockstep.parallel.context.ring import ring_attention
 from lockstep.parallel.context.ulysses import ulysses_attention
-from lockstep.torch_internals.functions import TorchFunction
+from lockstep.torch_internals.dispatch import TorchFunction
 
 
 class SplitSequence(InBlock):

@@ -30,7 +30,7 @@ from lockstep.runtime import failure
 from lockstep.runtime.seed import generators_kept
 from lockstep.torch_internals import kernels
 from lockstep.torch_internals import modules as torch_modules
-from lockstep.torch_internals.functions import TorchFunction
+from lockstep.torch_internals.dispatch import TorchFunction
 
 POSITIONS = 16
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}

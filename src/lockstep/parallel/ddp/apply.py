@@ -77,7 +77,9 @@ def _settle_buckets(replica: TorchDDP, runtime: Runtime) -> None:
         return
     trained = [p for p in replica.module.parameters() if p.requires_grad]
     busy = any(
-        torch_tensors.gradient_hooks_of(p) or torch_tensors.post_accumulate_hooks_of(p) or p.grad is not None
+        p.grad is not None
+        or torch_tensors.hooks_of_parameter(p, torch_tensors.TENSOR)
+        or torch_tensors.hooks_of_parameter(p, torch_tensors.POST_ACCUMULATE)
         for p in trained
     )
     busy_anywhere = torch.tensor(int(busy), device=runtime.device)  # one rank alone may have a hook

@@ -17,14 +17,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from lockstep.errors import UsageError
-from lockstep.torch_internals.parameter_hooks import (
+from lockstep.torch_internals.tensors import (
     TENSOR,
     call_around_others,
     has_hook,
     hooks_of_parameter,
     kinds_of_hooks,
+    version,
 )
-from lockstep.torch_internals.tensors import version
 
 TOLERANCE = 1e-6
 """Of the sum of magnitudes: more than steps in another order of rounding make, less than gradients of other data."""

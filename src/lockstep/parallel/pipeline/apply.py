@@ -23,7 +23,7 @@ from lockstep.parallel.pipeline.options import (
     rank_of_stage,
 )
 from lockstep.runtime import process
-from lockstep.torch_internals.pipelining_stage import splits_backward_exactly
+from lockstep.torch_internals.pipelining import splits_backward_exactly
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

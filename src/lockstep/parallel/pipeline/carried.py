@@ -25,7 +25,7 @@ from lockstep.parallel.pipeline.absent import carried, is_stand_in
 from lockstep.parallel.pipeline.replay import Replays
 from lockstep.parallel.pipeline.traced import Fetch, Source
 from lockstep.torch_internals import tensors as torch_tensors
-from lockstep.torch_internals.functions import TorchFunction
+from lockstep.torch_internals.dispatch import TorchFunction
 
 ITSELF = "itself"
 OUTPUT = "the output of the model"

@@ -27,7 +27,7 @@ from lockstep.parallel.pipeline.carried import (
     name_of,
 )
 from lockstep.parallel.pipeline.traced import Argument, Cut, Fetch, Source
-from lockstep.torch_internals.functions import TorchFunction
+from lockstep.torch_internals.dispatch import TorchFunction
 
 
 class Exchange(TorchFunctionMode):

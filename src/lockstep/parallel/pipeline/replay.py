@@ -16,7 +16,7 @@ from lockstep.model.equal_modules import Unlike, describe, described, reading
 from lockstep.parallel.pipeline.absent import is_stand_in
 from lockstep.parallel.pipeline.traced import Argument, repeated, storage_of
 from lockstep.torch_internals import tensors as torch_tensors
-from lockstep.torch_internals.functions import TorchFunction
+from lockstep.torch_internals.dispatch import TorchFunction
 
 _PLAIN = (bool, int, float, str, type(None))
 _CONSTANTS = (*_PLAIN, torch.dtype, torch.device, torch.layout, torch.memory_format)

@@ -16,7 +16,7 @@ from lockstep.parallel.pipeline.segment import Segment
 from lockstep.parallel.pipeline.traced import Cut, Kind
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals import pipelining
-from lockstep.torch_internals.pipelining_stage import StageBase
+from lockstep.torch_internals.pipelining import StageBase
 
 Executed = tuple[int, int, str, int]
 """(rank, stage, kind, micro-batch); kinds ``F``, ``B``, ``I``, ``W``."""

@@ -26,9 +26,8 @@ from lockstep.parallel.pipeline.traced import (
     repeated,
     storage_of,
 )
-from lockstep.torch_internals.dispatch import TorchDispatchMode, changes_arguments
+from lockstep.torch_internals.dispatch import TorchDispatchMode, TorchFunction, changes_arguments
 from lockstep.torch_internals.fake import UNKNOWN_VALUE, without_values
-from lockstep.torch_internals.functions import TorchFunction
 
 _REAL = (Tensor, nn.Parameter)
 SOME = 4

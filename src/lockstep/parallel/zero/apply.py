@@ -30,7 +30,7 @@ from lockstep.comm.dtensor import is_dtensor, shard_like
 from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
 from lockstep.model.blocks import shared_parameters
-from lockstep.offload.files.parameters import OffloadedParameters
+from lockstep.offload.files.direct import OffloadedParameters
 from lockstep.parallel.gradient_mean import GradientAllReduce, ReplicaGroup
 from lockstep.parallel.materialize import (
     GroupValues,

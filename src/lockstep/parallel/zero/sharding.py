@@ -13,7 +13,7 @@ from torch import nn
 from lockstep.comm.dtensor import local
 from lockstep.comm.tree import tensor_leaves
 from lockstep.errors import UsageError
-from lockstep.offload.files.parameters import OffloadedParameters
+from lockstep.offload.files.direct import OffloadedParameters
 from lockstep.parallel.changed import SameParameters
 from lockstep.parallel.zero.calls import OtherCalls, SkippedBlocks
 from lockstep.parallel.zero.unused import ChangesByHand, UnusedParameters

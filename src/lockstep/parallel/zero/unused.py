@@ -30,7 +30,7 @@ from lockstep.torch_internals.fsdp2_gathered import (
     FSDPParamGroup,
     ShardedModule,
     WatchedGroup,
-    watched_groups,
+    watch_group,
 )
 from lockstep.torch_internals.tensors import bits_digest
 
@@ -56,7 +56,9 @@ class ChangesByHand:
         self._changed: FSDPParam | None = None
         self._lost: tuple[FSDPParam, str] | None = None
         self.cleared: Callable[[set[int]], None] | None = None
-        self._groups: list[WatchedGroup] = list(watched_groups(groups, is_exact, self._note, self._clear))
+        self._groups: list[WatchedGroup] = [
+            watch_group(group, is_exact, self._note, self._clear) for group in groups
+        ]
 
     def digest(self) -> bytes:
         """Equal on ranks that have made the same changes since the last one."""

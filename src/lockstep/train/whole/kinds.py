@@ -21,10 +21,9 @@ from lockstep.comm.dtensor import is_dtensor
 from lockstep.comm.tree import Args, Kwargs, map_tensors
 from lockstep.errors import UsageError
 from lockstep.model.changes import identity_of
-from lockstep.offload.optimizer.separable import SEPARABLE, Separable
+from lockstep.offload.optimizer.kernel import SEPARABLE, Separable
 from lockstep.torch_internals import dispatch
-from lockstep.torch_internals.dispatch import operation_name
-from lockstep.torch_internals.functions import TorchFunction
+from lockstep.torch_internals.dispatch import TorchFunction, operation_name
 from lockstep.torch_internals.optim import is_wrapped_by_scheduler
 
 _CHANGES_NO_STEP = {"__init__", "__repr__", "__str__", "zero_grad", "state_dict", "load_state_dict"}

@@ -29,7 +29,7 @@ from lockstep.comm.tree import Args, Kwargs
 from lockstep.errors import UsageError
 from lockstep.model.changes import identity_of
 from lockstep.torch_internals import optim as torch_optim
-from lockstep.torch_internals.functions import TorchFunction
+from lockstep.torch_internals.dispatch import TorchFunction
 from lockstep.torch_internals.tensors import storage_key
 from lockstep.train.whole.kinds import line_of_step, methods_with_parameters, place_of
 from lockstep.train.whole.random import SharedRandom
