@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.checkpoint.weights import PICKLED_WEIGHTS, WEIGHTS
 from lockstep.checkpoint.weights.model import save
-from lockstep.checkpoint.weights.names import PICKLED_WEIGHTS, WEIGHTS
 from lockstep.data_loader import IterableDatasetShard, SeedableRandomSampler
 from lockstep.errors import CheckpointError
 from lockstep.observe.log import get_logger

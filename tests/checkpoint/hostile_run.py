@@ -21,7 +21,7 @@ import torch
 from checkpoint.draft import Draft
 from checkpoint.hostile import Case, cases
 from checkpoint.subject import Subject
-from lockstep.checkpoint.format import tensorfile
+from lockstep.checkpoint.format import tensors
 from lockstep.errors import LockstepError
 
 WATCHED = (
@@ -149,13 +149,13 @@ def _warm_up(subject: Subject, draft: Draft, folder: Path) -> None:
 
 def make_opens_of_safetensors_audible() -> None:
     """It opens files in Rust, which audit hooks don't hear of."""
-    original = tensorfile.safe_open
+    original = tensors.safe_open
 
     def audible(path: str, **options: Any) -> Any:
         sys.audit("safetensors.open", path)
         return original(path, **options)
 
-    tensorfile.safe_open = audible
+    tensors.safe_open = audible
 
 
 def _limit_address_space() -> None:

@@ -21,7 +21,7 @@ from torch import nn
 
 from checkpoint import saved_files
 from lockstep import Accelerator, ProjectConfiguration
-from lockstep.checkpoint.format.tensorfile import TensorFile
+from lockstep.checkpoint.format.tensors import TensorFile
 from lockstep.checkpoint.store.local import LocalStore
 from lockstep.checkpoint.writer import HostStager
 from lockstep.errors import LockstepError

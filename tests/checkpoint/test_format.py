@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from lockstep.checkpoint.format.digest import FileRecord
 from lockstep.checkpoint.format.documents import (
     FileEntry,
+    FileRecord,
     Manifest,
     Saved,
     canonical,
@@ -20,7 +20,7 @@ from lockstep.checkpoint.format.documents import (
     parse_json,
     rank_file,
 )
-from lockstep.checkpoint.format.index import ChunkMetadata, TensorEntry, index_from_bytes, index_to_bytes
+from lockstep.checkpoint.format.tensors import ChunkMetadata, TensorEntry, index_from_bytes, index_to_bytes
 from lockstep.errors import CheckpointError, UsageError
 
 NAME = "model-00000.safetensors"

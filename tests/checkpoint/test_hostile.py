@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from checkpoint import hostile_run
-from lockstep.checkpoint.format.digest import digest_of
-from lockstep.checkpoint.format.documents import Manifest, canonical
-from lockstep.checkpoint.format.index import ChunkMetadata, TensorEntry, index_from_bytes, index_to_bytes
+from lockstep.checkpoint.format.documents import Manifest, canonical, digest_of
+from lockstep.checkpoint.format.tensors import ChunkMetadata, TensorEntry, index_from_bytes, index_to_bytes
 from lockstep.errors import CheckpointError, UsageError
 
 LEAST_CASES = 600
@@ -87,7 +86,7 @@ def test_the_watch_hears_what_it_must_hear(tmp_path: Path) -> None:
     program = f"""
 import importlib, os, pickle, socket, subprocess, sys
 from checkpoint import hostile_run
-from lockstep.checkpoint.format import tensorfile
+from lockstep.checkpoint.format import tensors
 watch = hostile_run.Watch()
 hostile_run.make_opens_of_safetensors_audible()
 os.symlink("/etc/passwd", {str(tmp_path / "link")!r})
@@ -103,7 +102,7 @@ def heard(what, act):
 heard("open", lambda: open("/etc/passwd").close())
 heard("open", lambda: open({str(tmp_path / "link")!r}).close())
 heard("open", lambda: open({str(tmp_path / "sub" / ".." / ".." / "x")!r}).close())
-heard("safetensors.open", lambda: tensorfile.safe_open("/etc/passwd", framework="pt"))
+heard("safetensors.open", lambda: tensors.safe_open("/etc/passwd", framework="pt"))
 heard("exec", lambda: exec("1"))
 heard("compile", lambda: compile("1", "x", "exec"))
 heard("exec", lambda: importlib.import_module("this"))

@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lockstep import Accelerator
-from lockstep.checkpoint.format.index import ChunkMetadata, TensorEntry
+from lockstep.checkpoint.format.tensors import ChunkMetadata, TensorEntry
 from lockstep.checkpoint.weights.convert import open_weights, write_file, write_weights_folder
-from lockstep.checkpoint.weights.slabs import PiecedTensors, slabs
+from lockstep.checkpoint.weights.streams import PiecedTensors, slabs
 from lockstep.errors import CheckpointError, UsageError
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
@@ -74,7 +74,7 @@ def test_pieces_of_any_layout_are_read_as_one_tensor(tmp_path_factory: Any, data
     entry = TensorEntry(dtype=names[dtype], shape=shape, pieces=pieces)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "lockstep.checkpoint.weights.slabs.SLAB_BYTES", data.draw(st.sampled_from([8, 40, 1 << 20]))
+            "lockstep.checkpoint.weights.streams.SLAB_BYTES", data.draw(st.sampled_from([8, 40, 1 << 20]))
         )
         read = b"".join(bytes(slab) for slab in PiecedTensors(str(folder), {"t": entry}).elements("t"))
     assert read == whole.contiguous().view(-1).view(torch.uint8).numpy().tobytes()

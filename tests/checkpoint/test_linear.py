@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep import Accelerator
 from lockstep.checkpoint import reader
-from lockstep.checkpoint.format.tensorfile import TensorReader
+from lockstep.checkpoint.format.tensors import TensorReader
 
 
 class Average:

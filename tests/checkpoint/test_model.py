@@ -20,9 +20,9 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from lockstep import Accelerator
+from lockstep.checkpoint.weights import INDEX, WEIGHTS, parse_size
 from lockstep.checkpoint.weights.folder import WeightsFolder
 from lockstep.checkpoint.weights.model import write_weights
-from lockstep.checkpoint.weights.names import INDEX, WEIGHTS, parse_size
 from lockstep.comm.dtensor import whole
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, UsageError
 from tests.warm_interpreter import WarmInterpreter

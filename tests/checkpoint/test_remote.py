@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from checkpoint import object_store
 from checkpoint.object_store import FailsAt, Killed, KilledAt, ObjectStore, failing, keys
 from lockstep import Accelerator, ProjectConfiguration
+from lockstep.checkpoint.store import store_for
 from lockstep.checkpoint.store.local import LocalStore
-from lockstep.checkpoint.store.place import store_for
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, NoCheckpointError, UsageError
 from train import problems
 
@@ -591,7 +591,7 @@ def assert_hidden(error: BaseException, shown: str) -> None:
 LOCAL_ONLY = """
 import sys
 sys.modules["fsspec"] = None
-from lockstep.checkpoint.store.place import store_for
+from lockstep.checkpoint.store import store_for
 import lockstep.checkpoint.load
 import lockstep.checkpoint.save
 store_for(sys.argv[1])

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lockstep.checkpoint.contents import Stateful
+from lockstep.checkpoint.format.codec import Document
 from lockstep.errors import CheckpointError
 from lockstep.torch_internals.optim import GROWTH_TRACKER
 
@@ -41,7 +43,7 @@ def check_scheduler(saved: object, scheduler: object, what: str) -> None:
             )
 
 
-def check_scaler(saved: Any, scaler: Any, what: str) -> None:
+def check_scaler(saved: Document, scaler: Stateful, what: str) -> None:
     """Raise CheckpointError if a loss scaler's saved state lacks a value, or has another kind of value."""
     present = getattr(scaler, "scaler", scaler).state_dict()
     check_kinds(saved, present, present.keys(), what)
@@ -88,7 +90,7 @@ def check_kind(saved: Any, present: object, what: str) -> None:
         )
 
 
-def check_buffers(buffers: object, present: Mapping[str, Any], what: str) -> None:
+def check_buffers(buffers: object, present: Mapping[str, torch.Tensor], what: str) -> None:
     """Raise CheckpointError unless ``buffers`` are tensors of the shapes that those of the same names have."""
     if not isinstance(buffers, Mapping):
         raise CheckpointError(f"{what} has no buffers by name. Load another checkpoint.")
@@ -100,7 +102,7 @@ def check_buffers(buffers: object, present: Mapping[str, Any], what: str) -> Non
             )
 
 
-def check_rng(state: Any, what: str) -> None:
+def check_rng(state: Document, what: str) -> None:
     """Raise CheckpointError unless ``set_rng_state`` will take the state: tried on generators of our own."""
     try:
         words = state["numpy.words"].numpy()
@@ -147,7 +149,7 @@ def _is_number(value: object) -> bool:
 SMALL = (2, 3)
 """The shape of the parameters that are stepped instead."""
 
-Group = tuple[Mapping[str, Any], list[tuple[str, Mapping[str, Any], tuple[int, ...]]]]
+Group = tuple[Mapping[str, object], list[tuple[str, Mapping[str, object], tuple[int, ...]]]]
 """Options of a group, and of each of its parameters the name, the saved state and the shape."""
 
 
@@ -157,7 +159,7 @@ def keeps_shapes(optimizer: torch.optim.Optimizer) -> bool:
     return kind.__module__.startswith("torch.optim.") and kind.__name__ not in ("Adafactor", "LBFGS")
 
 
-def try_optimizer(optimizer: Any, groups: list[Group], what: str) -> None:
+def try_optimizer(optimizer: torch.optim.Optimizer, groups: list[Group], what: str) -> None:
     """Step an optimizer of torch's with these states, on small parameters.
 
     Tensors without values (on the meta device) stand for those with the shape of their parameter; others are taken
@@ -194,7 +196,8 @@ def try_optimizer(optimizer: Any, groups: list[Group], what: str) -> None:
     try:
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")
-            probe = type(optimizer)([group for group in given if group["params"]])
+            make: Any = type(optimizer)
+            probe = make([group for group in given if group["params"]])
             probe.load_state_dict(
                 copy.deepcopy(
                     {"state": state, "param_groups": [group for group in saved_groups if group["params"]]}
@@ -233,7 +236,7 @@ def _described(value: object) -> str:
     return repr(value)[:200]
 
 
-def try_scheduler(scheduler: object, saved: Any, what: str) -> None:
+def try_scheduler(scheduler: object, saved: Document, what: str) -> None:
     """Step a copy of one of torch's schedulers once with this state.
 
     Raises:
@@ -279,5 +282,5 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
-def _inner(optimizer: torch.optim.Optimizer) -> object:
+def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return getattr(optimizer, "optimizer", optimizer)

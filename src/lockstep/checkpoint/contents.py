@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -14,6 +15,33 @@ from lockstep.errors import ArgumentError, UsageError
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
+
+
+Hook = TypeVar("Hook")
+
+
+class Stateful(Protocol):
+    """What can be saved and loaded."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> object: ...
+
+
+class OpenWindow(Stateful, Protocol):
+    """The accumulation window of a run; see ``preparation.window``."""
+
+    def places(self) -> dict[str, torch.Tensor]:
+        """Where reduced gradients are, by their path in the state."""
+
+    def is_unchanged(self, states: list[dict[str, Any]]) -> bool:
+        """Whether ranks that are spread as those that saved these go on."""
+
+    def check(self, states: list[dict[str, Any]]) -> None:
+        """Raise CheckpointError unless the states are of these models."""
+
+    def load_state_dicts(self, states: list[dict[str, Any]], rank: int) -> None:
+        """Go on in it: one state for each rank with gradients of its own, and the number of this rank's. Collective."""
 
 
 @dataclass
@@ -27,7 +55,7 @@ class Hooks:
     load: OrderedDict[int, LoadHook] = field(default_factory=OrderedDict)
 
     @staticmethod
-    def add(hooks: OrderedDict[int, Any], hook: object) -> RemovableHandle:
+    def add(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
         return handle

@@ -14,13 +14,13 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from lockstep.checkpoint.format.documents import MANIFEST, OURS
+from lockstep.checkpoint.store import store_for
 from lockstep.checkpoint.store.base import REMOVED, REPLACED, STAGING, Lock, Store, UnreachableError
-from lockstep.checkpoint.store.place import store_for
 from lockstep.checkpoint.store.verify import is_published, read_manifest, root_of, verify
 from lockstep.checkpoint.writer import ELSEWHERE, CheckpointGroup, explained
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.config.values import join_names
-from lockstep.errors import ArgumentError, CheckpointError, NoCheckpointError, UsageError
+from lockstep.errors import CheckpointError, NoCheckpointError, UsageError
 
 logger = logging.getLogger("lockstep.checkpoint")
 
@@ -139,7 +139,7 @@ def candidates(input_dir: str | None, project: ProjectConfiguration, store: Stor
     if input_dir is not None:
         return store.candidates(input_dir)
     if not project.automatic_checkpoint_naming:
-        raise ArgumentError("load_state was called without a directory. Pass the one that save_state wrote.")
+        raise UsageError("load_state was called without a directory. Pass the one that save_state wrote.")
     folder = folder_of(project)
     found = [f"{folder}/checkpoint_{number}" for number in reversed(numbers(folder, store))]
     if not found:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from lockstep.checkpoint.contents import CheckpointContents
-from lockstep.checkpoint.format.codec import encode, tensor_names
-from lockstep.checkpoint.format.digest import Digest
+from lockstep.checkpoint.format.codec import Document, encode, tensor_names
+from lockstep.checkpoint.format.documents import Digest
+from lockstep.checkpoint.format.tensors import elements_of
 from lockstep.checkpoint.state import ParameterNames, RankState, rename_tensors
-from lockstep.comm.collectives import as_bytes
 from lockstep.errors import CheckpointError, UsageError
 
 
@@ -45,7 +44,7 @@ def digests_of(found: RankState) -> dict[str, str]:
 def _digest_of(tensor: torch.Tensor) -> str:
     digest = Digest()
     digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    digest.update(memoryview(as_bytes(tensor.detach().cpu()).numpy()))  # type: ignore[arg-type]
+    digest.update(elements_of(tensor))
     return digest.record().blake3
 
 
@@ -72,9 +71,7 @@ def split_divergent_state(
         found.own[name] = rename_tensors(found.own[name], everything)
 
 
-def merge_states(
-    everywhere: list[dict[str, Any]], ranks: list[int], contents: CheckpointContents
-) -> dict[str, Any]:
+def merge_states(everywhere: list[Document], ranks: list[int], contents: CheckpointContents) -> Document:
     """state.json of ``ranks`` in one, of those of all ranks: where several tell of the same, the first one's is taken.
 
     Raises:
@@ -103,9 +100,7 @@ def merge_states(
     return state
 
 
-def refuse_missing_tensors(
-    contents: CheckpointContents, state: Mapping[str, Any], names: Collection[str]
-) -> None:
+def refuse_missing_tensors(contents: CheckpointContents, state: Document, names: Collection[str]) -> None:
     """Raise CheckpointError if a tensor of a model that is spread by blocks is held by no rank."""
     for number, whole in contents.whole.items():
         told = state["models"].get(str(number))
@@ -128,7 +123,7 @@ class GlobalNames:
     optimizers: dict[str, list[list[str]]]
 
 
-def local_names(contents: CheckpointContents) -> dict[str, Any]:
+def local_names(contents: CheckpointContents) -> Document:
     """This rank's part of ``GlobalNames``, as JSON."""
     names = ParameterNames(contents.models, {i: whole.ties for i, whole in contents.whole.items()})
     return {
@@ -137,7 +132,7 @@ def local_names(contents: CheckpointContents) -> dict[str, Any]:
     }
 
 
-def global_names(documents: list[dict[str, Any]]) -> GlobalNames:
+def global_names(documents: list[Document]) -> GlobalNames:
     """What all ranks' ``local_names`` say together."""
     found = GlobalNames({}, {})
     for document in _distinct(documents):
@@ -152,7 +147,7 @@ def global_names(documents: list[dict[str, Any]]) -> GlobalNames:
     return found
 
 
-def _distinct(documents: list[Any]) -> list[Any]:
+def _distinct(documents: list[Document]) -> list[Document]:
     return list({id(document): document for document in documents}.values())
 
 
@@ -162,9 +157,7 @@ def _order(contents: CheckpointContents) -> dict[str, int]:
     return {name: place for place, name in enumerate(names)}
 
 
-def _join_optimizer(
-    what: str, mine: dict[str, Any], other: Mapping[str, Any], order: Mapping[str, int]
-) -> None:
+def _join_optimizer(what: str, mine: Document, other: Document, order: Mapping[str, int]) -> None:
     if len(mine["param_groups"]) != len(other["param_groups"]):
         raise UsageError(
             f"{what} has {len(mine['param_groups'])} groups of parameters on one rank and "

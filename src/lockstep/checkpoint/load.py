@@ -16,8 +16,7 @@ from contextlib import ExitStack, contextmanager
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.checkpoint.contents import CheckpointContents
 from lockstep.checkpoint.folders import added_files
-from lockstep.checkpoint.format.digest import digest_of
-from lockstep.checkpoint.format.documents import Manifest, canonical
+from lockstep.checkpoint.format.documents import Manifest, canonical, digest_of
 from lockstep.checkpoint.global_state import first_ranks, global_names, local_names
 from lockstep.checkpoint.load_plan import create_load_plan
 from lockstep.checkpoint.reader import Checkpoint

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
 from lockstep.checkpoint.checks import check_buffers, check_rng, check_scaler, check_scheduler, try_scheduler
-from lockstep.checkpoint.contents import CheckpointContents
-from lockstep.checkpoint.format.codec import encode
+from lockstep.checkpoint.contents import CheckpointContents, OpenWindow, Stateful
+from lockstep.checkpoint.format.codec import Document, encode
 from lockstep.checkpoint.global_state import GlobalNames
 from lockstep.checkpoint.optimizer_state import OptimizerPlaces
 from lockstep.checkpoint.reader import Checkpoint, ReadItem, create_read_items, create_read_items_as
-from lockstep.checkpoint.sources import Sources
+from lockstep.checkpoint.saved_ranks import Sources, decoded, plan_window
 from lockstep.checkpoint.state import ParameterNames, is_extra, memory_key
-from lockstep.checkpoint.window import decoded, plan_window
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.runtime.seed import set_rng_state
@@ -31,12 +29,12 @@ class LoadPlan:
     left: list[str] = field(default_factory=list)
     items: list[ReadItem] = field(default_factory=list)
     models: list[tuple[int, nn.Module, dict[str, object]]] = field(default_factory=list)
-    loaders: list[tuple[object, Any]] = field(default_factory=list)
-    states: list[tuple[Any, object]] = field(default_factory=list)
-    objects: list[tuple[Any, object]] = field(default_factory=list)
-    window: tuple[Any, list[object], int] | None = None
+    loaders: list[tuple[Stateful, Document]] = field(default_factory=list)
+    states: list[tuple[Stateful, Document]] = field(default_factory=list)
+    objects: list[tuple[Stateful, Document]] = field(default_factory=list)
+    window: tuple[OpenWindow, list[Document], int] | None = None
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    rng: Mapping[str, object] | None = None
+    rng: Document | None = None
 
     def apply(self) -> None:
         """Change the run. The user's objects come last: their ``load_state_dict`` may count on loaded models."""
@@ -132,13 +130,13 @@ def create_load_plan(
     return plan
 
 
-def _part(checkpoint: Checkpoint, document: dict[str, Any], name: str) -> object:
+def _part(checkpoint: Checkpoint, document: Document, name: str) -> Document:
     if name not in document:
         raise CheckpointError(f"{checkpoint.root} has no state of {name}. Load another checkpoint.")
     return document[name]
 
 
-def _tensors_of(models: list[tuple[int, nn.Module, dict[str, Any]]]) -> dict[str, torch.Tensor]:
+def _tensors_of(models: list[tuple[int, nn.Module, dict[str, object]]]) -> dict[str, torch.Tensor]:
     return {
         f"model.{number}.{name}": value
         for number, _, state in models
@@ -147,7 +145,7 @@ def _tensors_of(models: list[tuple[int, nn.Module, dict[str, Any]]]) -> dict[str
     }
 
 
-def _load(item: Any, state: object) -> None:
+def _load(item: Stateful, state: Document) -> None:
     try:
         item.load_state_dict(state)
     except LockstepError:
@@ -159,7 +157,7 @@ def _load(item: Any, state: object) -> None:
         ) from error
 
 
-def _check_contents(checkpoint: Checkpoint, state: dict[str, Any], contents: CheckpointContents) -> None:
+def _check_contents(checkpoint: Checkpoint, state: Document, contents: CheckpointContents) -> None:
     saved, mine = state.get("contents"), contents.counts()
     if saved != mine:
         raise CheckpointError(
@@ -168,7 +166,7 @@ def _check_contents(checkpoint: Checkpoint, state: dict[str, Any], contents: Che
         )
 
 
-def _said(contents: Any) -> str:
+def _said(contents: Mapping[str, int] | None) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in dict(contents or {}).items()) or "nothing"
 
 
@@ -176,7 +174,7 @@ def _plan_model(
     plan: LoadPlan,
     model: nn.Module,
     number: int,
-    saved_models: dict[str, Any],
+    saved_models: Document,
     contents: CheckpointContents,
     everywhere: set[str],
 ) -> None:
@@ -226,13 +224,13 @@ def _plan_model(
 
 def _ties(places: dict[str, torch.Tensor]) -> dict[str, set[str]]:
     """For each name, all names of tensors at the same place."""
-    names: dict[Any, set[str]] = {}
+    names: dict[object, set[str]] = {}
     for name, tensor in places.items():
         names.setdefault(memory_key(tensor) if tensor.numel() else name, set()).add(name)
     return {name: tied for tied in names.values() for name in tied}
 
 
-def _sharded_in(item: Any, name: str, world_size: int) -> dict[str, torch.Tensor]:
+def _sharded_in(item: Stateful, name: str, world_size: int) -> dict[str, torch.Tensor]:
     """The DTensors that an object holds now, by the names under which they are saved."""
     if world_size == 1:
         return {}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from lockstep.checkpoint.checks import Group, check_kind, keeps_shapes, try_optimizer
-from lockstep.checkpoint.format.codec import decode, tensor_names
-from lockstep.checkpoint.format.index import Index
+from lockstep.checkpoint.format.codec import Document, decode, tensor_names
+from lockstep.checkpoint.format.tensors import Index
 from lockstep.checkpoint.reader import empty_like
 from lockstep.checkpoint.state import is_standard
 from lockstep.comm.dtensor import is_dtensor
@@ -22,7 +21,7 @@ HOW_TO_STEP = ("foreach", "fused", "capturable", "differentiable", "param_names"
 suits a GPU not a CPU, and names that an optimizer was given are those of its own parameters."""
 
 
-def _check_form(document: Any, what: str) -> None:
+def _check_form(document: Document, what: str) -> None:
     """Raise CheckpointError for what ``encode_optimizer`` never returns."""
     fits = isinstance(document, dict) and document.keys() == {"by_name", "value"}
     if fits and document["by_name"] is True:
@@ -60,7 +59,7 @@ class OptimizerPlaces:
 
     def __init__(
         self,
-        document: Any,
+        document: Document,
         optimizer: torch.optim.Optimizer,
         names: list[list[str]],
         index: Index,
@@ -86,9 +85,9 @@ class OptimizerPlaces:
             name: self._place(name, index, what) for name in dict.fromkeys(tensor_names(self._value))
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Document:
         """What the optimizer's ``load_state_dict`` takes, once ``tensors`` have been filled."""
-        state: dict[str, Any] = decode(self._value, self.tensors)
+        state: Document = decode(self._value, self.tensors)
         if not self._by_name:
             return state
         for i, (saved, group) in enumerate(
@@ -170,7 +169,7 @@ class OptimizerPlaces:
 
     def _of_this_rank(self) -> dict[str, object]:
         """The saved value without the parameters of other ranks."""
-        value: dict[str, Any] = self._value
+        value: Document = self._value
         groups = [
             {**group, "params": [name for name in group["params"] if name in self._parameters]}
             for group in value["param_groups"]
@@ -185,16 +184,12 @@ class OptimizerPlaces:
         key, owner = self._owners.get(name, ("", None))
         if owner is None or (key == "step" and not entry.shape):  # torch counts in plain numbers
             return torch.empty(entry.shape, dtype=entry.torch_dtype)
+        is_of_another_shape = entry.shape != tuple(owner.shape)
         has_shapes = keeps_shapes(self._optimizer)
-        is_of_another_shape = bool(entry.shape) and entry.shape != tuple(owner.shape)
-        if is_dtensor(owner) and is_of_another_shape:
-            if _steps_on_whole(self._optimizer) and not has_shapes:
-                return torch.empty(entry.shape, dtype=entry.torch_dtype, device=owner.device)
-            raise CheckpointError(
-                f"{what} holds {name} of shape {entry.shape}, whose parameter has shape {tuple(owner.shape)} here. "
-                "Give it its parameters in the order of the run that saved it."
-            )
-        if has_shapes and math.prod(entry.shape) != 1 and entry.shape != tuple(owner.shape):
+        is_spread = is_dtensor(owner) and bool(entry.shape)
+        if is_of_another_shape and is_spread and _steps_on_whole(self._optimizer) and not has_shapes:
+            return torch.empty(entry.shape, dtype=entry.torch_dtype, device=owner.device)
+        if is_of_another_shape and (is_spread or (has_shapes and math.prod(entry.shape) != 1)):
             raise CheckpointError(
                 f"{what} holds {name} of shape {entry.shape}, whose parameter has shape {tuple(owner.shape)} here. "
                 "Give it its parameters in the order of the run that saved it."

@@ -15,9 +15,17 @@ from typing import NamedTuple
 
 import torch
 
-from lockstep.checkpoint.format.digest import digest_of
-from lockstep.checkpoint.format.index import ChunkMetadata, Index, TensorEntry, index_to_bytes, overlap
-from lockstep.checkpoint.format.tensorfile import dtype_name, free_key
+from lockstep.checkpoint.format.documents import digest_of
+from lockstep.checkpoint.format.tensors import (
+    ChunkMetadata,
+    Index,
+    TensorEntry,
+    dtype_name,
+    free_key,
+    in_parts,
+    index_to_bytes,
+    overlap,
+)
 from lockstep.checkpoint.writer import CheckpointGroup
 from lockstep.comm.dtensor import boxes_of, is_dtensor, local
 from lockstep.comm.layout import ShardRegion, whole_box
@@ -171,6 +179,7 @@ def _deduplicated(held: list[list[LocalShards]]) -> list[list[WriteItem]]:
                     found.append((number, WriteItem(one, box)))
     items: list[list[WriteItem]] = [[] for _ in held]
     sizes = [0] * len(held)
+    # All ranks see the holders in one order, so that each comes to the same choice by itself.
     for candidates in holders.values():
         number, item = min(candidates, key=lambda candidate: sizes[candidate[0]])
         items[number].append(item)
@@ -213,6 +222,7 @@ def _add_piece(index: Index, item: WriteItem, piece: ChunkMetadata) -> None:
 
 def _into_files(items: list[WriteItem], rank: int) -> dict[str, list[WriteItem]]:
     """The items by file: models apart from the rest, in parts that can be written at the same time."""
+    # Models apart from the rest: other libraries read model files alone.
     groups: dict[str, list[WriteItem]] = {}
     for item in items:
         groups.setdefault(group_of(item.held.name), []).append(item)
@@ -220,23 +230,11 @@ def _into_files(items: list[WriteItem], rank: int) -> dict[str, list[WriteItem]]
     limit = min(max(total // PARTS, SMALLEST_PART_BYTES), LARGEST_PART_BYTES)
     files = {}
     for group, members in groups.items():
-        parts = _parts(members, limit)
+        parts = in_parts(members, lambda item: item.nbytes, limit)
         for number, part in enumerate(parts):
             suffix = f"-{number:03d}" if len(parts) > 1 else ""
             files[f"{group}-{rank:05d}{suffix}.safetensors"] = part
     return files
-
-
-def _parts(items: list[WriteItem], limit: int) -> list[list[WriteItem]]:
-    parts: list[list[WriteItem]] = [[]]
-    size = 0
-    for item in items:
-        if parts[-1] and size + item.nbytes > limit:
-            parts.append([])
-            size = 0
-        parts[-1].append(item)
-        size += item.nbytes
-    return parts
 
 
 def group_of(name: str) -> str:

@@ -6,10 +6,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
+from lockstep.checkpoint.format.codec import Document
 from lockstep.checkpoint.format.documents import (
     LARGEST_JSON_BYTES,
     MANIFEST,
@@ -21,8 +21,13 @@ from lockstep.checkpoint.format.documents import (
     parse_json,
     rank_file,
 )
-from lockstep.checkpoint.format.index import ChunkMetadata, Index, TensorEntry, index_from_bytes
-from lockstep.checkpoint.format.tensorfile import TensorReader
+from lockstep.checkpoint.format.tensors import (
+    ChunkMetadata,
+    Index,
+    TensorEntry,
+    TensorReader,
+    index_from_bytes,
+)
 from lockstep.checkpoint.store.local import LocalStore
 from lockstep.checkpoint.store.verify import in_parallel, read_manifest, root_of
 from lockstep.comm.dtensor import boxes_of, is_dtensor, local
@@ -96,6 +101,7 @@ class _Pieces:
         if self._dim is None:
             yield from self._pieces
             return
+        # No piece is longer than the longest one: those that start further before the box end before it.
         start = box.offsets[self._dim]
         first = bisect_right(self._starts, start - self._longest)
         last = bisect_left(self._starts, start + box.shape[self._dim])
@@ -103,7 +109,11 @@ class _Pieces:
 
 
 def _read_of(piece: ChunkMetadata, box: ShardRegion, part: torch.Tensor, name: str) -> ReadItem | None:
-    """What of the piece belongs into the box of this rank's part; None if nothing does."""
+    """What of the piece belongs into the box of this rank's part; None if nothing does.
+
+    The same elements have three addresses: in the whole tensor (``starts``), in the piece, where they are read
+    (``from_``), and in this rank's part, where they go (``inside``). All have as many numbers as the tensor has dims.
+    """
     starts = tuple(map(max, box.offsets, piece.offsets))
     lengths = tuple(
         min(offset + count, other + size) - start
@@ -151,13 +161,13 @@ class Checkpoint:
         """The ranks whose own state is in it."""
         return list(self.manifest.saved.ranks)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Document:
         """What is common to all ranks and no tensor, as ``codec.encode`` returned it."""
         document = self._document(STATE)
         checked(CommonState, document, f"{self.root}/{STATE}")
         return document
 
-    def of_rank(self, rank: int) -> dict[str, object]:
+    def of_rank(self, rank: int) -> Document:
         """What this rank alone had."""
         return self._document(rank_file(rank))
 
@@ -237,7 +247,7 @@ class Checkpoint:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}. Load another checkpoint.") from error
 
-    def _document(self, name: str) -> dict[str, object]:
+    def _document(self, name: str) -> Document:
         document = parse_json(self._content(name), f"{self.root}/{name}")
         if not isinstance(document, dict):
             raise CheckpointError(f"{self.root}/{name} is no JSON object. Load another checkpoint.")

@@ -26,9 +26,16 @@ import torch.distributed as dist
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.checkpoint.contents import CheckpointContents, SaveHook
 from lockstep.checkpoint.folders import StagingArea, remove_older
-from lockstep.checkpoint.format.digest import digest_of
-from lockstep.checkpoint.format.documents import STATE, TENSORS, Saved, canonical, rank_file, versions
-from lockstep.checkpoint.format.tensorfile import TensorFile
+from lockstep.checkpoint.format.documents import (
+    STATE,
+    TENSORS,
+    Saved,
+    canonical,
+    digest_of,
+    rank_file,
+    versions,
+)
+from lockstep.checkpoint.format.tensors import TensorFile
 from lockstep.checkpoint.global_state import (
     digests_of,
     first_ranks,

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.contents import CheckpointContents
-from lockstep.checkpoint.format.codec import encode
-from lockstep.checkpoint.format.tensorfile import dtype_name
+from lockstep.checkpoint.format.codec import Document, encode
+from lockstep.checkpoint.format.tensors import dtype_name
 from lockstep.comm.dtensor import boxes_of, is_dtensor, local
 from lockstep.errors import UsageError
 from lockstep.runtime.seed import rng_state
@@ -42,8 +42,8 @@ class RankState:
     of_first: dict[str, torch.Tensor] = field(default_factory=dict)
     of_rank: dict[str, torch.Tensor] = field(default_factory=dict)
     shared: dict[str, torch.Tensor] = field(default_factory=dict)
-    common: dict[str, Any] = field(default_factory=dict)
-    own: dict[str, Any] = field(default_factory=dict)
+    common: Document = field(default_factory=dict)
+    own: Document = field(default_factory=dict)
     ties: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     """Of models whose ranks have different blocks."""
 
@@ -124,12 +124,12 @@ def _collect_of_rank(item: Any, name: str, rank: int, found: RankState) -> objec
 
 
 def collect_weights(
-    weights: dict[str, Any], parameters: set[str], number: int, found: RankState
+    weights: Mapping[str, object], parameters: set[str], number: int, found: RankState
 ) -> dict[str, object]:
     """Names of tied weights by the first name of each, and what is no tensor, as JSON."""
     first_names: dict[object, str] = {}
     ties = found.ties.get(number, {})
-    document: dict[str, Any] = {"ties": {}, "extra": {}}
+    document: Document = {"ties": {}, "extra": {}}
     for name, value in weights.items():
         if not isinstance(value, torch.Tensor) or is_extra(name):
             document["extra"][name] = encode(value, found.of_first, f"extra.{number}.{name}")
@@ -152,7 +152,7 @@ def is_extra(name: str) -> bool:
     return name.split(".")[-1] == torch_modules.EXTRA_STATE
 
 
-def memory_key(tensor: torch.Tensor) -> Any:
+def memory_key(tensor: torch.Tensor) -> tuple[object, ...]:
     """Equal for tensors that are the same elements of memory."""
     part = local(tensor)
     return torch_tensors.storage_key(part), part.storage_offset(), tensor.shape, part.stride(), part.dtype
@@ -186,7 +186,7 @@ class ParameterNames:
                 self._names.setdefault(id(parameter), f"{i}.{first.get(name, name)}")
                 self._held.append(parameter)
 
-    def of(self, optimizer: Any) -> list[list[str]]:
+    def of(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """The names of an optimizer's parameters, group by group; ``#n`` for the n-th if no model has it."""
         names: list[list[str]] = []
         number = 0

@@ -5,12 +5,18 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
 from lockstep.checkpoint.folders import is_rest, numbers
-from lockstep.checkpoint.format.digest import digest_of
-from lockstep.checkpoint.format.documents import LARGEST_JSON_BYTES, STATE, TENSORS, Manifest, parse_json
-from lockstep.checkpoint.format.index import Index, index_from_bytes
+from lockstep.checkpoint.format.codec import Document
+from lockstep.checkpoint.format.documents import (
+    LARGEST_JSON_BYTES,
+    STATE,
+    TENSORS,
+    Manifest,
+    digest_of,
+    parse_json,
+)
+from lockstep.checkpoint.format.tensors import Index, index_from_bytes
 from lockstep.checkpoint.store.base import Store
 from lockstep.checkpoint.store.verify import is_published, read_manifest, root_of
 from lockstep.errors import CheckpointError, NoCheckpointError
@@ -55,7 +61,7 @@ class Summary:
         """Bytes of all files but the manifest."""
         return sum(entry.size for entry in self.manifest.files.values())
 
-    def facts(self, with_tensors: bool) -> dict[str, Any]:
+    def facts(self, with_tensors: bool) -> Document:
         """The summary as plain values."""
         files = {name: entry.model_dump() for name, entry in sorted(self.manifest.files.items())}
         groups = {

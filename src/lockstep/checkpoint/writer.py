@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.checkpoint.format.digest import FileRecord
-from lockstep.checkpoint.format.documents import Manifest, Saved, check_name, entry_of
-from lockstep.checkpoint.format.tensorfile import TensorFile
+from lockstep.checkpoint.format.documents import FileRecord, Manifest, Saved, check_name, entry_of
+from lockstep.checkpoint.format.tensors import TensorFile
 from lockstep.checkpoint.store.base import Store
 from lockstep.checkpoint.store.verify import in_parallel, verify
 from lockstep.comm.dtensor import local

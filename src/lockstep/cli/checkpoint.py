@@ -92,7 +92,7 @@ def verify_command(ctx: click.Context, directory: str, every: bool) -> None:
     a resumed run would take that. The exit code is 0 if all that was verified is whole, else 1. Files that were added
     to a checkpoint later are named; they are no part of it and don't make it less whole.
     """
-    from lockstep.checkpoint.store.place import store_for
+    from lockstep.checkpoint.store import store_for
     from lockstep.checkpoint.summary import checkpoints_in
     from lockstep.errors import CheckpointError
 
@@ -152,7 +152,7 @@ def show_command(directory: str, with_tensors: bool, as_json: bool) -> None:
 
     Only the manifest and the index are verified and read, no tensors.
     """
-    from lockstep.checkpoint.store.place import store_for
+    from lockstep.checkpoint.store import store_for
     from lockstep.checkpoint.summary import checkpoints_in, summarize
 
     store, path = store_for(directory)
@@ -267,8 +267,8 @@ def convert_command(
     config.json and generation_config.json are taken along from a folder of weights. Tensors of 8 bits and fewer, and
     integers, keep their dtype. A checkpoint is verified first. At most 64 MiB of tensors are in memory at a time.
     """
+    from lockstep.checkpoint.weights import parse_size
     from lockstep.checkpoint.weights.convert import write_weights_folder
-    from lockstep.checkpoint.weights.names import parse_size
 
     limit = parse_size(max_shard_size)
     weights = _opened(source, model, dtype)

@@ -83,7 +83,7 @@ class FileMethods:
         """
         whole_model = self._preparation.whole_of(model)
         if whole_model is not None:
-            from lockstep.checkpoint.weights.stages import collect_stages
+            from lockstep.checkpoint.weights.export import collect_stages
 
             return collect_stages(unwrap_module(model).state_dict(), self._communicator, whole_model)
         state = (unwrap_module(model, keep_compile=False) if unwrap else model).state_dict()
@@ -141,9 +141,9 @@ class FileMethods:
     def _save_pickled(
         self, model: nn.Module, directory: str | os.PathLike[str], max_shard_size: int | str
     ) -> None:
+        from lockstep.checkpoint.weights import parse_size
+        from lockstep.checkpoint.weights.export import check_folder, warn_of_pickles, write_pickled
         from lockstep.checkpoint.weights.folder import local_directory
-        from lockstep.checkpoint.weights.names import parse_size
-        from lockstep.checkpoint.weights.pickled import check_folder, warn_of_pickles, write_pickled
 
         with raise_on_all_ranks(self._communicator):
             limit, folder = parse_size(max_shard_size), local_directory(directory)
@@ -200,7 +200,7 @@ class FileMethods:
             ```
         """
         from lockstep.checkpoint.save import save
-        from lockstep.checkpoint.weights.pickled import warn_of_pickles
+        from lockstep.checkpoint.weights.export import warn_of_pickles
 
         def contents() -> CheckpointContents:
             refuse_options("save_state", save_model_func_kwargs)
@@ -213,8 +213,8 @@ class FileMethods:
 
     def _pickled_weights(self, output_dir: str | os.PathLike[str] | None) -> Callable[[str], None]:
         """What writes ``pytorch_model.bin`` of every model into a checkpoint. Collective."""
+        from lockstep.checkpoint.weights.export import write_pickled
         from lockstep.checkpoint.weights.folder import local_directory
-        from lockstep.checkpoint.weights.pickled import write_pickled
 
         with raise_on_all_ranks(self._communicator):
             local_directory(output_dir or self._options.project.project_dir or "")

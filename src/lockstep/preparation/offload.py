@@ -15,8 +15,7 @@ from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.config.parallel import Parallel
 from lockstep.errors import OffloadError
 from lockstep.model.blocks import find_blocks
-from lockstep.offload.weights.attach import stop_streaming, stream_weights
-from lockstep.offload.weights.events import RemovableHandles, listen
+from lockstep.offload.weights.attach import RemovableHandles, listen, stop_streaming, stream_weights
 from lockstep.offload.weights.groups import WeightGroup, find_weight_groups
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.zero.sharding import Sharding, name_of_shard

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from checkpoint.layouts.spread import LAYOUTS, Layout, Net, part, values
 from lockstep import Accelerator
-from lockstep.checkpoint.weights.stages import collect_stages
+from lockstep.checkpoint.weights.export import collect_stages
 from lockstep.comm.dtensor import local, shard_like, total_norm, whole
 from lockstep.errors import UsageError
 

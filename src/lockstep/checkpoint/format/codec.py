@@ -9,12 +9,15 @@ from __future__ import annotations
 import base64
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from lockstep.errors import CheckpointError, UsageError
+
+Document: TypeAlias = dict[str, Any]
+"""An object of JSON, as ``encode`` gives it: what is in it is checked where it is read."""
 
 _TAG = "$"
 _SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset}
@@ -27,7 +30,7 @@ _DTYPES = {
 }
 
 
-def encode(value: Any, tensors: dict[str, torch.Tensor], path: str) -> object:
+def encode(value: object, tensors: dict[str, torch.Tensor], path: str) -> object:
     """A JSON value for ``value``; tensors are put into ``tensors`` under the path of their place, as they are.
 
     Raises:
@@ -101,7 +104,7 @@ def tensor_names(value: object) -> list[str]:
     return [name for item in value.values() for name in tensor_names(item)]
 
 
-def _decode_tagged(kind: Any, value: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> object:
+def _decode_tagged(kind: str, value: Document, tensors: Mapping[str, torch.Tensor]) -> object:
     if kind == "tensor":
         return tensors[value["name"]]
     if kind == "array":
@@ -139,13 +142,13 @@ def _text(value: object) -> str:
     return value
 
 
-def _counter(counts: dict[object, Any]) -> Counter[object]:
+def _counter(counts: dict[object, object]) -> Counter[object]:
     if not all(isinstance(count, (int, float)) for count in counts.values()):
         raise TypeError("a count is a number")
     return Counter(counts)
 
 
-def _encode_mapping(value: Mapping[Any, object], tensors: dict[str, torch.Tensor], path: str) -> object:
+def _encode_mapping(value: Mapping[object, object], tensors: dict[str, torch.Tensor], path: str) -> object:
     kind = _kind(value, {name: cls for name, cls in _DICTIONARIES.items() if cls is not dict}) or "dict"
     if kind == "dict" and _TAG not in value and all(type(key) is str for key in value):
         return {key: encode(item, tensors, f"{path}.{key}") for key, item in value.items()}

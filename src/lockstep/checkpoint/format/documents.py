@@ -6,6 +6,8 @@ state.json                 what is common to all ranks and no tensor
 rank-00000.json, ...       what each rank alone has: generators, place in the data, registered objects
 model-00000.safetensors, model_1-00000.safetensors, state-00000.safetensors, ...
                            the pieces of tensors that rank 0, 1, ... wrote
+
+BLAKE3 is a cryptographic hash like SHA-256, and several times as fast on one core: faster than most disks.
 """
 
 from __future__ import annotations
@@ -13,17 +15,59 @@ from __future__ import annotations
 import json
 import platform
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import numpy
 import torch
+from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lockstep import __version__
-from lockstep.checkpoint.format.digest import FileRecord, digest_of
+from lockstep.checkpoint.format.codec import Document
 from lockstep.errors import CheckpointError, UsageError
+
+Chunk = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size in bytes, and BLAKE3 digest of 256 bits in hexadecimal, as ``b3sum`` prints it."""
+
+    size: int
+    blake3: str
+
+
+class Digest:
+    """The record of a file whose content is given piece by piece."""
+
+    def __init__(self) -> None:
+        self._hash = blake3()
+        self._size = 0
+
+    def update(self, chunk: Chunk) -> None:
+        self._hash.update(chunk)
+        self._size += len(chunk)
+
+    def record(self) -> FileRecord:
+        return FileRecord(self._size, self._hash.hexdigest())
+
+
+def record_of(chunks: Iterable[Chunk]) -> FileRecord:
+    """The record of a file with this content."""
+    digest = Digest()
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.record()
+
+
+def digest_of(content: Chunk) -> str:
+    """BLAKE3 of some bytes, in hexadecimal."""
+    return record_of([content]).blake3
+
 
 LARGEST_JSON_BYTES = 256 << 20
 MOST_JSON_VALUES = 10_000_000
@@ -31,7 +75,7 @@ MOST_JSON_VALUES = 10_000_000
 DEEPEST_JSON = 100
 """Containers in containers; so much fits on the stack of what decodes them."""
 
-Extent = Annotated[int, Field(ge=0, lt=2**60)]
+Extent = Annotated[int, Field(strict=True, ge=0, lt=2**60)]
 Strict = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
@@ -106,7 +150,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return document
 
 
-def _refuse_constant(name: str) -> Any:
+def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
@@ -171,7 +215,7 @@ class Saved(BaseModel):
     world_size: Annotated[int, Field(ge=1, le=2**17)]
     ranks: Annotated[list[Extent], Field(min_length=1)]
     parallel: str
-    settings: dict[str, Any]
+    settings: Document
     versions: dict[str, str]
 
 
@@ -224,7 +268,7 @@ class ModelState(BaseModel):
     model_config = Strict
 
     ties: dict[str, str]
-    extra: dict[str, Any]
+    extra: Document
 
 
 class CommonState(BaseModel):

@@ -1,1 +1,42 @@
 """Where checkpoints lie: local directories, and whatever fsspec opens."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from lockstep.checkpoint.store.base import Store
+from lockstep.checkpoint.store.local import LocalStore
+from lockstep.errors import ConfigError
+
+
+def store_for(path: str | os.PathLike[str]) -> tuple[Store, str]:
+    """The store, and the path in its own form: a local path, or a URL that shows no credentials.
+
+    Raises:
+        ConfigError: fsspec cannot open the URL, or it is none that directories can lie below.
+        CheckpointError: the place does not answer.
+    """
+    text = os.fspath(path)
+    if "\0" in text:
+        raise ConfigError(f"{text!r} holds a NUL character, so it is no path. Correct it.")
+    if "://" in text:
+        from lockstep.checkpoint.store.url import (  # what a URL needs, it alone imports
+            local_path,
+            without_caches,
+        )
+
+        url = without_caches(text)
+        local = local_path(url)
+        if local is None:
+            from lockstep.checkpoint.store.remote import remote_store
+
+            return remote_store(url)
+        text = local
+    elif re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text) and not os.path.isdir(text.split("/")[0]):
+        raise ConfigError(
+            f"{text} is no URL, as one of its slashes is missing; pathlib.Path drops it. Pass URLs as str."
+        )
+    place = os.path.abspath(os.path.expanduser(text))
+    # What a link stands for is replaced, not the link.
+    return LocalStore(), os.path.realpath(place) if os.path.islink(place) else place

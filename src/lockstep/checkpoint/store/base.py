@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import ClassVar, Protocol
 
-from lockstep.checkpoint.format.digest import Chunk, FileRecord
+from lockstep.checkpoint.format.documents import Chunk, FileRecord
 from lockstep.errors import CheckpointError
 
 STAGING, REPLACED, REMOVED = ".partial", ".old", ".removed"

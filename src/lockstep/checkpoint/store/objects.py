@@ -10,17 +10,15 @@ import errno
 import json
 import os
 import secrets
-import socket
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import fsspec
 from fsspec.core import url_to_fs
 
-from lockstep.checkpoint.format.digest import Chunk, Digest, FileRecord
+from lockstep.checkpoint.format.documents import Chunk, Digest, FileRecord
 from lockstep.checkpoint.store.base import BLOCK_BYTES, UnreachableError
+from lockstep.checkpoint.store.local import described, this_process
 from lockstep.checkpoint.store.url import Url
 from lockstep.config.values import suggestion
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
@@ -52,13 +50,12 @@ class Objects:
                 "provides it."
             ) from error
         with self._reaching(url.shown):
-            self._opened(url.shown)
+            pass
 
     def put(self, path: str, content: bytes) -> None:
         """A small file with this content, in one request; what was there is replaced."""
         try:
-            with self._reaching(path):
-                file_system, place = self._opened(path)
+            with self._reaching(path) as (file_system, place):
                 file_system.pipe_file(place, content)
         except FileNotFoundError as error:  # there is no such bucket
             raise self._unreachable(path, error) from self._cause(error)
@@ -85,8 +82,7 @@ class Objects:
 
     def get(self, path: str) -> bytes:
         """The whole file. Raises FileNotFoundError."""
-        with self._reaching(path):
-            file_system, place = self._opened(path)
+        with self._reaching(path) as (file_system, place):
             return bytes(file_system.cat_file(place))
 
     def blocks(self, path: str) -> Iterator[bytes]:
@@ -94,8 +90,7 @@ class Objects:
         size = self.size(path)
         for start in range(0, size, PART_BYTES):
             end = min(start + PART_BYTES, size)
-            with self._reaching(path):
-                file_system, place = self._opened(path)
+            with self._reaching(path) as (file_system, place):
                 block = bytes(file_system.cat_file(place, start=start, end=end))
             if len(block) != end - start:
                 raise CheckpointError(
@@ -106,8 +101,7 @@ class Objects:
 
     def size(self, path: str) -> int:
         """Bytes of a file. Raises FileNotFoundError, also for a folder."""
-        with self._reaching(path):
-            file_system, place = self._opened(path)
+        with self._reaching(path) as (file_system, place):
             file_system.invalidate_cache()
             found = file_system.info(place)
             if found["type"] != "file":
@@ -129,10 +123,9 @@ class Objects:
             CheckpointError: a link or a special file is among them.
         """
         try:
-            with self._reaching(folder):
-                file_system, place = self._opened(folder)
+            with self._reaching(folder) as (file_system, place):
                 file_system.invalidate_cache()
-                listed: list[dict[str, Any]] = file_system.ls(place, detail=True)
+                listed: list[dict[str, str]] = file_system.ls(place, detail=True)
         except FileNotFoundError:
             return {}
         found: dict[str, int | None] = {}
@@ -166,15 +159,13 @@ class Objects:
 
     def make_folder(self, folder: str) -> None:
         """Make it where folders are made; elsewhere they come and go with their files."""
-        with self._reaching(folder):
-            file_system, place = self._opened(folder)
+        with self._reaching(folder) as (file_system, place):
             file_system.makedirs(place, exist_ok=True)
 
     def delete(self, path: str) -> None:
         """Remove a file; nothing if there is none."""
         try:
-            with self._reaching(path):
-                file_system, place = self._opened(path)
+            with self._reaching(path) as (file_system, place):
                 file_system.rm_file(place)
         except FileNotFoundError:
             pass
@@ -185,15 +176,16 @@ class Objects:
             file_system, place = self._opened(folder)
             file_system.rmdir(place)
 
-    def _opened(self, path: str) -> tuple[Any, str]:
+    def _opened(self, path: str) -> tuple[fsspec.AbstractFileSystem, str]:
         """The file system, of this thread where it needs one for each (fsspec keeps them), and the path there."""
         file_system, place = url_to_fs(self._url.real(path))
         return file_system, str(place)
 
     @contextmanager
-    def _reaching(self, path: str) -> Iterator[None]:
+    def _reaching(self, path: str) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
+        """The file system and the path there; inside, what it raises names the path, without credentials."""
         try:
-            yield
+            yield self._opened(path)
         except LockstepError:
             raise
         except FileNotFoundError:
@@ -251,13 +243,7 @@ class Ownership:
             self.check()
             return
         run = secrets.token_hex(8)
-        record = {
-            "run": run,
-            "host": socket.gethostname(),
-            "process": os.getpid(),
-            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        }
-        self._objects.put(self._path, json.dumps(record).encode())
+        self._objects.put(self._path, json.dumps({"run": run, **this_process()}).encode())
         self._run = run
 
     def check(self) -> None:
@@ -284,7 +270,7 @@ class Ownership:
         """The run in the record, and words for it."""
         try:
             told = json.loads(self._objects.get(self._path))
-            return str(told["run"]), f"process {told['process']} on {told['host']} since {told['since']}"
+            return str(told["run"]), described(told)
         except FileNotFoundError:
             return "", NOBODY
         except (ValueError, KeyError, TypeError):

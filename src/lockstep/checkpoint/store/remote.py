@@ -19,8 +19,7 @@ import secrets
 from collections.abc import Collection, Iterable, Iterator
 from typing import ClassVar
 
-from lockstep.checkpoint.format.digest import Chunk, FileRecord, record_of
-from lockstep.checkpoint.format.documents import MANIFEST, OURS, Manifest
+from lockstep.checkpoint.format.documents import MANIFEST, OURS, Chunk, FileRecord, Manifest, record_of
 from lockstep.checkpoint.store.base import REMOVED, Lock, UnreachableError
 from lockstep.checkpoint.store.objects import OWNER, Objects, Ownership
 from lockstep.checkpoint.store.url import parse_url

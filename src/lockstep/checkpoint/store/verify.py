@@ -10,10 +10,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from lockstep.checkpoint.format.digest import Chunk, Digest, FileRecord, record_of
 from lockstep.checkpoint.format.documents import LARGEST_JSON_BYTES as LIMIT
-from lockstep.checkpoint.format.documents import MANIFEST, TENSORS, Manifest
-from lockstep.checkpoint.format.index import index_from_bytes
+from lockstep.checkpoint.format.documents import (
+    MANIFEST,
+    TENSORS,
+    Chunk,
+    Digest,
+    FileRecord,
+    Manifest,
+    record_of,
+)
+from lockstep.checkpoint.format.tensors import index_from_bytes
 from lockstep.checkpoint.store.base import Store, UnreachableError
 from lockstep.config.values import join_names
 from lockstep.errors import CheckpointError, LockstepError, NoCheckpointError

@@ -1,1 +1,16 @@
-"""Weights alone, as other libraries read them."""
+"""Weights alone, as other libraries read them: names of files, and how much goes into one."""
+
+from __future__ import annotations
+
+from lockstep.config.values import bytes_of
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# What scripts import for files that others wrote.
+PICKLED_WEIGHTS = "pytorch_model.bin"
+PICKLED_INDEX = "pytorch_model.bin.index.json"
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of ``size``: a positive integer, or a text such as ``"10GB"`` or ``"512MiB"``."""
+    return bytes_of(size, "max_shard_size", at_least=1)

@@ -11,19 +11,17 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from lockstep.checkpoint import folders
-from lockstep.checkpoint.format.digest import Chunk
-from lockstep.checkpoint.format.documents import LARGEST_JSON_BYTES, MANIFEST, check_name, parse_json
-from lockstep.checkpoint.format.index import DTYPES, ChunkMetadata, Index, TensorEntry
-from lockstep.checkpoint.format.tensorfile import check_key
+from lockstep.checkpoint.format.documents import LARGEST_JSON_BYTES, MANIFEST, Chunk, check_name, parse_json
+from lockstep.checkpoint.format.tensors import DTYPES, ChunkMetadata, Index, TensorEntry, check_key
 from lockstep.checkpoint.reader import Checkpoint
 from lockstep.checkpoint.store.local import LocalStore, sync
 from lockstep.checkpoint.store.verify import verify
+from lockstep.checkpoint.weights import INDEX, WEIGHTS
 from lockstep.checkpoint.weights.folder import (
     CONFIGURATIONS,
     PARTIAL,
@@ -31,16 +29,14 @@ from lockstep.checkpoint.weights.folder import (
     remove_quietly,
     write_folder,
 )
-from lockstep.checkpoint.weights.names import INDEX, WEIGHTS
-from lockstep.checkpoint.weights.slabs import PiecedTensors
-from lockstep.checkpoint.weights.weightfile import check_room, write_tensor_file
+from lockstep.checkpoint.weights.streams import PiecedTensors, check_room, write_tensor_file
 from lockstep.config.files import check_plain_file, check_shard, read_plain_file
 from lockstep.config.values import join_names
 from lockstep.errors import CheckpointError, UsageError
 
 LARGEST_CONFIGURATION_BYTES = 64 << 20
 MOST_SHOWN = 20
-Seen = Callable[[int], Any]
+Seen = Callable[[int], object]
 """Is told of bytes that were read or written."""
 
 

@@ -1,10 +1,12 @@
-"""Write the weights of a model as other libraries read them."""
+"""Write the weights of a model as other libraries read them: safetensors files, or what ``torch.save`` writes."""
 
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,14 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.checkpoint.contents import FullModelSpec
-from lockstep.checkpoint.format.tensorfile import check_key, dtype_name
+from lockstep.checkpoint.contents import NO_TIES, FullModelSpec
+from lockstep.checkpoint.format.tensors import check_key, dtype_name, elements_of, in_parts
 from lockstep.checkpoint.state import memory_key
+from lockstep.checkpoint.weights import PICKLED_INDEX, PICKLED_WEIGHTS, parse_size
 from lockstep.checkpoint.weights.folder import local_directory, write_folder
-from lockstep.checkpoint.weights.names import parse_size
-from lockstep.checkpoint.weights.stages import collect_stages
-from lockstep.checkpoint.weights.weightfile import without_elements
-from lockstep.comm.collectives import Communicator, as_bytes, raise_on_all_ranks
+from lockstep.checkpoint.weights.streams import without_elements
+from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.comm.dtensor import whole
 from lockstep.errors import CheckpointError, UsageError
 
@@ -72,7 +73,7 @@ def named_to_save(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list
     """
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     tied = [re.compile(pattern) for pattern in _tied_patterns(model)]
-    kept: dict[Any, str] = {}
+    kept: dict[object, str] = {}
     for name, tensor in tensors.items():
         place = memory_key(tensor) if tensor.numel() else name
         if name not in ignored and (place not in kept or (_any(tied, kept[place]) and not _any(tied, name))):
@@ -169,17 +170,18 @@ def _write(
         given, tensor = next(values)
         assert given == name
         assert tensor is not None
-        yield memoryview(as_bytes(tensor.detach().cpu()).numpy())  # type: ignore[arg-type]
+        yield elements_of(tensor)
 
     write_folder(directory, without_elements(tensors), elements, limit, documents)
 
 
-def checked_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def checked_tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """``state``, if safetensors files can hold it.
 
     Raises:
         UsageError: a value is no tensor, has no elements in memory, or a name or dtype that these files lack.
     """
+    found = {}
     for name, value in state.items():
         check_key(name)
         if not isinstance(value, torch.Tensor):
@@ -192,4 +194,114 @@ def checked_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
                 f"{name} is on the meta device, so it has no elements. Load the model's weights before it is saved."
             )
         dtype_name(value, name)
-    return dict(state)
+        found[name] = value
+    return found
+
+
+def collect_stages(
+    state: Mapping[str, object], communicator: Communicator, spec: FullModelSpec = NO_TIES
+) -> dict[str, Any]:
+    """All ranks' entries of a ``state_dict`` on rank 0, in host memory, and nothing on the others; collective.
+
+    One tensor at a time is gathered where it is spread, and sent. Names of one weight share memory afterwards. Of a
+    name that several ranks have, the first one's value is taken.
+
+    Args:
+        state: What this rank's blocks have.
+        spec: The order of the names, and the weights that are tied across ranks.
+    """
+    rank = communicator.runtime.rank
+    with raise_on_all_ranks(communicator):
+        tensors, mine = _described(state, spec)
+    told: list[list[tuple[str, str, object]]] = communicator.gather_object([mine])
+    holders: dict[str, tuple[int, object]] = {}
+    firsts: dict[str, str] = {}
+    for holder, entries in enumerate(told):
+        for name, first, value in entries:
+            firsts.setdefault(name, first)
+            holders.setdefault(first, (holder, value))
+    found: dict[str, object] = {}
+    for first, (holder, value) in holders.items():
+        if not isinstance(value, torch.Tensor):
+            found[first] = value
+            continue
+        tensor = whole(tensors[first], keep=rank == holder) if first in tensors else None
+        found[first] = communicator.transfer(tensor, value, holder, 0)
+    if rank > 0:
+        return {}
+    place = {name: number for number, name in enumerate(spec.names)}
+    names = sorted(firsts, key=lambda name: place.get(name, len(place)))  # stable
+    return {name: found[firsts[name]] for name in names}
+
+
+def _described(
+    state: Mapping[str, object], spec: FullModelSpec
+) -> tuple[dict[str, torch.Tensor], list[tuple[str, str, object]]]:
+    """The tensors by their first names, and (name, first name, value or a tensor without elements) of each entry."""
+    tensors: dict[str, torch.Tensor] = {}
+    entries: list[tuple[str, str, object]] = []
+    places: dict[object, str] = {}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            entries.append((name, name, value))
+            continue
+        first = places.setdefault(memory_key(value), name) if value.numel() else name
+        first = spec.ties.get(first, first)
+        tensors.setdefault(first, value)
+        entries.append((name, first, torch.empty(value.shape, dtype=value.dtype, device="meta")))
+    return tensors, entries
+
+
+def warn_of_pickles(method: str) -> None:
+    warnings.warn(
+        f"{method} got safe_serialization=False, so that weights are pickled. Files that others made should only be "
+        "read by torch.load with weights_only=True. Leave it out to write safetensors.",
+        stacklevel=3,
+    )
+
+
+def check_folder(directory: str) -> None:
+    """Raise UsageError where weights lie that readers would take in place of the pickled ones."""
+    others = sorted(path.name for path in Path(directory).glob("model*.safetensors*"))
+    if others:
+        raise UsageError(
+            f"{directory} has {others[0]}, which is read in place of pickled weights. Name another folder."
+        )
+
+
+def write_pickled(
+    state: Mapping[str, object], directory: str, limit: int | None = None, name: str = PICKLED_WEIGHTS
+) -> None:
+    """Write ``pytorch_model.bin``, or numbered shards of at most ``limit`` bytes and an index. Files appear whole."""
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def nbytes(key: str) -> int:
+        value = state[key]
+        return value.nbytes if isinstance(value, torch.Tensor) else 0
+
+    shards = [list(state)] if limit is None else in_parts(state, nbytes, limit)
+    stem = name.removesuffix(".bin")
+    names = [f"{stem}-{number:05}-of-{len(shards):05}.bin" for number in range(1, len(shards) + 1)]
+    names = [name] if len(shards) == 1 else names
+    for old in folder.glob(f"{stem}-*-of-*.bin"):
+        old.unlink()
+    for one, shard in zip(names, shards, strict=True):
+        partial = folder / f"{one}.partial"
+        torch.save({key: _own(state[key]) for key in shard}, partial)
+        os.replace(partial, folder / one)
+    if len(shards) > 1:
+        where = {key: one for one, shard in zip(names, shards, strict=True) for key in shard}
+        index = {"metadata": {"total_size": sum(map(nbytes, state))}, "weight_map": where}
+        (folder / PICKLED_INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        (folder / name).unlink(missing_ok=True)
+    else:
+        (folder / PICKLED_INDEX).unlink(missing_ok=True)
+
+
+def _own(value: object) -> object:
+    """A tensor without the rest of a larger memory that it is a view of: that would be in the file as well."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach().cpu()
+    return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value

@@ -25,10 +25,11 @@ from types import TracebackType
 
 import torch
 
+from lockstep.checkpoint.format.tensors import in_parts
 from lockstep.checkpoint.store.base import Lock
 from lockstep.checkpoint.store.local import LocalStore, sync
-from lockstep.checkpoint.weights.names import INDEX, WEIGHTS
-from lockstep.checkpoint.weights.weightfile import Elements, check_room, unwritten, write_tensor_file
+from lockstep.checkpoint.weights import INDEX, WEIGHTS
+from lockstep.checkpoint.weights.streams import Elements, check_room, unwritten, write_tensor_file
 from lockstep.errors import CheckpointError, UsageError
 
 PARTIAL = ".partial"
@@ -38,14 +39,7 @@ SHARDS = re.compile(r"model(-\d{1,4})?-\d{5}-of-\d{5}\.safetensors")
 
 def into_shards(tensors: Mapping[str, torch.Tensor], limit: int) -> dict[str, list[str]]:
     """Names of tensors by file, such that no file holds more than ``limit`` bytes unless one tensor does."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += tensor.nbytes
+    shards = in_parts(tensors, lambda name: tensors[name].nbytes, limit)
     if len(shards) == 1:
         return {WEIGHTS: shards[0]}
     return {_shard("model", number, len(shards)): names for number, names in enumerate(shards, start=1)}

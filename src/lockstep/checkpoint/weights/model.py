@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from lockstep.checkpoint.weights.names import parse_size
+from lockstep.checkpoint.weights import parse_size
 from lockstep.runtime import process
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 def save_object(value: Any, file: Any, safe_serialization: bool) -> None:
     """``safetensors.torch.save_file`` for a dict of tensors, or ``torch.save`` for any object."""
     if safe_serialization:
-        from lockstep.checkpoint.format.tensorfile import check_key  # with pydantic, as below
+        from lockstep.checkpoint.format.tensors import check_key  # with pydantic, as below
 
         for name in value:
             check_key(name)

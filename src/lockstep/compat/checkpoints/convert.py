@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.weights.names import PICKLED_INDEX, PICKLED_WEIGHTS
+from lockstep.checkpoint.weights import PICKLED_INDEX, PICKLED_WEIGHTS
 from lockstep.compat.checkpoints.accelerate import is_accelerate, read_accelerate
 from lockstep.compat.checkpoints.dcp import METADATA, read_dcp
 from lockstep.compat.checkpoints.deepspeed import read_deepspeed, tag_folder

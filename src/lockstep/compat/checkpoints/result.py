@@ -8,11 +8,11 @@ import torch
 
 from lockstep.checkpoint.format.codec import encode
 from lockstep.checkpoint.format.documents import STATE, TENSORS, Saved, canonical, rank_file, versions
-from lockstep.checkpoint.format.tensorfile import TensorFile
+from lockstep.checkpoint.format.tensors import TensorFile
 from lockstep.checkpoint.planner import SavePlanner
 from lockstep.checkpoint.save import write_checkpoint
 from lockstep.checkpoint.state import RankState, collect_weights
-from lockstep.checkpoint.store.place import store_for
+from lockstep.checkpoint.store import store_for
 from lockstep.checkpoint.weights.model import write_weights
 from lockstep.checkpoint.writer import CheckpointGroup, StagedState, Writer, now
 from lockstep.comm.collectives import Communicator

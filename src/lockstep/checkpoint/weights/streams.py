@@ -1,17 +1,95 @@
-"""Tensors that lie in pieces in files, read as one stream with bounded memory."""
+"""Tensors written to one safetensors file, or read from pieces in several, as streams.
+
+Memory is bounded: what is written is produced meanwhile, and what is read comes slab by slab.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 
 import torch
 
-from lockstep.checkpoint.format.index import DTYPE_NAMES, ChunkMetadata, Index
-from lockstep.checkpoint.format.tensorfile import TensorReader
-from lockstep.comm.collectives import as_bytes
-from lockstep.errors import CheckpointError
+from lockstep.checkpoint.format.documents import Chunk, record_of
+from lockstep.checkpoint.format.tensors import (
+    DTYPE_NAMES,
+    ChunkMetadata,
+    Index,
+    TensorFile,
+    TensorReader,
+    elements_of,
+)
+from lockstep.checkpoint.store.local import LocalStore
+from lockstep.errors import CheckpointError, LockstepError
+
+Elements = Callable[[str], Iterable[Chunk]]
+"""The elements of a tensor by its name, in order, as bytes. Asked for once, in the order of the files."""
+
+
+def without_elements(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors without elements, which say dtype and shape."""
+    return {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()
+    }
+
+
+def check_room(directory: str, needed: int) -> None:
+    """Raise CheckpointError unless this many bytes are free."""
+    free = LocalStore().free_bytes(directory)
+    if free is not None and free < needed:
+        raise CheckpointError(
+            f"{directory} needs {needed} bytes, but {free} are free there. Make room or save elsewhere; weights that "
+            "were there before are untouched."
+        )
+
+
+def write_tensor_file(
+    path: str, tensors: Mapping[str, torch.Tensor], elements: Elements, verified: bool = False
+) -> None:
+    """Write a safetensors file as a stream, on the disk when this returns; ``verified``: read it again.
+
+    Raises:
+        CheckpointError: it could not be written; names file and tensor.
+    """
+    store = LocalStore()
+    current = ""
+
+    def content() -> Iterable[Chunk]:
+        nonlocal current
+        yield TensorFile(dict(tensors)).header()
+        for current, tensor in tensors.items():
+            written = 0
+            for chunk in elements(current):
+                written += len(chunk)
+                yield chunk
+            if written != tensor.nbytes:
+                raise CheckpointError(
+                    f"{path}: {current} gave {written} bytes instead of {tensor.nbytes}. Don't change weights while "
+                    "they are saved."
+                )
+
+    try:
+        record = store.write(path, content())
+        if verified and record_of(store.blocks(path)) != record:
+            raise CheckpointError(
+                f"{path} reads otherwise than it was written. Save to another disk; weights that were there before "
+                "are untouched."
+            )
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise unwritten(path, error, current) from error
+
+
+def unwritten(path: str, error: Exception, tensor: str = "") -> CheckpointError:
+    """The error for a file of weights, and the tensor in it, that could not be written."""
+    where = f" at tensor {tensor}" if tensor else ""
+    return CheckpointError(
+        f"{path} could not be written{where}: {error}. Make room there or mend its permissions, or save elsewhere; "
+        "weights that were there before are untouched."
+    )
+
 
 SLAB_BYTES = 8 << 20
 CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -28,6 +106,7 @@ def slabs(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
     if not shape:
         yield (), ()
         return
+    # Whole in the dims behind ``dim``, cut along it, one index in each before it: so elements stay in their order.
     dim = 0
     while dim < len(shape) - 1 and math.prod(shape[dim + 1 :]) > limit:
         dim += 1
@@ -92,7 +171,7 @@ class PiecedTensors:
             self._fill(slab[:count].view(box[1]), name, box)
             if cast is not slab:
                 _cast(slab[:count], cast[:count], name)
-            yield memoryview(as_bytes(cast[:count]).numpy())  # type: ignore[arg-type]
+            yield elements_of(cast[:count])
 
     def _fill(self, slab: torch.Tensor, name: str, box: Box) -> None:
         """Read what of a tensor is in the box."""

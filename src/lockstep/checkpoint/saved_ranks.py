@@ -1,26 +1,129 @@
-"""The accumulation window that was open when a checkpoint was saved, as the states that a run goes on with."""
+"""What each rank that saved had alone: whose state a rank goes on with, and their open accumulation windows, joined."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
 
 import torch
 
-from lockstep.checkpoint.format.codec import decode, tensor_names
+from lockstep.checkpoint.contents import DataCoordinates, OpenWindow
+from lockstep.checkpoint.format.codec import Document, decode, tensor_names
 from lockstep.checkpoint.reader import Checkpoint, empty_like
-from lockstep.checkpoint.sources import Sources
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import CheckpointError
+
+
+class Sources:
+    """The ranks that saved, seen from one that loads.
+
+    A rank goes on with its own state if as many ranks had the same batches; else with that of the first rank that had
+    its batches; where batches are dealt otherwise now, with that of the first rank.
+
+    ``place`` is that of this rank, None where each rank has batches and gradients of its own.
+
+    Raises:
+        CheckpointError: the checkpoint tells of places that no ranks can have.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, rank: int, world_size: int, place: DataCoordinates | None
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._saved = checkpoint.manifest.saved.world_size
+        self._heads = {other: _head(checkpoint.of_rank(other)) for other in checkpoint.ranks}
+        self._places = self._saved_places()
+        here = place or DataCoordinates(rank, world_size, rank, world_size)
+        there = self._places.get(rank if rank in self._places else checkpoint.ranks[0])
+        assert there is not None
+        as_many = self._saved == world_size
+        same_data = there.data_size == here.data_size
+        self.same_places = as_many and (rank not in self._places or there == here)
+        """Whether as many ranks with the same batches and gradients saved it."""
+        self.same_world = as_many and same_data
+        """Whether as many ranks saved it, of which as many had batches of their own."""
+        self.gradient_rank = here.gradient_rank
+        if self.same_world and rank in self._places:
+            self.rank = rank
+        elif same_data and not as_many:
+            with_same = (other for other, its in self._places.items() if its.data_rank == here.data_rank)
+            self.rank = next(with_same, checkpoint.ranks[0])
+        else:
+            self.rank = checkpoint.ranks[0]
+
+    def documents(self) -> list[Document]:
+        """What each rank that saved alone had, as far as it matters to the others."""
+        first = self._heads[self._checkpoint.ranks[0]]
+        return [self._heads.get(other, first) for other in self._told()]
+
+    def gradient_ranks(self) -> list[int]:
+        """For each rank that saved, whose gradients it had: ranks with other blocks or parts of them had the same."""
+        return [
+            self._places[other].gradient_rank if other in self._places else other for other in self._told()
+        ]
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it lacks ranks that saved: machines that share no file system have their own only."""
+        return len(self._heads) < self._saved
+
+    def _told(self) -> Iterable[int]:
+        """The ranks that are looked at: all of this world, or of another those whose state is there."""
+        return range(self._saved) if self.same_places else self._checkpoint.ranks
+
+    def _saved_places(self) -> dict[int, DataCoordinates]:
+        first, *others = self._checkpoint.ranks
+        place = _read(self._heads[first], self._checkpoint.root)
+        if place is None:
+            return {rank: DataCoordinates(rank, self._saved, rank, self._saved) for rank in (first, *others)}
+        places = {first: place}
+        for rank in others:
+            found = _read(self._heads[rank], self._checkpoint.root)
+            if found is None or (found.data_size, found.gradient_size) != (
+                place.data_size,
+                place.gradient_size,
+            ):
+                raise CheckpointError(
+                    f"{self._checkpoint.root} tells of other places of ranks {first} and {rank} than one run can have. "
+                    "Load another checkpoint."
+                )
+            places[rank] = found
+        return places
+
+
+def _head(document: Document) -> Document:
+    """What other ranks look at: its place, and its open window."""
+    return {
+        key: value
+        for key, value in document.items()
+        if key in ("place", "parts") or key.startswith("window.")
+    }
+
+
+def _read(document: Document, what: str) -> DataCoordinates | None:
+    found = document.get("place")
+    if found is None:
+        return None
+    names = [one.name for one in fields(DataCoordinates)]
+    fits = isinstance(found, dict) and sorted(found) == sorted(names)
+    if fits and all(type(number) is int and 0 <= number < 2**17 for number in found.values()):
+        place = DataCoordinates(**found)
+        if place.data_rank < place.data_size and place.gradient_rank < place.gradient_size:
+            return place
+    raise CheckpointError(f"{what} has {str(found)[:80]} as a rank's place. Load another checkpoint.")
+
+
+Found = TypeVar("Found")
 
 GRADIENTS = ("local", "reduced", "partial")
 """What a window's state has of a model by the names of parameters; see ``parallel.accumulated``."""
 
 
 def plan_window(
-    checkpoint: Checkpoint, item: Any, name: str, sources: Sources, spread: set[int]
-) -> tuple[object, list[Any], int] | None:
+    checkpoint: Checkpoint, item: OpenWindow, name: str, sources: Sources, spread: set[int]
+) -> tuple[OpenWindow, list[Document], int] | None:
     """One state for each rank with gradients of its own when it was saved, and the number of this rank's.
 
     Where as many go on that are spread alike, each needs its own alone: the tensors of the others are not read. Of the
@@ -29,6 +132,7 @@ def plan_window(
     documents = sources.documents()
     if any(name not in document for document in documents):  # imported from elsewhere
         return None
+    # First with tensors that have shapes alone: what fits is known before anything is read.
     shapes = {
         tensor: torch.empty(entry.shape, dtype=entry.torch_dtype, device="meta")
         for tensor, entry in checkpoint.index.items()
@@ -39,6 +143,7 @@ def plan_window(
     unchanged = sources.same_places and item.is_unchanged(_joined(states, numbers))
     if not unchanged and (sources.is_part or spread or any(document.get("parts") for document in documents)):
         _refuse_gradients(states, checkpoint)
+    # Shards are read as they are laid out now; what was not reduced is whole, as each rank's own.
     like = {f"{name}.{path}": place for path, place in item.places().items()}
     dtensors = {path: place for path, place in like.items() if is_dtensor(place)}
     mine = {id(documents[sources.rank])} if unchanged else {id(document) for document in documents}
@@ -60,16 +165,16 @@ def plan_window(
     return item, joined, sources.gradient_rank
 
 
-def _each(documents: list[dict[str, object]], work: Callable[[dict[str, object]], object]) -> list[Any]:
+def _each(documents: list[Document], work: Callable[[Document], Found]) -> list[Found]:
     """``work`` of each document; of one that stands for several ranks once."""
-    done: dict[int, object] = {}
+    done: dict[int, Found] = {}
     for document in documents:
         if id(document) not in done:
             done[id(document)] = work(document)
     return [done[id(document)] for document in documents]
 
 
-def _checked(state: object, checkpoint: Checkpoint) -> object:
+def _checked(state: Document, checkpoint: Checkpoint) -> Document:
     """The state of a window, if it has the form that one can have; see ``preparation.window``."""
     try:
         _check_form(state)
@@ -80,7 +185,7 @@ def _checked(state: object, checkpoint: Checkpoint) -> object:
     return state
 
 
-def _check_form(state: Any) -> None:
+def _check_form(state: Document) -> None:
     _has(state, "the window", {"window": dict, "layouts": list, "models": list})
     _has(
         state["window"],
@@ -131,7 +236,7 @@ def _check_form(state: Any) -> None:
             _check_partial(f"models.{i}.partial.{name}", group)
 
 
-def _check_partial(what: str, group: Any) -> None:
+def _check_partial(what: str, group: Document) -> None:
     _has(group, what, {"sum": torch.Tensor, "rows": list, "factor": (int, float), "replicas": int})
     _check_gradient(f"{what}.sum", group["sum"])
     if group["sum"].dim() != 1 or group["replicas"] < 1 or not math.isfinite(group["factor"]):
@@ -147,7 +252,7 @@ def _check_gradient(what: str, gradient: object) -> None:
         raise TypeError(f"{what} is no gradient")
 
 
-def _check_sparse(what: str, parts: Any) -> None:
+def _check_sparse(what: str, parts: Document) -> None:
     kinds = {"indices": torch.Tensor, "values": torch.Tensor, "size": list, "is_coalesced": bool}
     _has(parts, what, kinds)
     _check_gradient(f"{what}.values", parts["values"])
@@ -162,7 +267,7 @@ def _check_sparse(what: str, parts: Any) -> None:
         raise ValueError(f"{what} is no sparse gradient")
 
 
-def _has(value: object, what: str, fields: Mapping[str, Any]) -> None:
+def _has(value: object, what: str, fields: Mapping[str, type | tuple[type, ...]]) -> None:
     """Raise TypeError unless ``value`` is a dict of exactly these fields, of these types."""
     if not isinstance(value, dict) or value.keys() != fields.keys():
         raise TypeError(f"{what} has not the fields {', '.join(fields)}")
@@ -172,9 +277,9 @@ def _has(value: object, what: str, fields: Mapping[str, Any]) -> None:
             raise TypeError(f"{what}.{key} is {str(value[key])[:60]!r}")
 
 
-def _joined(states: list[dict[str, Any]], numbers: list[int]) -> list[dict[str, object]]:
+def _joined(states: list[Document], numbers: list[int]) -> list[Document]:
     """Of ranks with the same number the first one's state, with the gradients of all their blocks."""
-    joined: dict[int, dict[str, Any]] = {}
+    joined: dict[int, Document] = {}
     for number, state in zip(numbers, states, strict=True):
         if number not in joined:
             joined[number] = {**state, "models": [dict(model) for model in state["models"]]}
@@ -186,7 +291,7 @@ def _joined(states: list[dict[str, Any]], numbers: list[int]) -> list[dict[str, 
     return [joined[number] for number in sorted(joined)]
 
 
-def _refuse_gradients(states: list[dict[str, Any]], checkpoint: Checkpoint) -> None:
+def _refuse_gradients(states: list[Document], checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if there are gradients in a window that only the same ranks can go on in."""
     if any(model[kind] for state in states for model in state["models"] for kind in GRADIENTS):
         raise CheckpointError(
@@ -196,7 +301,7 @@ def _refuse_gradients(states: list[dict[str, Any]], checkpoint: Checkpoint) -> N
         )
 
 
-def _drop_others(states: list[dict[str, Any]], here: set[str]) -> None:
+def _drop_others(states: list[Document], here: set[str]) -> None:
     """Keep of each state what belongs to parameters that this rank has."""
     for state in states:
         for i, model in enumerate(state["models"]):
@@ -207,7 +312,7 @@ def _drop_others(states: list[dict[str, Any]], here: set[str]) -> None:
             model["partial"] = {first: group for first, group in model["partial"].items() if first in names}
 
 
-def decoded(checkpoint: Checkpoint, document: Any, like: Mapping[str, torch.Tensor] | None = None) -> Any:
+def decoded(checkpoint: Checkpoint, document: object, like: Mapping[str, torch.Tensor] | None = None) -> Any:
     """A document with its tensors: laid out as the DTensors in ``like``, by name, else whole."""
     names = dict.fromkeys(tensor_names(document))
     spread = {

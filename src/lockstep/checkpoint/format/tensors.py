@@ -1,0 +1,310 @@
+"""The tensors of a checkpoint: tensors.json (dtype, shape and pieces of each), and the safetensors files of the pieces.
+
+Files are written as a stream and read in slices. safetensors' own writer holds a copy of all tensors in memory and does
+not say what it wrote; reading is left to the library, which checks the header.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, TypeVar
+
+import torch
+from pydantic import BaseModel, Field
+from safetensors import SafetensorError, safe_open
+
+from lockstep.checkpoint.format.documents import (
+    Extent,
+    Manifest,
+    Strict,
+    canonical,
+    check_name,
+    checked,
+    parse_json,
+)
+from lockstep.comm.collectives import as_bytes
+from lockstep.errors import CheckpointError, UsageError
+
+Item = TypeVar("Item")
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+"""The dtypes of safetensors files by their names there."""
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Sizes = Annotated[tuple[Extent, ...], Field(strict=False)]
+"""Not strict, as JSON has lists for tuples; the numbers in it are."""
+
+
+class ChunkMetadata(BaseModel):
+    """Part of a tensor: ``shape`` elements from ``offsets`` on, under the name ``key`` in ``file``."""
+
+    model_config = Strict
+
+    file: str
+    key: str
+    offsets: Sizes
+    shape: Sizes
+
+
+class TensorEntry(BaseModel):
+    """A tensor, and where its pieces are."""
+
+    model_config = Strict
+
+    dtype: str
+    shape: Sizes
+    pieces: list[ChunkMetadata]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+
+Index = dict[str, TensorEntry]
+
+
+def index_to_bytes(index: Index) -> bytes:
+    return canonical({name: entry.model_dump() for name, entry in index.items()})
+
+
+def index_from_bytes(content: bytes, manifest: Manifest, path: str) -> Index:
+    """The tensors of a checkpoint, by name.
+
+    Raises:
+        CheckpointError: pieces lie outside of their tensor or don't fill it, or files of them are not listed.
+    """
+    document = parse_json(content, path)
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path} holds no tensors by name. Load another checkpoint.")
+    index = {name: checked(TensorEntry, entry, path) for name, entry in document.items()}
+    used: dict[str, int] = {}
+    places: set[tuple[str, str]] = set()
+    for name, entry in index.items():
+        _check_pieces(name, entry, path)
+        for piece in entry.pieces:
+            if (piece.file, piece.key) in places:
+                raise CheckpointError(
+                    f"{path} places two pieces at {piece.key!r} in {piece.file!r}. Load another checkpoint."
+                )
+            places.add((piece.file, piece.key))
+            size = math.prod(piece.shape) * entry.torch_dtype.itemsize
+            used[piece.file] = used.get(piece.file, 0) + size
+    for file, size in used.items():
+        if file not in manifest.files or size > manifest.files[file].size:
+            raise CheckpointError(
+                f"{path} places {size} bytes into {file!r}, which has "
+                f"{manifest.files[file].size if file in manifest.files else 'no'} bytes. Load another checkpoint."
+            )
+    return index
+
+
+def _check_pieces(name: str, entry: TensorEntry, path: str) -> None:
+    if entry.dtype not in DTYPES:
+        raise CheckpointError(
+            f"{path}: {name} has the unknown dtype {entry.dtype!r}. Load another checkpoint."
+        )
+    if math.prod(max(size, 1) for size in entry.shape) >= 2**60:  # torch's strides would overflow
+        raise CheckpointError(
+            f"{path}: {name} has the impossible shape {entry.shape}. Load another checkpoint."
+        )
+    filled = 0
+    for piece in entry.pieces:
+        check_name(piece.file)
+        inside = len(piece.offsets) == len(piece.shape) == len(entry.shape) and all(
+            offset + size <= whole
+            for offset, size, whole in zip(piece.offsets, piece.shape, entry.shape, strict=True)
+        )
+        if not inside:
+            raise CheckpointError(
+                f"{path}: a piece of {name} at {piece.offsets} of shape {piece.shape} lies outside of the tensor's "
+                f"{entry.shape}. Load another checkpoint."
+            )
+        filled += math.prod(piece.shape)
+    if filled != math.prod(entry.shape):
+        raise CheckpointError(
+            f"{path}: the pieces of {name} hold {filled} elements, but its shape {entry.shape} has "
+            f"{math.prod(entry.shape)}. Load another checkpoint."
+        )
+    if overlap(entry.pieces):
+        raise CheckpointError(f"{path}: pieces of {name} overlap. Load another checkpoint.")
+
+
+def in_parts(items: Iterable[Item], nbytes: Callable[[Item], int], limit: int) -> list[list[Item]]:
+    """The items in order, in parts of at most ``limit`` bytes, or of one that is larger."""
+    parts: list[list[Item]] = [[]]
+    size = 0
+    for item in items:
+        if parts[-1] and size + nbytes(item) > limit:
+            parts.append([])
+            size = 0
+        parts[-1].append(item)
+        size += nbytes(item)
+    return parts
+
+
+def overlap(pieces: list[ChunkMetadata]) -> bool:
+    """Whether two pieces share an element: a sweep along the dim that was cut most often."""
+    pieces = [piece for piece in pieces if math.prod(piece.shape)]
+    if len(pieces) < 2:
+        return False
+    dims = range(len(pieces[0].shape))
+    along = max(dims, key=lambda dim: len({piece.offsets[dim] for piece in pieces}), default=0)
+    # Pieces are met in the order of their first row: only those that have not ended can share one with the next.
+    open_ones: list[ChunkMetadata] = []
+    for piece in sorted(pieces, key=lambda piece: piece.offsets[along]):
+        open_ones = [o for o in open_ones if o.offsets[along] + o.shape[along] > piece.offsets[along]]
+        if any(all(_meet(piece, other, dim) for dim in dims) for other in open_ones):
+            return True
+        open_ones.append(piece)
+    return False
+
+
+def _meet(one: ChunkMetadata, other: ChunkMetadata, dim: int) -> bool:
+    return (
+        one.offsets[dim] < other.offsets[dim] + other.shape[dim]
+        and other.offsets[dim] < one.offsets[dim] + one.shape[dim]
+    )
+
+
+METADATA = "__metadata__"
+"""The key of a header that is no tensor's."""
+LONGEST_HEADER = 100_000_000
+"""Bytes that readers of the format accept."""
+
+
+@dataclass
+class TensorFile:
+    """Tensors under their names in the file; ``current`` is the one that is being written."""
+
+    tensors: dict[str, torch.Tensor]
+    metadata: dict[str, str] = field(default_factory=lambda: {"format": "pt"})
+    current: str = ""
+
+    def chunks(self) -> Iterator[bytes | memoryview]:
+        """The file's content: header, then tensor after tensor, one at a time copied to the host if need be."""
+        yield self.header()
+        for name, tensor in self.tensors.items():
+            self.current = name
+            if tensor.numel():
+                yield elements_of(tensor)
+
+    def header(self) -> bytes:
+        """The file's first bytes: their number, and where each tensor will be."""
+        header: dict[str, object] = {METADATA: self.metadata}
+        end = 0
+        for name, tensor in self.tensors.items():
+            check_key(name)
+            dtype = dtype_name(tensor, name)
+            begin, end = end, end + tensor.nbytes
+            header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8 bytes
+        if len(text) > LONGEST_HEADER:
+            raise UsageError(
+                f"The names and shapes of {len(self.tensors)} tensors take {len(text)} bytes, but a safetensors file "
+                f"has room for {LONGEST_HEADER}. Use fewer tensors, or shorter names."
+            )
+        return struct.pack("<Q", len(text)) + text
+
+
+def elements_of(tensor: torch.Tensor) -> memoryview:
+    """The elements of a tensor of any shape in their order, as bytes in host memory."""
+    return as_bytes(tensor.detach().cpu()).numpy().data
+
+
+def check_key(name: str) -> None:
+    """Raise UsageError for a name that no tensor in a safetensors file can have."""
+    if name == METADATA or not _is_unicode(name):
+        raise UsageError(
+            f"A tensor is named {name[:80]!r}, which safetensors files "
+            f"{'keep for themselves' if name == METADATA else 'cannot hold, as it is no text in Unicode'}. Give the "
+            "parameter or buffer another name."
+        )
+
+
+def free_key(name: str, taken: Collection[str]) -> str:
+    """``name``, or one like it that a safetensors file can hold and that is not ``taken``."""
+    key = name if _is_unicode(name) else name.encode("utf-8", "backslashreplace").decode()
+    while key == METADATA or key in taken:
+        key += "'"
+    return key
+
+
+def _is_unicode(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
+
+
+def dtype_name(tensor: torch.Tensor, name: str) -> str:
+    """What safetensors calls the tensor's dtype. Raises UsageError where it has none or the layout is not dense."""
+    if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided or tensor.is_nested:
+        raise UsageError(
+            f"{name} is a tensor of {tensor.dtype}, layout {tensor.layout}, which safetensors files cannot hold. "
+            "Convert it in state_dict()."
+        )
+    return DTYPE_NAMES[tensor.dtype]
+
+
+class TensorReader:
+    """An open file of tensors. Raises CheckpointError where the file is none or differs from what is expected."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            self._file = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise self._error("it", error) from error
+
+    def describe(self, key: str) -> tuple[str, list[int]]:
+        """The dtype of the tensor ``key`` by its name in the file, and its shape."""
+        try:
+            found = self._file.get_slice(key)
+            return str(found.get_dtype()), list(found.get_shape())
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            raise self._error(key, error) from error
+
+    def read(self, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+        """``lengths`` elements from ``offsets`` on of the tensor ``key``; its memory may be the file."""
+        try:
+            if not lengths:
+                return self._file.get_tensor(key)
+            piece = self._file.get_slice(key)
+            if not any(offsets) and list(lengths) == piece.get_shape():
+                return self._file.get_tensor(key)
+            return piece[
+                tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
+            ]
+        except (SafetensorError, OSError, KeyError, ValueError, IndexError) as error:
+            raise self._error(key, error) from error
+
+    def _error(self, what: str, error: Exception) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {what} cannot be read ({error}). Load another checkpoint.")
