@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from lockstep.observe.trackers import (
+from lockstep.observe.trackers.base import GeneralTracker, on_main_process
+from lockstep.observe.trackers.hosted import (
     AimTracker,
     ClearMLTracker,
     CometMLTracker,
     DVCLiveTracker,
-    GeneralTracker,
-    JSONLinesTracker,
-    MLflowTracker,
     SwanLabTracker,
-    TensorBoardTracker,
     TrackioTracker,
     WandBTracker,
-    on_main_process,
 )
+from lockstep.observe.trackers.local import JSONLinesTracker, TensorBoardTracker
+from lockstep.observe.trackers.mlflow import MLflowTracker
 from lockstep.observe.trackers.run import (
     LOGGER_TYPE_TO_CLASS,
     TrackerChoice,

@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 
 from lockstep.errors import ConfigError, MissingExtraError, UsageError
-from lockstep.observe.trackers import TrackerSet, available_trackers, register_tracker_class, resolve_trackers
+from lockstep.observe.trackers.run import (
+    TrackerSet,
+    available_trackers,
+    register_tracker_class,
+    resolve_trackers,
+)
 from lockstep.tracking import (
     LOGGER_TYPE_TO_CLASS,
     GeneralTracker,
@@ -153,7 +158,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_valid_one() -> None:
 
 
 def test_a_tracker_that_writes_files_asks_for_project_dir() -> None:
-    with pytest.raises(ConfigError, match=r"'jsonl' writes files.*project_dir"):
+    with pytest.raises(ConfigError, match=r"`jsonl` requires a `logging_dir`.*project_dir"):
         resolve_trackers("jsonl")
 
 

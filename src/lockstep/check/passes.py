@@ -1,20 +1,27 @@
-"""One forward and backward of a model, for comparison: what goes in, and what comes out."""
+"""One forward and backward of a model, for comparison: what goes in, and what comes out.
+
+Within ``maybe_context_parallel`` the script gives each rank its chunk of the batch. What was in ``buffers`` is known
+whole. The split model's outputs are put together for the comparison, and its loss is the mean over the ranks, as
+gradients are.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.check.observe import Observed
 from lockstep.comm.dtensor import is_dtensor
-from lockstep.comm.tree import leaves, map_tensors
+from lockstep.comm.tree import leaves, map_leaves, map_tensors
 from lockstep.parallel.autocast import AutocastForward
+from lockstep.parallel.context.region import ContextRegion, regions_of
 from lockstep.parallel.pipeline.micro_batch import find_loss
 
 
@@ -50,7 +57,7 @@ class PassResult:
 
 
 def run_pass(
-    call: Callable[[ComparedBatch], Any], batch: ComparedBatch, backward: Callable[[Tensor], None]
+    call: Callable[[ComparedBatch], object], batch: ComparedBatch, backward: Callable[[Tensor], None]
 ) -> PassResult:
     """Forward and backward: of the loss that the model returns, or else of a fixed combination of its outputs.
 
@@ -86,7 +93,7 @@ def _whole(output: Any) -> Tensor:
     return gathered
 
 
-def _combination(outputs: Any) -> Tensor | None:
+def _combination(outputs: Iterable[Tensor]) -> Tensor | None:
     """A mean of all numbers in the outputs, weighted by place."""
     terms = [
         (output * _weights(output)).sum() / math.sqrt(max(output.numel(), 1))
@@ -100,3 +107,100 @@ def _weights(like: Tensor) -> Tensor:
     """Numbers between -1 and 1 that follow no pattern of rows or columns."""
     places = torch.arange(like.numel(), device=like.device, dtype=torch.float64)
     return torch.sin(places * places * 0.37 + places + 1).to(like.dtype).view(like.shape)
+
+
+SHARE = "num_items_in_batch"
+"""An argument of transformers models: the number of labels, a rank's share of it where each has a chunk."""
+
+
+class Chunks:
+    """Of one call of a model whose sequence the script splits."""
+
+    def __init__(self, region: ContextRegion) -> None:
+        self._region = region
+        self._dims: dict[str, int] = {}
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Chunks | None:
+        """None where the model splits the sequence itself."""
+        return next((cls(region) for region in regions_of(model) if region.split is not None), None)
+
+    def whole(self, batch: ComparedBatch) -> ComparedBatch:
+        """With the whole of each tensor that is in ``buffers``."""
+        known, dims = self._region.split or {}, self._region.split_dims
+
+        def replaced(path: str, leaf: object) -> object:
+            if isinstance(leaf, Tensor) and id(leaf) in known:
+                self._dims[path] = dims[id(leaf)]
+                return known[id(leaf)]
+            return leaf
+
+        return _scaled(_mapped(replaced, batch), self._region.layout.size)
+
+    def why_not(self) -> str:
+        """After ``whole``."""
+        if self._dims:
+            return ""
+        return "no argument of the model is one of the buffers of maybe_context_parallel, so its whole is not known."
+
+    @contextmanager
+    def split(self, batch: ComparedBatch) -> Iterator[ComparedBatch]:
+        """This rank's part of a whole batch, as if it were in ``buffers``."""
+        region = self._region
+        before = region.split, region.split_dims, region.split_length
+        wholes: dict[int, Tensor] = {}
+        dims: dict[int, int] = {}
+
+        def cut(path: str, leaf: Any) -> object:
+            dim = self._dims.get(path)
+            if dim is None:
+                return leaf
+            part = region.layout.local(leaf, dim)
+            wholes[id(part)], dims[id(part)] = leaf, dim
+            region.split_length = part.shape[dim]
+            return part
+
+        parts = _scaled(_mapped(cut, batch), 1 / region.layout.size)
+        region.split, region.split_dims = wholes, dims
+        try:
+            yield parts
+        finally:
+            region.split, region.split_dims, region.split_length = before
+
+    def joined(self, output: object, shapes: Mapping[str, tuple[int, ...]]) -> object:
+        """The model's output with whole tensors, which have these ``shapes``. Collective."""
+
+        def join(path: str, leaf: Any) -> object:
+            if not isinstance(leaf, Tensor) or leaf.is_nested:
+                return leaf
+            if leaf.ndim == 0 and leaf.is_floating_point():
+                return _mean_over(leaf, self._region.layout.group)
+            shape = shapes.get(path, ())
+            other = [
+                dim for dim in range(leaf.ndim) if len(shape) == leaf.ndim and shape[dim] != leaf.shape[dim]
+            ]
+            return self._region.layout.gather(leaf, other[0]) if len(other) == 1 else leaf
+
+        return map_leaves(join, output)
+
+
+def _mapped(function: Callable[[str, Any], object], batch: ComparedBatch) -> ComparedBatch:
+    args, kwargs, targets = map_leaves(function, (tuple(batch.args), batch.kwargs, tuple(batch.targets)))
+    return replace(batch, args=args, kwargs=kwargs, targets=targets)
+
+
+def _scaled(batch: ComparedBatch, factor: float) -> ComparedBatch:
+    count = batch.kwargs.get(SHARE)
+    return batch if count is None else replace(batch, kwargs={**batch.kwargs, SHARE: count * factor})
+
+
+def _mean_over(number: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' mean, with the gradient of this rank's."""
+    mean = number.detach().clone()
+    dist.all_reduce(mean, group=group)
+    return number + (mean / group.size() - number.detach())
+
+
+def shapes_of(outputs: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """Of each tensor, by its path."""
+    return {path: tuple(output.shape) for path, output in outputs.items()}

@@ -1,10 +1,12 @@
-"""What a comparison found, in sentences."""
+"""What a comparison found, or what a forward raised, in sentences."""
 
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Mapping
-from typing import Any
+
+from torch import nn
 
 from lockstep.check.compare import STATE, Comparison, Difference
 
@@ -129,7 +131,7 @@ def _others(comparison: Comparison) -> str:
     return f", and {len(wrong)} of {comparison.gradients} gradients are wrong{named}" if wrong else ""
 
 
-def _differs(found: Any, expected: Any, relative: float) -> str:
+def _differs(found: object, expected: object, relative: float) -> str:
     if isinstance(expected, tuple):
         return f"has shape {found} instead of {expected}"
     return f"is off by {_percent(relative)}"
@@ -149,5 +151,28 @@ def _percent(relative: float) -> str:
     return "more than its size" if not math.isfinite(relative) else f"{100 * relative:.3g} %"
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else f"{value}"
+
+
+def causes_of(error: BaseException) -> list[BaseException]:
+    """The error, and what it came of, step by step."""
+    found = [error]
+    while found[-1].__cause__ is not None:
+        found.append(found[-1].__cause__)
+    return found
+
+
+def module_of(error: BaseException, model: nn.Module) -> str | None:
+    """The innermost module whose method raised, as a text; of one that only other ranks hold, its class."""
+    names = {id(module): f"module '{name}'" for name, module in model.named_modules() if name}
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and not type(owner).__module__.startswith("lockstep."):
+            found = names.get(id(owner), f"a {type(owner).__name__}")
+    return found
+
+
+def line_of(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]

@@ -100,7 +100,7 @@ def attributes(module: nn.Module) -> dict[str, tuple[object, object]]:
 
     Tensors without values stand for parameters of another stage of a pipeline.
     """
-    found: dict[str, tuple[Any, Any]] = {}
+    found: dict[str, tuple[object, object]] = {}
     for name, value in vars(module).items():
         if name in torch_modules.OWN_ATTRIBUTES or is_stand_in(value):
             continue
@@ -122,7 +122,7 @@ def numbers(model: nn.Module) -> dict[str, object]:
     }
 
 
-def set_numbers(model: nn.Module, values: Mapping[str, Any]) -> None:
+def set_numbers(model: nn.Module, values: Mapping[str, object]) -> None:
     """Let modules keep these values, by full name, where they are of this model."""
     modules = dict(model.named_modules())
     for full, value in values.items():
@@ -131,7 +131,7 @@ def set_numbers(model: nn.Module, values: Mapping[str, Any]) -> None:
             setattr(modules[prefix], name, value)
 
 
-def _copies(module: nn.Module) -> list[tuple[str, Any]]:
+def _copies(module: nn.Module) -> list[tuple[str, object]]:
     return [(name, copy) for name, (_, copy) in attributes(module).items()]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,12 +14,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.check import say
-from lockstep.check.chunks import Chunks, shapes_of
-from lockstep.check.collect import Collector
 from lockstep.check.compare import Comparison, Rounded, compare, tolerance_of
 from lockstep.check.observe import observed
-from lockstep.check.passes import ComparedBatch, PassResult, in_full_precision, run_pass
-from lockstep.check.reference import Live, Reference
+from lockstep.check.passes import Chunks, ComparedBatch, PassResult, in_full_precision, run_pass, shapes_of
+from lockstep.check.reference import Collector, Live, Reference
 from lockstep.check.snapshot import Snapshot, numbers
 from lockstep.comm.collectives import Communicator
 from lockstep.errors import LockstepError, UsageError
@@ -101,11 +98,7 @@ class Verification:
         """
         if self._is_running or not torch.is_grad_enabled() or not self._counts():
             return
-        self._is_running = True
-        try:
-            self._verify(batch)
-        finally:
-            self._is_running = False
+        self._verify(batch)
 
     def _follows_settings(self, prepared: ParallelModel | None) -> TypeGuard[PipelinedModel]:
         """Other pipelines do not hear of what one of them has derived."""
@@ -116,17 +109,17 @@ class Verification:
         )
 
     def _after_derivation(
-        self, args: Sequence[object], kwargs: dict[str, object], loss_function: Any, targets: Sequence[object]
+        self,
+        args: Sequence[object],
+        kwargs: dict[str, object],
+        loss_function: Callable[..., Tensor] | None,
+        targets: Sequence[object],
     ) -> None:
         """Verify with this batch, as what its settings mean was not known before. Collective."""
         if self._is_running or self._has_ended:
             return
         self._is_due = True
-        self._is_running = True
-        try:
-            self._verify(ComparedBatch(args, kwargs, loss_function, targets))
-        finally:
-            self._is_running = False
+        self._verify(ComparedBatch(args, kwargs, loss_function, targets))
 
     def _counts(self) -> bool:
         interval = self._setup.interval
@@ -136,6 +129,13 @@ class Verification:
         return self._is_due
 
     def _verify(self, batch: ComparedBatch) -> None:
+        self._is_running = True  # the forwards that are compared are calls, too
+        try:
+            self._verify_now(batch)
+        finally:
+            self._is_running = False
+
+    def _verify_now(self, batch: ComparedBatch) -> None:
         assert self._prepared is not None
         model = self._prepared.plain
         if not self._collector.is_ready(self._prepared):
@@ -166,7 +166,8 @@ class Verification:
         """The second time only to see where a difference begins; everything is put back."""
         snapshot = Snapshot(model)
         before = numbers(model)
-        with self._apart(model), _restored(snapshot), BeforeWrites(snapshot.before_write):
+        with self._apart(model), ExitStack() as undo, BeforeWrites(snapshot.before_write):
+            undo.callback(snapshot.restore)
             live = self._collector.live(model, snapshot)
             comparison, reason = self._compared(model, batch, chunks, live, before, look=False)
             if self._shared([comparison is not None and bool(comparison.differences)])[0]:
@@ -206,7 +207,7 @@ class Verification:
         if whole is None:
             return None, ""
         dtypes = {gradient.dtype for gradient in whole.gradients.values()}
-        tolerance = tolerance_of(dtypes, (self._setup.half is not None))
+        tolerance = tolerance_of(dtypes, self._setup.half is not None)
         return compare(split, whole, digests, ranks, tolerance, self._rounded(batch, live)), ""
 
     # The two passes -----------------------------------------------------------------------------------
@@ -241,10 +242,11 @@ class Verification:
         except Exception as error:  # whatever a user's forward raises once it is split
             if failure.is_consequence(error):
                 raise
-            if (refusal := _refusal_in(error)) is not None:  # torch's schedules wrap what a stage raises
-                raise refusal from error
-            setup, cause = self._setup, _first_cause(error)
-            name = module_noted(error) or _module_of(cause, model)
+            for cause in say.causes_of(error):
+                if isinstance(cause, LockstepError):  # torch's schedules wrap what a stage raises
+                    raise cause from error
+            setup, cause = self._setup, say.causes_of(error)[-1]
+            name = module_noted(error) or say.module_of(cause, model)
             raise UsageError(say.cannot_run(self._name, setup.parallel, setup.axes, cause, name)) from error
         result.observed = seen
         return result
@@ -257,7 +259,7 @@ class Verification:
             with _threads_of_all(self._communicator.runtime):
                 result = self._reference.run(batch, live, self._setup.device, self._without_chance, look)
         except Exception as error:  # whatever a user's forward raises
-            return None, f"the whole model raises {type(error).__name__} on rank 0: {_line(error)}."
+            return None, f"the whole model raises {type(error).__name__} on rank 0: {say.line_of(error)}."
         return (result, "") if result.gradients else (None, "no gradient comes of its outputs.")
 
     def _rounded(self, batch: ComparedBatch, live: Live) -> Rounded | None:
@@ -317,7 +319,10 @@ class Verification:
         try:
             values = self._shared([(host.args, host.kwargs, host.targets)])
         except Exception as error:  # of pickle, or of what it pickles
-            return batch, f"its batch cannot be sent to other ranks ({type(error).__name__}: {_line(error)})."
+            return (
+                batch,
+                f"its batch cannot be sent to other ranks ({type(error).__name__}: {say.line_of(error)}).",
+            )
         args, kwargs, targets = values[0]
         return ComparedBatch(args, kwargs, batch.loss_function, targets).detached(self._setup.device), ""
 
@@ -354,7 +359,9 @@ class _BeforeForward(UncopiedHook):
         self._verification = verification
 
     @torch_compile.disable
-    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, object] | None = None) -> None:
+    def __call__(
+        self, module: nn.Module, args: Sequence[object], kwargs: dict[str, object] | None = None
+    ) -> None:
         if kwargs is not None:  # else a pipeline's train_step, which is verified with its loss
             self._verification.before_call(ComparedBatch(args, kwargs))
 
@@ -369,40 +376,3 @@ def _threads_of_all(runtime: Runtime) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _restored(snapshot: Snapshot) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        snapshot.restore()
-
-
-def _refusal_in(error: BaseException) -> LockstepError | None:
-    while error.__cause__ is not None:
-        error = error.__cause__
-        if isinstance(error, LockstepError):
-            return error
-    return None
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def _module_of(error: BaseException, model: nn.Module) -> str | None:
-    """The innermost module whose method raised, as a text; of one that only other ranks hold, its class."""
-    names = {id(module): f"module '{name}'" for name, module in model.named_modules() if name}
-    found = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and not type(owner).__module__.startswith("lockstep."):
-            found = names.get(id(owner), f"a {type(owner).__name__}")
-    return found
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]

@@ -203,6 +203,6 @@ def follows_another(workers: Workers) -> bool:
 
 def states_of(pids: list[int]) -> dict[int, str]:
     """What the system says that processes of this machine do, for a coordinator elsewhere."""
-    from lockstep.observe.hang.process_state import state_of
+    from lockstep.observe.hang.ranks import state_of
 
     return {pid: state_of(pid) for pid in pids}

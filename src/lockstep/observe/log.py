@@ -1,4 +1,4 @@
-"""Loggers that know their rank: once per run, on every rank, or rank by rank."""
+"""Loggers and progress bars that know their rank: once per run, once per machine, on every rank, or rank by rank."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from lockstep.errors import ConfigError
 from lockstep.runtime import process
 
 if TYPE_CHECKING:
@@ -85,3 +86,25 @@ def _barrier() -> None:
     import torch.distributed as dist
 
     dist.barrier()
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> object:
+    """``tqdm.auto.tqdm(*args, **kwargs)``, disabled except on the local main process.
+
+    With ``main_process_only=False`` every process shows its bar. Without a started runtime this
+    process counts as the main one.
+
+    Raises:
+        ConfigError: when the first argument is a bool, which would be taken for an iterable.
+    """
+    from tqdm.auto import tqdm as bar
+
+    if args and isinstance(args[0], bool):
+        raise ConfigError(
+            f"The first argument of tqdm is {args[0]}, but must be the iterable. "
+            f"Write tqdm(..., main_process_only={args[0]})."
+        )
+    runtime = process.current()
+    if main_process_only and runtime is not None and not runtime.is_local_main:
+        kwargs["disable"] = True
+    return bar(*args, **kwargs)

@@ -15,6 +15,7 @@ from lockstep.config.handlers import ProfileKwargs
 from lockstep.config.options import Options
 from lockstep.config.values import suggestion
 from lockstep.errors import ConfigError
+from lockstep.observe.trackers.base import GeneralTracker
 from lockstep.observe.trackers.run import TrackerSet
 from lockstep.runtime.process import Runtime
 
@@ -87,7 +88,7 @@ def _activities(names: Sequence[str] | None) -> list[torch.profiler.ProfilerActi
     return [known[name] for name in names]
 
 
-def _schedule(options: dict[str, int] | None) -> Callable[..., Any] | None:
+def _schedule(options: dict[str, int] | None) -> Callable[[int], torch.profiler.ProfilerAction] | None:
     if options is None:
         return None
     try:
@@ -111,20 +112,23 @@ class TrackingMethods:
         return TrackerSet(self._log_with, self._options.project.logging_dir, self.runtime.is_main)
 
     @property
-    def trackers(self) -> list[Any]:
+    def trackers(self) -> list[GeneralTracker]:
         return self._trackers.trackers
 
     def init_trackers(
         self,
         project_name: str,
         config: dict[str, object] | None = None,
-        init_kwargs: dict[str, Any] | None = None,
+        init_kwargs: dict[str, dict[str, object]] | None = None,
     ) -> None:
         """Start the trackers named by ``log_with`` and store the run's configuration."""
         self._trackers.start(project_name, config, init_kwargs)
 
     def log(
-        self, values: dict[str, object], step: int | None = None, log_kwargs: dict[str, Any] | None = None
+        self,
+        values: dict[str, object],
+        step: int | None = None,
+        log_kwargs: dict[str, dict[str, object]] | None = None,
     ) -> None:
         """Send values to all trackers; on other ranks than 0 nothing happens.
 
@@ -144,6 +148,8 @@ class TrackingMethods:
         """The tracker of this name, or with ``unwrap`` its library's own run object."""
         return self._trackers.get(name, unwrap)
 
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
+    def profile(
+        self, profile_handler: ProfileKwargs | None = None
+    ) -> AbstractContextManager[torch.profiler.profile]:
         """``torch.profiler`` around the block."""
         return build_profiler(profile_handler or self._options.profile, self.runtime)

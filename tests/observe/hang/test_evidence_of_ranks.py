@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from lockstep.comm.call_check import CallCheck
 from lockstep.observe.hang.diagnosis import Finding, Silent, diagnose
 from lockstep.observe.hang.evidence import gather_evidence
-from lockstep.observe.hang.process_state import state_of
+from lockstep.observe.hang.ranks import state_of
 from lockstep.observe.hang.records import Evidence
 
 LOOK_AFTER_S = 0.15
@@ -141,7 +141,7 @@ def situations(folder: str) -> list[tuple[str, dict[str, Any], float, str]]:
     observed.run("objects", gather_objects, late(gather_objects))
     observed.run("recv", receive, late(lambda: dist.send(torch.ones(1), 0)))
     observed.run("irecv", receive_later, late(lambda: dist.send(torch.ones(1), 0)))
-    with mock.patch("lockstep.observe.hang.evidence.flight_recorder.traces", return_value=()):
+    with mock.patch("lockstep.observe.hang.evidence.c10d.recorder_traces", return_value=()):
         observed.run("unrecorded", enter_all_reduce, late(enter_all_reduce))
     pair = dist.new_group([0, 1])
 

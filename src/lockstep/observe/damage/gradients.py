@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import local
 from lockstep.config.values import join_names
-from lockstep.observe.damage.divergence import ranks_are
-from lockstep.observe.damage.pieces import autograd_leaves, local_parameters
+from lockstep.observe.damage.divergence import autograd_leaves, local_parameters, ranks_are
 from lockstep.parallel.parallel_model import ParallelModel
 
 
@@ -130,7 +129,7 @@ def any_not_finite(optimizer: Optimizer, communicator: Communicator | None) -> b
     Collective: one all-reduce of a number, and one wait for the device; a second of both where norms are infinite,
     which those of finite gradients may be. ``None``: look at this rank alone.
     """
-    gradients: list[Any] = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
     parts = [_dense(local(gradient)) for gradient in gradients if gradient is not None]
     norm = get_total_norm([_wide(part) for part in parts]) if parts else torch.zeros(())
     if not _on_any_rank(~norm.isfinite(), communicator):

@@ -3,6 +3,6 @@
 In every process: ``process`` (the one watch of it), ``worker`` (its threads, and the gate that holds the main thread
 at a step boundary), ``signals``; what it says of itself: ``evidence`` (torch's flight recorder) and ``stacks`` (where
 the user's code is), as ``records``. For all of them: ``coordinator``, which asks and decides, from ``ranks`` (what is
-known of each, and which are slow); ``stopping`` (the boundary at which all stop); ``diagnosis`` (who is to blame, in
-one sentence) from ``waits`` (who waits for whom), ``process_state``.
+known of each, which are slow, and the boundary at which all stop); ``diagnosis`` (who is to blame, in one sentence)
+from ``waits`` (who waits for whom).
 """

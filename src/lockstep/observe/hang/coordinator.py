@@ -9,14 +9,18 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from lockstep.errors import LinkError
 from lockstep.observe.hang.diagnosis import Ended, Finding, Silent, diagnose
-from lockstep.observe.hang.process_state import state_of
-from lockstep.observe.hang.ranks import WatchedRank, find_stragglers, integer_of
-from lockstep.observe.hang.records import Evidence
-from lockstep.observe.hang.stopping import CommonStop
+from lockstep.observe.hang.ranks import (
+    CommonStop,
+    WatchedRank,
+    WorkerConnection,
+    find_stragglers,
+    integer_of,
+    state_of,
+)
+from lockstep.observe.hang.records import Evidence, Message
 
 # A hang is to be named before HANG_AFTER: suspicion comes earlier, because asking and answering take time.
 SUSPICION_SHARE = 0.7
@@ -105,13 +109,13 @@ class Coordinator:
 
     # What the workers tell ---------------------------------------------------------------------------
 
-    def received(self, peer: Any, message: Mapping[str, Any]) -> None:
+    def received(self, peer: WorkerConnection, message: Message) -> None:
         """Take in one message of a worker. What does not make sense is left aside."""
         verb = str(message.get("kind", "")).partition(".")[2]
         if verb == "hello":
             self._hello(peer, message)
             return
-        rank = peer.data.get("rank")
+        rank = peer.data.get("rank", -1)
         state = self._ranks.get(rank)
         if state is None or state.peer is not peer:
             return  # of a round that is over
@@ -139,9 +143,9 @@ class Coordinator:
         elif verb == "bye":
             self._bye(rank, message)
 
-    def lost(self, peer: Any) -> None:
+    def lost(self, peer: WorkerConnection) -> None:
         """A worker's connection is gone: it ended, or is ending."""
-        rank = peer.data.get("rank")
+        rank = peer.data.get("rank", -1)
         if rank in self._ranks and self._ranks[rank].peer is peer:
             self._vanished[rank] = self._ranks.pop(rank)
             self._stop.settle()
@@ -155,7 +159,7 @@ class Coordinator:
         """By pid, of workers on other machines, as their launchers see them."""
         self._states = dict(states)
 
-    def _hello(self, peer: Any, message: Mapping[str, object]) -> None:
+    def _hello(self, peer: WorkerConnection, message: Message) -> None:
         rank = message.get("rank")
         if not isinstance(rank, int):
             return
@@ -169,13 +173,13 @@ class Coordinator:
             peer.send({"kind": "watch.left", "rank": other})
         self._stop.tell(state)
 
-    def _note_progress(self, state: WatchedRank, message: Mapping[str, object]) -> None:
+    def _note_progress(self, state: WatchedRank, message: Message) -> None:
         state.boundaries = max(
             state.boundaries, integer_of(message, "boundaries"), integer_of(message, "boundary")
         )
         state.steps = max(state.steps, integer_of(message, "steps"))
 
-    def _bye(self, rank: int, message: Mapping[str, Any]) -> None:
+    def _bye(self, rank: int, message: Message) -> None:
         """A rank ends its part of the run; after a failure the launcher finds out by itself."""
         try:
             last = Evidence.from_message(message["evidence"])

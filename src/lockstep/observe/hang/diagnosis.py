@@ -93,11 +93,7 @@ class Finding:
 SILENCE = {  # state -> cause, what it means, what to do; where ranks differ, the first counts
     "gone": ("silent", "has lost its process (it is gone", "See its output, and the kernel's log (OOM)."),
     "zombie": ("silent", "has ended and was not collected (a zombie", "See its output for the reason."),
-    "stopped": (
-        "stopped",
-        "is stopped (SIGSTOP or a debugger",
-        "Let it go on with `kill -CONT`, or end it.",
-    ),
+    "stopped": ("stopped", "is stopped (SIGSTOP or a debugger", "Let it go on with `kill -CONT`, or end it."),
     "running": (
         "spinning",
         "computes without answering: code that never lets go of Python's lock (the GIL",

@@ -15,13 +15,14 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from lockstep.observe.hang.records import MOST_PENDING, Evidence, PendingCollective
+from lockstep.comm.call_record import CheckedCall
+from lockstep.observe.hang.records import MOST_PENDING, Evidence, PendingCollective, SourceLine
 from lockstep.observe.hang.stacks import StackSummary, look_at
-from lockstep.torch_internals import c10d, flight_recorder
+from lockstep.torch_internals import c10d
 
 
 def gather_evidence(rank: int, host: str, step: int, idle_s: float, main_thread: int) -> Evidence:
@@ -54,6 +55,9 @@ def gather_evidence(rank: int, host: str, step: int, idle_s: float, main_thread:
     )
 
 
+Record: TypeAlias = Mapping[str, Any]
+"""An entry of a flight recorder, as JSON: another torch may have others."""
+
 DTYPES = {
     "Float": "float32",
     "Double": "float64",
@@ -83,7 +87,7 @@ def pending_collectives(seen: StackSummary) -> RecordedCollectives:
     """What this process has issued and not completed. Never raises."""
     if not (dist.is_available() and dist.is_initialized()):
         return RecordedCollectives()
-    names = group_names()
+    names = c10d.names_of_groups()
     ranks = {name: ranks_of(group) for group, name in names.items()}
     groups = {name: members for name, members in ranks.items() if members}
     entries = of_living_groups(recorded(), default_name(names))
@@ -109,16 +113,16 @@ def pending_collectives(seen: StackSummary) -> RecordedCollectives:
     return RecordedCollectives(tuple(pending), tuple(recent[-RECENT:]), completed, groups)
 
 
-def recorded() -> list[Mapping[str, object]]:
+def recorded() -> list[Record]:
     """The flight recorders' entries, oldest first; none where this torch has no recorder or it is off."""
-    entries: list[Mapping[str, Any]] = []
-    for trace in flight_recorder.traces():
+    entries: list[Record] = []
+    for trace in c10d.recorder_traces():
         found = trace.get("entries")
         entries += [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
     return sorted(entries, key=lambda one: one.get("time_created_ns") or 0)
 
 
-def of_living_groups(entries: list[Mapping[str, Any]], main: str) -> list[Mapping[str, object]]:
+def of_living_groups(entries: list[Record], main: str) -> list[Record]:
     """Without those of destroyed groups, which the recorder remembers. Groups are counted in ``pg_id``: what is older
     than the last main group, or than the last group of its name, is gone."""
     last: dict[str, int] = {}
@@ -129,12 +133,12 @@ def of_living_groups(entries: list[Mapping[str, Any]], main: str) -> list[Mappin
     return [one for one in entries if one.get("pg_id", -1) >= max(oldest, last[group_of(one)])]
 
 
-def group_of(entry: Mapping[str, Any]) -> str:
+def group_of(entry: Record) -> str:
     return str((entry.get("process_group") or [""])[0])
 
 
 def collective(
-    entry: Mapping[str, Any], seen: StackSummary, groups: Mapping[str, tuple[int, ...]]
+    entry: Record, seen: StackSummary, groups: Mapping[str, tuple[int, ...]]
 ) -> PendingCollective | None:
     """The entry of a recorder; None: it is none that ranks meet in."""
     try:
@@ -161,12 +165,12 @@ def peer_in(pair: str, ranks: tuple[int, ...]) -> int | None:
 
 
 def from_stack(
-    seen: StackSummary, names: Mapping[Any, str], last: Mapping[str, int], is_recorded: bool
+    seen: StackSummary, names: Mapping[object, str], last: Mapping[str, int], is_recorded: bool
 ) -> PendingCollective | None:
     """The operation in which the Python stack is, where no recorder knows it: a send on gloo, or a call that is
     being compared with those of the other ranks and so will have the next number."""
     if seen.checked is not None and not seen.checked.is_issued:
-        return checked_call(seen, last, is_recorded)
+        return checked_call(seen.checked, seen.place, last, is_recorded)
     if not seen.operation:
         return None
     return PendingCollective(
@@ -180,24 +184,21 @@ def from_stack(
     )
 
 
-def checked_call(seen: StackSummary, last: Mapping[str, int], is_recorded: bool) -> PendingCollective:
-    group = str(seen.checked.group)
+def checked_call(
+    call: CheckedCall, place: SourceLine | None, last: Mapping[str, int], is_recorded: bool
+) -> PendingCollective:
+    group = str(call.group)
     return PendingCollective(
-        operation=seen.checked.recorded_as,
+        operation=call.recorded_as,
         number=last.get(group, 0) + 1 if is_recorded else None,
         group=group,
-        sizes=seen.checked.sizes,
-        dtype=seen.checked.dtype,
-        place=seen.place,
+        sizes=call.sizes,
+        dtype=call.dtype,
+        place=place,
     )
 
 
-def group_names() -> dict[object, str]:
-    """Process group -> its name, as the flight recorder has it; empty where torch keeps them elsewhere."""
-    return c10d.names_of_groups()
-
-
-def default_name(names: Mapping[Any, str]) -> str:
+def default_name(names: Mapping[object, str]) -> str:
     return names.get(dist.group.WORLD, "")
 
 

@@ -25,7 +25,7 @@ from lockstep.runtime import failure, process
 from lockstep.runtime.failure import PREEMPTED, of_signal
 from lockstep.runtime.process import Runtime, check_same_versions
 from lockstep.runtime.step import StepClock
-from lockstep.torch_internals import dataloader, flight_recorder
+from lockstep.torch_internals import c10d, dataloader
 
 LOOPBACK = "127.0.0.1"
 CONNECT_LIMIT_S = 10.0
@@ -89,7 +89,7 @@ class ProcessWatch:
     def _start(self, runtime: Runtime, grace_s: float) -> None:
         client = self._connect(runtime)
         # A process alone is not asked where it stands.
-        for probe in (flight_recorder.probe, dataloader.probe) if client is not None else ():
+        for probe in (c10d.probe_recorder, dataloader.probe) if client is not None else ():
             try:
                 probe()
             except UsageError as error:  # nobody's numbers depend on it: stacks still tell where a rank is

@@ -1,4 +1,4 @@
-"""What the coordinator knows of each worker, and which of them hold up the others.
+"""What the coordinator knows of each worker, which of them hold up the others, and where all of them stop.
 
 In synchronous training all ranks' steps take equally long. What tells a slow rank is its local time: that of its step
 without the waits for other ranks.
@@ -7,14 +7,18 @@ without the waits for other ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
+
+from lockstep.observe.hang.records import Message
 
 
 class WorkerConnection(Protocol):
-    """One worker's connection."""
+    """One worker's connection; ``data`` has its ``rank``, once it has said that."""
+
+    data: dict[str, Any]
 
     def send(self, message: dict[str, object]) -> None: ...
 
@@ -49,7 +53,7 @@ class WatchedRank:
         """It has called ``end_training``: what it does now concerns nobody."""
         return self.done_at is not None
 
-    def take_heartbeat(self, message: Mapping[str, object], now: float) -> None:
+    def take_heartbeat(self, message: Message, now: float) -> None:
         """Take in a heartbeat."""
         ticks = integer_of(message, "ticks")
         if ticks != self.ticks:
@@ -62,13 +66,13 @@ class WatchedRank:
         self.local_s, self.step_s = seconds_of(message, "local_s"), seconds_of(message, "step_s")
 
 
-def integer_of(message: Mapping[str, object], name: str) -> int:
+def integer_of(message: Message, name: str) -> int:
     """An integer of 0 or more in a message; 0 where there is none."""
     value = message.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
 
 
-def seconds_of(message: Mapping[str, object], name: str) -> float:
+def seconds_of(message: Message, name: str) -> float:
     """A duration in a message; 0 where there is none."""
     value = message.get(name)
     return float(value) if isinstance(value, (int, float)) and 0 <= value < 1e9 else 0.0
@@ -106,3 +110,88 @@ def find_stragglers(local_s: Mapping[int, float], step_s: float) -> list[Straggl
         if seconds >= SLOWER * usual and seconds - usual >= SHARE_OF_STEP * step_s:
             found.append(Straggler(rank, seconds / usual))
     return sorted(found, key=lambda one: (-one.ratio, one.rank))
+
+
+WORDS = {
+    "stopped": "stopped",
+    "tracing-stop": "stopped",
+    "running": "running",
+    "sleeping": "sleeping",
+    "idle": "sleeping",
+    "disk-sleep": "uninterruptible",
+    "zombie": "zombie",
+    "dead": "gone",
+}
+
+
+def state_of(pid: int) -> str:
+    """``running``, ``sleeping``, ``stopped``, ``uninterruptible``, ``zombie``, ``gone`` or ``unknown``."""
+    import psutil  # when something is wrong, not before
+
+    try:
+        return WORDS.get(psutil.Process(pid).status(), "unknown")
+    except psutil.NoSuchProcess:
+        return "gone"
+    except psutil.Error:
+        return "unknown"
+
+
+# Stopping together ------------------------------------------------------------------------------------
+
+
+class CommonStop:
+    """One stop of one set of workers: all at one step boundary, or at once where none of them has made a step.
+
+    The order of messages: ``stop`` to every rank; each closes its gate and answers ``passed`` with the boundary that it
+    passed last; then ``target``, the first boundary that none has passed, to every rank. Where no rank has made an
+    optimizer step, there is nothing to save: ``stop_now`` instead.
+
+    Args:
+        running: The ranks that have not ended.
+        anyone_came: Whether any rank was ever there.
+
+    Attributes:
+        cause: A signal's name; None: nobody has asked.
+        nothing_begun: It was asked for before any rank had made a step, so that all may end at once.
+    """
+
+    def __init__(
+        self, running: Callable[[], Collection[WatchedRank]], anyone_came: Callable[[], bool]
+    ) -> None:
+        self._running = running
+        self._anyone_came = anyone_came
+        self._target: int | None = None
+        self.cause: str | None = None
+        self.nothing_begun = False
+
+    def request(self, cause: str) -> None:
+        """Have all ranks stop; asking again changes nothing."""
+        if self.cause is not None:
+            return
+        self.cause = cause
+        for state in self._running():
+            self.tell(state)
+        self.settle()
+
+    def tell(self, state: WatchedRank) -> None:
+        """Tell a rank, if a stop is wanted; one that comes later hears of it then."""
+        if self.nothing_begun:
+            state.peer.send({"kind": "watch.stop_now"})
+        elif self.cause is not None:
+            state.peer.send({"kind": "watch.stop", "cause": self.cause})
+
+    def settle(self) -> None:
+        """Once every rank holds before its next boundary, name the one at which all stop."""
+        if self.cause is None or self._target is not None or self.nothing_begun:
+            return
+        running = self._running()
+        if any(state.passed is None for state in running) or (not running and self._anyone_came()):
+            return
+        if not any(state.passed or state.steps for state in running):
+            self.nothing_begun = True
+            for state in running:
+                self.tell(state)
+            return
+        self._target = 1 + max(state.passed or 0 for state in running)
+        for state in running:
+            state.peer.send({"kind": "watch.target", "boundary": self._target})

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from lockstep.errors import LinkError
+
+Message: TypeAlias = Mapping[str, Any]
+"""An object of JSON that came over the network: what is in it is checked where it is read."""
 
 MOST_PENDING = 16
 LONGEST_TEXT = 512
@@ -88,7 +91,7 @@ class Evidence:
         return asdict(self)
 
     @staticmethod
-    def from_message(message: Mapping[str, object]) -> Evidence:
+    def from_message(message: Message) -> Evidence:
         """The evidence in a message that came over the network; texts are cut to their greatest lengths.
 
         Raises:
@@ -103,7 +106,7 @@ class Evidence:
             ) from None
 
 
-def _evidence(message: Mapping[str, object]) -> Evidence:
+def _evidence(message: Message) -> Evidence:
     return Evidence(
         rank=_integer(message["rank"]),
         host=_text(message["host"]),
@@ -124,7 +127,7 @@ def _evidence(message: Mapping[str, object]) -> Evidence:
     )
 
 
-def _place(value: Any) -> SourceLine | None:
+def _place(value: Message | None) -> SourceLine | None:
     if value is None:
         return None
     return SourceLine(
@@ -132,7 +135,7 @@ def _place(value: Any) -> SourceLine | None:
     )
 
 
-def _collective(value: Any) -> PendingCollective:
+def _collective(value: Message) -> PendingCollective:
     return PendingCollective(
         operation=_text(value["operation"]),
         number=None if value["number"] is None else _integer(value["number"]),
@@ -164,7 +167,7 @@ def _text(value: object, longest: int = LONGEST_TEXT) -> str:
     return "".join(one if one.isprintable() or one in kept else "?" for one in value[:longest])
 
 
-def _list(value: object) -> Sequence[object]:
+def _list(value: object) -> Sequence[Any]:
     if not isinstance(value, (list, tuple)) or len(value) > 65536:
         raise TypeError(f"{type(value).__name__} instead of a list")
     return value

@@ -8,13 +8,14 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
 
 import torch
 
 from lockstep.comm.call_check import compared_in
+from lockstep.comm.call_record import CheckedCall
 from lockstep.observe.hang.records import LONGEST_STACK, SourceLine
 from lockstep.torch_internals import compile as torch_compile
 from lockstep.torch_internals import dataloader
@@ -53,9 +54,9 @@ class StackSummary:
     waits: bool = True
     call: str = ""
     operation: str = ""
-    group: Any = None
+    group: object = None
     peer: int | None = None
-    checked: Any = None
+    checked: CheckedCall | None = None
 
 
 def look_at(thread: int) -> StackSummary:
@@ -196,7 +197,7 @@ def loader_wait(below: Sequence[FrameType]) -> str:
     return ""
 
 
-def describe_workers(workers: Sequence[Any], most: int = 8) -> str:
+def describe_workers(workers: Sequence[BaseProcess], most: int = 8) -> str:
     """ "pids 12, 13", and after a pid its state if that is the reason to wait: "pids 12 (stopped), 13 (dead)"."""
     pids = [one.pid for one in workers if one.pid is not None]
     states = {pid: PROCESS_STATES.get(state_letter(pid), "") for pid in pids}

@@ -14,12 +14,11 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 from lockstep.control.client import Client
 from lockstep.errors import LinkError
 from lockstep.observe.hang.evidence import gather_evidence
-from lockstep.observe.hang.records import Evidence
+from lockstep.observe.hang.records import Evidence, Message
 from lockstep.runtime import failure
 from lockstep.runtime.failure import HANG, PREEMPTED, STOP_SIGNALS, Departures, of_signal
 from lockstep.runtime.step import StepClock
@@ -223,9 +222,10 @@ class WorkerWatch:
             if message is not None:
                 self._obey(str(message.get("kind", "")).partition(".")[2], message)
 
-    def _obey(self, verb: str, message: dict[str, Any]) -> None:
+    def _obey(self, verb: str, message: Message) -> None:
         if verb == "explain":
-            self._explain(message.get("question"))
+            question, evidence = message.get("question"), self._evidence().to_message()
+            self._tell("evidence", question=question, evidence=evidence)
         elif verb == "stop":
             boundary = self.gate.close(str(message.get("cause", "a signal")))
             self._tell("passed", boundary=boundary, steps=self._clock.steps)
@@ -239,9 +239,6 @@ class WorkerWatch:
             os._exit(PREEMPTED)
         elif verb == "end":
             os._exit(HANG)
-
-    def _explain(self, question: object) -> None:
-        self._tell("evidence", question=question, evidence=self._evidence().to_message())
 
     def _evidence(self) -> Evidence:
         return gather_evidence(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lockstep.errors import UsageError
 from lockstep.runtime import process
 
-Method = TypeVar("Method", bound=Callable[..., Any])
+Method = TypeVar("Method", bound=Callable[..., object])
 
 REQUIRED = ("name", "requires_logging_directory", "tracker")
 
@@ -18,7 +18,7 @@ def on_main_process(function: Method) -> Method:
     """Make a tracker's method do nothing on other ranks, unless its ``main_process_only`` is False."""
 
     @functools.wraps(function)
-    def method(self: Any, *args: object, **kwargs: object) -> Any:
+    def method(self: GeneralTracker, *args: object, **kwargs: object) -> object:
         runtime = process.current()
         if getattr(self, "main_process_only", False) and runtime is not None and not runtime.is_main:
             return None
@@ -93,7 +93,7 @@ class BlankTracker(GeneralTracker):
     def __setitem__(self, key: object, value: object) -> None:
         pass
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return iter(())
 
     def __enter__(self) -> BlankTracker:

@@ -10,7 +10,8 @@ import os
 import warnings
 from typing import Any
 
-from lockstep.errors import MissingExtraError
+from lockstep.config.sources import inherited_environment
+from lockstep.errors import MissingExtraError, UsageError
 from lockstep.observe.trackers.base import GeneralTracker, on_main_process, plain
 from lockstep.runtime.available import is_available
 
@@ -71,7 +72,7 @@ class _RunTracker(HostedTracker):
         self.module.config.update(values, allow_val_change=True)
 
     @on_main_process
-    def log(self, values: dict[str, object], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
         self.run.log(values, step=step, **kwargs)
 
     @on_main_process
@@ -107,7 +108,7 @@ class WandBTracker(_RunTracker, TableTracker):
 
     name, package, extra = "wandb", "wandb", "wandb"
 
-    def send_table(self, name: str, content: dict[str, Any], step: int | None, **kwargs: object) -> None:
+    def send_table(self, name: str, content: dict[str, object], step: int | None, **kwargs: object) -> None:
         self.run.log({name: self.module.Table(**content)}, step=step, **kwargs)
 
 
@@ -138,7 +139,7 @@ class CometMLTracker(HostedTracker):
         self.run.log_parameters(values)
 
     @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
+    def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
         if step is not None:
             self.run.set_step(step)
         for key, value in plain(values).items():
@@ -212,7 +213,7 @@ class DVCLiveTracker(HostedTracker):
 
     name, package, extra = "dvclive", "dvclive", "dvclive"
 
-    def __init__(self, run_name: str | None = None, live: object = None, **kwargs: Any) -> None:
+    def __init__(self, run_name: str | None = None, live: object = None, **kwargs: object) -> None:
         super().__init__(run_name, **kwargs)
         self.run = live
 
@@ -222,7 +223,7 @@ class DVCLiveTracker(HostedTracker):
             self.run = self.module.Live(**self.init_kwargs)
 
     @property
-    def live(self) -> Any:
+    def live(self) -> object:
         return self.run
 
     @on_main_process
@@ -230,7 +231,7 @@ class DVCLiveTracker(HostedTracker):
         self.run.log_params(values)
 
     @on_main_process
-    def log(self, values: dict[str, object], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
         if step is not None:
             self.run.step = step
         for key, value in plain(values).items():
@@ -249,3 +250,70 @@ class DVCLiveTracker(HostedTracker):
     @on_main_process
     def finish(self) -> None:
         self.run.end()
+
+
+class ClearMLTracker(TableTracker):
+    """ClearML; ``kwargs`` go to ``Task.init``. A task that the script opened itself is used and left open."""
+
+    name, package, extra = "clearml", "clearml", "clearml"
+
+    @on_main_process
+    def start(self) -> None:
+        task = self.module.Task.current_task()
+        self.borrowed = bool(task)
+        if not self.borrowed:
+            environment = inherited_environment()
+            names = {
+                "project_name": environment.get("CLEARML_PROJECT", self.run_name),
+                "task_name": environment.get("CLEARML_TASK", self.run_name),
+            }
+            task = self.module.Task.init(**{**names, **self.init_kwargs})
+        self.run = task
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, object]) -> Any:
+        return self.run.connect_configuration(values)
+
+    @on_main_process
+    def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
+        """``eval_``, ``test_`` and ``train_`` at the front of a name choose the series (default train)."""
+        logger = self.run.get_logger()
+        for key, value in plain(values).items():
+            if not isinstance(value, (int, float)):
+                self.leave_out(key, value, "numbers")
+            elif step is None:
+                logger.report_single_value(name=key, value=value, **kwargs)
+            else:
+                title, series = self._title_and_series(key)
+                logger.report_scalar(title=title, series=series, value=value, iteration=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
+        """``values``: name -> array or PIL image."""
+        for key, image in values.items():
+            title, series = self._title_and_series(key)
+            self.run.get_logger().report_image(
+                title=title, series=series, iteration=step, image=image, **kwargs
+            )
+
+    def send_table(self, name: str, content: dict[str, Any], step: int | None, **kwargs: object) -> None:
+        columns, data, dataframe = content.values()
+        if dataframe is None and data is None:
+            raise UsageError("log_table got neither data nor dataframe. Pass one of them.")
+        rows = dataframe if dataframe is not None else [columns, *(data or [])] if columns else data
+        title, series = self._title_and_series(name)
+        self.run.get_logger().report_table(
+            title=title, series=series, table_plot=rows, iteration=step, **kwargs
+        )
+
+    @on_main_process
+    def finish(self) -> None:
+        if not self.borrowed:
+            self.run.close()
+
+    @staticmethod
+    def _title_and_series(name: str) -> tuple[str, str]:
+        for series in ("eval", "test", "train"):
+            if name.startswith(series + "_"):
+                return name[len(series) + 1 :], series
+        return name, "train"

@@ -12,7 +12,7 @@ from lockstep.config.values import suggestion
 from lockstep.errors import ConfigError, MissingExtraError, UsageError
 from lockstep.observe.trackers import hosted, local
 from lockstep.observe.trackers.base import BlankTracker, GeneralTracker, check_complete
-from lockstep.observe.trackers.clearml import ClearMLTracker
+from lockstep.observe.trackers.hosted import ClearMLTracker
 from lockstep.observe.trackers.mlflow import MLflowTracker
 from lockstep.runtime.available import is_available
 
@@ -138,7 +138,7 @@ class TrackerSet:
     def start(
         self,
         project_name: str,
-        config: dict[str, Any] | None = None,
+        config: dict[str, object] | None = None,
         init_kwargs: dict[str, dict[str, object]] | None = None,
     ) -> None:
         """Open a run named ``project_name`` in each tracker and store ``config`` as its hyperparameters.
