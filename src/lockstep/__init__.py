@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__version__ = "1.0.0"
+__version__ = "0.1.0"
 
 _HOME = {
     "Accelerator": "lockstep.accelerator",
@@ -16,7 +16,7 @@ _HOME = {
     "BoundedStaleness": "lockstep.parallel.asynchronous.stale",
     "CheckpointError": "lockstep.errors",
     "cpu_offload": "lockstep.offload.dispatch.dispatch",
-    "cpu_offload_with_hook": "lockstep.offload.dispatch.model_hook",
+    "cpu_offload_with_hook": "lockstep.offload.dispatch.module_hooks",
     "DamageChecks": "lockstep.config.handlers",
     "DamageError": "lockstep.errors",
     "DataLoaderConfiguration": "lockstep.config.handlers",
@@ -46,7 +46,7 @@ _HOME = {
     "set_seed": "lockstep.runtime.seed",
     "skip_first_batches": "lockstep.data.skip",
     "synchronize_rng_states": "lockstep.runtime.seed",
-    "tqdm": "lockstep.observe.progress",
+    "tqdm": "lockstep.observe.log",
 }
 
 # Scripts write ``lockstep.utils.set_seed`` after a plain ``import lockstep``.

@@ -19,7 +19,7 @@ from lockstep.errors import NoCheckpointError as NoCheckpointError
 from lockstep.launch.functions import debug_launcher as debug_launcher
 from lockstep.launch.functions import notebook_launcher as notebook_launcher
 from lockstep.observe.log import get_logger as get_logger
-from lockstep.observe.progress import tqdm as tqdm
+from lockstep.observe.log import tqdm as tqdm
 from lockstep.parallel.asynchronous.diloco import DiLoCo as DiLoCo
 from lockstep.parallel.asynchronous.local_sgd import LocalSGD as LocalSGD
 from lockstep.parallel.asynchronous.stale import BoundedStaleness as BoundedStaleness

@@ -7,8 +7,7 @@ from lockstep.offload.dispatch.dispatch import (
     load_checkpoint_and_dispatch,
 )
 from lockstep.offload.dispatch.empty import init_empty_weights, init_on_device
-from lockstep.offload.dispatch.model_hook import cpu_offload_with_hook
-from lockstep.offload.dispatch.module_hooks import attach_layerwise_casting_hooks
+from lockstep.offload.dispatch.module_hooks import attach_layerwise_casting_hooks, cpu_offload_with_hook
 
 __all__ = [
     "attach_layerwise_casting_hooks",

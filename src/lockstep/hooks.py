@@ -1,17 +1,19 @@
 """Names that scripts import from ``accelerate.hooks``. Re-exports only."""
 
+from lockstep.offload.dispatch.align_hooks import (
+    AlignDevicesHook,
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+    attach_execution_device_hook,
+)
 from lockstep.offload.dispatch.dispatch import remove_hook_from_submodules
 from lockstep.offload.dispatch.module_hooks import (
-    AlignDevicesHook,
     CpuOffload,
     LayerwiseCastingHook,
     ModelHook,
     SequentialHook,
     UserCpuOffloadHook,
     add_hook_to_module,
-    attach_align_device_hook,
-    attach_align_device_hook_on_blocks,
-    attach_execution_device_hook,
     remove_hook_from_module,
 )
 

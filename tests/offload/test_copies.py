@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.offload.activations import beside_accelerator
-from lockstep.offload.copies import AtOnce, HostPool, SideStream, copies_of
+from lockstep.offload.copies import Copies, HostPool, SideStream, copies_of
 
 
 def noting_module(notes: list[Any]) -> SimpleNamespace:
@@ -68,16 +68,16 @@ def test_copies_run_on_the_side_and_memory_is_that_of_the_stream_that_computes(
 
 
 def test_devices_without_streams_copy_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(copies_of(torch.device("cpu")), AtOnce)
+    assert isinstance(copies_of(torch.device("cpu")), Copies)
     assert (
         beside_accelerator(torch.device("cpu")) is None and beside_accelerator(torch.device("meta")) is None
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
-    assert isinstance(copies_of(torch.device("mps")), AtOnce)
+    assert isinstance(copies_of(torch.device("mps")), Copies)
 
 
 def test_host_buffers_are_used_again_for_the_same_size() -> None:
-    pool = HostPool(AtOnce(torch.device("cpu")))
+    pool = HostPool(Copies(torch.device("cpu")))
     first, second = pool.take(8), pool.take(8)
     pool.give_back(first)
     assert pool.take(4) is not first

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -13,58 +13,69 @@ Event = Any
 """Stands for all work that a stream was given before."""
 
 
-class Copies(Protocol):
-    """A stream of copies beside the stream that computes. Only ``wait`` makes the host wait.
+class Copies:
+    """Copies to and from a device, done when they are given: to one without streams, and on the CPU itself.
 
-    ``computed``, ``compute_after`` and ``device_bytes`` may be called in any thread; they mean the stream that
-    was current in the thread that called ``follow`` last.
+    ``SideStream`` gives them to a stream beside the one that computes. There only ``wait`` makes the host wait, and
+    ``computed``, ``compute_after`` and ``device_bytes`` may be called in any thread: they mean the stream that was
+    current in the thread that called ``follow`` last.
     """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def follow(self) -> None:
         """The stream that is current in this thread is the one that computes."""
 
     def computed(self) -> Event:
         """All that the device was given to compute by now."""
+        return None
 
     def after(self, event: Event) -> None:
         """Copies that are given from now on run after ``event``."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Give the copy to the stream, between tensors of one shape and dtype, which must be kept until it is done."""
+        """Copy between tensors of one shape and dtype, which must be kept until it is done."""
+        target.copy_(source)
 
     def copied(self) -> Event:
         """All copies that were given by now."""
+        return None
 
     def compute_after(self, event: Event) -> None:
         """What is given to compute from now on runs after ``event``."""
 
-    def is_done(self, event: Event) -> bool: ...
+    def is_done(self, event: Event) -> bool:
+        return True
 
     def wait(self, event: Event) -> None:
         """Make the host wait for ``event``."""
 
     def reads(self, host: torch.Tensor) -> bool:
         """Whether copies from ``host`` run without the processor (it is pinned)."""
+        return True
 
     def host_bytes(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised host memory that ``reads`` is true of, as uint8."""
+        """Uninitialised host memory that ``reads`` is true of, uint8 [nbytes]."""
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def device_bytes(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised memory of the device, free once what computes by now is done, as uint8."""
+        """Uninitialised memory of the device, free once what computes by now is done, uint8 [nbytes]."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
 def copies_of(device: torch.device) -> Copies:
     """Copies to and from ``device``: on a side stream where it has streams, else at once."""
     if device.type != "cpu" and hasattr(torch.get_device_module(device), "Stream"):
         return SideStream(device)
-    return AtOnce(device)
+    return Copies(device)
 
 
-class SideStream:
+class SideStream(Copies):
     """Copies on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        super().__init__(device)
         self._module = torch.get_device_module(device)
         self._stream = self._module.Stream(device=device)
         self._computing = self._module.current_stream(device)
@@ -107,46 +118,6 @@ class SideStream:
     def device_bytes(self, nbytes: int) -> torch.Tensor:
         with self._module.stream(self._computing):  # whose memory the allocator reuses in its order
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-
-
-class AtOnce:
-    """Copies that are done when given: to a device without streams, and on the CPU itself."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def follow(self) -> None:
-        pass
-
-    def computed(self) -> Event:
-        return None
-
-    def after(self, event: Event) -> None:
-        pass
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
-
-    def copied(self) -> Event:
-        return None
-
-    def compute_after(self, event: Event) -> None:
-        pass
-
-    def is_done(self, event: Event) -> bool:
-        return True
-
-    def wait(self, event: Event) -> None:
-        pass
-
-    def reads(self, host: torch.Tensor) -> bool:
-        return True
-
-    def host_bytes(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-
-    def device_bytes(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
 class HostPool:

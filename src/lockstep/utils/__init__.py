@@ -3,11 +3,11 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lockstep.checkpoint.weights import INDEX as SAFE_WEIGHTS_INDEX_NAME
+from lockstep.checkpoint.weights import PICKLED_INDEX as WEIGHTS_INDEX_NAME
+from lockstep.checkpoint.weights import PICKLED_WEIGHTS as WEIGHTS_NAME
+from lockstep.checkpoint.weights import WEIGHTS as SAFE_WEIGHTS_NAME
 from lockstep.checkpoint.weights.model import save
-from lockstep.checkpoint.weights.names import INDEX as SAFE_WEIGHTS_INDEX_NAME
-from lockstep.checkpoint.weights.names import PICKLED_INDEX as WEIGHTS_INDEX_NAME
-from lockstep.checkpoint.weights.names import PICKLED_WEIGHTS as WEIGHTS_NAME
-from lockstep.checkpoint.weights.names import WEIGHTS as SAFE_WEIGHTS_NAME
 from lockstep.comm.functional import (
     broadcast,
     broadcast_object_list,
@@ -45,18 +45,18 @@ from lockstep.config.handlers import (
 )
 from lockstep.config.parallel import Parallel
 from lockstep.config.sources import clear_environment, patch_environment, str_to_bool
-from lockstep.observe.progress import tqdm
+from lockstep.observe.log import tqdm
 from lockstep.offload.device_map.infer import infer_auto_device_map
-from lockstep.offload.device_map.memory import get_balanced_memory, get_max_memory
-from lockstep.offload.device_map.placement import check_device_map
-from lockstep.offload.device_map.sizes import (
+from lockstep.offload.device_map.memory import (
     compute_module_sizes,
     compute_module_total_buffer_size,
+    get_balanced_memory,
     get_max_layer_size,
+    get_max_memory,
 )
-from lockstep.offload.device_map.ties import find_tied_parameters
+from lockstep.offload.device_map.placement import check_device_map, find_tied_parameters
 from lockstep.offload.dispatch.loading import load_checkpoint_in_model
-from lockstep.offload.dispatch.state import (
+from lockstep.offload.dispatch.storage import (
     align_module_device,
     get_state_dict_offloaded_model,
     has_offloaded_params,

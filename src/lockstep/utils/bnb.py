@@ -13,10 +13,11 @@ from torch import nn
 from lockstep.errors import ConfigError, UsageError
 from lockstep.offload.device_map.infer import infer_auto_device_map
 from lockstep.offload.device_map.memory import get_balanced_memory
-from lockstep.offload.device_map.ties import find_tied_parameters
+from lockstep.offload.device_map.placement import find_tied_parameters
+from lockstep.offload.dispatch.align_hooks import AlignDevicesHook
 from lockstep.offload.dispatch.empty import init_empty_weights
 from lockstep.offload.dispatch.loading import load_checkpoint_in_model
-from lockstep.offload.dispatch.module_hooks import AlignDevicesHook, add_hook_to_module
+from lockstep.offload.dispatch.module_hooks import add_hook_to_module
 from lockstep.utils.dataclasses import BnbQuantizationConfig
 from lockstep.utils.imports import is_4bit_bnb_available, is_8bit_bnb_available
 from lockstep.utils.modeling import set_module_tensor_to_device

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import operator
 
-from lockstep.checkpoint.weights.names import INDEX as SAFE_WEIGHTS_INDEX_NAME
-from lockstep.checkpoint.weights.names import PICKLED_INDEX as WEIGHTS_INDEX_NAME
-from lockstep.checkpoint.weights.names import PICKLED_WEIGHTS as WEIGHTS_NAME
-from lockstep.checkpoint.weights.names import WEIGHTS as SAFE_WEIGHTS_NAME
+from lockstep.checkpoint.weights import INDEX as SAFE_WEIGHTS_INDEX_NAME
+from lockstep.checkpoint.weights import PICKLED_INDEX as WEIGHTS_INDEX_NAME
+from lockstep.checkpoint.weights import PICKLED_WEIGHTS as WEIGHTS_NAME
+from lockstep.checkpoint.weights import WEIGHTS as SAFE_WEIGHTS_NAME
 from lockstep.offload.dispatch.module_hooks import UPCAST_LAYERS as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 
 MODEL_NAME = "pytorch_model"

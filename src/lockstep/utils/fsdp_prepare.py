@@ -102,7 +102,7 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
 
 def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: torch.device) -> Any:
     """``param_init_fn`` that gives tied weights one value again after it has made the second of them."""
-    from lockstep.offload.device_map.ties import find_tied_parameters
+    from lockstep.offload.device_map.placement import find_tied_parameters
 
     groups = find_tied_parameters(model)
     if not groups:

@@ -15,17 +15,17 @@ from lockstep.config.enums import DistributedType
 from lockstep.config.handlers import AutocastKwargs
 from lockstep.config.values import bytes_of
 from lockstep.offload.device_map.infer import first_fitting, infer_auto_device_map, partners
-from lockstep.offload.device_map.memory import get_balanced_memory, get_max_memory
-from lockstep.offload.device_map.placement import check_device_map
-from lockstep.offload.device_map.sizes import (
+from lockstep.offload.device_map.memory import (
     compute_module_sizes,
     compute_module_total_buffer_size,
     dtype_of,
+    get_balanced_memory,
     get_max_layer_size,
+    get_max_memory,
 )
-from lockstep.offload.device_map.ties import find_tied_parameters, like
+from lockstep.offload.device_map.placement import check_device_map, find_tied_parameters, like
 from lockstep.offload.dispatch.loading import load_checkpoint_in_model
-from lockstep.offload.dispatch.state import (
+from lockstep.offload.dispatch.storage import (
     align_module_device,
     get_state_dict_offloaded_model,
     has_offloaded_params,

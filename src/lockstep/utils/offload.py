@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.offload.dispatch.state import offload_state_dict
+from lockstep.offload.dispatch.storage import offload_state_dict
 from lockstep.offload.files.offload_folder import INDEX, index_of, regions_of
 from lockstep.offload.files.stored import FileRegion, MappedFiles, as_bytes, read
 

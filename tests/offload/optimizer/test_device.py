@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.offload.copies import AtOnce
+from lockstep.offload.copies import Copies
 from lockstep.offload.files.direct import region_of
 from lockstep.offload.optimizer.attach import offload_step
 from tests.offload.optimizer.test_offloaded import (
@@ -31,7 +31,7 @@ from tests.offload.optimizer.test_offloaded import (
 CPU = torch.device("cpu")
 
 
-class LateCopies(AtOnce):
+class LateCopies(Copies):
     """Copies as on a side stream that runs only when somebody waits for it: what nobody waits for never comes."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ def run(copies: Any, folder: Path | None, delayed: bool = False) -> Any:
 def test_windows_clipping_and_edited_parameters(place: str, tmp_path: Path) -> None:
     folder = tmp_path if place == "disk" else None
     plain = run(None, None)
-    for copies in (LateCopies(), AtOnce(CPU)):  # those that see every later change of their source, and none
+    for copies in (LateCopies(), Copies(CPU)):  # those that see every later change of their source, and none
         assert_same(plain, run(copies, folder))
     assert_same(run(None, None, delayed=True), run(LateCopies(), folder, delayed=True))
 
@@ -134,4 +134,4 @@ def test_copies_of_parameters_on_disk_move_the_bytes_of_the_formula(tmp_path: Pa
 
 def test_an_optimizer_that_looks_at_all_parameters_is_refused() -> None:
     with pytest.raises(UsageError, match="Cannot step it in host memory: LBFGS is not known"):
-        offload_step(torch.optim.LBFGS(Model().parameters()), [], copies=AtOnce(CPU))
+        offload_step(torch.optim.LBFGS(Model().parameters()), [], copies=Copies(CPU))

@@ -15,8 +15,7 @@ from torch import nn
 from lockstep.errors import OffloadError
 from lockstep.offload.files.direct import ALIGNMENT, OffloadFile, region_of
 from lockstep.offload.optimizer.attach import offload_step
-from lockstep.offload.optimizer.clipping import norm_of, scale_offloaded
-from lockstep.offload.optimizer.gradients import GradientFile
+from lockstep.offload.optimizer.gradients import GradientFile, norm_of, scale_offloaded
 from lockstep.offload.weights.attach import stop_streaming, stream_weights
 from lockstep.offload.weights.groups import find_weight_groups
 from tests.offload.optimizer.test_offloaded import Model, announce, assert_same, batches, loss_of, units_of
@@ -40,7 +39,7 @@ def test_accumulated_gradients_are_those_of_torch(tmp_path: Path) -> None:
             assert_same(gradients(plain), gradients(ours))
             assert all(region_of(p.grad) for p in stepped if p.grad is not None)
         if window == 0:
-            assert (file.bytes_read, file.bytes_written) == (2 * padded, 3 * padded)
+            assert (file.file.bytes_read, file.file.bytes_written) == (2 * padded, 3 * padded)
         for model in (plain, ours):
             model.blocks[0].linear.weight.grad.mul_(0.5)
             loss_of(model, next(batches())).backward()
@@ -105,11 +104,11 @@ def test_clipping_is_that_of_torch_to_the_last_bit(norm_type: float, max_norm: f
     file = GradientFile(ours.parameters(), tmp_path)
     for model in (plain, ours):
         loss_of(model, next(batches())).backward()
-    written = file.bytes_written
+    written = file.file.bytes_written
     expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
     assert torch.equal(expected, clip_offloaded(ours.parameters(), max_norm, norm_type))
     assert_same(gradients(plain), gradients(ours))
-    assert (file.bytes_written > written) == (max_norm < 1)
+    assert (file.file.bytes_written > written) == (max_norm < 1)
     ours.head.bias.grad.fill_(float("nan"))  # type: ignore[union-attr]
     assert clip_offloaded(ours.parameters(), max_norm, norm_type).isnan() or norm_type == float("inf")
 
@@ -136,7 +135,7 @@ def test_a_step_reads_gradients_from_their_file(tmp_path: Path) -> None:
             stepped = [p for p in model.parameters() if p.requires_grad and p is not model.unused]
             padded = sum(-(-p.numel() * 4 // ALIGNMENT) * ALIGNMENT for p in stepped)
             # Twice added to, twice clipped, twice stepped with; then once more added to.
-            assert file.bytes_read == (2 + 2 + 2 + 1) * padded
+            assert file.file.bytes_read == (2 + 2 + 2 + 1) * padded
         return result
 
     assert_same(run(False), run(True))

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.errors import OffloadError, UsageError
-from lockstep.offload.copies import AtOnce
+from lockstep.offload.copies import Copies
 from lockstep.offload.files import direct
 from lockstep.offload.files.direct import ALIGNMENT, region_of
 from lockstep.offload.optimizer.attach import HOOK_READS_NOTHING, offload_step
@@ -475,7 +475,7 @@ def test_nothing_stays_behind_when_all_is_dropped(tmp_path: Path) -> None:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters())
     gradients = GradientFile(model.parameters(), tmp_path)
-    step = offload_step(optimizer, units_of(model), tmp_path, copies=AtOnce(torch.device("cpu")))
+    step = offload_step(optimizer, units_of(model), tmp_path, copies=Copies(torch.device("cpu")))
     loss_of(model, next(batches())).backward()
     optimizer.step()
     step.wait()

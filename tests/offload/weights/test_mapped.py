@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.errors import OffloadError, UsageError
 from lockstep.offload.files import pages
-from lockstep.offload.files.pages import Pages, drop, map_file, populate
+from lockstep.offload.files.pages import Pages, map_file
 from lockstep.offload.weights.groups import WeightGroup, find_weight_groups
 from lockstep.offload.weights.mover import MappedMover
 from tests.offload.models import Blocks, map_weights
@@ -58,13 +58,13 @@ def test_files_that_cannot_be_mapped_are_refused(tmp_path: Path) -> None:
 def test_populated_pages_are_in_memory_and_dropped_ones_are_not(numbers, writable: bool) -> None:
     path, data = numbers
     tensor = map_file(path, writable)
-    drop(tensor)
+    Pages([tensor]).drop()
     assert resident_bytes(tensor) == 0
     part = tensor[10 * PAGE + 7 : 20 * PAGE + 7]
-    populate(part)
+    Pages([part]).populate()
     assert resident_bytes(part) == 11 * PAGE
     assert torch.equal(tensor, data)
-    drop(part)  # the first and the last page are not its own
+    Pages([part]).drop()  # the first and the last page are not its own
     assert resident_bytes(part) == 2 * PAGE
     assert resident_bytes(tensor) == 64 * PAGE - 9 * PAGE
     assert torch.equal(tensor, data)
@@ -73,7 +73,7 @@ def test_populated_pages_are_in_memory_and_dropped_ones_are_not(numbers, writabl
 def test_neighbours_count_as_one_range_and_gaps_are_not_touched(numbers) -> None:
     path, _ = numbers
     tensor = map_file(path)
-    drop(tensor)
+    Pages([tensor]).drop()
     halves = Pages([tensor[PAGE : PAGE + 100], tensor[PAGE + 100 : 3 * PAGE]])
     assert halves.nbytes == 2 * PAGE
     halves.populate()
@@ -81,7 +81,7 @@ def test_neighbours_count_as_one_range_and_gaps_are_not_touched(numbers) -> None
     halves.drop()
     assert resident_bytes(tensor[PAGE : 3 * PAGE]) == 0
     gap = Pages([tensor[PAGE : 2 * PAGE - 8], tensor[2 * PAGE : 3 * PAGE]])
-    populate(tensor)
+    Pages([tensor]).populate()
     gap.drop()
     assert resident_bytes(tensor) == 63 * PAGE
     strided = tensor[4 * PAGE : 8 * PAGE].view(4, PAGE).t()
@@ -95,9 +95,9 @@ def test_what_was_written_to_a_private_mapping_is_never_dropped(numbers) -> None
     tensor[5 * PAGE + 1] += 1
     tensor.data[9 * PAGE] += 1  # no version tells of this
     data[[5 * PAGE + 1, 9 * PAGE]] += 1
-    drop(tensor)
+    Pages([tensor]).drop()
     assert torch.equal(tensor, data)
-    drop(tensor)
+    Pages([tensor]).drop()
     assert resident_bytes(tensor) == 2 * PAGE
 
 
@@ -105,7 +105,7 @@ def test_what_was_written_to_a_shared_mapping_gets_into_the_file_when_dropped(nu
     path, data = numbers
     tensor = map_file(path, writable=True)
     tensor += 1
-    drop(tensor)
+    Pages([tensor]).drop()
     assert resident_bytes(tensor) == 0
     assert torch.equal(tensor, data + 1)
     assert path.read_bytes() == (data + 1).numpy().tobytes()
@@ -113,8 +113,8 @@ def test_what_was_written_to_a_shared_mapping_gets_into_the_file_when_dropped(nu
 
 def test_tensors_in_memory_are_left_alone() -> None:
     tensor = torch.arange(1 << 20)
-    populate(tensor)
-    drop(tensor)
+    Pages([tensor]).populate()
+    Pages([tensor]).drop()
     assert torch.equal(tensor, torch.arange(1 << 20))
     assert Pages([tensor, torch.empty(0), torch.empty(3, device="meta")]).nbytes == 0
 
@@ -151,9 +151,9 @@ def test_a_file_that_is_truncated_while_it_is_read_is_named_as_such(numbers) -> 
 def test_older_kernels_are_served_by_touching_each_page(numbers, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = numbers
     tensor = map_file(path)
-    drop(tensor)
+    Pages([tensor]).drop()
     monkeypatch.setattr(pages, "_POPULATE_READ", 12345)  # no kernel knows it
-    populate(tensor[: 32 * PAGE])
+    Pages([tensor[: 32 * PAGE]]).populate()
     assert resident_bytes(tensor[: 32 * PAGE]) == 32 * PAGE
 
 

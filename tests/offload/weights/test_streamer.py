@@ -185,10 +185,10 @@ def test_loading_waits_until_a_unit_is_ready() -> None:
     streamer = Streamer(units, mover, budget=30, ready=ready)
     streamer.forward_begins(units[0])
     streamer.forward_ended(units[0])
-    assert not streamer.is_loaded(units[1])
+    assert units[1] not in mover.loaded
     threading.Timer(0.05, may_go.set).start()
     streamer.forward_begins(units[1])
-    assert may_go.is_set() and streamer.is_loaded(units[1])
+    assert may_go.is_set() and units[1] in mover.loaded
     streamer.finish()
     assert asked == units and streamer.counters.waited_s > 0
     streamer.close()
@@ -214,21 +214,6 @@ def test_an_error_of_the_background_is_raised_where_its_unit_is_used() -> None:
         streamer.finish()
     mover.before_load = lambda unit: None
     run(streamer, units, mover)  # it goes on when the disk does
-    streamer.close()
-
-
-def test_changed_units_are_loaded_again() -> None:
-    units, mover = make_units(3), Recorder()
-    streamer = Streamer(units, mover, budget=30)
-    run(streamer, units, mover)
-    assert streamer.counters.loads == 3
-    streamer.invalidate(units[:2])
-    assert not any(map(streamer.is_loaded, units[:2])) and streamer.is_loaded(units[2])
-    run(streamer, units, mover)
-    assert streamer.counters.loads == 5
-    mover.cannot_release = {units[2]}
-    with pytest.raises(OffloadError, match="'block.2' have changed, but their copy is still in use"):
-        streamer.invalidate(units)
     streamer.close()
 
 

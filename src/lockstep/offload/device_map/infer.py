@@ -15,15 +15,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from lockstep.offload.device_map.memory import DeviceName, MaxMemory, get_max_memory
-from lockstep.offload.device_map.sizes import (
+from lockstep.offload.device_map.memory import (
+    DeviceName,
+    MaxMemory,
     NamedPart,
     class_names,
     compute_module_sizes,
     compute_module_total_buffer_size,
     get_max_layer_size,
+    get_max_memory,
 )
-from lockstep.offload.device_map.ties import find_tied_parameters
+from lockstep.offload.device_map.placement import find_tied_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -103,17 +105,23 @@ class _Filling:
         if not self._largest_names:
             self._find_largest()
         size = self.sizes.get(name, 0)
-        tied = [other for group in self._ties_across(name) for other in group if not _within(other, name)]
-        partners = self._partners(tied, self.waiting)
+        tied = [
+            other for group in ties_across(name, self.ties) for other in group if not _within(other, name)
+        ]
+        tied_parts = partners(tied, self.waiting)
         together = size + sum(
-            self.sizes.get(partner, 0) - self.sizes.get(other, 0) for other, (partner, _) in partners
+            self.sizes.get(partner, 0) - self.sizes.get(other, 0) for other, (partner, _) in tied_parts
         )
         device = self._devices[0]
         room = self._room(device)
         if room is None or together <= room:
-            self._place(name, [partner for _, (partner, _) in partners], together)
+            self._place(name, [partner for _, (partner, _) in tied_parts], together)
             return
-        if tied and size <= room and self._divide_a_partner(name, part, [partner for _, partner in partners]):
+        if (
+            tied
+            and size <= room
+            and self._divide_a_partner(name, part, [partner for _, partner in tied_parts])
+        ):
             return
         if size >= room and self._divide(name, part):
             return
@@ -148,7 +156,7 @@ class _Filling:
 
     def _divide(self, name: str, part: nn.Module | torch.Tensor) -> bool:
         """Let the children of a module wait instead of itself; False where it stays whole."""
-        if not self._is_divisible(part):
+        if not is_divisible(part, self.undivided):
             return False
         logger.log(self.level, "%s is divided.", name)
         self.waiting = _inside(name, part) + self.waiting
@@ -157,7 +165,7 @@ class _Filling:
 
     def _divide_a_partner(self, name: str, part: nn.Module | torch.Tensor, partners: list[NamedPart]) -> bool:
         for partner, partner_part in partners:
-            if self._is_divisible(partner_part):
+            if is_divisible(partner_part, self.undivided):
                 logger.log(self.level, "%s is divided.", partner)
                 index = [other for other, _ in self.waiting].index(partner)
                 self.waiting[index : index + 1] = _inside(partner, partner_part)
@@ -180,15 +188,6 @@ class _Filling:
     def _find_largest(self) -> None:
         modules = [(name, part) for name, part in self.waiting if isinstance(part, nn.Module)]
         self._largest, self._largest_names = get_max_layer_size(modules, self.sizes, self.undivided)
-
-    def _is_divisible(self, part: nn.Module | torch.Tensor) -> bool:
-        return is_divisible(part, self.undivided)
-
-    def _ties_across(self, name: str) -> list[list[str]]:
-        return ties_across(name, self.ties)
-
-    def _partners(self, tied: list[str], parts: list[NamedPart]) -> list[tuple[str, NamedPart]]:
-        return partners(tied, parts)
 
 
 def is_divisible(part: nn.Module | torch.Tensor, undivided: Collection[str]) -> bool:

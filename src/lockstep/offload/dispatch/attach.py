@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -75,9 +74,7 @@ def cross_devices(
         skip_keys: Names of keyword arguments, and of entries of outputs, that stay where they are.
     """
     crossing = _Model(main_device, skip_keys)
-    handles = [
-        model.register_forward_hook(crossing.after, with_kwargs=True, always_call=True),
-    ]
+    handles = [model.register_forward_hook(crossing.after, with_kwargs=True, always_call=True)]
     for name, device in devices.items():
         if name:
             module = model.get_submodule(name)
@@ -96,10 +93,10 @@ class _Inputs:
         self._skip_keys = skip_keys if isinstance(skip_keys, str) else list(skip_keys or ())
 
     @torch.compiler.disable
-    def __call__(self, module: nn.Module, args: object, kwargs: object) -> tuple[Any, Any]:
+    def __call__(self, module: nn.Module, args: object, kwargs: object) -> tuple[object, object]:
         return self.moved(args, kwargs)
 
-    def moved(self, args: object, kwargs: object) -> tuple[Any, Any]:
+    def moved(self, args: object, kwargs: object) -> tuple[object, object]:
         return send_to_device(args, self._device), send_to_device(
             kwargs, self._device, skip_keys=self._skip_keys
         )
@@ -114,13 +111,13 @@ class _Model:
         self._from: list[torch.device | None] = []  # one for each call that is under way
 
     @torch.compiler.disable
-    def before(self, module: nn.Module, args: object, kwargs: object) -> tuple[Any, Any]:
+    def before(self, module: nn.Module, args: object, kwargs: object) -> tuple[object, object]:
         tensors = (leaf for leaf in leaves((args, kwargs)).values() if isinstance(leaf, torch.Tensor))
         self._from.append(next((tensor.device for tensor in tensors), None))
         return self._inputs.moved(args, kwargs)
 
     @torch.compiler.disable
-    def after(self, module: nn.Module, args: object, kwargs: object, output: object) -> Any:
+    def after(self, module: nn.Module, args: object, kwargs: object, output: object) -> object:
         device = self._from.pop() if self._from else None
         if device is None or output is None:
             return output

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from lockstep.errors import ConfigError, UsageError
 from lockstep.offload.device_map.infer import infer_auto_device_map
-from lockstep.offload.device_map.memory import MaxMemory, budget_of, get_balanced_memory
-from lockstep.offload.device_map.placement import assign_placements, check_device_map, main_device_of
-from lockstep.offload.device_map.sizes import class_names
-from lockstep.offload.device_map.ties import undone_on_error
+from lockstep.offload.device_map.memory import MaxMemory, budget_of, class_names, get_balanced_memory
+from lockstep.offload.device_map.placement import (
+    assign_placements,
+    check_device_map,
+    main_device_of,
+    undone_on_error,
+)
 from lockstep.offload.dispatch.attach import attach, detach, is_dispatched
 from lockstep.offload.dispatch.loading import Path, load_checkpoint_in_model
 from lockstep.offload.dispatch.module_hooks import remove_hook_from_module
@@ -227,11 +231,10 @@ def cpu_offload(
         model,
         "cpu",
         execution_device,
-        offload_buffers,
-        preload_module_classes,
-        memory_budget,
-        state_dict,
-        None,
+        offload_buffers=offload_buffers,
+        state_dict=state_dict,
+        preload_module_classes=preload_module_classes,
+        memory_budget=memory_budget,
     )
 
 
@@ -253,11 +256,10 @@ def disk_offload(
         model,
         "disk",
         execution_device,
-        offload_buffers,
-        preload_module_classes,
-        memory_budget,
-        None,
-        offload_dir,
+        offload_dir=offload_dir,
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes,
+        memory_budget=memory_budget,
     )
 
 
@@ -267,29 +269,14 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
 
 
 def _offload(
-    model: nn.Module,
-    device: str,
-    execution_device: torch.device | str | int | None,
-    offload_buffers: bool,
-    preload_module_classes: Iterable[str] | None,
-    memory_budget: int | str | None,
-    state_dict: Mapping[str, torch.Tensor] | None,
-    offload_dir: Path | None,
+    model: nn.Module, device: str, execution_device: torch.device | str | int | None, **options: Any
 ) -> nn.Module:
+    """``dispatch_model`` with all on one device, of which the model does not tell."""
     if execution_device is None:
         first = next(iter(model.parameters()), None)
         execution_device = "cpu" if first is None or first.is_meta else first.device
     had_map = getattr(model, "hf_device_map", None)
-    dispatch_model(
-        model,
-        {"": device},
-        execution_device,
-        state_dict,
-        offload_dir,
-        offload_buffers=offload_buffers,
-        preload_module_classes=preload_module_classes,
-        memory_budget=memory_budget,
-    )
+    dispatch_model(model, {"": device}, execution_device, **options)
     if had_map is None:
         del model.hf_device_map
     else:

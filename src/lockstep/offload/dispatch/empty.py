@@ -12,7 +12,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from lockstep.offload.device_map.ties import like
+from lockstep.offload.device_map.placement import like
 
 
 @contextmanager

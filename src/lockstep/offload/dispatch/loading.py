@@ -13,15 +13,16 @@ from torch import nn
 
 from lockstep.config.values import join_names, repr_short
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.offload.device_map.memory import dtype_of, is_converted
 from lockstep.offload.device_map.placement import (
     CPU,
     TensorPlacement,
+    TensorRef,
     assign_placements,
     check_device_map,
     main_device_of,
+    tensor_refs,
 )
-from lockstep.offload.device_map.sizes import dtype_of, is_converted
-from lockstep.offload.device_map.ties import TensorRef, tensor_refs
 from lockstep.offload.files.checkpoint_files import stored_tensors
 from lockstep.offload.files.offload_folder import TensorToWrite, write_to_folder
 from lockstep.offload.files.stored import MappedFiles, Stored, converted, read

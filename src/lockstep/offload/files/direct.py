@@ -1,7 +1,8 @@
-"""Files of weights, gradients or optimizer state, read and written past the page cache."""
+"""Tensors in files that are read and written past the page cache, and are gone with the process."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -9,9 +10,9 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -142,7 +143,7 @@ class OffloadFile:
         _check_aligned(offset, buffer)
         if offset + buffer.numel() > self.nbytes:
             raise ValueError(f"{buffer.numel()} bytes at {offset} of an offload file of {self.nbytes}")
-        data = _memory(buffer)
+        data = buffer.numpy().data
         done = 0
         while done < len(data):
             try:
@@ -160,11 +161,6 @@ class OffloadFile:
             f"Could not {verb} {nbytes} bytes at {offset} of an offload file in {self.folder}: {why}. "
             "Check that disk, or offload to another folder."
         )
-
-
-def _memory(buffer: torch.Tensor) -> memoryview:
-    array: Any = buffer.numpy()
-    return memoryview(array)
 
 
 def _check_aligned(offset: int, buffer: torch.Tensor) -> None:
@@ -231,7 +227,7 @@ def _opened_directly(path: str, fd: int) -> int:
         return fd
     try:
         # Some file systems open it so, and then refuse to move anything or want a coarser alignment.
-        os.preadv(direct, [_memory(aligned_buffer(ALIGNMENT))], 0)
+        os.preadv(direct, [aligned_buffer(ALIGNMENT).numpy().data], 0)
     except OSError:
         os.close(direct)
         return fd
@@ -243,60 +239,81 @@ def _close(fd: int, direct: int) -> None:
         os.close(descriptor)
 
 
-BUFFER_BYTES = 8 * 2**20
+_AT_ONCE = 16 << 20
 
 
-class FileWriter:
-    """Collects bytes and writes them in large aligned parts; where the file system allows, directly.
+class FreedMemory:
+    """Returns freed memory to the system now and then.
 
-    As a context, of which leaving closes the file. The file is there already, with its full size.
+    glibc keeps freed tensors of up to 32 MiB, and often does not use them again for one of the same size, because of
+    its alignment. Without this, memory grows with every gradient and state that goes to disk.
     """
 
-    def __init__(self, path: str) -> None:
-        self._file = os.open(path, os.O_WRONLY)
-        try:
-            self._direct = os.open(path, os.O_WRONLY | getattr(os, "O_DIRECT", 0))
-        except OSError:
-            self._direct = os.dup(self._file)
-        self._buffer = aligned_buffer(BUFFER_BYTES)
-        self._filled = 0
-        self._offset = 0
+    def __init__(self) -> None:
+        self._trim = _trim_function()
+        self._nbytes = 0
 
-    def __enter__(self) -> FileWriter:
-        return self
+    def add(self, nbytes: int) -> None:
+        """So much was freed since the last call."""
+        self._nbytes += nbytes
+        if self._trim is not None and self._nbytes >= _AT_ONCE:
+            self._nbytes = 0
+            self._trim(0)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        os.close(self._direct)
-        os.close(self._file)
 
-    def write(self, data: torch.Tensor) -> None:
-        """Append bytes, uint8 [n]. Raises OSError."""
-        for part in data.split(BUFFER_BYTES):
-            while part.numel():
-                taken = part[: BUFFER_BYTES - self._filled]
-                self._buffer[self._filled : self._filled + taken.numel()].copy_(taken)
-                self._filled += taken.numel()
-                part = part[taken.numel() :]
-                if self._filled == BUFFER_BYTES:
-                    self._flush()
+def _trim_function() -> Callable[[int], object] | None:
+    """glibc's ``malloc_trim``, during which other threads run on; None elsewhere."""
+    try:
+        trim: Callable[[int], object] = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):
+        return None
+    return trim
 
-    def finish(self) -> None:
-        """Write what is left. Raises OSError."""
-        os.close(self._direct)
-        self._direct = os.dup(self._file)  # the last part is not aligned
-        self._flush()
 
-    def _flush(self) -> None:
-        data, done = memoryview(self._buffer.numpy())[: self._filled], 0  # type: ignore[arg-type]
-        while done < len(data):
-            try:
-                done += os.pwrite(self._direct, data[done:], self._offset + done)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                # Some file systems open a file so, but then write only what is aligned otherwise.
-                done += os.pwrite(self._file, data[done:], self._offset + done)
-        self._offset += done
-        self._filled = 0
+STAGING_BYTES = 16 * 2**20
+
+
+class OffloadedParameters:
+    """Tensors of one model in a file of their own, which is gone when the process is.
+
+    Args:
+        sizes: Bytes of each tensor that there will be room for.
+        folder: Where the file is made; on a file system with enough room for all of it.
+
+    Raises:
+        OffloadError: there is not enough room, or the folder cannot be written to.
+    """
+
+    def __init__(self, sizes: Iterable[int], folder: str | PathLike[str]) -> None:
+        self._file = OffloadFile(folder, sum(map(aligned, sizes)))
+        self._staging: torch.Tensor | None = None
+        self._freed = FreedMemory()
+
+    @property
+    def file(self) -> OffloadFile:
+        return self._file
+
+    @torch.no_grad()
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same values as a tensor that is mapped from the file; it is written past the page cache."""
+        if not tensor.numel():
+            return tensor
+        offset = self._file.place(aligned(tensor.nbytes))
+        self._write(offset, tensor)
+        self._freed.add(tensor.nbytes)  # what the caller has no more use for
+        return self._file.tensor(offset, tensor.shape, tensor.dtype)
+
+    def close(self) -> None:
+        """Let the staging buffer go; mapped tensors stay what they are."""
+        self._staging = None
+
+    def _write(self, offset: int, tensor: torch.Tensor) -> None:
+        if self._staging is None:
+            self._staging = aligned_buffer(STAGING_BYTES)
+        numbers = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        for start in range(0, numbers.numel(), STAGING_BYTES):
+            piece = numbers[start : start + STAGING_BYTES]
+            buffer = self._staging[: aligned(piece.numel())]
+            buffer[: piece.numel()].copy_(piece)
+            buffer[piece.numel() :].zero_()
+            self._file.write(offset + start, buffer)

@@ -17,15 +17,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
+from types import TracebackType
 
 import torch
 
 from lockstep.config.files import check_plain_file, read_plain_file
 from lockstep.config.values import repr_short
 from lockstep.errors import CheckpointError, OffloadError
-from lockstep.offload.device_map.sizes import dtype_of
-from lockstep.offload.files.direct import FileWriter
-from lockstep.offload.files.safetensors_file import METADATA, header_bytes, read_header
+from lockstep.offload.device_map.memory import dtype_of
+from lockstep.offload.files.checkpoint_files import METADATA, header_bytes, read_header
+from lockstep.offload.files.direct import aligned_buffer
 from lockstep.offload.files.stored import FileRegion, MappedFiles, as_bytes, read
 
 INDEX = "index.json"
@@ -255,3 +256,62 @@ def _unwritten(folder: str, needed: int, error: OSError) -> OffloadError:
         f"Nothing can be offloaded to {folder}: {error.strerror or error}. Name a folder on a local disk that this "
         "user may write to."
     )
+
+
+BUFFER_BYTES = 8 * 2**20
+
+
+class FileWriter:
+    """Collects bytes and writes them in large aligned parts; where the file system allows, directly.
+
+    As a context, of which leaving closes the file. The file is there already, with its full size.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_WRONLY)
+        try:
+            self._direct = os.open(path, os.O_WRONLY | getattr(os, "O_DIRECT", 0))
+        except OSError:
+            self._direct = os.dup(self._file)
+        self._buffer = aligned_buffer(BUFFER_BYTES)
+        self._filled = 0
+        self._offset = 0
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._direct)
+        os.close(self._file)
+
+    def write(self, data: torch.Tensor) -> None:
+        """Append bytes, uint8 [n]. Raises OSError."""
+        for part in data.split(BUFFER_BYTES):
+            while part.numel():
+                taken = part[: BUFFER_BYTES - self._filled]
+                self._buffer[self._filled : self._filled + taken.numel()].copy_(taken)
+                self._filled += taken.numel()
+                part = part[taken.numel() :]
+                if self._filled == BUFFER_BYTES:
+                    self._flush()
+
+    def finish(self) -> None:
+        """Write what is left. Raises OSError."""
+        os.close(self._direct)
+        self._direct = os.dup(self._file)  # the last part is not aligned
+        self._flush()
+
+    def _flush(self) -> None:
+        data, done = self._buffer.numpy().data[: self._filled], 0
+        while done < len(data):
+            try:
+                done += os.pwrite(self._direct, data[done:], self._offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # Some file systems open a file so, but then write only what is aligned otherwise.
+                done += os.pwrite(self._file, data[done:], self._offset + done)
+        self._offset += done
+        self._filled = 0

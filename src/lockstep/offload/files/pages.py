@@ -260,29 +260,11 @@ def map_file(path: str | PathLike[str], writable: bool = False) -> torch.Tensor:
     raise OffloadError(f"The file {path} is empty, so that there is nothing to map. Write it anew.")
 
 
-def populate(*tensors: torch.Tensor) -> None:
-    """Read the pages of mapped tensors from disk into memory; nothing happens to other tensors.
-
-    Raises:
-        OffloadError: a file was truncated, or cannot be read.
-    """
-    Pages(tensors).populate()
-
-
-def drop(*tensors: torch.Tensor) -> None:
-    """Let go the memory of mapped tensors; they are read from their files when next used.
-
-    Pages that other tensors share stay, and so do those that were written to where the file does not change with
-    them. Nothing happens to tensors that are not mapped.
-    """
-    Pages(tensors).drop()
-
-
 def read_ahead(*tensors: torch.Tensor) -> None:
     """Begin to read mapped tensors into memory in a thread, while others go on. Errors are left to who uses them."""
 
     def read() -> None:
         with suppress(OffloadError):
-            populate(*tensors)
+            Pages(tensors).populate()
 
     threading.Thread(target=read, name="reading-weights", daemon=True).start()

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -87,7 +87,7 @@ class MappedFiles:
             self._files[path] = map_file(path)
             self._mappings = None
         # Not a slice: with a storage of its own it can be saved and moved alone.
-        whole: Any = self._files[path].numpy()
+        whole = self._files[path].numpy()
         return torch.frombuffer(whole, dtype=dtype, count=prod(shape), offset=offset).view(shape)
 
     def pages(self, tensor: torch.Tensor) -> Pages:

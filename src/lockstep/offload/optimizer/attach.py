@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import UsageError
+from lockstep.model.changes import UncopiedHook
 from lockstep.offload.copies import Copies
 from lockstep.offload.optimizer.device import keep_on_host
 from lockstep.offload.optimizer.offloaded import OffloadedStep
@@ -45,12 +46,23 @@ def offload_step(
             f"The step of this {type(optimizer).__name__} is offloaded already. Prepare each optimizer once."
         )
     _refuse_replaced_step(optimizer)
-    offloaded = _Attached(optimizer, units, folder, delayed, device, copies)
+    offloaded = OffloadedStep(optimizer, units, folder, delayed, device, copies)
+    wait, before_load = WaitHook(offloaded.finish), WaitHook(offloaded.before_load)
+    modules = {id(module): module for unit in units for root in unit.modules for module in root.modules()}
+    for module in modules.values():
+        offloaded.at_close(module.register_state_dict_pre_hook(wait).remove)
+        offloaded.at_close(module.register_load_state_dict_pre_hook(before_load).remove)
+    offloaded.at_close(partial(_restore, optimizer, type(optimizer)))
     # A scheduler's note that the optimizer stepped, which ``_Offloaded.step`` takes itself.
     vars(optimizer).pop("step", None)
     optimizer.__class__ = _offloaded_class(type(optimizer))
     vars(optimizer)["_offloaded_step"] = offloaded
     return offloaded
+
+
+def _restore(optimizer: Optimizer, optimizer_class: type[Optimizer]) -> None:
+    if vars(optimizer).pop("_offloaded_step", None) is not None:
+        optimizer.__class__ = optimizer_class
 
 
 def _refuse_replaced_step(optimizer: Optimizer) -> None:
@@ -62,38 +74,7 @@ def _refuse_replaced_step(optimizer: Optimizer) -> None:
         )
 
 
-class _Attached(OffloadedStep):
-    """An ``OffloadedStep`` that stands in its optimizer's place, and hears of reads and loads of its modules."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        units: Sequence[WeightGroup],
-        folder: Path | None,
-        delayed: bool,
-        device: torch.device,
-        copies: Copies | None,
-    ) -> None:
-        super().__init__(optimizer, units, folder, delayed, device, copies)
-        self._handles: list[RemovableHandle] = []
-        wait = WaitHook(self.finish)
-        before_load = WaitHook(self.before_load)
-        modules = {id(module): module for unit in units for root in unit.modules for module in root.modules()}
-        for module in modules.values():
-            self._handles.append(module.register_state_dict_pre_hook(wait))
-            self._handles.append(module.register_load_state_dict_pre_hook(before_load))
-
-    def close(self) -> None:
-        try:
-            super().close()
-        finally:
-            for handle in self._handles:
-                handle.remove()
-            if vars(self._optimizer).pop("_offloaded_step", None) is not None:
-                self._optimizer.__class__ = self._class
-
-
-class WaitHook:
+class WaitHook(UncopiedHook):
     """A hook of a model that calls ``wait`` with nothing. In a copy of the model (deepcopy, pickle) it does nothing."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
@@ -102,18 +83,11 @@ class WaitHook:
     def __call__(self, *_: object) -> None:
         self._wait()
 
-    def __reduce__(self) -> Any:
-        return WaitHook, (_nothing,)
-
-
-def _nothing() -> None:
-    """There is no step to wait for."""
-
 
 class _Offloaded(Optimizer):
     """Mixed into the class of an optimizer whose step is offloaded."""
 
-    _offloaded_step: _Attached
+    _offloaded_step: OffloadedStep
 
     def step(self, closure: Callable[[], object] | None = None) -> Any:
         self._offloaded_step.finish()  # hooks, too, are to see the parameters after the step before

@@ -62,7 +62,7 @@ class HostSide:
         self, parameters: Iterable[torch.Tensor], device: torch.device, folder: Path | None, copies: Copies
     ) -> None:
         self._device = device.type
-        self._copies = copies
+        self.copies = copies
         self._pool = HostPool(copies)
         self._lock = threading.Lock()
         self._masters: dict[int, torch.Tensor] = {}
@@ -77,20 +77,23 @@ class HostSide:
                     f"A parameter of shape {tuple(parameter.shape)} is sharded over devices, and cannot be stepped in "
                     "host memory by itself. Offload parameters, too, or leave offload out."
                 )
-        self._file = OffloadFile(folder, sum(map(_nbytes, parameters))) if folder is not None else None
+        self.files: list[OffloadFile] = []
+        if folder is not None:
+            self.files.append(OffloadFile(folder, sum(aligned(p.nbytes) for p in parameters)))
         for parameter in parameters:
             self._add(parameter)
 
     def _add(self, parameter: torch.Tensor) -> None:
-        nbytes = _nbytes(parameter)
-        flat = self._copies.host_bytes(nbytes)
+        nbytes = aligned(parameter.nbytes)
+        flat = self.copies.host_bytes(nbytes)
         master = _like(flat, parameter).copy_(parameter.detach())
         if self._folder is not None and parameter.numel():
-            if self._file is None or self._file.free_bytes < nbytes:  # a group was added
-                self._file = OffloadFile(self._folder, nbytes)
-            offset = self._file.place(nbytes)
-            write_tensor(self._file, offset, master)
-            master = _like(self._file.tensor(offset, (nbytes,), torch.uint8), parameter)
+            if self.files[-1].free_bytes < nbytes:  # a group was added
+                self.files.append(OffloadFile(self._folder, nbytes))
+            file = self.files[-1]
+            offset = file.place(nbytes)
+            write_tensor(file, offset, master)
+            master = _like(file.tensor(offset, (nbytes,), torch.uint8), parameter)
         self._masters[id(parameter)] = master
         self._versions[id(parameter)] = torch_tensors.version(parameter)
         self._handles.append(parameter.register_post_accumulate_grad_hook(self._appeared))
@@ -99,18 +102,10 @@ class HostSide:
         """Whether a parameter is on this device."""
         return parameter.device.type == self._device
 
-    @property
-    def bytes_read(self) -> int:
-        return self._file.bytes_read if self._file is not None else 0
-
-    @property
-    def bytes_written(self) -> int:
-        return self._file.bytes_written if self._file is not None else 0
-
     def begin(self) -> None:
         """At ``step``, in the thread that computes: copies from now on come after what was computed by now."""
-        self._copies.follow()
-        self._copies.after(self._copies.computed())
+        self.copies.follow()
+        self.copies.after(self.copies.computed())
 
     @torch.no_grad()
     def master(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -133,8 +128,8 @@ class HostSide:
         gradient = parameter.grad
         if gradient is None or gradient.layout != torch.strided:
             return
-        self._copies.follow()
-        self._copies.after(self._copies.computed())
+        self.copies.follow()
+        self.copies.after(self.copies.computed())
         # What was copied of it in an earlier micro-batch is of no use; copies are made in order.
         self._drop_early(parameter)
         fetched = self._fetch(gradient.detach())
@@ -161,14 +156,14 @@ class HostSide:
 
     def _fetch(self, gradient: torch.Tensor) -> Fetched:
         with self._lock:
-            buffer = self._pool.take(_nbytes(gradient))
+            buffer = self._pool.take(aligned(gradient.nbytes))
         host = _like(buffer, gradient)
-        self._copies.copy(host, gradient)
-        return Fetched(host, self._copies.copied(), buffer)
+        self.copies.copy(host, gradient)
+        return Fetched(host, self.copies.copied(), buffer)
 
     def arrived(self, fetched: Fetched) -> torch.Tensor:
         """The gradient, when it is on the host."""
-        self._copies.wait(fetched.event)
+        self.copies.wait(fetched.event)
         return fetched.host
 
     def release(self, fetched: Fetched) -> None:
@@ -179,20 +174,12 @@ class HostSide:
     @torch.no_grad()
     def publish(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
         """Begin to copy a new value to the device. ``value`` must be kept until ``copied`` has come."""
-        self._copies.copy(parameter.data, value)
-
-    def copied(self) -> Event:
-        """All that was published by now."""
-        return self._copies.copied()
-
-    def wait(self, event: Event) -> None:
-        """Make this thread wait for copies."""
-        self._copies.wait(event)
+        self.copies.copy(parameter.data, value)
 
     def compute_after(self, event: Event) -> None:
         """Make the device wait for copies before what it is given to compute from now on."""
-        self._copies.follow()
-        self._copies.compute_after(event)
+        self.copies.follow()
+        self.copies.compute_after(event)
 
     def close(self) -> None:
         for handle in self._handles:
@@ -231,10 +218,6 @@ def take_kept(parameter: torch.Tensor, state: dict[str, object]) -> None:
             state[name] = value.to("cpu")
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return aligned(tensor.numel() * tensor.element_size())
-
-
-def _like(flat: torch.Tensor, tensor: torch.Tensor) -> Any:
+def _like(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape, dtype and order of dimensions in given bytes."""
     return view_of(flat, tensor.dtype, tensor.shape, dense_strides(tensor))

@@ -11,7 +11,7 @@ Reference: Rajbhandari et al., ZeRO-Infinity, SC 2021; Ren et al., ZeRO-Offload,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,9 @@ from torch.optim import Optimizer
 from lockstep.comm.dtensor import local
 from lockstep.errors import OffloadError, UsageError
 from lockstep.offload.copies import Copies, copies_of
-from lockstep.offload.files.direct import region_of
+from lockstep.offload.files.direct import OffloadFile, region_of
 from lockstep.offload.optimizer.device import HostSide
-from lockstep.offload.optimizer.kernel import KernelEntry, settings_of
-from lockstep.offload.optimizer.separable import why_not_separable
+from lockstep.offload.optimizer.kernel import KernelEntry, settings_of, why_not_separable
 from lockstep.offload.optimizer.states import StateFiles
 from lockstep.offload.optimizer.threads import StepItem, StepRun, StepThreads
 from lockstep.offload.optimizer.work import StepWork
@@ -82,6 +81,10 @@ class OffloadedStep:
         host = HostSide(self._parameters(), device, folder, copies) if copies is not None else None
         self._work = StepWork(optimizer, files, host, delayed)
         self._threads = StepThreads(self._work.stage, self._work.compute)
+        self._undo = ExitStack()
+        self._undo.callback(self._threads.close)
+        if host is not None:
+            self._undo.callback(host.close)
         self._run: StepRun | None = None
         self._waits_for: dict[int, list[StepItem]] = {}
         self._broken: OffloadError | None = None
@@ -107,15 +110,18 @@ class OffloadedStep:
                 "Offload the optimizer alone, or leave delayed_update out."
             )
 
+    def _files(self) -> Iterator[OffloadFile]:
+        return (f for part in (self._work.files, self._work.host) if part is not None for f in part.files)
+
     @property
     def bytes_read(self) -> int:
         """Of optimizer state and the host's copies of parameters, from disk, so far."""
-        return sum(part.bytes_read for part in (self._work.files, self._work.host) if part is not None)
+        return sum(file.bytes_read for file in self._files())
 
     @property
     def bytes_written(self) -> int:
         """Of optimizer state and the host's copies of parameters, to disk, so far."""
-        return sum(part.bytes_written for part in (self._work.files, self._work.host) if part is not None)
+        return sum(file.bytes_written for file in self._files())
 
     def step(self, closure: Callable[[], object] | None = None) -> object:
         """Begin a step with the gradients and settings of now; returns what ``closure`` does.
@@ -268,11 +274,11 @@ class OffloadedStep:
             for item in self._waits_for.get(id(unit), ()):
                 item.done.wait()
 
+    def at_close(self, undo: Callable[[], object]) -> None:
+        """Call it when this ends."""
+        self._undo.callback(undo)
+
     def close(self) -> None:
         """Finish, and end the threads."""
-        try:
+        with self._undo:
             self.finish()
-        finally:
-            self._threads.close()
-            if self._work.host is not None:
-                self._work.host.close()

@@ -1,17 +1,102 @@
-"""Optimizer state in files."""
+"""Optimizer state in files: regions of them, moved to and from one buffer in few large reads and writes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from lockstep.comm.dtensor import is_dtensor, local
-from lockstep.offload.files.direct import OffloadFile, aligned, aligned_buffer, region_of
-from lockstep.offload.optimizer.regions import is_dense
-from lockstep.offload.optimizer.separable import SEPARABLE, Group
+from lockstep.offload.files.direct import ALIGNMENT, OffloadFile, aligned, aligned_buffer, region_of
+from lockstep.offload.optimizer.kernel import SEPARABLE, Group
+
+
+@dataclass(eq=False)
+class StepRegion:
+    """Where a tensor lives: ``nbytes`` (aligned) at ``offset`` of ``file``; and where in a buffer it is held.
+
+    ``changes``: whether it is written back.
+    """
+
+    file: OffloadFile
+    offset: int
+    nbytes: int
+    like: torch.Tensor
+    changes: bool
+    place: int = 0
+
+    def within(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tensor as it lies in a buffer, uint8 [nbytes]: a view of its shape and dtype."""
+        like = self.like
+        data = buffer[self.place : self.place + like.numel() * like.element_size()].view(like.dtype)
+        return torch.as_strided(data, like.shape, like.stride(), data.storage_offset())
+
+
+def region_to_move(tensor: torch.Tensor, changes: bool) -> StepRegion | None:
+    """Where a tensor lives in a file, if it can be moved from there as it is; None otherwise."""
+    if not tensor.numel() or (found := region_of(tensor)) is None:
+        return None
+    file, offset = found
+    if offset % ALIGNMENT or not is_dense(tensor):
+        return None
+    return StepRegion(file, offset, aligned(tensor.numel() * tensor.element_size()), tensor, changes)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie side by side in memory, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def arrange(regions: list[StepRegion]) -> int:
+    """Sort regions as they lie in their files, and give each its place in one buffer; returns the buffer's size."""
+    regions.sort(key=lambda region: (id(region.file), region.offset))
+    end = 0
+    for region in regions:
+        region.place = end
+        end += region.nbytes
+    return end
+
+
+def read_all(regions: Iterable[StepRegion], buffer: torch.Tensor) -> None:
+    """Fill a buffer, uint8 [nbytes]; regions that are neighbours in the file are read at once."""
+    for first, nbytes in _runs(regions):
+        first.file.read(first.offset, buffer[first.place : first.place + nbytes])
+
+
+def write_all(regions: Iterable[StepRegion], buffer: torch.Tensor) -> None:
+    """Write a buffer, uint8 [nbytes], back; regions that are neighbours in the file are written at once."""
+    for first, nbytes in _runs(regions):
+        first.file.write(first.offset, buffer[first.place : first.place + nbytes])
+
+
+def _runs(regions: Iterable[StepRegion]) -> Iterator[tuple[StepRegion, int]]:
+    """The first of each run of regions that follow each other in file and buffer, and the run's size."""
+    # They come in the order of ``arrange``: neighbours in the file are neighbours in the buffer.
+    first: StepRegion | None = None
+    nbytes = 0
+    for region in regions:
+        if first is not None and (region.file, region.offset, region.place) == (
+            first.file,
+            first.offset + nbytes,
+            first.place + nbytes,
+        ):
+            nbytes += region.nbytes
+            continue
+        if first is not None:
+            yield first, nbytes
+        first, nbytes = region, region.nbytes
+    if first is not None:
+        yield first, nbytes
+
 
 _COPIED_AT_ONCE = 8 << 20
 
@@ -33,7 +118,7 @@ def like_parameter(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor
     )
 
 
-def is_large(value: object, parameter: torch.Tensor) -> bool:
+def is_large(value: object, parameter: torch.Tensor) -> TypeGuard[torch.Tensor]:
     """Whether a value of an optimizer's state has an element for each of the parameter, or of this rank's shard."""
     return (
         isinstance(value, torch.Tensor) and value.dim() > 0 and local(value).shape == local(parameter).shape
@@ -54,23 +139,15 @@ class StateFiles:
     def __init__(self, folder: Path, optimizer_class: type, groups: Iterable[Group]) -> None:
         self._folder = folder
         self._locations: dict[tuple[int, str], tuple[OffloadFile, int, int]] = {}
-        self._files: list[OffloadFile] = []
+        self.files: list[OffloadFile] = []
         nbytes = 0
         for group in groups:
             count = SEPARABLE[optimizer_class].state_tensors(group)
-            nbytes += sum(count * _nbytes(local(p)) for p in group["params"] if p.requires_grad)
+            nbytes += sum(count * aligned(local(p).nbytes) for p in group["params"] if p.requires_grad)
         if nbytes:
-            self._files.append(OffloadFile(folder, nbytes))
+            self.files.append(OffloadFile(folder, nbytes))
 
-    @property
-    def bytes_read(self) -> int:
-        return sum(file.bytes_read for file in self._files)
-
-    @property
-    def bytes_written(self) -> int:
-        return sum(file.bytes_written for file in self._files)
-
-    def adopt(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+    def adopt(self, parameter: torch.Tensor, state: dict[str, object]) -> None:
         """Write what is large in a parameter's state to its region, unless it is there, and map it from there."""
         for name, value in state.items():
             if is_large(value, parameter) and local(value).numel() and local(value).device.type == "cpu":
@@ -82,7 +159,7 @@ class StateFiles:
             if not isinstance(value, torch.Tensor) or (found := region_of(local(value))) is None:
                 continue
             location = self._locations.get((id(parameter), name))
-            if found[0] in self._files and (location is None or found != location[:2]):
+            if found[0] in self.files and (location is None or found != location[:2]):
                 state[name] = value.clone()
 
     def _moved(self, parameter: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -91,18 +168,19 @@ class StateFiles:
             return value
         if not is_dense(value):
             value = value.contiguous()
-        if location is None or location[2] < _nbytes(value):
-            location = self._locations[id(parameter), name] = (*self._placed(_nbytes(value)), _nbytes(value))
+        nbytes = aligned(value.nbytes)
+        if location is None or location[2] < nbytes:
+            location = self._locations[id(parameter), name] = (*self._placed(nbytes), nbytes)
         file, offset, _ = location
         write_tensor(file, offset, value)
         mapped = file.tensor(offset, (value.numel(),), value.dtype)
         return mapped.as_strided(value.shape, value.stride())
 
     def _placed(self, nbytes: int) -> tuple[OffloadFile, int]:
-        if not self._files or self._files[-1].free_bytes < nbytes:
+        if not self.files or self.files[-1].free_bytes < nbytes:
             # A group was added, or asks for more state than before.
-            self._files.append(OffloadFile(self._folder, nbytes))
-        return self._files[-1], self._files[-1].place(nbytes)
+            self.files.append(OffloadFile(self._folder, nbytes))
+        return self.files[-1], self.files[-1].place(nbytes)
 
 
 def write_tensor(file: OffloadFile, offset: int, value: torch.Tensor) -> None:
@@ -113,7 +191,3 @@ def write_tensor(file: OffloadFile, offset: int, value: torch.Tensor) -> None:
         part = flat[start : start + _COPIED_AT_ONCE]
         buffer[: part.numel()].copy_(part)
         file.write(offset + start, buffer[: aligned(part.numel())])
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return aligned(tensor.numel() * tensor.element_size())

@@ -15,7 +15,7 @@ from lockstep.offload.copies import Event
 from lockstep.offload.files.direct import aligned_buffer
 from lockstep.offload.optimizer.device import Fetched
 from lockstep.offload.optimizer.kernel import KernelEntry, OptimizerSettings
-from lockstep.offload.optimizer.regions import StepRegion, arrange, read_all, write_all
+from lockstep.offload.optimizer.states import StepRegion, arrange, read_all, write_all
 
 _BUFFERS = 3
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.optim import Optimizer
 
 from lockstep.comm.dtensor import local
 from lockstep.errors import UsageError
-from lockstep.offload.files.heap import FreedMemory
+from lockstep.offload.files.direct import FreedMemory
 from lockstep.offload.optimizer.device import HostSide, take_kept
 from lockstep.offload.optimizer.kernel import KernelEntry, step_some
-from lockstep.offload.optimizer.regions import region_to_move
-from lockstep.offload.optimizer.states import StateFiles, is_large, like_parameter
+from lockstep.offload.optimizer.states import StateFiles, is_large, like_parameter, region_to_move
 from lockstep.offload.optimizer.threads import StepItem, StepRun
 from lockstep.torch_internals import tensors as torch_tensors
 
@@ -131,21 +130,22 @@ class StepWork:
                 host.release(fetched)
                 if not self._delayed:
                     host.publish(entry.parameter, value)
-        item.published = host.copied()
+        item.published = host.copies.copied()
         if item.regions:
-            host.wait(item.published)  # before the buffer that holds the values has others
+            host.copies.wait(item.published)  # before the buffer that holds the values has others
 
-    def _keep(self, parameter: torch.Tensor, before: dict[str, Any], now: dict[str, Any]) -> None:
+    def _keep(self, parameter: torch.Tensor, before: dict[str, object], now: dict[str, object]) -> None:
         """Take over what an optimizer made of a parameter's state."""
         if not now:
             del self._state[parameter]
             return
         own = self._state[parameter]
         for name, value in now.items():
-            if name in before and value is before[name]:
+            old = before.get(name)
+            if name in before and value is old:
                 continue  # changed in place
-            if name in before and before[name] is not own[name] and _fits(value, before[name]):
-                before[name].copy_(value)  # which is where it is kept, or from where it is written back
+            if isinstance(old, torch.Tensor) and old is not own[name] and _fits(value, old):
+                old.copy_(value)  # which is where it is kept, or from where it is written back
             else:
                 own[name] = like_parameter(value, parameter) if isinstance(value, torch.Tensor) else value
         if self.files is not None:
@@ -165,6 +165,5 @@ class StepWork:
                 self.files.adopt(parameter, own)
 
 
-def _fits(value: Any, before: Any) -> bool:
-    both = isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor)
-    return both and (value.shape, value.dtype) == (before.shape, before.dtype)
+def _fits(value: object, before: torch.Tensor) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (before.shape, before.dtype)

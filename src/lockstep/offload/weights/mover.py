@@ -26,7 +26,7 @@ class Mover(Protocol):
         """Make the model use what was loaded. Called in the computing thread before every use."""
 
     def release(self, unit: WeightGroup) -> bool:
-        """Let the loaded weights go. Called in the background thread, or by ``Streamer.invalidate``.
+        """Let the loaded weights go. Called in the background thread.
 
         False: something still uses their memory, and nothing has been changed.
         """

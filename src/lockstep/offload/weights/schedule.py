@@ -100,6 +100,7 @@ def choose_ahead(
     """
     if not ahead or len(loaded) == len(sizes):
         return None
+    # Along the chain of coming uses up to the first unit that is missing.
     waiting: set[UnitT] = set()
     seen: dict[UnitT, int] = {}
     chain = enumerate(coming)

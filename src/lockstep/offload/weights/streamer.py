@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lockstep.errors import OffloadError, UsageError
-from lockstep.offload.weights.background import LoaderThread
 from lockstep.offload.weights.groups import WeightGroup
 from lockstep.offload.weights.mover import Mover, check_budget
 from lockstep.offload.weights.schedule import Choice, Successors, choose_ahead, choose_urgent
@@ -77,7 +76,7 @@ class Streamer:
         self._wanted: list[WeightGroup] = []  # computing threads wait for them
         self._failed: dict[WeightGroup, BaseException] = {}  # what went wrong when they were loaded ahead
         self._pid = os.getpid()
-        self.background = LoaderThread(self, "weight-streaming")
+        self.background = LoaderThread(self)
         self._changed = self.background.changed  # guards everything above
 
     # -- told by the model's hooks, in the computing thread ----------------------------------------------
@@ -126,34 +125,6 @@ class Streamer:
                 return
         self.mover.bind(unit)
 
-    def is_loaded(self, unit: WeightGroup) -> bool:
-        """Whether ``unit`` can be used without waiting."""
-        with self._changed:
-            return unit in self._loaded and unit not in self._moving
-
-    def invalidate(self, units: Iterable[WeightGroup]) -> None:
-        """The weights of ``units`` at rest have changed: they are loaded again before they are next used.
-
-        Raises:
-            OffloadError: something still uses what was loaded of them.
-        """
-        for unit in units:
-            with self._changed:
-                self._changed.wait_for(lambda unit=unit: unit not in self._moving)  # type: ignore[misc]
-                if unit not in self._loaded:
-                    continue
-                self._moving.add(unit)
-            released = False
-            try:
-                released = self.mover.release(unit)
-            finally:
-                self._let_go(unit, released)
-            if not released:
-                raise OffloadError(
-                    f"The weights of '{unit.name}' have changed, but their copy is still in use. "
-                    "Keep no views of weights after the pass that used them."
-                )
-
     def finish(self) -> None:
         """Wait until everything is loaded that can be for now.
 
@@ -177,7 +148,7 @@ class Streamer:
         self._loaded.clear()
         self._unused.clear()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """A copy of the streamed model, by deepcopy or pickle, is not streamed."""
         if not self._in_place:
             raise UsageError(
@@ -303,3 +274,67 @@ class Streamer:
             "A model whose weights are streamed to a device is used in a forked process. "
             "Load it there, or call stop_streaming(model) before the fork."
         )
+
+
+class LoaderThread:
+    """Calls ``work`` of a streamer in a daemon thread, soon after each ``wake``.
+
+    The thread ends with ``end`` or with the streamer, of which it has no reference while it waits.
+
+    ``changed``: the condition with which it waits; the streamer guards its state with it.
+    """
+
+    def __init__(self, streamer: Streamer) -> None:
+        self.changed = threading.Condition()
+        self.ended = False
+        self._awake = False  # there may be work, or it is being done
+        self._called = False
+        weakref.finalize(streamer, self.end)
+        self.thread = threading.Thread(
+            target=_run, args=(self, weakref.ref(streamer)), name="weight-streaming", daemon=True
+        )
+        self.thread.start()
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        with self.changed:
+            self._awake = self._called = True
+            self.changed.notify_all()
+
+    def wait_until_idle(self) -> None:
+        """Wait until what there was to do has been done."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self._awake or not self.thread.is_alive())
+
+    def end(self) -> None:
+        """Have the thread end after what it is doing."""
+        with self.changed:
+            self.ended = True
+            self.changed.notify_all()
+
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        if threading.current_thread() is not self.thread:
+            self.thread.join()
+
+    def wait_for_call(self) -> bool:
+        """Wait for the next ``wake``; False: the thread shall end."""
+        with self.changed:
+            if not self._called:
+                self._awake = False
+                self.changed.notify_all()
+            self.changed.wait_for(lambda: self._called or self.ended)
+            self._called = False
+            return not self.ended
+
+
+def _run(background: LoaderThread, reference: weakref.ref[Streamer]) -> None:
+    try:
+        while background.wait_for_call():
+            streamer = reference()
+            if streamer is None:
+                return
+            streamer.work()
+            del streamer  # it may go while this thread waits
+    finally:
+        background.end()  # nobody shall wait for it

@@ -21,9 +21,9 @@ from lockstep.errors import OffloadError, UsageError
 from lockstep.model.blocks import find_blocks
 from lockstep.offload.copies import Staging
 from lockstep.offload.files.direct import OffloadFile
+from lockstep.offload.weights.attach import listen
 from lockstep.offload.weights.device import mover as device_module
 from lockstep.offload.weights.device.mover import DeviceMover
-from lockstep.offload.weights.events import listen
 from lockstep.offload.weights.groups import WeightGroup, find_weight_groups
 from lockstep.offload.weights.streamer import Streamer
 from lockstep.parallel.recompute import recompute

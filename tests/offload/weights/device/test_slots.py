@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from lockstep.errors import OffloadError
-from lockstep.offload.copies import AtOnce, Staging, dense_strides, view_of
-from lockstep.offload.weights.device.slots import Slots
+from lockstep.offload.copies import Copies, Staging, dense_strides, view_of
+from lockstep.offload.weights.device.working import Slots
 from tests.offload.weights.device.late import LateCopies
 
 CPU = torch.device("cpu")
 
 
 def test_a_slot_is_used_again_for_the_same_size_after_its_last_use() -> None:
-    slots = Slots(AtOnce(CPU), budget=100)
+    slots = Slots(Copies(CPU), budget=100)
     first, second = slots.take(40), slots.take(60)
     assert first.storage != second.storage and slots.allocated_bytes == 100
     slots.give_back(first, last_use="event")
@@ -42,7 +42,7 @@ def test_free_slots_of_other_sizes_make_room_after_what_computes_has_waited_for_
 
 def test_the_budget_holds_for_any_order_of_sizes() -> None:
     generator = random.Random(0)
-    slots = Slots(AtOnce(CPU), budget=1000)
+    slots = Slots(Copies(CPU), budget=1000)
     held: list = []
     for _ in range(300):
         size = generator.choice([100, 200, 300, 450])
@@ -54,7 +54,7 @@ def test_the_budget_holds_for_any_order_of_sizes() -> None:
 
 
 def test_who_else_holds_a_slots_memory_is_told() -> None:
-    slot = Slots(AtOnce(CPU)).take(64)
+    slot = Slots(Copies(CPU)).take(64)
     assert not slot.is_held(0)
     own = slot.buffer.view(torch.float32)
     assert slot.is_held(0) and not slot.is_held(1)
@@ -66,7 +66,7 @@ def test_who_else_holds_a_slots_memory_is_told() -> None:
 
 def test_without_knowledge_of_holders_no_slot_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C, "_storage_Use_Count")
-    slots = Slots(AtOnce(CPU), budget=64)
+    slots = Slots(Copies(CPU), budget=64)
     first = slots.take(64)
     view = first.buffer[:4].fill_(7)
     assert not first.is_held(0)

@@ -11,17 +11,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep.errors import OffloadError, UsageError
 from lockstep.offload.copies import Copies, Event, Staging, copies_of, view_of
-from lockstep.offload.weights.device.gradients import HostGradients
-from lockstep.offload.weights.device.saved import (
+from lockstep.offload.weights.device.autograd import (
     AtEnd,
     Forwards,
+    HostGradients,
     SavedCast,
     SavedView,
     own_mode,
     saved_tensors_hooks_of,
 )
-from lockstep.offload.weights.device.slots import Slot, Slots
-from lockstep.offload.weights.device.working import Working, WorkingWeights, lay_out, write_back
+from lockstep.offload.weights.device.working import Slot, Slots, Working, WorkingWeights, lay_out, write_back
 from lockstep.offload.weights.groups import WeightGroup
 from lockstep.torch_internals import autograd as torch_autograd
 
@@ -217,6 +216,7 @@ class DeviceMover:
     def _when_used(self, unit: WeightGroup, take: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """What ``take`` makes of the unit's slot, for which the unit is loaded if it is not."""
         copy = self._copies[unit]
+        # As it is, and once more when it was requested.
         for _ in range(2):
             with copy.lock, own_mode():
                 if copy.slot is not None and copy.is_used:
