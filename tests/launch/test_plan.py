@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from lockstep.config.settings import SETTINGS
 from lockstep.config.sources import worker_settings
 from lockstep.config.values import SettingValue
 from lockstep.errors import ConfigError
@@ -161,7 +161,9 @@ def test_parallel_and_sections_travel_as_texts_that_workers_read_back() -> None:
     said = plan({"nproc": 2, "parallel": "zero=2"}, optimizer=optimizer, micro_batch_size=4).environment
     worker = worker_settings({}, said)
     assert (str(worker["parallel"].value), worker["micro_batch_size"].value) == ("zero=2", 4)
-    assert asdict(worker["optimizer"].value) == optimizer
+    read = worker["optimizer"].value
+    assert {"type": read.type, "params": read.params} == optimizer
+    assert SETTINGS["optimizer"].kind.as_data(optimizer) == optimizer
 
 
 def test_parallel_must_fit_the_number_of_processes() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.config import readers
@@ -75,7 +75,14 @@ class ValueKind:
         found = self.read(value, "")
         if isinstance(found, Parallel):
             return str(found)
-        return asdict(found) if is_dataclass(found) and not isinstance(found, type) else found
+        return self.plain_data(found)
+
+    @staticmethod
+    def plain_data(value: object) -> object:
+        """What was read as files have it: of a described object what has a key there."""
+        if isinstance(value, (readers.OptimizerConfig, readers.SchedulerConfig)):
+            return {"type": value.type, "params": value.params}
+        return value
 
 
 def _kind(read: Callable[[object], object], **other: Any) -> ValueKind:

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -350,8 +350,7 @@ def described_settings(asked: Mapping[str, SettingValue], processes: int) -> dic
     for name in ("gradient_clipping", "optimizer", "scheduler"):
         if name in asked:
             said = asked[name]
-            described = hasattr(said.value, "params")
-            found[name] = SettingValue(asdict(said.value) if described else said.value, said.source)
+            found[name] = SettingValue(SETTINGS[name].kind.plain_data(said.value), said.source)
     scaler = {name: asked[name] for name in readers.SCALER_FIELDS if name in asked}
     if scaler and precision != "bf16":  # with which gradients are not scaled
         values = {name: item.value for name, item in scaler.items()}
