@@ -156,16 +156,15 @@ def _worker(
 
     from lockstep.runtime import process
 
-    export_environment(
-        {
-            **environment,
-            "RANK": str(node * nproc + local_rank),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(nproc * nodes),
-            "LOCAL_WORLD_SIZE": str(nproc),
-            "GROUP_RANK": str(node),
-        }
-    )
+    ranks = {
+        "RANK": str(node * nproc + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(nproc * nodes),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "GROUP_RANK": str(node),
+    }
+    # One process is not distributed.
+    export_environment(environment | ranks if nproc * nodes > 1 else environment)
     process.end()  # what the parent found out about itself does not hold here
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # OpenMP read the parent's setting long ago
     function(*args)

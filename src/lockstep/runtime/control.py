@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from lockstep.config.enums import DistributedType
 from lockstep.config.handlers import InitProcessGroupKwargs
+from lockstep.config.sources import is_launched
 from lockstep.errors import UsageError
 from lockstep.runtime import process
 from lockstep.runtime.process import Runtime
@@ -46,7 +47,8 @@ class ProcessControl:
 
     @property
     def distributed_type(self) -> DistributedType:
-        if self.runtime.world_size == 1:
+        # As with Accelerate's launcher, one process that ours has started is not distributed; under torchrun it is.
+        if self.runtime.backend is None or (self.runtime.world_size == 1 and is_launched()):
             return DistributedType.NO
         kinds = {"cuda": DistributedType.MULTI_GPU, "xpu": DistributedType.MULTI_XPU}
         return kinds.get(self.runtime.device.type, DistributedType.MULTI_CPU)

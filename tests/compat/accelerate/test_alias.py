@@ -127,8 +127,9 @@ import accelerate
 import beside
 
 accelerator = accelerate.Accelerator(cpu=True)
-print(json.dumps([__name__, accelerate.__version__ > "1.", str(accelerator.distributed_type), sys.argv[1:],
-                  beside.HERE]))
+line = json.dumps([__name__, accelerate.__version__ > "1.", str(accelerator.distributed_type), sys.argv[1:],
+                   beside.HERE])
+sys.stdout.write(line + "\\n")  # in one piece, whatever another rank writes
 """
 
 
