@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 KNOWN = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
 
 
@@ -150,3 +152,24 @@ def test_scripts_and_modules_run_as_by_the_interpreter(tmp_path: Path) -> None:
     assert results(alone) == [["__main__", True, "DistributedType.NO", [], 1]]
     wrong = run("-m", "lockstep.compat.accelerate")
     assert (wrong.returncode, "usage:" in wrong.stderr) == (1, True)
+
+
+TESTS_OF_THEIRS = """
+import json, sys
+from accelerate import Accelerator
+from accelerate.test_utils import RegressionModel, path_in_accelerate_package
+from accelerate.test_utils.training import RegressionDataset
+
+model = Accelerator(cpu=True).prepare(RegressionModel())
+others = {name for name, module in sys.modules.items() if name.startswith("accelerate")
+          and type(module).__name__ != "AliasModule" and not name.startswith("accelerate.test_utils")}
+print(json.dumps([float(model(RegressionDataset(length=4)[0]["x"])), sorted(others),
+                  path_in_accelerate_package("test_utils", "scripts", "test_ops.py").is_file()]))
+"""
+
+
+def test_utilities_for_tests_are_those_of_the_installed_accelerate(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    (tmp_path / "train.py").write_text(TESTS_OF_THEIRS)
+    [found] = results(run("-m", "lockstep.compat.accelerate", "train.py", folder=tmp_path))
+    assert found == [0.0, [], True]

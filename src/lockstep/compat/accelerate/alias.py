@@ -6,7 +6,9 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from importlib.abc import Loader
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import spec_from_file_location
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,8 @@ from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, DistributionFinder
+
+TESTS = f"{ROOT}.test_utils"
 
 
 def install() -> None:
@@ -66,6 +70,8 @@ class AliasFinder:
         if fullname in interface.MODULES:
             # Each is a package, so that `from module import name` asks here for what it does not find.
             return ModuleSpec(fullname, AliasLoader(), origin="lockstep.compat.accelerate", is_package=True)
+        if fullname == TESTS or fullname.startswith(f"{TESTS}."):
+            return _of_installed_tests(fullname)
         module, _, name = fullname.rpartition(".")
         found = interface.find_imported(module, name) if module in interface.MODULES else None
         if isinstance(found, NotOffered):
@@ -83,6 +89,31 @@ class AliasFinder:
         """There are none."""
 
 
+def _installed() -> Path | None:
+    """The folder of Accelerate itself, if it is installed. Does not import it."""
+    spec = PathFinder.find_spec(ROOT)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def _of_installed_tests(fullname: str) -> ModuleSpec:
+    """Of a module with Accelerate's utilities for tests: that of the installed Accelerate, on the interface here."""
+    folder = _installed()
+    if folder is None:
+        raise ModuleNotFoundError(
+            f"{fullname} is Accelerate's own, and Accelerate is not installed. Install it beside Lockstep.",
+            name=fullname,
+        )
+    place = folder.joinpath(*fullname.split(".")[1:])
+    if place.is_dir():
+        found = spec_from_file_location(
+            fullname, place / "__init__.py", submodule_search_locations=[str(place)]
+        )
+    else:
+        found = spec_from_file_location(fullname, place.with_suffix(".py"))
+    assert found is not None
+    return found
+
+
 class AliasLoader(Loader):
     """Makes a module whose names are looked up when they are asked for."""
 
@@ -91,7 +122,9 @@ class AliasLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__path__ = []
-        module.__file__ = __file__  # inspect.getfile asks for one
+        # inspect.getfile asks for one; Accelerate's utilities for tests look for their scripts beside it.
+        folder = _installed() if module.__name__ == ROOT else None
+        module.__file__ = __file__ if folder is None else str(folder / "__init__.py")
         if module.__name__ == ROOT:
             module.__dict__["__version__"] = interface.VERSION
 
