@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 import lockstep
 from lockstep.distribution import DISTRIBUTION, install_command
@@ -41,6 +42,8 @@ def texts() -> dict[str, str]:
 def test_pyproject_has_the_name_and_the_version_that_the_code_has() -> None:
     assert PROJECT["name"] == DISTRIBUTION
     assert PROJECT["version"] == lockstep.__version__
+    # Scripts written for Accelerate register their save hooks from its version 0.16 on.
+    assert Version(lockstep.__version__) >= Version("0.16")
 
 
 def test_the_extras_that_name_the_distribution_name_this_one() -> None:
