@@ -7,6 +7,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -250,6 +251,10 @@ class Accelerator(
             lambda: self._accumulation.ranks_step_together,
         )
 
+    def _change_options(self, **changes: Any) -> None:
+        self._options = replace(self._options, **changes)
+        self._preparation.change_options(**changes)
+
     @cached_property
     def _window(self) -> AccumulationState:
         return AccumulationState(
@@ -259,6 +264,26 @@ class Accelerator(
             self.meshes,
             self._preparation.gradients.forget,
         )
+
+    @property
+    def log_with(self) -> list[Any]:
+        """Trackers that were asked for."""
+        return self._trackers.log_with
+
+    @property
+    def rng_types(self) -> list[str] | None:
+        """Generators that are made equal on all ranks at the start of each epoch."""
+        return self._rng_types
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process writes weights: one on each machine."""
+        return self.is_local_main_process
+
+    @staticmethod
+    def verify_device_map(model: Any) -> bool:
+        """Whether a part of ``model`` was dispatched to several devices by a device map."""
+        return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
 
     # Where the step is -------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from lockstep.checkpoint.store.verify import is_published, read_manifest, root_o
 from lockstep.checkpoint.writer import ELSEWHERE, CheckpointGroup, explained
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.config.values import join_names
-from lockstep.errors import CheckpointError, NoCheckpointError, UsageError
+from lockstep.errors import ArgumentError, CheckpointError, NoCheckpointError, UsageError
 
 logger = logging.getLogger("lockstep.checkpoint")
 
@@ -139,7 +139,7 @@ def candidates(input_dir: str | None, project: ProjectConfiguration, store: Stor
     if input_dir is not None:
         return store.candidates(input_dir)
     if not project.automatic_checkpoint_naming:
-        raise UsageError("load_state was called without a directory. Pass the one that save_state wrote.")
+        raise ArgumentError("load_state was called without a directory. Pass the one that save_state wrote.")
     folder = folder_of(project)
     found = [f"{folder}/checkpoint_{number}" for number in reversed(numbers(folder, store))]
     if not found:

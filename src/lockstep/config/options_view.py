@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
-from lockstep.config.handlers import DataLoaderConfiguration, ProjectConfiguration
+from lockstep.config.handlers import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
 from lockstep.config.options import Options
 from lockstep.config.parallel import Parallel
 
@@ -15,8 +24,65 @@ class OptionsView:
 
     _options: Options
 
-    # Scripts ask for this; it is always False.
+    # Scripts ask for these of what is not here: training in fp8, and LOMO optimizers.
     is_composable_parallelism_enabled: bool = False
+    fp8_enabled: bool = False
+    has_fp8_handler: bool = False
+    delayed_fp8_autocast: bool = False
+    has_lomo_optimizer: bool = False
+    fp8_backend: str = "NO"
+    fp8_recipe_handler: None = None
+    ao_recipe_handler: None = None
+    te_recipe_handler: None = None
+    msamp_recipe_handler: None = None
+
+    def _change_options(self, **changes: Any) -> None:
+        """Let models that are prepared from now on have other options."""
+        raise NotImplementedError
+
+    @property
+    def ddp_handler(self) -> DistributedDataParallelKwargs:
+        """Options of DDP. Set it before ``prepare``."""
+        return self._options.ddp
+
+    @ddp_handler.setter
+    def ddp_handler(self, handler: DistributedDataParallelKwargs | None) -> None:
+        self._change_options(ddp=handler or DistributedDataParallelKwargs())
+
+    @property
+    def autocast_handler(self) -> AutocastKwargs:
+        """Options of mixed precision. Set it before ``prepare``."""
+        return self._options.autocast
+
+    @autocast_handler.setter
+    def autocast_handler(self, handler: AutocastKwargs | None) -> None:
+        self._change_options(autocast=handler or AutocastKwargs())
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether prepared models compute in mixed precision. Set it to False before ``prepare`` to leave that out."""
+        return self._options.mixed_precision != "no" and self._options.autocast.enabled
+
+    @native_amp.setter
+    def native_amp(self, enabled: bool) -> None:
+        self._change_options(autocast=replace(self._options.autocast, enabled=enabled))
+
+    @property
+    def scaler_handler(self) -> GradScalerKwargs:
+        return self._options.scaler
+
+    @property
+    def init_handler(self) -> InitProcessGroupKwargs:
+        return self._options.init
+
+    @property
+    def profile_handler(self) -> ProfileKwargs:
+        """Options of ``profile``."""
+        return self._options.profile
+
+    @profile_handler.setter
+    def profile_handler(self, handler: ProfileKwargs | None) -> None:
+        self._change_options(profile=handler or ProfileKwargs())
 
     @property
     def parallelism_config(self) -> Any:

@@ -92,6 +92,19 @@ class PreparedLoader(DataLoader[Any]):
         """The torch loader that reads."""
         return self._parts.reader.inner
 
+    # Accelerate's name for it.
+    base_dataloader = inner
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether the one that reads is torchdata's."""
+        return hasattr(self.inner, "load_state_dict")
+
+    @property
+    def skip_batches(self) -> int:
+        """Batches of this rank that each iteration leaves out."""
+        return self._skip
+
     # What ``inner`` has in a form of ours.
     dataset = property(attrgetter("original.dataset"))
     sampler = property(attrgetter("original.sampler"))

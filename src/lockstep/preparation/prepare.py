@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -113,6 +114,10 @@ class Preparation:
         self.verifications = Verifications(
             options, runtime, meshes, communicator, self._shards.reshard, self.gradients.watch.unnoticed
         )
+
+    def change_options(self, **changes: Any) -> None:
+        """Have other options for what is prepared from now on."""
+        self._options = replace(self._options, **changes)
 
     def prepare(
         self, objects: tuple[object, ...], device_placement: list[bool | None] | None

@@ -303,6 +303,7 @@ class RunState(PartialState):
     """
 
     dynamo_plugin: object = None
+    device_mesh: None = None
     megatron_lm_plugin: None = None
     torch_tp_plugin: None = None
 
@@ -324,6 +325,11 @@ class RunState(PartialState):
     @property
     def distributed_type(self) -> DistributedType:
         return super().distributed_type if self._distributed_type is None else self._distributed_type
+
+    @property
+    def deepspeed_plugins(self) -> dict[str, Any] | None:
+        """The one plugin under a name, as several have them; None where there is none."""
+        return None if self.deepspeed_plugin is None else {"default": self.deepspeed_plugin}
 
     @property
     def is_fsdp2(self) -> bool:

@@ -177,6 +177,11 @@ class PreparedOptimizer(Optimizer):
         self._ran, self._found_inf = True, getattr(optimizer, "found_inf", None)
 
     @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler of fp16; None with other precisions."""
+        return None if self._scaler is None else self._scaler.scaler
+
+    @property
     def step_was_skipped(self) -> bool:
         """The last ``step`` of a window changed nothing, because fp16 gradients were infinite or NaN."""
         return not self._ran or (self._found_inf is not None and bool(self._found_inf.item()))

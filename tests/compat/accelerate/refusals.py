@@ -100,6 +100,7 @@ with tempfile.TemporaryDirectory() as folder:
     case("empty folder", lambda: load_checkpoint_in_model(model, folder))
     Path(folder, "bad.json").write_text("{")
     case("state", lambda: accelerator.load_state(str(Path(folder, "missing"))))
+case("state of nothing", accelerator.load_state)
 case("offloaded", lambda: OffloadedWeightsLoader())
 case("quantised", lambda: BnbQuantizationConfig())
 case("quantised twice", lambda: BnbQuantizationConfig(load_in_8bit=True, load_in_4bit=True))

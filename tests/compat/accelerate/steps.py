@@ -101,6 +101,26 @@ for name, loader in (
         say(name, seen, state.in_dataloader)
     say(name, isinstance(loader, DataLoader), loader.num_workers)
 say("run", str(accelerator.distributed_type), f"{accelerator.distributed_type}", accelerator.state.backend)
+rows = DataLoader(list(range(8)), batch_size=2)
+rows, model, optimizer = accelerator.prepare(rows, nn.Linear(2, 2), torch.optim.SGD([torch.zeros(2)]))
+say(
+    "attributes",
+    accelerator.fp8_recipe_handler,
+    accelerator.has_fp8_handler,
+    accelerator.fp8_enabled,
+    accelerator.has_lomo_optimizer,
+)
+say(
+    "more attributes",
+    accelerator.log_with,
+    accelerator.should_save_model,
+    accelerator.verify_device_map(model),
+    accelerator.state.device_mesh,
+)
+say(
+    "of objects", rows.use_stateful_dataloader, rows.skip_batches, len(rows.base_dataloader), optimizer.scaler
+)
+say("amp", accelerator.native_amp, accelerator.state.device_mesh)
 say("skip", list(SkipDataLoader(list(range(10)), batch_size=4, skip_batches=2)))
 shard = DataLoaderShard(list(range(10)), batch_size=4)
 say("shard remainder", [(state.remainder, loader.total_dataset_length) for _ in shard for loader in [shard]])

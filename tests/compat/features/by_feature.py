@@ -185,6 +185,24 @@ def ddp_comm_hook() -> Any:
 
 
 @feature
+def without_amp() -> Any:
+    run = accelerator(mixed_precision="bf16")
+    run.native_amp = False
+    prepared = run.prepare(*parts())
+    return epoch(run, *prepared), str(prepared[0](torch.ones(1, 6)).dtype)
+
+
+@feature
+def handler_set_before_prepare() -> Any:
+    run = accelerator()
+    run.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+    model, *others = parts()
+    model.unused = nn.Parameter(torch.zeros(1))
+    model, *others = run.prepare(model, *others)
+    return model.find_unused_parameters, epoch(run, model, *others), epoch(run, model, *others)
+
+
+@feature
 def profiler() -> Any:
     run = accelerator(kwargs_handlers=[ProfileKwargs(activities=["cpu"])])
     prepared = run.prepare(*parts())

@@ -59,7 +59,7 @@ def test_each_feature_gives_the_numbers_that_it_gives_with_accelerate(tmp_path: 
         start(*LAUNCH, str(changed), path=SOURCE),
     )
     there, alias, ours = map(results, runs)
-    assert len(there) == 13
+    assert len(there) == 15
     for here in (alias, ours):
         assert here.keys() == there.keys()
         assert [name for name in there if not same(here[name], there[name])] == []
