@@ -152,7 +152,8 @@ def last_fsdp(folder: Path) -> Result:
 
 @cell
 def last_taken_up_fsdp(folder: Path) -> Result:
-    return train(folder, "zero=3", _origin("fsdp_full_shard"), fsdp=True)
+    """By ``--parallel``: on one process Trainer refuses ``fsdp=``."""
+    return train(folder, "zero=3", _origin("fsdp_full_shard"))
 
 
 @cell

@@ -81,15 +81,14 @@ def start(
     here: bool,
     processes: int,
     packages: str = "",
-    launched: bool = False,
     **variables: str,
 ) -> subprocess.Popen[str]:
     """Run cells in so many processes: here by alias, else with Accelerate itself.
 
-    ``packages``: a folder of packages beside those that are installed. ``launched``: one process by a launcher as well.
+    ``packages``: a folder of packages beside those that are installed.
     """
     known = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
-    if processes == 1 and not launched:
+    if processes == 1:
         program = ["-m", "lockstep.compat.accelerate"] if here else []
     else:
         other = ["-m", "torch.distributed.run", "--nproc_per_node"]
