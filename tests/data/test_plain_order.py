@@ -81,7 +81,7 @@ class OneByOne(Sampler[int]):
             yield pool.pop(self.draw(len(pool)))
 
 
-class Copies(OneByOne):
+class AtOnce(OneByOne):
     """Draws in ``iter``, before torch's loader seeds its workers."""
 
     def __iter__(self) -> Iterator[int]:
@@ -177,7 +177,7 @@ MAPS: dict[str, Callable[..., DataLoader[Any]]] = {
     "subset": sampled(SubsetRandomSampler, list(range(3, 20))),
     "one by one, torch": sampled(OneByOne, by_torch),
     "one by one, python": sampled(OneByOne, random.randrange),
-    "at once, numpy": sampled(Copies, by_numpy),
+    "at once, numpy": sampled(AtOnce, by_numpy),
     "without length": sampled(WithoutLength),
     "batch sampler": lambda **w: DataLoader(
         Noisy(), batch_sampler=BatchSampler(RandomSampler(Noisy()), 3, True), **w
@@ -465,7 +465,7 @@ def test_generators_of_another_number_are_refused():
         prepare(DataLoader(Numbers(8), 2, shuffle=True)).load_state_dict(state)
 
 
-class WrongLength(Copies):
+class WrongLength(AtOnce):
     def __init__(self, said: int) -> None:
         super().__init__(by_numpy)
         self.said = said

@@ -68,12 +68,12 @@ def test_copies_run_on_the_side_and_memory_is_that_of_the_stream_that_computes(
 
 
 def test_devices_without_streams_copy_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(copies_of(torch.device("cpu")), Copies)
+    assert type(copies_of(torch.device("cpu"))) is Copies
     assert (
         beside_accelerator(torch.device("cpu")) is None and beside_accelerator(torch.device("meta")) is None
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
-    assert isinstance(copies_of(torch.device("mps")), Copies)
+    assert type(copies_of(torch.device("mps"))) is Copies
 
 
 def test_host_buffers_are_used_again_for_the_same_size() -> None:
