@@ -67,7 +67,7 @@ def unknown_result(block: str, where: str, text: str) -> UsageError:
     )
 
 
-def neither_mean_nor_sum(title: str, name: str, path: str, source: str) -> UsageError:
+def neither_mean_nor_sum(title: str, source: str) -> UsageError:
     """For a tensor without rows that micro-batches make otherwise than the batch; ``source``: where it comes from."""
     return UsageError(
         f"{title} uses {source} after its last block, which has no rows and is neither the mean nor the sum of what "

@@ -119,7 +119,7 @@ class Rehearsal:
 
     def neither(self, name: str, path: str) -> UsageError:
         """The refusal of a tensor without rows that is neither a mean nor a sum."""
-        return neither_mean_nor_sum(self.title, name, path, self._tail.source(name, path))
+        return neither_mean_nor_sum(self.title, self._tail.source(name, path))
 
     @property
     def _tail(self) -> Tail:

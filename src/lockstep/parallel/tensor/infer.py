@@ -93,7 +93,7 @@ def infer_plan(model: nn.Module, ranks: int, blocks: dict[str, nn.Module]) -> Te
     for name, module in modules.items():
         if type(module).forward is not nn.Module.forward:
             _find_pairs(name, module, findings, _pairs)
-    _find_vocabulary(modules, model, blocks, findings)
+    _find_vocabulary(modules, blocks, findings)
     for name, module in modules.items():
         if type(module).forward is not nn.Module.forward and _has_flat_parameters(module):
             _find_pairs(name, module, findings, _pairs_of_any_widths)
@@ -241,7 +241,7 @@ def _find_pairs(
         ways = [found for found in candidates if found[0] == first[0] and set(found[1]) <= set(first[1])]
         reason = ""
         for columns, rows in ways:
-            result = _rehearsed_pair(name, module, columns, rows, findings)
+            result = _rehearsed_pair(module, columns, rows, findings)
             if isinstance(result, Passed):
                 hidden = features(module.get_submodule(rows[0]))[0]
                 findings.add(name, columns, rows, f"{hidden} features between a pair of layers", result)
@@ -261,7 +261,7 @@ def _has_flat_parameters(module: nn.Module) -> bool:
 
 
 def _rehearsed_pair(
-    name: str, module: nn.Module, columns: dict[str, str], rows: tuple[str, ...], findings: _Findings
+    module: nn.Module, columns: dict[str, str], rows: tuple[str, ...], findings: _Findings
 ) -> Passed | str:
     hidden = features(module.get_submodule(rows[0]))[0]
     own = next(
@@ -313,7 +313,7 @@ def _with_more_rows(layers: dict[str, nn.Module], columns: dict[str, str], row: 
 
 
 def _find_vocabulary(
-    modules: dict[str, nn.Module], model: nn.Module, blocks: dict[str, nn.Module], findings: _Findings
+    modules: dict[str, nn.Module], blocks: dict[str, nn.Module], findings: _Findings
 ) -> None:
     outside = {
         name: module
