@@ -302,6 +302,23 @@ def test_a_file_for_fsdp_1_becomes_one_for_fsdp_2(
     )  # fmt: skip
 
 
+def test_keys_without_their_prefix_keep_their_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "one.yaml"
+    write(path, ANSWERS["FSDP 1"])
+    file: dict[str, Any] = yaml.safe_load(path.read_text())
+    plain = {key.removeprefix("fsdp_"): value for key, value in file["fsdp_config"].items()}
+    plain |= {"version": 1, "state_dict_type": "LOCAL_STATE_DICT"}
+    path.write_text(yaml.safe_dump(file | {"fsdp_config": plain}))
+    before = load(path).config.parallel
+    assert call(capsys, "to-fsdp2", "--config-file", path, "--overwrite")[0] == 0
+    after = yaml.safe_load(path.read_text())["fsdp_config"]
+    assert (after["version"], after["state_dict_type"]) == (2, "SHARDED_STATE_DICT")
+    assert not any(key.startswith("fsdp_") for key in after)
+    assert load(path).config.parallel == before
+
+
 def test_to_fsdp2_replaces_no_file_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, other = tmp_path / "one.yaml", tmp_path / "two.yaml"
     write(path, ANSWERS["FSDP 1"])

@@ -97,8 +97,10 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
 
 
 def _purge_tests(cls: type) -> None:
-    for name, test in list(vars(cls).items()):
-        if name.startswith("test") and callable(test):
+    """Inherited tests too; those that are wrapped already, as of a decorated base, stay."""
+    for name in dir(cls):
+        test = getattr(cls, name)
+        if name.startswith("test") and callable(test) and not hasattr(test, "is_purged"):
             setattr(cls, name, _purged(test))
 
 
@@ -108,6 +110,7 @@ def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
         with _restored():
             return function(*args, **kwargs)
 
+    vars(purged)["is_purged"] = True
     return purged
 
 

@@ -138,8 +138,13 @@ with patch_environment(
     say("compiled as launched", plugin.to_kwargs(), TorchDynamoPlugin(backend="eager").to_kwargs())
 
 
+class Plain:
+    def test_plain(self) -> None:
+        os.environ["ACCELERATE_OF_TEST"] = "0"
+
+
 @purge_accelerate_environment
-class Base:
+class Base(Plain):
     def test_base(self) -> None:
         os.environ["ACCELERATE_OF_TEST"] = "1"
 
@@ -152,6 +157,7 @@ class Derived(Base):
         os.environ["ACCELERATE_OF_OTHER"] = "3"
 
 
+Base().test_plain()
 Base().test_base()
 Derived().test_base()
 Derived().test_derived()

@@ -183,10 +183,8 @@ def _origins(file: YamlFile, values: dict[str, object]) -> dict[str, str]:
 
 def _without_idle_sections(file: YamlFile) -> tuple[YamlFile, list[str]]:
     """The file without sections that ``distributed_type: NO`` switches off, and a warning for each of them."""
-    if file.data.get("distributed_type") not in (
-        DistributedType.NO,
-        False,
-    ):  # YAML reads an unquoted NO as false
+    # YAML reads an unquoted NO as false.
+    if file.data.get("distributed_type") not in (DistributedType.NO, False):
         return file, []
     idle = {
         key: own.value

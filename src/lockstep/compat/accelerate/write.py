@@ -91,12 +91,14 @@ def in_words_of_fsdp2(file: YamlFile) -> tuple[dict[str, Any], list[str]]:
             f"{file.at('fsdp_config')}: NO_SHARD replicates the model, which FSDP 2 does not. Set distributed_type: "
             "MULTI_GPU, and remove fsdp_config."
         )
-    written = {key.removeprefix(PREFIX): key for key in section}
-    new = {written[key]: value for key, value in old.items() if key not in _GONE}
-    new |= {PREFIX + "version": 2, PREFIX + "reshard_after_forward": asked["zero"] == 3}
+    # with the prefix, or without it as they are written
+    names = {key: PREFIX + key for key in ("version", "reshard_after_forward", "state_dict_type")}
+    names |= {key.removeprefix(PREFIX): key for key in section}
+    new = {names[key]: value for key, value in old.items() if key not in _GONE}
+    new |= {names["version"]: 2, names["reshard_after_forward"]: asked["zero"] == 3}
     notes = [f"{PREFIX}{key} was removed: {why}." for key, why in _GONE.items() if key in old]
     if str(old.get("state_dict_type", "")).upper() == "LOCAL_STATE_DICT":
-        new[PREFIX + "state_dict_type"] = "SHARDED_STATE_DICT"
+        new[names["state_dict_type"]] = "SHARDED_STATE_DICT"
         notes.append("LOCAL_STATE_DICT became SHARDED_STATE_DICT: FSDP 2 has no other shards.")
     data = {**file.data, "fsdp_config": new}
     machines, processes = (int(file.data.get(key) or 1) for key in ("num_machines", "num_processes"))
