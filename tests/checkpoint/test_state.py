@@ -358,7 +358,7 @@ def test_what_cannot_be_saved_or_loaded_is_an_error_on_every_rank(
 
 
 def test_an_object_without_a_state_cannot_be_registered() -> None:
-    with pytest.raises(UsageError, match="a int without state_dict"):
+    with pytest.raises(UsageError, match="Item at index 0 is a int"):
         Accelerator(cpu=True).register_for_checkpointing(3)
 
 

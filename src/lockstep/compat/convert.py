@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from lockstep.config.merge import (
     values_of_settings,
 )
 from lockstep.config.readers import SCALER_FIELDS
-from lockstep.config.settings import IN_FILES, REACHING_MACHINES
+from lockstep.config.settings import IN_FILES, REACHING_MACHINES, SETTINGS
 from lockstep.config.values import SettingValue
 from lockstep.config.world import BatchSizes, fitted
 from lockstep.config.yaml_file import YamlFile, read_yaml
@@ -151,7 +151,7 @@ def _settings(
     settings |= {name: asked[name].value for name in REACHING_MACHINES if name in asked}
     for name in ("optimizer", "scheduler"):
         if name in asked and not isinstance(asked[name].value, dict):
-            settings[name] = asdict(asked[name].value)
+            settings[name] = SETTINGS[name].kind.plain_data(asked[name].value)
     scaler = {name: asked[name].value for name in SCALER_FIELDS if name in asked}
     if scaler and precision != "bf16":  # with which gradients are not scaled
         settings["grad_scaler"] = scaler
