@@ -200,15 +200,18 @@ class FileMethods:
             ```
         """
         from lockstep.checkpoint.save import save
-        from lockstep.checkpoint.weights.export import warn_of_pickles
 
         def contents() -> CheckpointContents:
             refuse_options("save_state", save_model_func_kwargs)
             return self._contents()
 
-        if not safe_serialization and self.is_main_process:
-            warn_of_pickles("save_state")
-        add_files = None if safe_serialization else self._pickled_weights(output_dir)
+        add_files = None
+        if not safe_serialization:
+            from lockstep.checkpoint.weights.export import warn_of_pickles
+
+            if self.is_main_process:
+                warn_of_pickles("save_state")
+            add_files = self._pickled_weights(output_dir)
         return save(self._checkpointer, output_dir, contents, self._settings(), blocking, add_files)
 
     def _pickled_weights(self, output_dir: str | os.PathLike[str] | None) -> Callable[[str], None]:
