@@ -1,5 +1,18 @@
 """The exceptions of Lockstep, as a small tree.
 
+    LockstepError
+    ├── ConfigError (ValueError)
+    ├── UsageError (RuntimeError)
+    │   ├── ArgumentError (ValueError)
+    │   └── StateResetError (AttributeError)
+    ├── CollectiveMismatchError (RuntimeError)
+    ├── CheckpointError (RuntimeError)
+    │   └── NoCheckpointError (ValueError)
+    ├── DamageError (RuntimeError)
+    ├── OffloadError (RuntimeError)
+    ├── ControlError (RuntimeError)
+    └── MissingExtraError (ImportError)
+
 Every message is one sentence on what is wrong, with the numbers, and one on what to do.
 """
 
@@ -53,7 +66,7 @@ class OffloadError(LockstepError, RuntimeError):
     """Weights, gradients or optimizer state do not fit where they were to be kept, or cannot be read from there."""
 
 
-class LinkError(LockstepError, RuntimeError):
+class ControlError(LockstepError, RuntimeError):
     """A launcher or worker of the run cannot be reached, is gone, or did not prove that it belongs to the run."""
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.control import Client, ControlConnection, Secret
-from lockstep.errors import LinkError
+from lockstep.errors import ControlError
 from tests.control.oracle import PROTOCOL, Echo, frame, serving, sign
 
 RAW = bytes(range(32))
@@ -67,7 +67,7 @@ def session_keys(connection: socket.socket) -> tuple[bytes, bytes]:
 )
 def test_what_is_no_server_that_knows_the_secret_is_refused(behave: Any, said: str) -> None:
     with answering(behave) as address:
-        with pytest.raises(LinkError, match=said) as caught:
+        with pytest.raises(ControlError, match=said) as caught:
             Client(address, SECRET, 0.3)
     assert f"127.0.0.1:{address[1]}" in str(caught.value)
 
@@ -79,7 +79,7 @@ def test_the_client_proves_nothing_that_a_wrong_server_could_send_on() -> None:
         connection.sendall(PROTOCOL + bytes(32))
         connection.sendall(connection.recv(80, socket.MSG_WAITALL)[48:])
 
-    with answering(reflect) as address, pytest.raises(LinkError, match="does not know the run's secret"):
+    with answering(reflect) as address, pytest.raises(ControlError, match="does not know the run's secret"):
         Client(address, SECRET, 5)
 
 
@@ -91,9 +91,9 @@ def test_garbage_after_the_handshake_ends_the_link(content: bytes) -> None:
         connection.sendall(content)
 
     with answering(garble) as address, Client(address, SECRET, 5) as client:
-        with pytest.raises(LinkError, match="is lost"):
+        with pytest.raises(ControlError, match="is lost"):
             client.receive(5)
-        with pytest.raises(LinkError, match="is lost"):
+        with pytest.raises(ControlError, match="is lost"):
             client.send({})
 
 
@@ -104,7 +104,7 @@ def test_messages_that_arrived_before_a_bad_frame_are_still_received() -> None:
 
     with answering(behave) as address, Client(address, SECRET, 5) as client:
         assert [client.receive(5), client.receive(5)] == [{"n": 0}, {"n": 1}]
-        with pytest.raises(LinkError, match="changed, repeated or reordered"):
+        with pytest.raises(ControlError, match="changed, repeated or reordered"):
             client.receive(5)
 
 
@@ -118,7 +118,7 @@ def test_nobody_there_is_said_with_the_address() -> None:
         ("a\0b", 1),
         ("a" * 99, 1),
     ):
-        with pytest.raises(LinkError, match=f"Cannot reach .*:{address[1]}"):
+        with pytest.raises(ControlError, match=f"Cannot reach .*:{address[1]}"):
             Client(address, SECRET, 2)
 
 
@@ -141,7 +141,7 @@ def test_receive_gives_none_in_time_and_what_comes_later_afterwards() -> None:
 def test_a_message_that_cannot_be_sent_leaves_the_link_as_it_was() -> None:
     with serving(Echo(), SECRET) as server, Client(server.address, SECRET, 5) as client:
         for message in ({"a": object()}, {"a": "x" * 2**20}, {"a": float("nan")}):
-            with pytest.raises(LinkError):
+            with pytest.raises(ControlError):
                 client.send(message)
         client.send({"kind": "echo.ask"})
         assert client.receive(5) == {"kind": "echo.ask", "answered": 1}
@@ -155,21 +155,21 @@ def test_a_server_that_reads_nothing_does_not_hold_the_sender_for_ever() -> None
     with answering(ignore) as address:
         client = Client(address, SECRET, 0.5)
         began = time.monotonic()
-        with pytest.raises(LinkError, match="did not answer within 0.5 s"):
+        with pytest.raises(ControlError, match="did not answer within 0.5 s"):
             for _ in range(100):
                 client.send({"filler": "x" * 900_000})
         assert time.monotonic() - began < 8
-        with pytest.raises(LinkError, match="is lost"):
+        with pytest.raises(ControlError, match="is lost"):
             client.send({})
 
 
 def test_closing_wakes_the_thread_that_receives() -> None:
-    failures: list[LinkError] = []
+    failures: list[ControlError] = []
 
     def wait() -> None:
         try:
             client.receive(None)
-        except LinkError as error:
+        except ControlError as error:
             failures.append(error)
 
     with serving(Echo(), SECRET) as server:
@@ -181,7 +181,7 @@ def test_closing_wakes_the_thread_that_receives() -> None:
         client.close()
         thread.join(10)
         assert not thread.is_alive() and len(failures) == 1
-        with pytest.raises(LinkError):
+        with pytest.raises(ControlError):
             client.send({"kind": "echo.ask"})
 
 

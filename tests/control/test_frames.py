@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lockstep.control import Secret
 from lockstep.control.session import FrameReader, FrameWriter, decode, encode
-from lockstep.errors import LinkError
+from lockstep.errors import ControlError
 from tests.control.oracle import frame
 
 KEY = bytes(range(32))
@@ -57,7 +57,7 @@ def test_one_changed_byte_is_never_read_as_a_message(messages: list[Any], data: 
     place = data.draw(st.integers(0, len(stream) - 1))
     stream[place] ^= data.draw(st.integers(1, 255))
     got: list[Any] = []
-    with contextlib.suppress(LinkError):
+    with contextlib.suppress(ControlError):
         for message in reader().messages(bytes(stream)):
             got.append(message)
     assert got == messages[: len(got)] and len(got) < len(messages)  # those before the change, no other
@@ -66,7 +66,7 @@ def test_one_changed_byte_is_never_read_as_a_message(messages: list[Any], data: 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_give_no_message_and_no_other_error(content: bytes) -> None:
-    with contextlib.suppress(LinkError):
+    with contextlib.suppress(ControlError):
         assert list(reader().messages(content)) == []
 
 
@@ -80,7 +80,7 @@ def test_a_signed_payload_is_a_message_only_if_it_is_an_object(payload: bytes) -
     except ValueError:
         expected = None
     if expected is None:
-        with pytest.raises(LinkError):
+        with pytest.raises(ControlError):
             list(reader().messages(frame(KEY, 0, payload)))
     else:
         assert list(reader().messages(frame(KEY, 0, payload))) == expected
@@ -90,18 +90,18 @@ def test_frames_that_are_repeated_reordered_left_out_or_sent_back_are_refused() 
     first, second = (frame(KEY, i, b'{"n":%d}' % i) for i in range(2))
     assert list(reader().messages(first + second)) == [{"n": 0}, {"n": 1}]
     for stream in (first + first, second + first, second):
-        with pytest.raises(LinkError, match="changed, repeated or reordered"):
+        with pytest.raises(ControlError, match="changed, repeated or reordered"):
             list(reader().messages(stream))
-    with pytest.raises(LinkError, match="changed"):  # the key of the other direction
+    with pytest.raises(ControlError, match="changed"):  # the key of the other direction
         list(reader().messages(frame(KEY[::-1], 0, b"{}")))
 
 
 def test_an_oversize_frame_is_refused_before_its_payload_is_there() -> None:
-    with pytest.raises(LinkError, match=r"1048577 bytes was announced, more than 1048576"):
+    with pytest.raises(ControlError, match=r"1048577 bytes was announced, more than 1048576"):
         list(reader().messages(struct.pack(">I", 2**20 + 1) + bytes(32)))
     largest = {"a": "x" * (2**20 - len('{"a":""}'))}
     assert list(reader().messages(frame(KEY, 0, encode(largest)))) == [largest]
-    with pytest.raises(LinkError, match="1048577 bytes, more than 1048576"):
+    with pytest.raises(ControlError, match="1048577 bytes, more than 1048576"):
         encode({"a": largest["a"] + "x"})
 
 
@@ -119,7 +119,7 @@ def test_an_oversize_frame_is_refused_before_its_payload_is_there() -> None:
     ],
 )
 def test_only_mappings_of_json_values_are_sent(message: Any) -> None:
-    with pytest.raises(LinkError):
+    with pytest.raises(ControlError):
         encode(message)
 
 
@@ -127,8 +127,8 @@ def test_values_nested_without_end_are_refused_both_ways() -> None:
     nested: Any = []
     for _ in range(100_000):
         nested = [nested]
-    with pytest.raises(LinkError):
+    with pytest.raises(ControlError):
         encode({"a": nested})
     for payload in (b'{"a":' + b"[" * 200_000, b'{"a":' + b"9" * 5000 + b"}", b'{"a":NaN}'):
-        with pytest.raises(LinkError):
+        with pytest.raises(ControlError):
             decode(payload)

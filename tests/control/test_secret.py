@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.control import Client, Secret, Server, derived, new_secret, read_secret, user_secret
-from lockstep.errors import ConfigError, LinkError
+from lockstep.errors import ConfigError, ControlError
 from tests.control.oracle import Echo, serving
 
 HEX = re.compile(r"[0-9a-f]{64}")
@@ -63,7 +63,7 @@ def test_a_secret_shows_nowhere() -> None:
             lambda: Server(secret, *server.address),
             lambda: Client(server.address, secret, 2).send({"a": object()}),
         ):
-            with pytest.raises((LinkError, ConfigError)) as caught:
+            with pytest.raises((ControlError, ConfigError)) as caught:
                 wrong()
             shown = traceback.TracebackException.from_exception(caught.value, capture_locals=True)
             ours = [frame for frame in shown.stack if "lockstep" in frame.filename]

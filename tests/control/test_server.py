@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from lockstep.control import Client, ControlConnection, Secret, Server, new_secret
 from lockstep.control.peer import MAX_QUEUED_BYTES
-from lockstep.errors import ConfigError, LinkError
+from lockstep.errors import ConfigError, ControlError
 from tests.control.oracle import Echo, PlainClient, comes_true, frame, serving
 
 RAW = bytes(range(32))
@@ -72,7 +72,7 @@ def test_fifty_clients_at_once_are_answered_in_order_and_lost_once_each() -> Non
 def test_without_the_secret_nobody_is_heard(secret: Secret) -> None:
     echo = Echo()
     with serving(echo, SECRET) as server:
-        with pytest.raises(LinkError, match="another secret"):
+        with pytest.raises(ControlError, match="another secret"):
             Client(server.address, secret, 5)
         # the right form without the right proof, with frames sent ahead, as if it had been accepted
         client = PlainClient(server.address)
@@ -272,7 +272,7 @@ def test_an_exception_in_a_handler_is_logged_without_the_message_and_ends_its_se
     with serving(handler, SECRET) as server, Client(server.address, SECRET, 5) as bystander:
         with Client(server.address, SECRET, 5) as client:
             client.send({"kind": "echo.fail", "text": "confidential"})
-            with pytest.raises(LinkError, match="the other end closed it"):
+            with pytest.raises(ControlError, match="the other end closed it"):
                 client.receive(5)
         assert ask(bystander, "served")["answered"] == 1
         assert comes_true(lambda: len(handler.ticks) > 2 and len(handler.lost_peers) == 1)
@@ -298,13 +298,13 @@ def test_all_handlers_are_called_in_one_thread_which_also_ticks_and_runs_calls()
 
     one, other = Watching(), Watching()
     server = Server(SECRET, "127.0.0.1", handlers={"one": one, "other": other})
-    with pytest.raises(LinkError, match="not started"):
+    with pytest.raises(ControlError, match="not started"):
         server.call(lambda: 1)
     with server:
         for kind in ("one.x", "other.x"):
             client = Client(server.address, SECRET, 5)
             client.send({"kind": kind})
-            with pytest.raises(LinkError):
+            with pytest.raises(ControlError):
                 client.receive(5)
         assert server.call(threading.get_ident) not in {threading.get_ident()}
         seen.add(server.call(threading.get_ident))
@@ -316,7 +316,7 @@ def test_all_handlers_are_called_in_one_thread_which_also_ticks_and_runs_calls()
     steps = [b - a for a, b in zip(one.ticks, one.ticks[1:], strict=False)]
     assert 0.15 < sorted(steps)[len(steps) // 2] < 1
     assert abs(one.ticks[0] - time.monotonic()) < 60
-    with pytest.raises(LinkError, match="closed"):
+    with pytest.raises(ControlError, match="closed"):
         server.call(lambda: 1)
     server.close()
 
@@ -331,7 +331,7 @@ def test_what_was_sent_before_the_server_closed_still_arrives_and_no_loss_is_tol
         server.close()
         message = client.receive(5)
         assert message is not None and message["last"].startswith("words")
-        with pytest.raises(LinkError):
+        with pytest.raises(ControlError):
             client.receive(5)
         assert echo.lost_peers == []
         peer.send({"to": "nobody"})
@@ -354,7 +354,7 @@ def listening(port: int) -> set[str]:
 def test_the_server_listens_on_the_named_address_alone() -> None:
     with serving(Echo(), SECRET, "127.0.0.2") as server:
         assert server.address[0] == "127.0.0.2" and listening(server.address[1]) == {"0200007F"}
-        with pytest.raises(LinkError, match="refused"):
+        with pytest.raises(ControlError, match="refused"):
             Client(("127.0.0.1", server.address[1]), SECRET, 2)
         Client(server.address, SECRET, 2).close()
     assert listening(server.address[1]) == set()
@@ -382,7 +382,7 @@ def test_a_taken_port_an_address_of_elsewhere_and_no_address_are_refused() -> No
 FORKING = """
 import os, sys, time
 from lockstep.control import Client, Secret, Server
-from lockstep.errors import LinkError
+from lockstep.errors import ControlError
 from tests.control.oracle import Echo
 
 secret = Secret(bytes(range(32)))
@@ -401,7 +401,7 @@ if child == 0:
         try:
             attempt()
             sockets += 100
-        except LinkError:
+        except ControlError:
             pass
     os.write(told, b"%d\\n" % sockets)
     time.sleep(60)
@@ -434,7 +434,7 @@ def test_a_forked_child_neither_answers_nor_keeps_the_connections_of_a_dead_pare
             client = Client(("127.0.0.1", port), SECRET, 5)
             process.kill()
             assert comes_true(lambda: len(echo.lost_peers) == 1, 10)
-            with pytest.raises(LinkError):
+            with pytest.raises(ControlError):
                 client.receive(10)
             assert listening(port) == set()
             os.kill(child, 0)  # the child lives on

@@ -12,12 +12,12 @@ from lockstep.launch.membership import (
     DEAD_AFTER_S,
     JOIN_LIMIT_S,
     LAST_CALL_S,
-    Action,
     Completed,
     JoinRefused,
     JoinRequest,
     JoinTimeout,
     Membership,
+    MembershipAction,
     Missing,
     Newcomer,
     NodeEnded,
@@ -46,12 +46,12 @@ def launch(least: int, most: int, now: float = 0.0) -> Membership:
     return Membership(least, most, epoch="this", run=RUN, first="a", now=now)
 
 
-def only(actions: list[Action]) -> Action:
+def only(actions: list[MembershipAction]) -> MembershipAction:
     assert len(actions) == 1, actions
     return actions[0]
 
 
-def formed(actions: list[Action]) -> RoundStarted:
+def formed(actions: list[MembershipAction]) -> RoundStarted:
     found = [action for action in actions if isinstance(action, RoundStarted)]
     assert len(found) == 1, actions
     return found[0]
@@ -239,7 +239,7 @@ def play(seed: int) -> int:
     machines = {name: Machine(name) for name in "abcde"}
     open_rounds: list[int] = []
 
-    def apply(actions: list[Action]) -> None:
+    def apply(actions: list[MembershipAction]) -> None:
         for action in actions:
             if isinstance(action, RoundStarted):
                 assert not open_rounds, "two rounds at once"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lockstep.control import Server, new_secret
-from lockstep.errors import ConfigError, LinkError
+from lockstep.errors import ConfigError, ControlError
 from lockstep.launch import rendezvous
 from lockstep.launch.coordinator import CAUSE_WAIT_S, LaunchCoordinator, offer_of
 from lockstep.launch.coordinator_server import CoordinatorServer
@@ -35,10 +35,10 @@ class FakePeer:
         self.got.append(message)
 
     def kinds(self) -> list[str]:
-        """What it was told since it was asked last, without beats."""
+        """What it was told since it was asked last, without heartbeats."""
         kinds = [str(message["kind"]).partition(".")[2] for message in self.got]
         self.got.clear()
-        return [kind for kind in kinds if kind != "beat"]
+        return [kind for kind in kinds if kind != "heartbeat"]
 
 
 class FakeWatch:
@@ -104,7 +104,7 @@ class Launch:
         while self.now < deadline:
             self.now += 0.2
             for name in self.peers:
-                self.tell(name, "beat", states={})
+                self.tell(name, "heartbeat", states={})
             self.coordinator.tick(self.now)
 
     def over(self, name: str = "a") -> Mapping[str, Any]:
@@ -243,8 +243,8 @@ def test_a_hang_that_lasted_too_long_is_a_failure_with_a_code_of_its_own() -> No
 
 def test_what_machines_elsewhere_say_of_their_processes_reaches_the_watch_together() -> None:
     launch = two_machines()
-    launch.tell("a", "beat", states={"11": "stopped"})
-    launch.tell("b", "beat", states={"12": "running", "x": "hostile"})
+    launch.tell("a", "heartbeat", states={"11": "stopped"})
+    launch.tell("b", "heartbeat", states={"12": "running", "x": "hostile"})
     assert launch.watch.states == {11: "stopped", 12: "running"}
 
 
@@ -254,7 +254,7 @@ def test_what_machines_elsewhere_say_of_their_processes_reaches_the_watch_togeth
 def test_an_offer_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     good = {"machine": "a", "name": "a", "run": "r", "nproc": 1, "address": "h", "port": 1, "epoch": ""}
     offer_of(good)
-    with pytest.raises(LinkError):
+    with pytest.raises(ControlError):
         offer_of(good | wrong)
 
 
@@ -406,7 +406,7 @@ class Mute:
 
 @pytest.mark.parametrize("silent", [True, False])
 def test_a_hub_that_is_gone_or_silent_is_lost(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "LOST_HUB_S", 0.5)
+    monkeypatch.setattr(rendezvous, "LOST_COORDINATOR_S", 0.5)
     secret = new_secret()
     with Server(secret, LOOPBACK, 0, {"rendezvous": Mute()}) as server:
         one = Rendezvous(server.address, secret, LauncherIdentity("r", 1, 1, LOOPBACK), Told())

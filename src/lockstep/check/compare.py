@@ -28,7 +28,7 @@ SMALLEST = 1e-2
 
 STATE = ("buffer", "attribute")
 
-Digest = dict[str, tuple[float, float]]
+GradientSums = dict[str, tuple[float, float]]
 """Name -> (sum, norm) of each gradient that a rank holds whole."""
 
 
@@ -79,7 +79,7 @@ class Rounded:
 def compare(
     split: PassResult,
     whole: PassResult,
-    digests: Sequence[Digest],
+    digests: Sequence[GradientSums],
     ranks: Sequence[Observed],
     tolerance: float,
     rounded: Rounded | None = None,
@@ -112,7 +112,7 @@ def tolerance_of(dtypes: set[torch.dtype], computes_in_half: bool) -> float:
     return max((RELATIVE.get(dtype, RELATIVE_ROUNDED) for dtype in dtypes), default=RELATIVE[torch.float32])
 
 
-def digest(gradients: Mapping[str, Tensor]) -> Digest:
+def digest(gradients: Mapping[str, Tensor]) -> GradientSums:
     """Of gradients in memory."""
     return {
         name: (gradient.double().sum().item(), gradient.double().norm().item())
@@ -178,7 +178,7 @@ def _distances(
             )
 
 
-def _of_replicas(digests: Sequence[Digest], tolerance: float) -> Iterator[Difference]:
+def _of_replicas(digests: Sequence[GradientSums], tolerance: float) -> Iterator[Difference]:
     for name in {name: None for one in digests for name in one}:
         held = [one[name] for one in digests if name in one]
         norm = max(norm for _, norm in held)

@@ -20,7 +20,7 @@ from lockstep.model.contents import is_ours
 from lockstep.torch_internals import autograd as torch_autograd
 
 TOLERANCE = 1e-4
-Event = tuple[str, str]
+ModuleEvent = tuple[str, str]
 """(name of a module, kind): ``input``, ``output``, ``input gradient`` or ``output gradient``."""
 
 
@@ -85,7 +85,7 @@ def sums_of(tensor: Tensor) -> Sums:
 class Observed:
     """Events in the order in which they first came; ``passed_on``: modules that get an input of one around them."""
 
-    events: dict[Event, Sums] = field(default_factory=dict)
+    events: dict[ModuleEvent, Sums] = field(default_factory=dict)
     passed_on: set[str] = field(default_factory=set)
 
     def add(self, name: str, kind: str, tensor: Tensor) -> None:
@@ -118,7 +118,7 @@ class Observations:
     ranks: Sequence[Observed]
     whole: Observed
 
-    def differ(self, event: Event) -> bool:
+    def differ(self, event: ModuleEvent) -> bool:
         """Whether all ranks' parts together, or the copy of one of them, are not the whole's."""
         expected = self.whole.events.get(event)
         held = [rank.events[event] for rank in self.ranks if event in rank.events]

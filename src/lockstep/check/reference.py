@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from lockstep.check.compare import Digest, digest
+from lockstep.check.compare import GradientSums, digest
 from lockstep.check.observe import Observed, observed
 from lockstep.check.passes import ComparedBatch, PassResult, run_pass
 from lockstep.check.snapshot import Snapshot, numbers, set_numbers
@@ -261,7 +261,7 @@ class Collector:
 
     def gather(
         self, model: nn.Module, result: PassResult, before: dict[str, object]
-    ) -> tuple[list[Digest], list[Observed]]:
+    ) -> tuple[list[GradientSums], list[Observed]]:
         """Complete what the pass of the split model found, on rank 0. Collective.
 
         Returns digests of all ranks' copies of gradients, and what each rank has seen.

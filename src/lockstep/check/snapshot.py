@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.dtensor import local
 from lockstep.model.contents import is_ours, saved, saved_attributes
-from lockstep.parallel.pipeline.absent import is_stand_in
+from lockstep.parallel.pipeline.absent import is_placeholder
 from lockstep.runtime.seed import rng_state, set_rng_state
 from lockstep.torch_internals import modules as torch_modules
 
@@ -73,7 +73,7 @@ class Snapshot:
             torch_modules.buffers_of(module)[name] = buffer if buffer.shape == values.shape else values
         for module, before in self._attributes:
             for name in set(vars(module)) - self._names[id(module)]:
-                if not is_stand_in(vars(module)[name]):
+                if not is_placeholder(vars(module)[name]):
                     del vars(module)[name]
             for name, (value, copy) in before.items():
                 _put_back(module, name, value, copy)
@@ -102,7 +102,7 @@ def attributes(module: nn.Module) -> dict[str, tuple[object, object]]:
     """
     found: dict[str, tuple[object, object]] = {}
     for name, value in vars(module).items():
-        if name in torch_modules.OWN_ATTRIBUTES or is_stand_in(value):
+        if name in torch_modules.OWN_ATTRIBUTES or is_placeholder(value):
             continue
         if isinstance(value, _PLAIN):
             found[name] = (value, value)

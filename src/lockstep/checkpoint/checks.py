@@ -149,7 +149,7 @@ def _is_number(value: object) -> bool:
 SMALL = (2, 3)
 """The shape of the parameters that are stepped instead."""
 
-Group = tuple[Mapping[str, object], list[tuple[str, Mapping[str, object], tuple[int, ...]]]]
+CheckedGroup = tuple[Mapping[str, object], list[tuple[str, Mapping[str, object], tuple[int, ...]]]]
 """Options of a group, and of each of its parameters the name, the saved state and the shape."""
 
 
@@ -159,7 +159,7 @@ def keeps_shapes(optimizer: torch.optim.Optimizer) -> bool:
     return kind.__module__.startswith("torch.optim.") and kind.__name__ not in ("Adafactor", "LBFGS")
 
 
-def try_optimizer(optimizer: torch.optim.Optimizer, groups: list[Group], what: str) -> None:
+def try_optimizer(optimizer: torch.optim.Optimizer, groups: list[CheckedGroup], what: str) -> None:
     """Step an optimizer of torch's with these states, on small parameters.
 
     Tensors without values (on the meta device) stand for those with the shape of their parameter; others are taken

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from lockstep.checkpoint.checks import Group, check_kind, keeps_shapes, try_optimizer
+from lockstep.checkpoint.checks import CheckedGroup, check_kind, keeps_shapes, try_optimizer
 from lockstep.checkpoint.format.codec import Document, decode, tensor_names
 from lockstep.checkpoint.format.tensors import Index
 from lockstep.checkpoint.reader import empty_like
@@ -128,7 +128,7 @@ class OptimizerPlaces:
                 f"{self._what} holds {str(value['state'][other])[:80]!r} as the state of {other}. Load another "
                 "checkpoint."
             )
-        groups: list[Group] = [
+        groups: list[CheckedGroup] = [
             (
                 {key: option for key, option in group.items() if key not in ("params", "param_names")},
                 [

@@ -115,7 +115,7 @@ def _read(document: Document, what: str) -> DataCoordinates | None:
     raise CheckpointError(f"{what} has {str(found)[:80]} as a rank's place. Load another checkpoint.")
 
 
-Found = TypeVar("Found")
+FoundValue = TypeVar("FoundValue")
 
 GRADIENTS = ("local", "reduced", "partial")
 """What a window's state has of a model by the names of parameters; see ``parallel.accumulated``."""
@@ -165,9 +165,9 @@ def plan_window(
     return item, joined, sources.gradient_rank
 
 
-def _each(documents: list[Document], work: Callable[[Document], Found]) -> list[Found]:
+def _each(documents: list[Document], work: Callable[[Document], FoundValue]) -> list[FoundValue]:
     """``work`` of each document; of one that stands for several ranks once."""
-    done: dict[int, Found] = {}
+    done: dict[int, FoundValue] = {}
     for document in documents:
         if id(document) not in done:
             done[id(document)] = work(document)

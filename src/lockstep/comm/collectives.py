@@ -31,7 +31,7 @@ from lockstep.errors import (
 from lockstep.runtime import failure, process
 from lockstep.runtime.process import Runtime
 
-Value = TypeVar("Value")
+Exchanged = TypeVar("Exchanged")
 
 Reduction = Literal["mean", "sum", "max", "none"]
 # Sums of these are taken in another type: halves are rounded once, the others have no sum in gloo.
@@ -309,7 +309,7 @@ class Communicator:
             call, line = failure.call_of_user(reversed(list(traceback.walk_stack(sys._getframe(1)))))
             raise CollectiveMismatchError(failure.ended_without(gone, call, line)) from None
 
-    def _exchange(self, value: Value) -> list[Value]:
+    def _exchange(self, value: Exchanged) -> list[Exchanged]:
         values = [value] * self.world_size
         all_gather_object(values, value, group=self._group)
         return values

@@ -26,14 +26,8 @@ Kwargs: TypeAlias = dict[str, Any]
 StateDict: TypeAlias = dict[str, Any]
 """What a ``state_dict`` returns: tensors, numbers, and containers of them."""
 
-_LEAVES = (
-    torch.Tensor,
-    str,
-    int,
-    float,
-    type(None),
-    torch.Size,
-)  # the last is a tuple that takes nothing but numbers
+# torch.Size is a tuple that takes nothing but numbers.
+_LEAVES = (torch.Tensor, str, int, float, type(None), torch.Size)
 
 
 def children(tree: object) -> list[tuple[str, Any]] | None:

@@ -56,8 +56,8 @@ class Detail:
     of: str
 
 
-Rule = Used | NoEffect | Refused | Detail
-Table = Mapping[str, "Rule | Table"]
+KeyRule = Used | NoEffect | Refused | Detail
+Table = Mapping[str, "KeyRule | Table"]
 
 
 class Outcome(StringEnum):
@@ -126,14 +126,14 @@ def walk(table: Table, data: object, prefix: str = "") -> Iterator[Row]:
             yield _row(rule, path, value)
 
 
-def _row(rule: Rule, path: str, value: object) -> Row:
+def _row(rule: KeyRule, path: str, value: object) -> Row:
     try:
         return _apply(rule, path, value)
     except ConfigError as error:
         return Row(path, value, Outcome.REFUSED, str(error).removeprefix(f"{path}"))
 
 
-def _apply(rule: Rule, path: str, value: object) -> Row:
+def _apply(rule: KeyRule, path: str, value: object) -> Row:
     if isinstance(value, str) and value == AUTO:
         if isinstance(rule, Used):
             return Row(path, value, Outcome.AUTO, "what the code says")

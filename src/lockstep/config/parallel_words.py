@@ -19,7 +19,7 @@ from lockstep.config.enums import (
 from lockstep.config.values import bytes_of, parse_bool, parse_integer, repr_short, suggestion
 from lockstep.errors import ConfigError
 
-Word = TypeVar("Word", bound=StringEnum)
+EnumWord = TypeVar("EnumWord", bound=StringEnum)
 BlockRule = Callable[[str, Any], bool]
 """Called with (name, module) of each submodule: whether it is a block."""
 
@@ -41,8 +41,8 @@ def known_word(name: str, known: Collection[str]) -> str:
     return name
 
 
-def _word(kind: type[Word]) -> Callable[[object, str], Word]:
-    def parse(value: object, origin: str) -> Word:
+def _word(kind: type[EnumWord]) -> Callable[[object, str], EnumWord]:
+    def parse(value: object, origin: str) -> EnumWord:
         if isinstance(value, kind):
             return value
         if str(value) not in kind.list():
@@ -53,7 +53,7 @@ def _word(kind: type[Word]) -> Callable[[object, str], Word]:
     return parse
 
 
-def _optional(parse: Callable[[object, str], Word]) -> Callable[[object, str], Word | None]:
+def _optional(parse: Callable[[object, str], EnumWord]) -> Callable[[object, str], EnumWord | None]:
     return lambda value, origin: None if value in (None, "no", "none") else parse(value, origin)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from lockstep.control import session
 from lockstep.control.secret import Secret
 from lockstep.control.session import close_after_fork, encode, name_of, reason_of, tune
-from lockstep.errors import LinkError
+from lockstep.errors import ControlError
 
 READ_BYTES = 64 * 1024
 
@@ -30,7 +30,7 @@ class Client:
         timeout_s: how long connecting and authenticating may take, and later the sending of one message.
 
     Raises:
-        LinkError: nobody answers there in time, or who answers does not know the secret.
+        ControlError: nobody answers there in time, or who answers does not know the secret.
     """
 
     def __init__(self, address: tuple[str, int], secret: Secret, timeout_s: float) -> None:
@@ -39,7 +39,7 @@ class Client:
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
         self._received: deque[dict[str, object]] = deque()
-        self._lost: LinkError | None = None
+        self._lost: ControlError | None = None
         deadline = time.monotonic() + timeout_s
         self._socket = self._connected(deadline)
         close_after_fork(self)
@@ -53,13 +53,13 @@ class Client:
             self._session = session.finish(secret, greeted, answered, proof)
         except (_Ended, ConnectionError):
             self.close()
-            raise LinkError(
+            raise ControlError(
                 f"{name_of(address)} ended the connection before it was authenticated: it has another secret, or is "
                 f"not a Lockstep launcher. Give both ends the same secret."
             ) from None
-        except LinkError as error:
+        except ControlError as error:
             self.close()
-            raise LinkError(
+            raise ControlError(
                 f"Cannot use {name_of(address)}: {error}. Check the address and the secret."
             ) from None
         except BaseException:
@@ -70,7 +70,7 @@ class Client:
         """Send a message.
 
         Raises:
-            LinkError: the server is gone, or takes nothing for ``timeout_s``, or the message is not a mapping
+            ControlError: the server is gone, or takes nothing for ``timeout_s``, or the message is not a mapping
                 of JSON values of at most 1 MiB. Only after the last of these the client can still be used.
         """
         payload = encode(message)
@@ -78,14 +78,14 @@ class Client:
             self._check_open()
             try:
                 self._write(self._session.writer.frame(payload), time.monotonic() + self._timeout_s)
-            except (OSError, LinkError) as error:
+            except (OSError, ControlError) as error:
                 raise self._give_up(error) from None  # a part of a frame may have left
 
     def receive(self, timeout_s: float | None) -> dict[str, object] | None:
         """The next message; None when there is none within ``timeout_s`` (None: wait as long as it takes).
 
         Raises:
-            LinkError: the server is gone, or its bytes are not authentic.
+            ControlError: the server is gone, or its bytes are not authentic.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._receiving:
@@ -95,12 +95,12 @@ class Client:
                     if not self._wait(select.POLLIN, deadline):
                         return None
                     self._received.extend(self._session.reader.messages(self._read(READ_BYTES)))
-                except (OSError, LinkError) as error:
+                except (OSError, ControlError) as error:
                     self._give_up(error)
             return self._received.popleft()
 
     def close(self) -> None:
-        """Leave; a thread that waits in :meth:`receive` gets a LinkError. Closing again does nothing."""
+        """Leave; a thread that waits in :meth:`receive` gets a ControlError. Closing again does nothing."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits
         self._socket.close()
@@ -119,7 +119,7 @@ class Client:
                 raise ValueError("ports are 1 to 65535")
             return socket.create_connection(self.address, max(deadline - time.monotonic(), 0.001))
         except (OSError, OverflowError, ValueError) as error:  # ValueError: a host that is no name, too
-            raise LinkError(
+            raise ControlError(
                 f"Cannot reach {name_of(self.address)}: {reason_of(error)}. Check that the launcher there runs, and "
                 f"that nothing between the machines blocks this port."
             ) from None
@@ -160,19 +160,19 @@ class Client:
 
     def _wait_or_fail(self, event: int, deadline: float) -> None:
         if not self._wait(event, deadline):
-            raise LinkError(f"it did not answer within {self._timeout_s:g} s")
+            raise ControlError(f"it did not answer within {self._timeout_s:g} s")
 
     def _check_open(self) -> None:
         if self._lost is not None:
             raise self._lost
         if self._socket.fileno() < 0:
-            raise LinkError(f"The link to {name_of(self.address)} is closed. Make a new client.")
+            raise ControlError(f"The link to {name_of(self.address)} is closed. Make a new client.")
 
-    def _give_up(self, error: Exception) -> LinkError:
+    def _give_up(self, error: Exception) -> ControlError:
         if self._socket.fileno() < 0:  # closed by close(), while this thread waited
-            error = LinkError("it was closed here")
+            error = ControlError("it was closed here")
         self.close()
-        self._lost = LinkError(
+        self._lost = ControlError(
             f"The link to {name_of(self.address)} is lost: {reason_of(error)}. See what the launcher there reported."
         )
         return self._lost
@@ -181,7 +181,7 @@ class Client:
         self._socket.close()  # no shutdown: that would end the parent's connection, too
 
 
-class _Ended(LinkError):
+class _Ended(ControlError):
     """The other end closed the connection."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 from lockstep.control import session
 from lockstep.control.secret import Secret
 from lockstep.control.session import encode
-from lockstep.errors import LinkError
+from lockstep.errors import ControlError
 
 MAX_QUEUED_BYTES = 4 * 1024 * 1024
 READ_BYTES = 64 * 1024
@@ -33,7 +33,7 @@ class ControlConnection:
         """Queue a message; from any thread. A peer that is gone, or does not read what it was sent, is dropped.
 
         Raises:
-            LinkError: only if the message is not a mapping of JSON values of at most 1 MiB.
+            ControlError: only if the message is not a mapping of JSON values of at most 1 MiB.
         """
         payload = encode(message)
         self._in_dispatcher(lambda: self._connection.send(payload))
@@ -98,7 +98,7 @@ class Connection:
         """The messages that are complete with what arrived.
 
         Raises:
-            LinkError: the other end closed, or its bytes are not those of a client which knows the secret.
+            ControlError: the other end closed, or its bytes are not those of a client which knows the secret.
             OSError: the connection broke.
         """
         # Of a stranger no byte beyond its answer is read: what follows belongs to a session that does not exist yet.
@@ -108,14 +108,14 @@ class Connection:
         except BlockingIOError:
             return
         if not received:
-            raise LinkError("closed by the other end")
+            raise ControlError("closed by the other end")
         if self._session is not None:
             yield from self._session.reader.messages(received)
             return
         self._answered += received
         # Refused at the first wrong byte: another protocol may never send the rest of an answer.
         if not session.PROTOCOL.startswith(self._answered[: len(session.PROTOCOL)]):
-            raise LinkError("another protocol")
+            raise ControlError("another protocol")
         if len(self._answered) == session.ANSWER_BYTES:
             proof, self._session = session.welcome(self._secret, self._greeted, self._answered)
             self._queue(proof)

@@ -20,7 +20,7 @@ from lockstep.control.peer import ControlConnection as ControlConnection
 from lockstep.control.peer import Handler as Handler
 from lockstep.control.secret import Secret
 from lockstep.control.session import OtherSecretError, close_after_fork, listening_socket, tune
-from lockstep.errors import LinkError
+from lockstep.errors import ControlError
 
 TICK_S = 0.2
 FLUSH_AT_CLOSE_S = 1.0
@@ -88,18 +88,20 @@ class Server:
         """Run a function in the thread that calls the handlers; its result, or its exception.
 
         Raises:
-            LinkError: the server is closed or was not started.
+            ControlError: the server is closed or was not started.
         """
         if threading.current_thread() is self._thread:
             return function()
         if self._thread.ident is None:
-            raise LinkError("The server was not started, so nothing runs in its thread. Call start() first.")
+            raise ControlError(
+                "The server was not started, so nothing runs in its thread. Call start() first."
+            )
         future: Future[Result] = Future()
 
         def run() -> None:
             if self._ended.is_set():
                 future.set_exception(
-                    LinkError("The server is closed, so nothing runs in its thread any more.")
+                    ControlError("The server is closed, so nothing runs in its thread any more.")
                 )
                 return
             try:
@@ -172,7 +174,7 @@ class Server:
         except OtherSecretError:
             _guarded(self._turned_away, connection.address[0])
             connection.end()
-        except (OSError, LinkError):
+        except (OSError, ControlError):
             connection.end()
 
     def _deliver(self, connection: Connection, message: Mapping[str, object]) -> None:

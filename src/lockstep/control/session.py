@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple, NoReturn, Protocol
 
 from lockstep.control.secret import Secret, derived
-from lockstep.errors import ConfigError, LinkError
+from lockstep.errors import ConfigError, ControlError
 
 BACKLOG = 1024
 KEEPALIVE_S = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
@@ -118,18 +118,20 @@ def encode(message: Mapping[str, object]) -> bytes:
     """The payload of a message.
 
     Raises:
-        LinkError: the message is not a mapping of JSON values, or larger than 1 MiB.
+        ControlError: the message is not a mapping of JSON values, or larger than 1 MiB.
     """
     if not isinstance(message, Mapping):
-        raise LinkError(f"A message is a mapping, not {type(message).__name__}. Put the value under a key.")
+        raise ControlError(
+            f"A message is a mapping, not {type(message).__name__}. Put the value under a key."
+        )
     try:
         payload = json.dumps(dict(message), allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise LinkError(
+        raise ControlError(
             f"The message is not made of JSON values: {type(error).__name__}. Change it."
         ) from None
     if len(payload) > MAX_PAYLOAD_BYTES:
-        raise LinkError(
+        raise ControlError(
             f"The message has {len(payload)} bytes, more than {MAX_PAYLOAD_BYTES}. Send less, or several messages."
         )
     return payload
@@ -139,14 +141,14 @@ def decode(payload: bytes) -> dict[str, object]:
     """The message of a payload.
 
     Raises:
-        LinkError: the payload is not one JSON object.
+        ControlError: the payload is not one JSON object.
     """
     try:
         message = json.loads(payload, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):  # not JSON, not UTF-8, thousands of digits, nested too deep
         message = None
     if not isinstance(message, dict):
-        raise LinkError("A frame does not hold a JSON object. Use one version of Lockstep everywhere.")
+        raise ControlError("A frame does not hold a JSON object. Use one version of Lockstep everywhere.")
     return message
 
 
@@ -181,7 +183,7 @@ class FrameReader:
         """The messages that are complete with these bytes; the rest waits for the next call.
 
         Raises:
-            LinkError: a frame is oversize, not authentic, out of order, or not a JSON object. The reader
+            ControlError: a frame is oversize, not authentic, out of order, or not a JSON object. The reader
                 is of no use afterwards.
         """
         self._received += received
@@ -189,7 +191,7 @@ class FrameReader:
             (length,) = LENGTH.unpack_from(self._received)
             # The length is not authentic yet: without a bound, someone in between could have this side wait for 4 GiB.
             if length > MAX_PAYLOAD_BYTES:
-                raise LinkError(
+                raise ControlError(
                     f"A frame of {length} bytes was announced, more than {MAX_PAYLOAD_BYTES}. Reconnect."
                 )
             end = HEADER_BYTES + length
@@ -200,7 +202,7 @@ class FrameReader:
             del self._received[:end]
             # In constant time, and before the payload is parsed: JSON of strangers is never read.
             if not hmac.compare_digest(mac, self._key.sign(NUMBER.pack(self._number) + payload)):
-                raise LinkError("A frame was changed, repeated or reordered on its way. Reconnect.")
+                raise ControlError("A frame was changed, repeated or reordered on its way. Reconnect.")
             self._number += 1
             yield decode(payload)
 
@@ -218,7 +220,7 @@ class Session(NamedTuple):
     writer: FrameWriter
 
 
-class OtherSecretError(LinkError):
+class OtherSecretError(ControlError):
     """A client speaks this protocol, with another secret."""
 
 
@@ -231,10 +233,10 @@ def answer(secret: Secret, greeted: bytes) -> bytes:
     """The client's answer to a greeting.
 
     Raises:
-        LinkError: the greeting is of another protocol.
+        ControlError: the greeting is of another protocol.
     """
     if len(greeted) != GREETING_BYTES or not greeted.startswith(PROTOCOL):
-        raise LinkError("what answers there is not a Lockstep launcher of this version")
+        raise ControlError("what answers there is not a Lockstep launcher of this version")
     mine = greeting()
     return mine + secret.sign(b"client" + greeted + mine)
 
@@ -256,11 +258,11 @@ def finish(secret: Secret, greeted: bytes, answered: bytes, proof: bytes) -> Ses
     """The client's session, when the server's proof is right.
 
     Raises:
-        LinkError: the server does not know the secret.
+        ControlError: the server does not know the secret.
     """
     mine = answered[:GREETING_BYTES]
     if not hmac.compare_digest(proof, secret.sign(b"server" + greeted + mine)):
-        raise LinkError("what answers there does not know the run's secret")
+        raise ControlError("what answers there does not know the run's secret")
     to_server, to_client = _keys(secret, greeted, mine)
     return Session(FrameReader(to_client), FrameWriter(to_server))
 

@@ -30,7 +30,7 @@ MOST_AHEAD = 4
 
 # What a stream yields: number of the worker, samples in the round, batches of its ranks (None: one has none), counts.
 # A round of no samples only passes the turn to the next worker, and may say where the generators of this one stand.
-Message = tuple[int, int, "list[Any] | Told | None", "BatchCounts | None"]
+WorkerMessage = tuple[int, int, "list[Any] | Told | None", "BatchCounts | None"]
 
 
 class StreamStart:
@@ -65,7 +65,7 @@ class StreamStart:
 
 
 class ShardedStream(IterableDataset[Any]):
-    """An iterable dataset that yields ``Message``: the batches of ``ranks``, collated, one round at a time.
+    """An iterable dataset that yields ``WorkerMessage``: the batches of ``ranks``, collated, one round at a time.
 
     Every process (and every worker process in it) iterates the whole user dataset and keeps its part.
     Attributes are read and written through to the user's dataset, because functions given as
@@ -120,7 +120,7 @@ class ShardedStream(IterableDataset[Any]):
         else:
             setattr(self._dataset, name, value)
 
-    def __iter__(self) -> Iterator[Message]:
+    def __iter__(self) -> Iterator[WorkerMessage]:
         # Not a generator itself: where streams begin now holds for this iteration.
         worker = get_worker_info()
         seed, epoch, drawn, behind = self._stream_start.take()
@@ -158,7 +158,7 @@ class ShardedStream(IterableDataset[Any]):
 
     def _messages(
         self, number: int, behind: Progress, samples: Iterator[object], begun: Told | None
-    ) -> Iterator[Message]:
+    ) -> Iterator[WorkerMessage]:
         if begun is not None:
             yield number, 0, begun, None
         if number < behind.turn:
@@ -208,7 +208,7 @@ class ResumableStream(ShardedStream):
         self._ended = False
         self._loaded: dict[str, Any] | None = None
 
-    def __iter__(self) -> Iterator[Message]:
+    def __iter__(self) -> Iterator[WorkerMessage]:
         self._source, self._ended = None, False
         return super().__iter__()
 

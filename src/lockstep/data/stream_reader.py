@@ -13,7 +13,7 @@ from lockstep.data.drawn import Drawing
 from lockstep.data.position import nothing
 from lockstep.data.readers import Begin, GlobalBatches, ReadBatch, seed_workers
 from lockstep.data.rng import PrivateDraws, States, draw_privately, mixed_seed
-from lockstep.data.stream import Message, ShardedStream
+from lockstep.data.stream import ShardedStream, WorkerMessage
 from lockstep.data.worker_states import Told, WorkerStates
 
 
@@ -59,20 +59,20 @@ class StreamReader:
             source, draws = self._begun(begin, begin.drawing)
             messages = self._drawn(source, begin.drawing, draws)
             return self._shown(self._dealt(messages, begin), draws)
-        seeded: Iterator[tuple[Message, dict[str, object] | None]] = self._messages()
+        seeded: Iterator[tuple[WorkerMessage, dict[str, object] | None]] = self._messages()
         if self.inner.num_workers == 0:
             # Reading ahead must not draw numbers that the loop draws too, nor must reading again.
             seed = mixed_seed(begin.seed, begin.epoch, 0)
             seeded = draw_privately(seeded, seed, block_size=1, device=None)
         return self._dealt(((message, inner, None) for message, inner in seeded), begin)
 
-    def _messages(self) -> Iterator[tuple[Message, dict[str, object] | None]]:
+    def _messages(self) -> Iterator[tuple[WorkerMessage, dict[str, object] | None]]:
         for message in self.inner:
             yield message, self.inner.state_dict() if self.keeps_inner_state else None  # type: ignore[attr-defined]
 
     # -- what torch's loader would draw --------------------------------------------------------------
 
-    def _begun(self, begin: Begin, drawing: Drawing) -> tuple[Iterator[Message], PrivateDraws | None]:
+    def _begun(self, begin: Begin, drawing: Drawing) -> tuple[Iterator[WorkerMessage], PrivateDraws | None]:
         """The messages, and the draws that read them in this process."""
         loaded, self._loaded = self._loaded, None
         if not self._are_made:
@@ -122,8 +122,8 @@ class StreamReader:
         return draws
 
     def _drawn(
-        self, source: Iterator[Message], drawing: Drawing, draws: PrivateDraws | None
-    ) -> Iterator[tuple[Message, dict[str, object] | None, States | None]]:
+        self, source: Iterator[WorkerMessage], drawing: Drawing, draws: PrivateDraws | None
+    ) -> Iterator[tuple[WorkerMessage, dict[str, object] | None, States | None]]:
         if draws is None:
             for message in source:
                 yield message, None, None
@@ -162,7 +162,7 @@ class StreamReader:
     # -- rounds ---------------------------------------------------------------------------------------
 
     def _dealt(
-        self, messages: Iterator[tuple[Message, dict[str, object] | None, States | None]], begin: Begin
+        self, messages: Iterator[tuple[WorkerMessage, dict[str, object] | None, States | None]], begin: Begin
     ) -> GlobalBatches:
         """One round behind ``messages``, because only the end of a stream says which one is the last."""
         behind = begin.behind

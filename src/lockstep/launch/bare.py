@@ -31,7 +31,7 @@ ID_VARIABLE = "LOCKSTEP_LAUNCH_ID"
 # in the environment of the watches: they end by themselves
 WATCH_VARIABLE = "LOCKSTEP_ORPHAN_WATCH"
 DONE = b"done"
-BEAT_S = 0.5
+HEARTBEAT_S = 0.5
 ROUNDS = 50
 PR_SET_PDEATHSIG = 1
 NOT_EXECUTABLE, NOT_FOUND = 126, 127  # the codes of POSIX shells
@@ -75,7 +75,7 @@ def run_guard(launch_id: str) -> None:
     while True:
         with suppress(OSError):  # the launcher is stopped, or gone, which the other pipe says
             os.write(1, b".")
-        if ready.poll(1000 * BEAT_S):
+        if ready.poll(1000 * HEARTBEAT_S):
             read = os.read(0, 64)
             if not read:
                 break

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lockstep.errors import LinkError
+from lockstep.errors import ControlError
 from lockstep.launch import membership as m
 from lockstep.launch.report import Restarts
 from lockstep.runtime.failure import HANG, PREEMPTED, of_signal
@@ -95,7 +95,7 @@ class LaunchCoordinator:
         self._reform: float | None = None
         self._over: dict[str, object] | None = None
 
-    # -- link.Handler --------------------------------------------------------------------------------
+    # -- control.Handler --------------------------------------------------------------------------------
 
     def received(self, peer: NodeConnection, message: Mapping[str, object]) -> None:
         """Take in what a launcher tells."""
@@ -106,7 +106,7 @@ class LaunchCoordinator:
         machine = peer.data.get("machine")
         if machine is None or self._peers.get(machine) is not peer:
             return
-        if verb == "beat":
+        if verb == "heartbeat":
             self._heartbeat(machine, peer, message)
         elif verb == "finished":
             self._codes.append(_non_negative_int(message, "code"))
@@ -175,7 +175,7 @@ class LaunchCoordinator:
 
     def _heartbeat(self, machine: str, peer: NodeConnection, message: Mapping[str, object]) -> None:
         self._do(self._members.heartbeat(machine, self._clock()))
-        peer.send({"kind": "rendezvous.beat"})
+        peer.send({"kind": "rendezvous.heartbeat"})
         states = message.get("states")
         if isinstance(states, Mapping) and self._watch is not None:
             self._states[machine] = {
@@ -192,11 +192,11 @@ class LaunchCoordinator:
         elif member is not None:
             self._end(code or signal_code(name), f"ended by {name} on {member.request.name}")
 
-    def _do(self, actions: list[m.Action]) -> None:
+    def _do(self, actions: list[m.MembershipAction]) -> None:
         for action in actions:
             self._act(action)
 
-    def _act(self, action: m.Action) -> None:
+    def _act(self, action: m.MembershipAction) -> None:
         match action:
             case m.RoundStarted():
                 self._start(action)
@@ -341,7 +341,7 @@ class LaunchCoordinator:
 
 
 def offer_of(message: Mapping[str, object]) -> m.JoinRequest:
-    """The offer in a message. Raises LinkError when it does not have the form of one."""
+    """The offer in a message. Raises ControlError when it does not have the form of one."""
     rank = message.get("rank")
     request = m.JoinRequest(
         machine=_text(message, "machine"),
@@ -354,7 +354,7 @@ def offer_of(message: Mapping[str, object]) -> m.JoinRequest:
         epoch=_text(message, "epoch"),
     )
     if not request.machine or request.nproc < 1:
-        raise LinkError("A launcher's offer is not complete. Use one version of Lockstep on all machines.")
+        raise ControlError("A launcher's offer is not complete. Use one version of Lockstep on all machines.")
     return request
 
 
@@ -371,7 +371,7 @@ def signal_code(name: str) -> int:
 def _text(message: Mapping[str, object], name: str) -> str:
     value = message.get(name)
     if not isinstance(value, str) or len(value) > 1000:
-        raise LinkError(
+        raise ControlError(
             f"A launcher's message has no text {name}. Use one version of Lockstep on all machines."
         )
     return value
@@ -380,7 +380,7 @@ def _text(message: Mapping[str, object], name: str) -> str:
 def _non_negative_int(message: Mapping[str, object], name: str) -> int:
     value = message.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise LinkError(
+        raise ControlError(
             f"A launcher's message has no number {name}. Use one version of Lockstep on all machines."
         )
     return value

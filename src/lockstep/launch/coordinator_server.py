@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from lockstep.control import Handler, Secret, Server
-from lockstep.errors import ConfigError, LinkError
+from lockstep.errors import ConfigError, ControlError
 from lockstep.launch.coordinator import LaunchCoordinator
 from lockstep.launch.membership import Membership
 from lockstep.launch.network import holder_of
@@ -90,13 +90,13 @@ class CoordinatorServer:
 
     def interrupt(self, name: str, code: int) -> None:
         """End the launch on all machines with this code, because this one got a signal."""
-        with suppress(LinkError):
+        with suppress(ControlError):
             self._server.call(lambda: self._coordinator.interrupt(name, code))
 
     def close(self) -> None:
         """Stop, once the others have heard how the launch ended."""
         deadline = time.monotonic() + LEAVE_LIMIT_S
-        with suppress(LinkError):
+        with suppress(ControlError):
             while not self._server.call(self._coordinator.alone) and time.monotonic() < deadline:
                 time.sleep(0.01)
         self._server.close()

@@ -46,7 +46,7 @@ class GuardProcess:
     def renew(self) -> None:
         """Start another one if it was killed or is stopped. Called a few times a second; costs some microseconds."""
         now = time.monotonic()
-        if self._has_beaten():
+        if self._has_sent_heartbeat():
             self._silent_after = now + SILENT_S
         if now > self._silent_after:
             self._process.kill()  # before its pipe is closed, which it would take for this process's end
@@ -61,7 +61,7 @@ class GuardProcess:
         with suppress(OSError):  # it was killed; nobody to tell
             self._process.stdin.write(bare.DONE)
 
-    def _has_beaten(self) -> bool:
+    def _has_sent_heartbeat(self) -> bool:
         assert self._process.stdout is not None
         try:
             return bool(os.read(self._process.stdout.fileno(), 4096))

@@ -11,7 +11,7 @@ from lockstep.config.hosts import Host, chosen, parse_hosts, read_hostfile
 from lockstep.config.values import SettingValue, parse_integer
 from lockstep.errors import ConfigError
 
-Settings = dict[str, SettingValue]
+SettingValues = dict[str, SettingValue]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,9 @@ def hosts_of(value: Mapping[str, Any]) -> tuple[Host, ...]:
     return chosen(hosts, value.get("include_hosts"), value.get("exclude_hosts"))
 
 
-def machines_of(settings: Settings, nproc: SettingValue | None, environ: Mapping[str, str]) -> Settings:
+def machines_of(
+    settings: SettingValues, nproc: SettingValue | None, environ: Mapping[str, str]
+) -> SettingValues:
     """Numbers of machines and processes where the list of hosts, or Slurm's allocation, says them.
 
     Raises:
@@ -71,7 +73,7 @@ def machines_of(settings: Settings, nproc: SettingValue | None, environ: Mapping
     if hosts:
         listed = next(name for name in HOST_LISTS if value[name])
         return _listed(settings, hosts, settings[listed]._replace(value=listed), nproc)
-    found: Settings = {}
+    found: SettingValues = {}
     if backend == "slurm" and settings["num_machines"].source == "default" and environ.get("SLURM_JOB_ID"):
         variable = "SLURM_JOB_NUM_NODES"
         if environ.get(variable):
@@ -81,8 +83,8 @@ def machines_of(settings: Settings, nproc: SettingValue | None, environ: Mapping
 
 
 def _listed(
-    settings: Settings, hosts: tuple[Host, ...], where: SettingValue, nproc: SettingValue | None
-) -> Settings:
+    settings: SettingValues, hosts: tuple[Host, ...], where: SettingValue, nproc: SettingValue | None
+) -> SettingValues:
     said = settings["num_machines"]
     if said.source != "default" and said.value != len(hosts):
         raise ConfigError(
@@ -108,7 +110,7 @@ def _listed(
     return found
 
 
-def check_counted(settings: Settings) -> None:
+def check_counted(settings: SettingValues) -> None:
     """Raise ConfigError when only the other machines could know how many processes to start."""
     value = {name: setting.value for name, setting in settings.items()}
     backend = backend_of(value)

@@ -112,7 +112,7 @@ class JoinTimeout:
     sentence: str
 
 
-Action = RoundStarted | NodeEnded | Completed | Missing | Newcomer | JoinRefused | JoinTimeout
+MembershipAction = RoundStarted | NodeEnded | Completed | Missing | Newcomer | JoinRefused | JoinTimeout
 
 
 class Phase(Enum):
@@ -171,29 +171,29 @@ class Membership:
 
     # -- events: each takes the time in (monotonic seconds), and returns what must be done now ---------------
 
-    def join(self, request: JoinRequest, now: float) -> list[Action]:
+    def join(self, request: JoinRequest, now: float) -> list[MembershipAction]:
         """A machine is here and has no workers."""
         self._advance(now)
         return self._join(request) + self._form()
 
-    def heartbeat(self, machine: str, now: float) -> list[Action]:
+    def heartbeat(self, machine: str, now: float) -> list[MembershipAction]:
         """A machine is alive."""
         self._advance(now)
         if machine in self.members:
             self.members[machine].seen = self._now
         return self._form()
 
-    def lose(self, machine: str, now: float, why: str = "its connection closed") -> list[Action]:
+    def lose(self, machine: str, now: float, why: str = "its connection closed") -> list[MembershipAction]:
         """A machine is gone: it said so, or its connection closed."""
         self._advance(now)
         return self._lose(machine, why) + self._form()
 
-    def finish(self, machine: str, number: int, now: float) -> list[Action]:
+    def finish(self, machine: str, number: int, now: float) -> list[MembershipAction]:
         """All workers of a machine ended well, in this round."""
         self._advance(now)
         return self._finish(machine, number) + self._form()
 
-    def fail(self, number: int, now: float) -> list[Action]:
+    def fail(self, number: int, now: float) -> list[MembershipAction]:
         """This round cannot go on."""
         self._advance(now)
         is_current = self.round is not None and self.round.number == number
@@ -203,7 +203,7 @@ class Membership:
         """The launch is over; nobody is let in any more."""
         self._closed = True
 
-    def tick(self, now: float) -> list[Action]:
+    def tick(self, now: float) -> list[MembershipAction]:
         """Time went by."""
         self._advance(now)
         return self._expire_members() + self._form()
@@ -228,11 +228,11 @@ class Membership:
                 member.seen += gap
         self._now = max(now, self._now)
 
-    def _join(self, request: JoinRequest) -> list[Action]:
+    def _join(self, request: JoinRequest) -> list[MembershipAction]:
         refusal = self._refusal(request)
         if refusal is not None:
             return [refusal]
-        actions: list[Action] = []
+        actions: list[MembershipAction] = []
         known = self.members.get(request.machine)
         if known is not None:
             if known.phase in (Phase.RUNNING, Phase.FINISHED) and self.round is not None:
@@ -277,7 +277,7 @@ class Membership:
             )
         return None
 
-    def _lose(self, machine: str, why: str) -> list[Action]:
+    def _lose(self, machine: str, why: str) -> list[MembershipAction]:
         member = self.members.pop(machine, None)
         if member is None:
             return []
@@ -286,8 +286,8 @@ class Membership:
         missing = Missing(member.request, why, number)
         return [missing, *self._end_round()] if broken else [missing]
 
-    def _expire_members(self) -> list[Action]:
-        actions: list[Action] = []
+    def _expire_members(self) -> list[MembershipAction]:
+        actions: list[MembershipAction] = []
         for machine, member in list(self.members.items()):
             silent_s = self._now - member.seen
             if silent_s > self._dead_after_s:
@@ -301,7 +301,7 @@ class Membership:
             )
         return actions
 
-    def _finish(self, machine: str, number: int) -> list[Action]:
+    def _finish(self, machine: str, number: int) -> list[MembershipAction]:
         member = self.members.get(machine)
         is_current = self.round is not None and self.round.number == number
         if member is None or not is_current or member.phase is not Phase.RUNNING:
@@ -313,7 +313,7 @@ class Membership:
         self._leave_round()
         return [Completed(number)]
 
-    def _end_round(self) -> list[Action]:
+    def _end_round(self) -> list[MembershipAction]:
         assert self.round is not None
         return [NodeEnded(self.round.number, self._leave_round())]
 
@@ -326,7 +326,7 @@ class Membership:
         self._gathering_since, self._enough_since = self._now, None
         return machines
 
-    def _form(self) -> list[Action]:
+    def _form(self) -> list[MembershipAction]:
         # Nobody starts while a machine still ends workers of the round before, which new ones could meet.
         waiting = [member for member in self.members.values() if member.phase is Phase.WAITING]
         if self.round is not None or self._closed or len(waiting) < len(self.members):

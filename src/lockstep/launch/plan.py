@@ -25,7 +25,7 @@ from lockstep.config.sources import said_by_environment
 from lockstep.config.values import SettingValue
 from lockstep.config.world import BatchSizes, fitted
 from lockstep.errors import ConfigError
-from lockstep.launch.machines import Settings as Settings
+from lockstep.launch.machines import SettingValues as SettingValues
 from lockstep.launch.machines import Transport, check_counted, machines_of, reach_of
 from lockstep.launch.membership import JOIN_LIMIT_S, LAST_CALL_S
 
@@ -142,13 +142,13 @@ class LaunchPlan:
 
 def merge(
     flags: Mapping[str, SettingValue], file: Mapping[str, SettingValue], environ: Mapping[str, str]
-) -> Settings:
+) -> SettingValues:
     """Settings by precedence, each with its origin.
 
     Raises:
         ConfigError: two of them contradict each other, or an environment variable is malformed.
     """
-    merged: Settings = {}
+    merged: SettingValues = {}
     for name, setting in SETTINGS.items():
         said = flags.get(name) or _from_environment(setting, environ) or file.get(name)
         default = setting.default if setting.is_for_launcher else None

@@ -14,13 +14,13 @@ from typing import Any
 
 from lockstep.control import Client, Secret
 from lockstep.control.session import name_of
-from lockstep.errors import ConfigError, LinkError
+from lockstep.errors import ConfigError, ControlError
 from lockstep.launch.membership import JOIN_LIMIT_S
 from lockstep.launch.network import listening_socket
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 # less than the coordinator waits before it forms a round without this machine, so that two never train at once
-LOST_HUB_S = 4.0
+LOST_COORDINATOR_S = 4.0
 CONNECT_S = 5.0
 RETRY_S = 0.25
 SAY_WAITING_AFTER_S = 1.0
@@ -52,7 +52,7 @@ class Over:
     rank: int | None = None
 
 
-class CoordinatorLost(LinkError):
+class CoordinatorLost(ControlError):
     """The machine that hosts the launch is gone."""
 
 
@@ -97,8 +97,8 @@ class Rendezvous:
         self._client = self._connected(coordinator_limit_s)
         self._heard = time.monotonic()
         self._ended = threading.Event()
-        # beats come from a thread of their own: ending workers may keep the main one busy for seconds
-        threading.Thread(target=self._heartbeat, name="lockstep-beat", daemon=True).start()
+        # heartbeats come from a thread of their own: ending workers may keep the main one busy for seconds
+        threading.Thread(target=self._heartbeat, name="lockstep-heartbeat", daemon=True).start()
 
     # -- rounds --------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class Rendezvous:
             check()
             try:
                 self._client = Client(self._address, self._secret, CONNECT_S)
-            except LinkError:
+            except ControlError:
                 if time.monotonic() > deadline:
                     raise CoordinatorLost(
                         f"the machine that hosts this launch, {name_of(self._address)}, did not come back within "
@@ -152,36 +152,37 @@ class Rendezvous:
             return
 
     def receive(self, timeout_s: float) -> dict[str, object] | None:
-        """The next message that is not a beat; None if there is none in time. Raises CoordinatorLost."""
+        """The next message that is not a heartbeat; None if there is none in time. Raises CoordinatorLost."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
                 message = self._client.receive(max(deadline - time.monotonic(), 0))
-            except LinkError:
+            except ControlError:
                 raise CoordinatorLost(
                     f"the machine that hosts this launch, {name_of(self._address)}, is gone."
                 ) from None
             now = time.monotonic()
             if message is not None:
                 self._heard = now
-                if verb_of(message) != "beat":
+                if verb_of(message) != "heartbeat":
                     return message
-            # Each of our beats is answered, so that a coordinator which says nothing is gone or out of reach.
-            elif now - self._heard > LOST_HUB_S:
+            # Each of our heartbeats is answered, so that a coordinator which says nothing is gone or out of reach.
+            elif now - self._heard > LOST_COORDINATOR_S:
                 self._client.close()
+                host, limit_s = name_of(self._address), LOST_COORDINATOR_S
                 raise CoordinatorLost(
-                    f"the machine that hosts this launch, {name_of(self._address)}, was silent for {LOST_HUB_S:.0f} s."
+                    f"the machine that hosts this launch, {host}, was silent for {limit_s:.0f} s."
                 )
             if now >= deadline:
                 return None
 
     def tell(self, verb: str, **facts: object) -> None:
         """Tell the coordinator something. If it is gone, the next ``receive`` says so."""
-        with suppress(LinkError):
+        with suppress(ControlError):
             self._client.send({"kind": f"rendezvous.{verb}", **facts})
 
     def show_states(self, states: Mapping[int, str]) -> None:
-        """What the system says of workers here, by pid; it goes with the beats."""
+        """What the system says of workers here, by pid; it goes with the heartbeats."""
         self._states = states
 
     def close(self) -> None:
@@ -200,7 +201,7 @@ class Rendezvous:
             if reason is None:
                 try:
                     return Client(self._address, self._secret, CONNECT_S)
-                except LinkError as error:
+                except ControlError as error:
                     raise ConfigError(
                         f"{error} Every machine takes it from --secret-file or LOCKSTEP_SECRET; main_process_ip and "
                         "main_process_port say who hosts the launch."
@@ -259,8 +260,8 @@ class Rendezvous:
         time.sleep(2 * RETRY_S)
 
     def _heartbeat(self) -> None:
-        while not self._ended.wait(BEAT_S):
-            self.tell("beat", states={str(pid): word for pid, word in self._states.items()})
+        while not self._ended.wait(HEARTBEAT_S):
+            self.tell("heartbeat", states={str(pid): word for pid, word in self._states.items()})
 
 
 def verb_of(message: Mapping[str, object] | None) -> str:

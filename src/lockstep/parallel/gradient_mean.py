@@ -35,15 +35,15 @@ class GradientAllReduce:
 
     def __init__(self, replicas: Sequence[ReplicaGroup]) -> None:
         self._replicas = [each for each in replicas if each.size > 1]
-        self.is_held_back = False
+        self.is_in_no_sync = False
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward inside adds to each rank's own gradients."""
-        return attributes_set(self, is_held_back=True)
+        return attributes_set(self, is_in_no_sync=True)
 
     def synchronised(self) -> AbstractContextManager[None]:
         """Backward inside averages, also within ``no_sync``."""
-        return attributes_set(self, is_held_back=False)
+        return attributes_set(self, is_in_no_sync=False)
 
     @torch.no_grad()
     def average(self) -> None:
@@ -52,7 +52,7 @@ class GradientAllReduce:
         Doing it twice does no harm: an average of equal numbers is that number. A gradient that only some ranks
         lack counts as zero there; one that all lack stays away.
         """
-        if self.is_held_back:
+        if self.is_in_no_sync:
             return
         for each in self._replicas:
             for bucket in _buckets([p for p in each.parameters if p.requires_grad]):

@@ -60,7 +60,7 @@ class GroupValues:
     and an optimizer that holds them still does.
 
     A module none of whose tensors are on meta any more, as they are those of an earlier one, is not initialised
-    again. ``homes``: where parameters are kept, once they have their values.
+    again. ``offloaded``: where parameters are kept, once they have their values.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class GroupValues:
         device: torch.device,
         initialisers: dict[nn.Module, InitWeights],
         world_size: int,
-        homes: OffloadedParameters | None = None,
+        offloaded: OffloadedParameters | None = None,
     ) -> None:
         self._device = device
         self._initialisers = initialisers
         self._world_size = world_size
-        self._homes = homes
+        self._offloaded = offloaded
         self._at_home: set[int] = set()
 
     @torch.no_grad()
@@ -96,9 +96,9 @@ class GroupValues:
             ):
                 self._initialisers[module](module)
                 made.append(module)
-            if self._homes is not None:
+            if self._offloaded is not None:
                 self._send_home(module, module in made)
-        for module in made if self._homes is None else ():
+        for module in made if self._offloaded is None else ():
             _check_filled(module)
         tensors = {id(tensor): tensor for _, tensor in _tensors(modules)}.values()
         for tensor in tensors:
@@ -110,12 +110,12 @@ class GroupValues:
 
     def _send_home(self, module: nn.Module, was_made: bool) -> None:
         """Move a module's parameters to where they are kept, before the next module's are made."""
-        assert self._homes is not None
+        assert self._offloaded is not None
         if was_made:
             _check_filled(module)
         for parameter in torch_modules.parameters_of(module).values():
             if parameter is not None and id(parameter) not in self._at_home:
-                parameter.data = self._homes.keep(parameter.data)
+                parameter.data = self._offloaded.keep(parameter.data)
                 self._at_home.add(id(parameter))
 
     def _make(self, module: nn.Module) -> bool:
@@ -131,16 +131,16 @@ def materialize(
     device: torch.device,
     init_weights: InitWeights | None,
     world_size: int,
-    homes: OffloadedParameters | None = None,
+    offloaded: OffloadedParameters | None = None,
 ) -> None:
     """Give a whole model values on ``device``, those of rank 0, where it is on meta. Collective.
 
-    With ``homes`` its parameters go there, module after module: no more than one is in memory besides.
+    With ``offloaded`` its parameters go there, module after module: no more than one is in memory besides.
 
     Raises:
         UsageError: nothing says how to initialise it, or an initialiser left values unset.
     """
-    values = GroupValues(device, initialisers(model, init_weights), world_size, homes)
+    values = GroupValues(device, initialisers(model, init_weights), world_size, offloaded)
     values.fill(modules_inside_out(model))
 
 

@@ -17,7 +17,7 @@ from lockstep.parallel.zero.sharding import Sharding
 from lockstep.torch_internals import compile as torch_compile
 from lockstep.torch_internals import modules as torch_modules
 
-Autocast = Callable[[], AbstractContextManager[Any]]
+AutocastContext = Callable[[], AbstractContextManager[Any]]
 LossFunction = Callable[..., torch.Tensor]
 
 
@@ -102,7 +102,7 @@ class ParallelModel:
     # -- a step ------------------------------------------------------------------------------------------
 
     def loss_of(
-        self, function: LossFunction, inputs: object, targets: object, autocast: Autocast
+        self, function: LossFunction, inputs: object, targets: object, autocast: AutocastContext
     ) -> torch.Tensor:
         """``function(model(inputs), targets)``, micro-batch by micro-batch in a pipeline that trains."""
         args, keywords, targets = call_of(inputs, targets)
@@ -258,7 +258,7 @@ class PipelinedModel(ParallelModel):
             stage.check_averaged(stepped)
 
     def loss_of(
-        self, function: LossFunction, inputs: object, targets: object, autocast: Autocast
+        self, function: LossFunction, inputs: object, targets: object, autocast: AutocastContext
     ) -> torch.Tensor:
         args, keywords, targets = call_of(inputs, targets)
         for hook in torch_modules.forward_pre_hooks_of(self.module):  # as a call of the model would

@@ -1,7 +1,9 @@
 """The order in which a model is made ready: the one file that knows every strategy.
 
-blocks → stages (pp) → layers (tp) → experts (ep) → sequence (cp) → recompute → compile
-       → shard (zero), parameters to host or disk (offload), replicate (ddp) or mean of gradients → autocast
+blocks → batch normalisation over ranks → values → stages (pp) → layers (tp) → experts (ep) → sequence (cp) → recompute
+sharded models:  → compile → shard (zero) → autocast
+others:          → parameters to the device, to host memory or a file (offload) → autocast → compile
+                 → replicate (ddp), or average gradients after backward
 """
 
 from __future__ import annotations
@@ -134,12 +136,14 @@ def _synchronize_batchnorm(model: nn.Module, runtime: Runtime, options: ModelOpt
 def _offload(model: nn.Module, runtime: Runtime, options: ModelOptions) -> None:
     """Keep the parameters in host memory or in a file. What computes with them brings them to the device."""
     folder = options.parallel.params_folder
-    homes = None if folder is None else OffloadedParameters((p.nbytes for p in model.parameters()), folder)
-    if homes is not None or is_on_meta(model):
+    offloaded = (
+        None if folder is None else OffloadedParameters((p.nbytes for p in model.parameters()), folder)
+    )
+    if offloaded is not None or is_on_meta(model):
         host = torch.device("cpu")
-        materialize(model, host, options.init_weights, runtime.world_size, homes)
-    if homes is not None:
-        homes.close()
+        materialize(model, host, options.init_weights, runtime.world_size, offloaded)
+    if offloaded is not None:
+        offloaded.close()
 
 
 def _refuse_hook(options: ModelOptions) -> None:
@@ -340,7 +344,7 @@ def _gradient_mean(model: nn.Module, experts: list[nn.Parameter], options: Model
     if options.ddp.broadcast_buffers and buffers and meshes.gradient_size > 1:
 
         def take_buffers(*_: object) -> None:
-            if not mean.is_held_back:
+            if not mean.is_in_no_sync:
                 broadcast_buffers(buffers, meshes.gradient_group)
 
         model.register_forward_pre_hook(take_buffers, prepend=True)

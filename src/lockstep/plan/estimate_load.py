@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.config.values import repr_short
 from lockstep.errors import UsageError
-from lockstep.plan.estimate_model import FLOATS, Elements, ModelFacts, added
+from lockstep.plan.estimate_model import FLOATS, ElementCounts, ModelFacts, added
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ def facts_of_files(path: Path) -> ModelFacts:
     """
     from lockstep.offload.files.checkpoint_files import stored_tensors
 
-    units: dict[str, list[Elements]] = {}
+    units: dict[str, list[ElementCounts]] = {}
     for name, tensor in stored_tensors(path).items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         units.setdefault(_unit(name), []).append({dtype: math.prod(tensor.shape)})
@@ -170,5 +170,5 @@ def _facts(model: nn.Module, name: str, kind: str, batch: int, sequence: int) ->
     )
 
 
-def _elements(tensor: torch.Tensor) -> Elements:
+def _elements(tensor: torch.Tensor) -> ElementCounts:
     return {str(tensor.dtype).removeprefix("torch."): tensor.numel()}

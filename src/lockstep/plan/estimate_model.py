@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-Elements = Mapping[str, int]
+ElementCounts = Mapping[str, int]
 """Number of elements by the name of their dtype, as torch names it."""
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -39,7 +39,7 @@ BITS = {
 }
 
 
-def added(parts: Iterable[Elements]) -> dict[str, int]:
+def added(parts: Iterable[ElementCounts]) -> dict[str, int]:
     """Elements of several parts together."""
     total: dict[str, int] = {}
     for part in parts:
@@ -48,7 +48,7 @@ def added(parts: Iterable[Elements]) -> dict[str, int]:
     return total
 
 
-def nbytes_of(elements: Elements, dtype: str | None = None) -> int:
+def nbytes_of(elements: ElementCounts, dtype: str | None = None) -> int:
     """Bytes as they are, or with what can be cast in ``dtype``."""
     return sum(
         -(-count * BITS[dtype if dtype is not None and kind in FLOATS else kind] // 8)
@@ -89,13 +89,13 @@ class ModelFacts:
 
     name: str
     kind: str
-    parameters: Elements
-    buffers: Elements
+    parameters: ElementCounts
+    buffers: ElementCounts
     trainable: int
     blocks: int
     block: int
     root: int
-    units: Mapping[str, Elements]
+    units: Mapping[str, ElementCounts]
     notes: tuple[str, ...] = ()
     activations: Mapping[str, Activations] | None = None
     """By the precision of the computation; with `` gathered`` after it under ZeRO, where weights are in 16 bits."""

@@ -50,10 +50,8 @@ class Verifications:
         self._next = None
         if not parallel.splits_forward or parallel.verify == "off" or self._runtime.world_size == 1:
             return
-        from lockstep.check.verification import (  # with DTensor, which takes long to import
-            Setup,
-            Verification,
-        )
+        # Here, because it imports DTensor, which takes long.
+        from lockstep.check.verification import Setup, Verification
 
         setup = Setup(
             parallel=parallel,

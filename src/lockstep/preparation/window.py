@@ -24,7 +24,7 @@ from lockstep.train.accumulation import Accumulation
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.weighting import rescale
 
-RankState = dict[str, Any]
+WindowState = dict[str, Any]
 """What ``state_dict`` returned on one rank, or a part of it."""
 
 
@@ -63,7 +63,7 @@ class AccumulationState:
         for optimizer in self._optimizers:
             self._accumulation.watch(optimizer.optimizer)
 
-    def state_dict(self) -> RankState:
+    def state_dict(self) -> WindowState:
         """This rank's part. Tensors are those in use: copy them before training goes on.
 
         ``models[i]`` has the fields of ``Accumulated``; only ``reduced`` are DTensors, equal on all ranks that
@@ -90,7 +90,7 @@ class AccumulationState:
             for name, place in places_of(model).items()
         }
 
-    def check(self, states: list[RankState]) -> None:
+    def check(self, states: list[WindowState]) -> None:
         """See whether ``load_state_dicts`` can load these; changes nothing, and holds no collective.
 
         Raises:
@@ -115,7 +115,7 @@ class AccumulationState:
                 if not unchanged:
                     check_partial(saved.partial)
 
-    def load_state_dicts(self, states: list[RankState], rank: int) -> None:
+    def load_state_dicts(self, states: list[WindowState], rank: int) -> None:
         """Go on in the window that was saved, or outside of one; what this run had accumulated is forgotten.
 
         Collective for sharded models. The tensors are copied.
@@ -148,7 +148,7 @@ class AccumulationState:
             for model in self._models:
                 rescale(model.gradients(), torch.tensor(factor, dtype=torch.float64))
 
-    def is_unchanged(self, states: list[RankState]) -> bool:
+    def is_unchanged(self, states: list[WindowState]) -> bool:
         """Whether as many ranks with models spread alike saved these; each then needs its own tensors only."""
         layouts = self._layouts()
         agreed = self._accumulation.state_dict()["agreed_divisor"]
@@ -171,7 +171,7 @@ class AccumulationState:
         return spent - waiting
 
 
-def _of_model(states: list[RankState], i: int) -> list[Accumulated]:
+def _of_model(states: list[WindowState], i: int) -> list[Accumulated]:
     return [Accumulated(**state["models"][i]) for state in states]
 
 
@@ -189,7 +189,7 @@ def _check_names(saved: Accumulated, shapes: dict[str, tuple[int, ...]], model: 
             )
 
 
-def _shares(windows: list[RankState]) -> list[float]:
+def _shares(windows: list[WindowState]) -> list[float]:
     """Each rank's part in the mean gradient: what its losses were divided by has to be taken back."""
     divisors = [1.0 if window["divisor"] is None else float(window["divisor"]) for window in windows]
     return [divisor / sum(divisors) for divisor in divisors]

@@ -60,7 +60,7 @@ VIEWS = ("select", "narrow", "diagonal", "unbind", "split", "chunk", "view")
 """Methods whose results are parts of the tensor itself in plain torch."""
 
 Sharded: TypeAlias = "Callable[[torch.Tensor, DTensor], DTensor]"
-Arguments: TypeAlias = tuple[Any, ...]
+OperatorArguments: TypeAlias = tuple[Any, ...]
 """Of an operator: tensors, numbers, and lists of them."""
 
 
@@ -138,22 +138,22 @@ class _PlainOperators:
         ):
             self._handlers.update(dict.fromkeys(operators, handler))
 
-    def _whole_number(self, op: OpOverload, args: Arguments, kwargs: dict[str, object]) -> object:
+    def _whole_number(self, op: OpOverload, args: OperatorArguments, kwargs: dict[str, object]) -> object:
         return _whole(args[0]).item()
 
-    def _fill(self, op: OpOverload, args: Arguments, kwargs: dict[str, object]) -> object:
+    def _fill(self, op: OpOverload, args: OperatorArguments, kwargs: dict[str, object]) -> object:
         target, *others = args
         whole = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
         op(whole, *map(_whole, others), **kwargs)
         target._local_tensor.copy_(self._shard_like(_of_first(whole, target), target)._local_tensor)
         return target
 
-    def _draw_like(self, op: OpOverload, args: Arguments, kwargs: dict[str, object]) -> object:
+    def _draw_like(self, op: OpOverload, args: OperatorArguments, kwargs: dict[str, object]) -> object:
         like, *others = args
         whole = op(_whole(like), *others, **kwargs)
         return self._shard_like(_of_first(whole, like), like)
 
-    def _beside(self, op: OpOverload, args: Arguments, kwargs: dict[str, object]) -> object:
+    def _beside(self, op: OpOverload, args: OperatorArguments, kwargs: dict[str, object]) -> object:
         if op is aten._foreach_copy_.default:  # torch has no strategy for it
             for target, source in zip(args[0], args[1], strict=True):
                 target.copy_(source)
@@ -170,7 +170,7 @@ class _PlainOperators:
         whole_args = [[*map(_whole, arg)] if isinstance(arg, (list, tuple)) else _whole(arg) for arg in args]
         return op(*whole_args, **kwargs)
 
-    def _change(self, op: OpOverload, args: Arguments, kwargs: dict[str, object]) -> object:
+    def _change(self, op: OpOverload, args: OperatorArguments, kwargs: dict[str, object]) -> object:
         target, *others = args
         if not _is_dtensor(target):
             return op(*map(_whole, args), **{name: _whole(value) for name, value in kwargs.items()})
@@ -189,7 +189,7 @@ class _PlainOperators:
         self.lost.changes(target)
         return self._as_torch(op, args, kwargs)
 
-    def _as_torch(self, op: OpOverload, args: Arguments, kwargs: dict[str, object]) -> object:
+    def _as_torch(self, op: OpOverload, args: OperatorArguments, kwargs: dict[str, object]) -> object:
         """What torch would have done."""
         handler = self._handlers.pop(op)
         try:
@@ -343,5 +343,5 @@ def _nodes_of_dtensors(root: Any) -> set[Any]:
     return found
 
 
-def _plain(gradients: Arguments) -> tuple[object, ...]:
+def _plain(gradients: OperatorArguments) -> tuple[object, ...]:
     return tuple(map(_whole, gradients))

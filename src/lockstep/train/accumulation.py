@@ -93,14 +93,14 @@ class Accumulation:
             if step.sync_gradients or step.sync_each_batch:
                 yield
                 return
-            with self._held_back(models, inside_window=True):
+            with self._in_no_sync(models, inside_window=True):
                 yield
         finally:
             step.is_in_window = False
 
     def no_sync(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """Backward inside adds to each rank's own gradients, without averaging."""
-        return self._held_back(models, inside_window=False)
+        return self._in_no_sync(models, inside_window=False)
 
     @contextmanager
     def alone(self, models: Iterable[nn.Module]) -> Iterator[None]:
@@ -112,12 +112,12 @@ class Accumulation:
             yield
 
     @contextmanager
-    def _held_back(self, models: Iterable[nn.Module], inside_window: bool) -> Iterator[None]:
+    def _in_no_sync(self, models: Iterable[nn.Module], inside_window: bool) -> Iterator[None]:
         models = tuple(models)
         with ExitStack() as stack:
             for model in models:
                 stack.enter_context(self._no_sync(model, inside_window))
-            # Without models nothing was held back, and the backward inside averages as ever.
+            # Without models the backward inside averages as ever.
             if not models:
                 yield
                 return

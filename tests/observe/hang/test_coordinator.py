@@ -41,18 +41,18 @@ class Run:
     def tell(self, peer: FakePeer, verb: str, **values: Any) -> None:
         self.coordinator.received(peer, {"kind": f"watch.{verb}", **values})
 
-    def beats(
+    def heartbeats(
         self, ticks: int, boundaries: int = 1, slowest_s: float = 0.1, but: tuple[int, ...] = ()
     ) -> None:
         for rank, peer in enumerate(self.peers):
             if rank not in but:
-                self.tell(peer, "beat", ticks=ticks, boundaries=boundaries, slowest_s=slowest_s)
+                self.tell(peer, "heartbeat", ticks=ticks, boundaries=boundaries, slowest_s=slowest_s)
 
-    def wait(self, seconds: float, ticks: int = 1, but: tuple[int, ...] = (), **beat: Any) -> None:
-        """Time passes in ticks of 0.2 s, with beats that tell of no progress; questions are answered by ``answer``."""
+    def wait(self, seconds: float, ticks: int = 1, but: tuple[int, ...] = (), **heartbeat: Any) -> None:
+        """Time passes in ticks of 0.2 s, with heartbeats that tell of no progress; ``answer`` answers questions."""
         for _ in range(round(seconds / 0.2)):
             self.now += 0.2
-            self.beats(ticks, but=but, **beat)
+            self.heartbeats(ticks, but=but, **heartbeat)
             self.coordinator.tick(self.now)
             for rank, peer in enumerate(self.peers):
                 for message in peer.sent:
@@ -95,7 +95,7 @@ def test_slow_steps_are_usual_where_they_are_slow() -> None:
 def test_progress_of_any_rank_is_progress() -> None:
     run = Run()
     for ticks in range(1, 40):
-        run.tell(run.peers[ticks % 3], "beat", ticks=ticks, boundaries=1)
+        run.tell(run.peers[ticks % 3], "heartbeat", ticks=ticks, boundaries=1)
         run.wait(1.0, ticks=ticks, but=(0, 1, 2))
     assert run.said == []
 
@@ -193,7 +193,7 @@ def test_when_nobody_waits_for_another_nothing_is_said_for_long() -> None:
 
 def test_the_target_of_a_stop_is_the_first_boundary_that_no_rank_passed() -> None:
     run = Run()
-    run.beats(5, boundaries=7)
+    run.heartbeats(5, boundaries=7)
     run.coordinator.request_stop("SIGTERM")
     for peer in run.peers:
         assert peer.sent[-1] == {"kind": "watch.stop", "cause": "SIGTERM"}
@@ -207,7 +207,7 @@ def test_the_target_of_a_stop_is_the_first_boundary_that_no_rank_passed() -> Non
 
 def test_any_rank_may_want_the_stop_and_twice_is_once() -> None:
     run = Run()
-    run.beats(5, boundaries=7)
+    run.heartbeats(5, boundaries=7)
     run.tell(run.peers[1], "stop_wanted", cause="SIGUSR1", boundaries=7)
     run.tell(run.peers[2], "stop_wanted", cause="SIGUSR2", boundaries=7)
     run.coordinator.request_stop("SIGTERM")
@@ -218,7 +218,7 @@ def test_any_rank_may_want_the_stop_and_twice_is_once() -> None:
 @pytest.mark.parametrize("leave", ["bye", "lost"])
 def test_ranks_that_leave_are_not_waited_for(leave: str) -> None:
     run = Run()
-    run.beats(5, boundaries=7)
+    run.heartbeats(5, boundaries=7)
     run.coordinator.request_stop("SIGTERM")
     run.tell(run.peers[0], "passed", boundary=7)
     run.tell(run.peers[1], "passed", boundary=7)
@@ -229,7 +229,7 @@ def test_ranks_that_leave_are_not_waited_for(leave: str) -> None:
 @pytest.mark.parametrize("asked_by", ["launcher", "rank"])
 def test_before_anything_has_begun_all_end_at_once_with_nothing_to_save(asked_by: str) -> None:
     run = Run()
-    run.beats(0, boundaries=0)
+    run.heartbeats(0, boundaries=0)
     if asked_by == "launcher":
         run.coordinator.request_stop("SIGTERM")
     else:
@@ -244,7 +244,7 @@ def test_before_anything_has_begun_all_end_at_once_with_nothing_to_save(asked_by
 def test_a_stop_within_the_first_step_is_made_at_its_end() -> None:
     """The heartbeat that told of no progress is older than the answer."""
     run = Run()
-    run.beats(0, boundaries=0)
+    run.heartbeats(0, boundaries=0)
     run.coordinator.request_stop("SIGTERM")
     for rank, peer in enumerate(run.peers):
         run.tell(peer, "passed", boundary=0, steps=1 if rank == 2 else 0)
@@ -362,7 +362,7 @@ def test_a_rank_that_entered_a_collective_before_it_ended_is_not_waited_for() ->
 
 
 def test_answers_from_before_a_rank_ended_are_not_judged_with_its_end() -> None:
-    """On a busy machine rank 0 was in a collective, went on, and rank 1 came to its end before rank 0 beat again."""
+    """On a busy machine rank 0 was in a collective, went on, and rank 1 ended before rank 0 sent a heartbeat again."""
     run = Run(2)
     run.wait(1.0)
     run.now += 6.0
@@ -468,7 +468,13 @@ def test_commits_are_counted_over_all_rounds_and_old_workers_are_not_heard() -> 
     [
         {},
         {"kind": 3},
-        {"kind": "watch.beat", "ticks": "many", "slowest_s": -1, "boundaries": True, "local_s": float("nan")},
+        {
+            "kind": "watch.heartbeat",
+            "ticks": "many",
+            "slowest_s": -1,
+            "boundaries": True,
+            "local_s": float("nan"),
+        },
         {"kind": "watch.evidence", "question": [1], "evidence": 4},
         {"kind": "watch.passed", "boundary": {}},
         {"kind": "watch.hello", "rank": "0"},
@@ -487,7 +493,7 @@ def test_a_straggler_is_named_once() -> None:
     for turn in range(60):
         for rank, peer in enumerate(run.peers):
             local = 0.4 if rank == 2 else 0.1
-            run.tell(peer, "beat", ticks=turn, boundaries=turn, slowest_s=0.6, step_s=0.6, local_s=local)
+            run.tell(peer, "heartbeat", ticks=turn, boundaries=turn, slowest_s=0.6, step_s=0.6, local_s=local)
         run.now += 0.5
         run.coordinator.tick(run.now)
     assert len(run.said) == 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.errors import LinkError
+from lockstep.errors import ControlError
 from lockstep.observe.hang.diagnosis import SILENCE, Finding, Silent, diagnose
 from lockstep.observe.hang.records import Evidence, PendingCollective, SourceLine
 from lockstep.observe.hang.wording import named
@@ -338,9 +338,9 @@ def test_a_message_that_is_no_evidence_is_refused_and_texts_are_cut_and_printabl
         "groups": {"0": [2**70]},
         "recent": [{}],
     }.items():
-        with pytest.raises(LinkError, match="malformed"):
+        with pytest.raises(ControlError, match="malformed"):
             Evidence.from_message(good | {key: value})
-        with pytest.raises(LinkError):
+        with pytest.raises(ControlError):
             Evidence.from_message({other: one for other, one in good.items() if other != key})
     odd = Evidence.from_message(good | {"host": "\x1b[31m" + "h" * 9999, "stack": "a\nb\x07"})
     assert odd.host.startswith("?[31mh") and len(odd.host) == 512

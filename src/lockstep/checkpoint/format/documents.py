@@ -159,10 +159,10 @@ def _finite(text: str) -> float:
     return number if number - number == 0 else _refuse_constant(text)
 
 
-Checked = TypeVar("Checked", bound=BaseModel)
+Model = TypeVar("Model", bound=BaseModel)
 
 
-def checked(model: type[Checked], document: object, path: str) -> Checked:
+def checked(model: type[Model], document: object, path: str) -> Model:
     """``document`` as ``model``. Raises CheckpointError naming the first place that does not fit."""
     try:
         return model.model_validate(document)

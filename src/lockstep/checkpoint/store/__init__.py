@@ -21,10 +21,8 @@ def store_for(path: str | os.PathLike[str]) -> tuple[Store, str]:
     if "\0" in text:
         raise ConfigError(f"{text!r} holds a NUL character, so it is no path. Correct it.")
     if "://" in text:
-        from lockstep.checkpoint.store.url import (  # what a URL needs, it alone imports
-            local_path,
-            without_caches,
-        )
+        # What a URL needs, it alone imports.
+        from lockstep.checkpoint.store.url import local_path, without_caches
 
         url = without_caches(text)
         local = local_path(url)

@@ -175,16 +175,13 @@ def _of_index(folder: str, name: str) -> Index:
         there = _of_files(f"{folder}/{file}", file)
         named = {tensor for tensor, other in places.items() if other == file}
         if named != there.keys():
+            lacks = join_names(sorted(named - there.keys()), none="nothing")
+            has = join_names(sorted(there.keys() - named), none="nothing")
             raise CheckpointError(
-                f"{folder}/{file} lacks {_some(named - there.keys())}, and has {_some(there.keys() - named)} beside "
-                f"what {name} says. Copy both again."
+                f"{folder}/{file} lacks {lacks}, and has {has} beside what {name} says. Copy both again."
             )
         found.update(there)
     return found
-
-
-def _some(names: Iterable[str]) -> str:
-    return join_names(sorted(names), none="nothing")
 
 
 def _of_files(path: str, file: str | None = None) -> Index:

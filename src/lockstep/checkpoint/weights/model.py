@@ -49,9 +49,8 @@ def write_weights(
         ConfigError: ``max_shard_size`` is not a number of bytes or a text such as ``"500MB"``.
         CheckpointError: a file could not be written; what was there before still is.
     """
-    from lockstep.checkpoint.weights.export import (
-        write_tensors,  # with pydantic, which importing lockstep must not need
-    )
+    # Here, because it imports pydantic, which importing lockstep must not need.
+    from lockstep.checkpoint.weights.export import write_tensors
 
     write_tensors(state_dict, save_directory, parse_size(max_shard_size))
 

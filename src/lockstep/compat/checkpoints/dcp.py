@@ -21,15 +21,15 @@ MAX_DEPTH = 60
 MAX_CHUNKS = 2**14  # of one tensor: ranks that each have a part of it
 _CLASSES = "torch.distributed.checkpoint.metadata."
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
-Sizes = tuple[int, ...]
+ChunkSizes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Chunk:
+class DcpChunk:
     """A part of a tensor, and where it lies."""
 
-    offsets: Sizes
-    sizes: Sizes
+    offsets: ChunkSizes
+    sizes: ChunkSizes
     piece: Piece
 
 
@@ -38,9 +38,9 @@ class DcpEntry:
     """What the metadata says of one name: a tensor's shape, dtype and chunks, or one object."""
 
     path: tuple[Any, ...]
-    shape: Sizes | None
+    shape: ChunkSizes | None
     dtype: torch.dtype | None
-    chunks: list[Chunk]
+    chunks: list[DcpChunk]
 
 
 def read_dcp(reader: ForeignReader, folder: str) -> dict[str, object]:
@@ -89,7 +89,7 @@ def _is(value: object, name: str) -> bool:
     return isinstance(value, StoredTensor) and value.name == name and isinstance(value.state, dict)
 
 
-def _index(index: Any) -> tuple[str, Sizes | None]:
+def _index(index: Any) -> tuple[str, ChunkSizes | None]:
     if not _is(index, _CLASSES + "MetadataIndex") or not isinstance(index.get("fqn"), str):
         raise ValueError("a place without a name")
     offset = index.get("offset")
@@ -108,7 +108,7 @@ def _piece(info: Any, prefix: str) -> Piece:
     return prefix + file, start, length
 
 
-def _sizes(value: object) -> Sizes:
+def _sizes(value: object) -> ChunkSizes:
     if not isinstance(value, tuple) or any(type(size) is not int or size < 0 for size in value):
         raise ValueError(f"the sizes {str(value)[:80]}")
     return value
@@ -124,7 +124,7 @@ def _entry(key: Any, about: Any, pieces: dict[Any, Piece], paths: dict[str, Any]
     ):
         raise ValueError(f"the path {str(path)[:80]} of {str(key)[:80]!r}")
     if isinstance(about, StoredTensor) and about.name == _CLASSES + "BytesStorageMetadata":
-        return DcpEntry(path, None, None, [Chunk((), (), pieces[key, None])])
+        return DcpEntry(path, None, None, [DcpChunk((), (), pieces[key, None])])
     if not _is(about, _CLASSES + "TensorStorageMetadata"):
         raise ValueError(f"{key!r} is neither a tensor nor an object")
     dtype = about.get("properties").state[0]
@@ -135,7 +135,7 @@ def _entry(key: Any, about: Any, pieces: dict[Any, Piece], paths: dict[str, Any]
     chunks = []
     for chunk in about.get("chunks"):
         offsets, sizes = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
-        chunks.append(Chunk(offsets, sizes, pieces[key, offsets]))
+        chunks.append(DcpChunk(offsets, sizes, pieces[key, offsets]))
     return DcpEntry(path, _sizes(about.get("size")), dtype, chunks)
 
 
@@ -172,14 +172,14 @@ def _whole(reader: ForeignReader, name: str, key: str, entry: DcpEntry, parts: l
     return whole
 
 
-def _count(sizes: Sizes) -> int:
+def _count(sizes: ChunkSizes) -> int:
     count = 1
     for size in sizes:
         count *= size
     return count
 
 
-def _overlap(chunks: list[Chunk]) -> bool:
+def _overlap(chunks: list[DcpChunk]) -> bool:
     """Whether two chunks share an element. Sorted along the dim that is cut most, far ones are not compared."""
     filled = [chunk for chunk in chunks if _count(chunk.sizes)]
     dims = range(len(filled[0].offsets)) if filled else ()

@@ -57,12 +57,12 @@ class ImportedState:
         return len(self.models) == 1 and not any(parts)
 
 
-Row = tuple[str, str, str]
+StateRow = tuple[str, str, str]
 
 
-def describe_state(state: ImportedState) -> list[Row]:
+def describe_state(state: ImportedState) -> list[StateRow]:
     """Rows ``(part, number, content)`` for a table, then the notes as ``("note", "", text)``."""
-    rows: list[Row] = []
+    rows: list[StateRow] = []
     for i, model in enumerate(state.models):
         rows.append(("model", str(i), _tensors(model.values())))
     for i, optimizer in enumerate(state.optimizers):

@@ -30,10 +30,12 @@ def build_described(objects: tuple[object, ...], options: Options, world_size: i
                 f"prepare got {found[0]}, but the DeepSpeed configuration describes a {described.type} as {name} too. "
                 f"Pass {dummy}, or drop the section '{name}'."
             )
-    stand_ins = {id(item): item for item in objects if isinstance(item, DummyOptim)}
+    placeholders = {id(item): item for item in objects if isinstance(item, DummyOptim)}
     if options.optimizer is not None and options.optimizer.replaces:
-        stand_ins |= {id(item): _parameters_of(item) for item in objects if isinstance(item, Optimizer)}
-    built: dict[int, Any] = {key: build_optimizer(options.optimizer, item) for key, item in stand_ins.items()}
+        placeholders |= {id(item): _parameters_of(item) for item in objects if isinstance(item, Optimizer)}
+    built: dict[int, Any] = {
+        key: build_optimizer(options.optimizer, item) for key, item in placeholders.items()
+    }
     steps_per_call = 1 if options.loaders.split_batches else world_size
     for item in objects:
         if isinstance(item, DummyScheduler):

@@ -13,7 +13,7 @@ from lockstep.errors import ConfigError
 from lockstep.launch.backend import Command, forwarded, is_secret, say
 from lockstep.launch.kubernetes.kinds import KINDS
 from lockstep.launch.kubernetes.options import KubernetesOptions, parse_options
-from lockstep.launch.kubernetes.pod import SECRET_KEY, Manifest, program
+from lockstep.launch.kubernetes.pod import SECRET_KEY, KubernetesObject, program
 from lockstep.launch.plan import LaunchPlan
 
 MAKE_SECRET = "python3 -c 'import secrets; print(secrets.token_hex(32))'"
@@ -57,7 +57,7 @@ def manifests(plan: LaunchPlan) -> str:
     return "".join(f"# {line}\n" for line in _comments(plan, options)) + as_yaml(documents)
 
 
-def documents_of(plan: LaunchPlan, options: KubernetesOptions) -> list[Manifest]:
+def documents_of(plan: LaunchPlan, options: KubernetesOptions) -> list[KubernetesObject]:
     """The resources of a plan's kind, as data."""
     return KINDS[plan.reach.kind or "jobset"](plan, options, _named(plan))
 
@@ -127,6 +127,6 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-def as_yaml(documents: Sequence[Manifest]) -> str:
+def as_yaml(documents: Sequence[KubernetesObject]) -> str:
     """The documents, one after the other."""
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=1000)

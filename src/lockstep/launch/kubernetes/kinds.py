@@ -7,7 +7,7 @@ from collections.abc import Callable
 from lockstep.errors import ConfigError
 from lockstep.launch.kubernetes import pod
 from lockstep.launch.kubernetes.options import KubernetesOptions, check_length
-from lockstep.launch.kubernetes.pod import Manifest, PodMachine
+from lockstep.launch.kubernetes.pod import KubernetesObject, PodMachine
 from lockstep.launch.plan import LaunchPlan
 
 JOB = "node"  # Kubeflow Trainer wants this name for the job and its container; JobSet takes any
@@ -20,7 +20,7 @@ TRAINER_ARGUMENTS = 128
 RESTARTS = 6
 
 
-def jobset(plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str, str]) -> list[Manifest]:
+def jobset(plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str, str]) -> list[KubernetesObject]:
     """A JobSet of one indexed Job, and through it a headless service in which the pods find each other."""
     _refuse_runtime(options, "jobset")
     machine = _indexed_machine(plan, options)
@@ -32,7 +32,9 @@ def jobset(plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str, st
     return [_resource("jobset.x-k8s.io/v1alpha2", "JobSet", options, spec)]
 
 
-def trainjob(plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str, str]) -> list[Manifest]:
+def trainjob(
+    plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str, str]
+) -> list[KubernetesObject]:
     """A TrainJob, and the TrainingRuntime that it refers to unless ``runtime`` names one of the cluster.
 
     The pod, its restarts and its grace period are the runtime's part; a TrainJob has no fields for them.
@@ -45,7 +47,7 @@ def trainjob(plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str, 
             f"the container of a TrainJob takes {TRAINER_ARGUMENTS} arguments, and these are {len(arguments)}. Put "
             f"those of the script into a file, or use --k8s jobset."
         )
-    trainer: Manifest = {
+    trainer: KubernetesObject = {
         "image": options.image,
         "command": list(pod.COMMAND),
         "args": arguments,
@@ -54,7 +56,7 @@ def trainjob(plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str, 
         "resourcesPerNode": pod.resources(plan, options),
     }
     kind, name = "TrainingRuntime", options.name
-    documents: list[Manifest] = []
+    documents: list[KubernetesObject] = []
     if options.runtime is not None:
         kind, name = "ClusterTrainingRuntime", options.runtime
     else:
@@ -66,7 +68,7 @@ def trainjob(plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str, 
     return [*documents, _resource("trainer.kubeflow.org/v1alpha1", "TrainJob", options, spec)]
 
 
-def _training_runtime(plan: LaunchPlan, options: KubernetesOptions, machine: PodMachine) -> Manifest:
+def _training_runtime(plan: LaunchPlan, options: KubernetesOptions, machine: PodMachine) -> KubernetesObject:
     job = pod.indexed_job(plan, options, machine, {})
     (container,) = job["template"]["spec"]["containers"]
     for said_by_the_trainjob in ("command", "args", "env", "resources"):
@@ -84,7 +86,9 @@ def _training_runtime(plan: LaunchPlan, options: KubernetesOptions, machine: Pod
     return _resource("trainer.kubeflow.org/v1alpha1", "TrainingRuntime", options, spec)
 
 
-def pytorchjob(plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str, str]) -> list[Manifest]:
+def pytorchjob(
+    plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str, str]
+) -> list[KubernetesObject]:
     """A PyTorchJob of Kubeflow's training operator v1: a master and workers, or, elastic, workers alone."""
     _refuse_runtime(options, "pytorchjob")
     check_length(options.name, f"-master-{plan.num_machines - 1}")
@@ -94,7 +98,7 @@ def pytorchjob(plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str
     counts = {"Master": 1, "Worker": plan.num_machines - 1}
     if plan.elastic:
         counts = {"Worker": plan.num_machines}
-    spec: Manifest = {
+    spec: KubernetesObject = {
         "nprocPerNode": str(plan.nproc),
         "runPolicy": {
             "cleanPodPolicy": "Running",
@@ -124,14 +128,14 @@ def pytorchjob(plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str
 
 def _pytorch_template(
     plan: LaunchPlan, options: KubernetesOptions, machine: PodMachine, forwarded: dict[str, str]
-) -> Manifest:
+) -> KubernetesObject:
     spec = pod.pod_spec(plan, options, machine, forwarded)
     # the operator makes each pod's service for the port of this name
     spec["containers"][0]["ports"] = [{"name": "pytorchjob-port", "containerPort": plan.port or pod.PORT}]
     return {"metadata": {"labels": pod.labels(options)}, "spec": spec}
 
 
-def _resource(api: str, kind: str, options: KubernetesOptions, spec: Manifest) -> Manifest:
+def _resource(api: str, kind: str, options: KubernetesOptions, spec: KubernetesObject) -> KubernetesObject:
     return {"apiVersion": api, "kind": kind, "metadata": pod.metadata(options), "spec": spec}
 
 
@@ -148,7 +152,7 @@ def _refuse_runtime(options: KubernetesOptions, kind: str) -> None:
         )
 
 
-KINDS: dict[str, Callable[[LaunchPlan, KubernetesOptions, dict[str, str]], list[Manifest]]] = {
+KINDS: dict[str, Callable[[LaunchPlan, KubernetesOptions, dict[str, str]], list[KubernetesObject]]] = {
     "trainjob": trainjob,
     "pytorchjob": pytorchjob,
     "jobset": jobset,

@@ -22,7 +22,7 @@ MARGIN_S = 10
 SHARED_MEMORY = "shared-memory"
 CHECKPOINTS = "claim"
 SECRET_KEY = "secret"
-Manifest = dict[str, Any]
+KubernetesObject = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,15 @@ def escaped(word: str) -> str:
     return word.replace("$", "$$")
 
 
-def environment(plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str, str]) -> list[Manifest]:
+def environment(
+    plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str, str]
+) -> list[KubernetesObject]:
     """The variables of the container: what was said of the run, and its secret by reference."""
     values = {**forwarded, **plan.environment}
     if "OMP_NUM_THREADS" not in values and options.cpu is not None:
         cores = int(options.cpu[:-1]) / 1000 if options.cpu.endswith("m") else float(options.cpu)
         values["OMP_NUM_THREADS"] = str(max(1, int(cores) // plan.nproc))
-    entries: list[Manifest] = [
+    entries: list[KubernetesObject] = [
         {"name": name, "value": escaped(value)} for name, value in sorted(values.items())
     ]
     if plan.num_machines > 1:
@@ -95,7 +97,7 @@ def environment(plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[st
     return entries
 
 
-def resources(plan: LaunchPlan, options: KubernetesOptions) -> Manifest:
+def resources(plan: LaunchPlan, options: KubernetesOptions) -> KubernetesObject:
     """Requests and limits of a machine; without ``gpus``, one GPU for each process unless it runs on CPUs."""
     gpus = options.gpus
     if gpus is None:
@@ -116,15 +118,15 @@ def pod_spec(
     machine: PodMachine,
     forwarded: dict[str, str],
     restart: str | None = None,
-) -> Manifest:
+) -> KubernetesObject:
     """The pod of a machine. ``restart``: its restartPolicy, where the pod says it and not the job."""
     # data-loader workers pass batches through /dev/shm, of which a container has 64 MB otherwise
-    volumes: list[Manifest] = [{"name": SHARED_MEMORY, "emptyDir": {"medium": "Memory"}}]
-    mounts: list[Manifest] = [{"name": SHARED_MEMORY, "mountPath": "/dev/shm"}]
+    volumes: list[KubernetesObject] = [{"name": SHARED_MEMORY, "emptyDir": {"medium": "Memory"}}]
+    mounts: list[KubernetesObject] = [{"name": SHARED_MEMORY, "mountPath": "/dev/shm"}]
     if options.claim is not None:
         volumes.append({"name": CHECKPOINTS, "persistentVolumeClaim": {"claimName": options.claim.name}})
         mounts.append({"name": CHECKPOINTS, "mountPath": options.claim.path})
-    container: Manifest = {
+    container: KubernetesObject = {
         "name": machine.container,
         "image": options.image,
         "command": list(COMMAND),
@@ -134,7 +136,7 @@ def pod_spec(
         "securityContext": {"allowPrivilegeEscalation": False},
         "volumeMounts": mounts,
     }
-    spec: Manifest = {
+    spec: KubernetesObject = {
         "automountServiceAccountToken": False,  # training does not talk to the API server
         "containers": [{key: value for key, value in container.items() if value}],
         "terminationGracePeriodSeconds": math.ceil(plan.survival.grace_s) + MARGIN_S,
@@ -147,9 +149,9 @@ def pod_spec(
     return spec
 
 
-def metadata(options: KubernetesOptions) -> Manifest:
+def metadata(options: KubernetesOptions) -> KubernetesObject:
     """Name, namespace and labels of an object."""
-    found: Manifest = {"name": options.name, "labels": labels(options)}
+    found: KubernetesObject = {"name": options.name, "labels": labels(options)}
     if options.namespace is not None:
         found["namespace"] = options.namespace
     return found
@@ -162,13 +164,13 @@ def labels(options: KubernetesOptions) -> dict[str, str]:
 
 def indexed_job(
     plan: LaunchPlan, options: KubernetesOptions, machine: PodMachine, forwarded: dict[str, str]
-) -> Manifest:
+) -> KubernetesObject:
     """The spec of a batch/v1 Job with one pod for each machine, each with its number.
 
     A pod whose ranks saved their state at a stop (exit code 75), and one that the cluster took away, is
     replaced and does not count. Others count to ``backoffLimit``.
     """
-    job: Manifest = {
+    job: KubernetesObject = {
         "parallelism": plan.num_machines,
         "completions": plan.num_machines,
         "completionMode": "Indexed",

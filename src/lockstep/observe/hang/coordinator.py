@@ -10,7 +10,7 @@ import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from lockstep.errors import LinkError
+from lockstep.errors import ControlError
 from lockstep.observe.hang.diagnosis import Ended, Finding, Silent, diagnose
 from lockstep.observe.hang.ranks import (
     CommonStop,
@@ -120,13 +120,13 @@ class Coordinator:
         if state is None or state.peer is not peer:
             return  # of a round that is over
         state.heard = self._now
-        if verb == "beat":
+        if verb == "heartbeat":
             state.take_heartbeat(message, self._now)
         elif verb == "evidence" and self._question is not None:
             if message.get("question") == self._question.number:
                 self._question.answers[rank] = Evidence.from_message(message.get("evidence", {}))
         elif verb == "stop_wanted":
-            self._note_progress(state, message)  # newer than the last beat
+            self._note_progress(state, message)  # newer than the last heartbeat
             self.request_stop(str(message.get("cause", "a signal")))
         elif verb == "passed":
             self._note_progress(state, message)
@@ -183,7 +183,7 @@ class Coordinator:
         """A rank ends its part of the run; after a failure the launcher finds out by itself."""
         try:
             last = Evidence.from_message(message["evidence"])
-        except (KeyError, LinkError):
+        except (KeyError, ControlError):
             last = None
         how = "has failed" if message.get("failed") is True else "has ended"
         if message.get("failed") is True:

@@ -55,7 +55,7 @@ def gather_evidence(rank: int, host: str, step: int, idle_s: float, main_thread:
     )
 
 
-Record: TypeAlias = Mapping[str, Any]
+RecordedCollective: TypeAlias = Mapping[str, Any]
 """An entry of a flight recorder, as JSON: another torch may have others."""
 
 DTYPES = {
@@ -113,16 +113,16 @@ def pending_collectives(seen: StackSummary) -> RecordedCollectives:
     return RecordedCollectives(tuple(pending), tuple(recent[-RECENT:]), completed, groups)
 
 
-def recorded() -> list[Record]:
+def recorded() -> list[RecordedCollective]:
     """The flight recorders' entries, oldest first; none where this torch has no recorder or it is off."""
-    entries: list[Record] = []
+    entries: list[RecordedCollective] = []
     for trace in c10d.recorder_traces():
         found = trace.get("entries")
         entries += [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
     return sorted(entries, key=lambda one: one.get("time_created_ns") or 0)
 
 
-def of_living_groups(entries: list[Record], main: str) -> list[Record]:
+def of_living_groups(entries: list[RecordedCollective], main: str) -> list[RecordedCollective]:
     """Without those of destroyed groups, which the recorder remembers. Groups are counted in ``pg_id``: what is older
     than the last main group, or than the last group of its name, is gone."""
     last: dict[str, int] = {}
@@ -133,12 +133,12 @@ def of_living_groups(entries: list[Record], main: str) -> list[Record]:
     return [one for one in entries if one.get("pg_id", -1) >= max(oldest, last[group_of(one)])]
 
 
-def group_of(entry: Record) -> str:
+def group_of(entry: RecordedCollective) -> str:
     return str((entry.get("process_group") or [""])[0])
 
 
 def collective(
-    entry: Record, seen: StackSummary, groups: Mapping[str, tuple[int, ...]]
+    entry: RecordedCollective, seen: StackSummary, groups: Mapping[str, tuple[int, ...]]
 ) -> PendingCollective | None:
     """The entry of a recorder; None: it is none that ranks meet in."""
     try:

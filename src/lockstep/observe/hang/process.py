@@ -18,7 +18,7 @@ from lockstep.config.sources import control_endpoint, process_environment
 from lockstep.control.client import Client
 from lockstep.control.secret import Secret, new_secret
 from lockstep.control.server import Server
-from lockstep.errors import LinkError, UsageError
+from lockstep.errors import ControlError, UsageError
 from lockstep.observe.hang.coordinator import Coordinator, WatchSettings
 from lockstep.observe.hang.worker import StopSignals, WorkerWatch, nothing_to_save
 from lockstep.runtime import failure, process
@@ -76,7 +76,7 @@ class ProcessWatch:
         if self._worker is not None:
             self._worker.end()
         if self._server is not None:
-            with suppress(LinkError):
+            with suppress(ControlError):
                 self._server.call(self._leave_as_host)
             self._server.close()
         self._worker = self._server = None
@@ -122,7 +122,7 @@ class ProcessWatch:
                 )
             if runtime.world_size > 1 and runtime.backend is not None:
                 return self._join_hub_of_rank_0(runtime)
-        except LinkError as error:
+        except ControlError as error:
             sys.stderr.write(f"lockstep: rank {runtime.rank} trains without being watched: {error}\n")
         return None
 
@@ -139,7 +139,7 @@ class ProcessWatch:
                 host, port = self._server.address[:2]
                 text = f"{host} {port} {secret.hex()}".encode()
                 invitation[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            except (LinkError, OSError, ValueError) as error:  # the ranks still hear that there is none
+            except (ControlError, OSError, ValueError) as error:  # the ranks still hear that there is none
                 _say(f"this run is not watched: {error}")
         invitation = invitation.to(runtime.control_device)
         dist.broadcast(invitation, src=0)

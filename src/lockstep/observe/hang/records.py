@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
-from lockstep.errors import LinkError
+from lockstep.errors import ControlError
 
 Message: TypeAlias = Mapping[str, Any]
 """An object of JSON that came over the network: what is in it is checked where it is read."""
@@ -95,12 +95,12 @@ class Evidence:
         """The evidence in a message that came over the network; texts are cut to their greatest lengths.
 
         Raises:
-            LinkError: the message is not such evidence.
+            ControlError: the message is not such evidence.
         """
         try:
             return _evidence(message)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise LinkError(
+            raise ControlError(
                 f"A worker's report of what it does is malformed ({type(error).__name__}: {str(error)[:100]}). "
                 "Run the same version of Lockstep on every machine."
             ) from None

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from lockstep.control.client import Client
-from lockstep.errors import LinkError
+from lockstep.errors import ControlError
 from lockstep.observe.hang.evidence import gather_evidence
 from lockstep.observe.hang.records import Evidence, Message
 from lockstep.runtime import failure
@@ -69,11 +69,11 @@ class StopGate:
             self._stop(self._cause)
 
 
-BEAT_S = 0.5
+HEARTBEAT_S = 0.5
 
 
 class WorkerWatch:
-    """Two side threads: one beats and looks for signals, the other listens to the coordinator.
+    """Two side threads: one sends heartbeats and looks for signals, the other listens to the coordinator.
 
     Args:
         rank: Of this process.
@@ -161,7 +161,7 @@ class WorkerWatch:
             return
         try:
             self._client.send({"kind": f"watch.{verb}", **values})
-        except LinkError:
+        except ControlError:
             self._client = None  # the coordinator ended; the launcher's end is somebody else's matter
 
     # Beating -----------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class WorkerWatch:
             clock = self._clock
             durations, local = list(clock.durations_s), list(clock.local_s)
             self._tell(
-                "beat",
+                "heartbeat",
                 ticks=clock.ticks,
                 steps=clock.steps,
                 boundaries=clock.boundaries,
@@ -182,7 +182,7 @@ class WorkerWatch:
                 step_s=sum(durations) / len(durations) if durations else 0.0,
                 local_s=statistics.median(local) if local else 0.0,
             )
-            news.poll(1000 * BEAT_S)
+            news.poll(1000 * HEARTBEAT_S)
             self._look_for_signals()
 
     def _look_for_signals(self) -> None:
@@ -217,7 +217,7 @@ class WorkerWatch:
         while client is not None and not self._ended:
             try:
                 message = client.receive(None)
-            except LinkError:
+            except ControlError:
                 return
             if message is not None:
                 self._obey(str(message.get("kind", "")).partition(".")[2], message)

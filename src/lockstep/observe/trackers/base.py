@@ -1,4 +1,4 @@
-"""What a tracker is: the class that users subclass, and its blank stand-in on other ranks."""
+"""What a tracker is: the class that users subclass, and its placeholder on other ranks."""
 
 from __future__ import annotations
 

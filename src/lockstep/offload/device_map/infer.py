@@ -18,7 +18,7 @@ from torch import nn
 from lockstep.offload.device_map.memory import (
     DeviceName,
     MaxMemory,
-    NamedPart,
+    NamedModelPart,
     class_names,
     compute_module_sizes,
     compute_module_total_buffer_size,
@@ -83,7 +83,7 @@ class _Filling:
     sizes: Mapping[str, int]
     ties: list[list[str]]
     undivided: set[str]
-    waiting: list[NamedPart]
+    waiting: list[NamedModelPart]
     level: int
     falls_back: bool
     used: dict[DeviceName, int] = field(default_factory=dict)
@@ -163,7 +163,9 @@ class _Filling:
         self._find_largest()
         return True
 
-    def _divide_a_partner(self, name: str, part: nn.Module | torch.Tensor, partners: list[NamedPart]) -> bool:
+    def _divide_a_partner(
+        self, name: str, part: nn.Module | torch.Tensor, partners: list[NamedModelPart]
+    ) -> bool:
         for partner, partner_part in partners:
             if is_divisible(partner_part, self.undivided):
                 logger.log(self.level, "%s is divided.", partner)
@@ -202,7 +204,7 @@ def ties_across(name: str, ties: Iterable[list[str]]) -> list[list[str]]:
     return [group for group, are in inside if any(are) and not all(are)]
 
 
-def partners(tied: Iterable[str], parts: list[NamedPart]) -> list[tuple[str, NamedPart]]:
+def partners(tied: Iterable[str], parts: list[NamedModelPart]) -> list[tuple[str, NamedModelPart]]:
     """For each tied name the waiting part that it is in; those of parts that were placed before are left out."""
     found = []
     for other in tied:
@@ -213,13 +215,13 @@ def partners(tied: Iterable[str], parts: list[NamedPart]) -> list[tuple[str, Nam
 
 
 def first_fitting(
-    parts: list[NamedPart],
+    parts: list[NamedModelPart],
     sizes: Mapping[str, int],
     room: int,
     undivided: Collection[str] = (),
     ties: Iterable[list[str]] = (),
     buffers: bool = False,
-) -> tuple[str | None, nn.Module | torch.Tensor | None, list[NamedPart]]:
+) -> tuple[str | None, nn.Module | torch.Tensor | None, list[NamedModelPart]]:
     """The first of these parts, or of their children, of at most ``room`` bytes with all that is tied to it.
 
     Returns its name, itself, and what is left of ``parts`` (None, None and all of them where nothing fits). With
@@ -237,7 +239,7 @@ def first_fitting(
     return None, None, parts
 
 
-def _without(found: str, parts: list[NamedPart], buffers: bool) -> list[NamedPart]:
+def _without(found: str, parts: list[NamedModelPart], buffers: bool) -> list[NamedModelPart]:
     """``parts`` without ``found``: those that it is in, as their children."""
     left, index = list(parts), 0
     while left[index][0] != found:
@@ -254,9 +256,9 @@ def _within(name: str, module_name: str) -> bool:
     return module_name == "" or f"{name}.".startswith(f"{module_name}.")
 
 
-def _inside(name: str, part: nn.Module | torch.Tensor, buffers: bool = True) -> list[NamedPart]:
+def _inside(name: str, part: nn.Module | torch.Tensor, buffers: bool = True) -> list[NamedModelPart]:
     assert isinstance(part, nn.Module)
-    own: list[NamedPart] = [*part.named_parameters(recurse=False), *part.named_children()]
+    own: list[NamedModelPart] = [*part.named_parameters(recurse=False), *part.named_children()]
     own += part.named_buffers(recurse=False) if buffers else ()
     return [(f"{name}.{key}", child) for key, child in own]
 

@@ -13,8 +13,8 @@ from lockstep.config.values import bytes_of, repr_short
 from lockstep.errors import ConfigError, OffloadError
 from lockstep.offload.device_map.placement import TensorPlacement
 
-Part = nn.Module | torch.Tensor
-NamedPart = tuple[str, Part]
+ModelPart = nn.Module | torch.Tensor
+NamedModelPart = tuple[str, ModelPart]
 
 
 def dtype_of(dtype: torch.dtype | str | None, origin: str = "dtype") -> torch.dtype | None:
@@ -83,7 +83,7 @@ def compute_module_total_buffer_size(
 
 
 def get_max_layer_size(
-    modules: Iterable[NamedPart], module_sizes: Mapping[str, int], no_split_module_classes: Iterable[str]
+    modules: Iterable[NamedModelPart], module_sizes: Mapping[str, int], no_split_module_classes: Iterable[str]
 ) -> tuple[int, list[str]]:
     """The size of the largest layers among ``modules`` and inside of them, and their names.
 

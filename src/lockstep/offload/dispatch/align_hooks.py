@@ -13,7 +13,13 @@ from torch import nn
 
 from lockstep.comm.tree import leaves, send_to_device
 from lockstep.offload.device_map.placement import like
-from lockstep.offload.dispatch.module_hooks import Call, Device, ModelHook, add_hook_to_module, as_device
+from lockstep.offload.dispatch.module_hooks import (
+    CallArguments,
+    Device,
+    ModelHook,
+    add_hook_to_module,
+    as_device,
+)
 from lockstep.torch_internals import modules as torch_modules
 
 TiedMap = dict[int, dict[torch.device, torch.Tensor]]
@@ -82,7 +88,7 @@ class AlignDevicesHook(ModelHook):
                 self._bring(module, name, tensors[name])
         return module
 
-    def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> Call:
+    def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> CallArguments:
         if self.io_same_device:
             found = (leaf for leaf in leaves((args, kwargs)).values() if isinstance(leaf, torch.Tensor))
             self.input_device = next((tensor.device for tensor in found), None)

@@ -54,12 +54,8 @@ def match(
             unexpected += [key] if not key.endswith(_EXTRA_STATE) else []
         elif name not in by_name or name == key:
             by_name[name] = tensor
-    found = {
-        ref.name: by_name[name]
-        for ref in refs
-        for name in ref.names[::-1]  # the first name is the last to be entered
-        if name in by_name
-    }
+    # Backwards: the first name is the last to be entered.
+    found = {ref.name: by_name[name] for ref in refs for name in ref.names[::-1] if name in by_name}
     missing = [ref for ref in refs if ref.is_persistent and ref.name not in found]
     if strict and (missing or unexpected):
         raise CheckpointError(

@@ -21,7 +21,7 @@ from lockstep.offload.dispatch.attach import detach, is_dispatched
 from lockstep.runtime.memory import clear_device_cache
 
 Device = torch.device | str | int
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a forward."""
 
 UPCAST_LAYERS = (
@@ -45,7 +45,7 @@ class ModelHook:
         """Called when the hook is added; returns the module."""
         return module
 
-    def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> Call:
+    def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> CallArguments:
         """Called before the forward; returns its arguments."""
         return args, kwargs
 
@@ -69,7 +69,7 @@ class SequentialHook(ModelHook):
             module = hook.init_hook(module)
         return module
 
-    def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> Call:
+    def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> CallArguments:
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
@@ -175,7 +175,7 @@ class CpuOffload(ModelHook):
         return module.to("cpu")
 
     @torch.compiler.disable
-    def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> Call:
+    def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> CallArguments:
         previous = self.prev_module_hook
         if previous is not None and previous.model is not module:
             previous.offload()
@@ -240,7 +240,7 @@ class LayerwiseCastingHook(ModelHook):
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
-    def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> Call:
+    def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> CallArguments:
         module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs
 

@@ -15,7 +15,7 @@ from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import OffloadError
 from lockstep.torch_internals import tensors as torch_tensors
 
-Group = dict[str, Any]
+GroupSettings = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -26,27 +26,27 @@ class Separable:
     ``elementwise``: whether it treats every element by itself, so that shards may be stepped alone.
     """
 
-    state_tensors: Callable[[Group], int]
+    state_tensors: Callable[[GroupSettings], int]
     elementwise: bool = True
 
 
-def _adam(group: Group) -> int:
+def _adam(group: GroupSettings) -> int:
     return 3 if group["amsgrad"] else 2
 
 
-def _sgd(group: Group) -> int:
+def _sgd(group: GroupSettings) -> int:
     return 1 if group["momentum"] else 0
 
 
-def _rmsprop(group: Group) -> int:
+def _rmsprop(group: GroupSettings) -> int:
     return 1 + bool(group["momentum"]) + bool(group["centered"])
 
 
-def _one(group: Group) -> int:
+def _one(group: GroupSettings) -> int:
     return 1
 
 
-def _two(group: Group) -> int:
+def _two(group: GroupSettings) -> int:
     return 2
 
 
@@ -68,7 +68,7 @@ SEPARABLE: dict[type[Optimizer], Separable] = {
 """Of exactly these classes: one that inherits from them may have another step."""
 
 
-def why_not_separable(optimizer_class: type[Optimizer], groups: Iterable[Group]) -> str | None:
+def why_not_separable(optimizer_class: type[Optimizer], groups: Iterable[GroupSettings]) -> str | None:
     """Why parameters cannot be stepped a few at a time, as the end of a sentence; None if they can."""
     separable = SEPARABLE.get(optimizer_class)
     if separable is None:
@@ -107,7 +107,7 @@ class OptimizerSettings:
 
     optimizer_class: type[Optimizer]
     attributes: dict[str, object]
-    groups: list[Group]
+    groups: list[GroupSettings]
     threads: int
 
 

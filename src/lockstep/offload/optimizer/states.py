@@ -11,7 +11,7 @@ import torch
 
 from lockstep.comm.dtensor import is_dtensor, local
 from lockstep.offload.files.direct import ALIGNMENT, OffloadFile, aligned, aligned_buffer, region_of
-from lockstep.offload.optimizer.kernel import SEPARABLE, Group
+from lockstep.offload.optimizer.kernel import SEPARABLE, GroupSettings
 
 
 @dataclass(eq=False)
@@ -136,7 +136,7 @@ class StateFiles:
         OffloadError: The folder cannot be written to, or has too little space.
     """
 
-    def __init__(self, folder: Path, optimizer_class: type, groups: Iterable[Group]) -> None:
+    def __init__(self, folder: Path, optimizer_class: type, groups: Iterable[GroupSettings]) -> None:
         self._folder = folder
         self._locations: dict[tuple[int, str], tuple[OffloadFile, int, int]] = {}
         self.files: list[OffloadFile] = []

@@ -154,9 +154,8 @@ class Edits:
                     )
 
 
-_Place = tuple[
-    dict[str, object], str, object, str
-]  # what holds it, under which key, itself, and its full name
+# What holds it, under which key, itself, and its full name.
+_Place = tuple[dict[str, object], str, object, str]
 
 
 def stream_weights(

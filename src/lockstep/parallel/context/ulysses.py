@@ -17,7 +17,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.context.layout import SequenceLayout
 from lockstep.torch_internals.autograd import FunctionContext
 
-Exchange = Callable[[Tensor, SequenceLayout], Tensor]
+SequenceExchange = Callable[[Tensor, SequenceLayout], Tensor]
 
 
 def ulysses_attention(
@@ -79,7 +79,11 @@ class _Reversible(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionContext, tensor: Tensor, layout: SequenceLayout, there: Exchange, back: Exchange
+        ctx: FunctionContext,
+        tensor: Tensor,
+        layout: SequenceLayout,
+        there: SequenceExchange,
+        back: SequenceExchange,
     ) -> Tensor:
         ctx.layout, ctx.back = layout, back
         return there(tensor, layout)

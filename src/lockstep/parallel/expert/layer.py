@@ -31,7 +31,7 @@ from lockstep.parallel.expert.router import (
 )
 from lockstep.torch_internals import autograd as torch_autograd
 
-Activation = Callable[[torch.Tensor], torch.Tensor]
+ActivationFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Experts(nn.Module):
@@ -44,7 +44,9 @@ class Experts(nn.Module):
     gradient_factor: float = 1.0
     """What the gradients of the stacked parameters are multiplied with."""
 
-    def __init__(self, width: int, hidden: int, num_experts: int, activation: Activation, bias: bool) -> None:
+    def __init__(
+        self, width: int, hidden: int, num_experts: int, activation: ActivationFunction, bias: bool
+    ) -> None:
         super().__init__()
         self.activation = activation
         self.weight_in = nn.Parameter(torch.empty(num_experts, hidden, width))
@@ -154,7 +156,7 @@ class MixtureOfExperts(nn.Module):
         num_experts: int,
         top_k: int = 2,
         capacity_factor: float | None = None,
-        activation: Activation = F.gelu,
+        activation: ActivationFunction = F.gelu,
         bias: bool = True,
         renormalize: bool | None = None,
     ) -> None:

@@ -1,6 +1,6 @@
-"""Stand-ins for what a rank does not hold: tensors with a shape but no values, and modules made of them.
+"""Placeholders for what a rank does not hold: tensors with a shape but no values, and modules made of them.
 
-The user's ``forward`` runs on every stage. What it computes from stand-ins is a stand-in again and takes no
+The user's ``forward`` runs on every stage. What it computes from placeholders is a placeholder again and takes no
 memory; what it computes from inputs and buffers alone is real.
 """
 
@@ -24,13 +24,13 @@ from lockstep.torch_internals.fake import FakeTensor, FakeTensorMode, emptied
 
 _CARRIED = "_lockstep_carried"
 _MISSING = object()
-Slot = tuple[dict[str, Any], str]
+ModuleEntry = tuple[dict[str, Any], str]
 """(dict, key) of an entry, such as that of a module in its parent."""
 Change = tuple[dict[str, Any], str, object]
 """(dict, key, value) of an entry that is changed while a stage runs."""
 
 
-class StandIns:
+class PlaceholderTensors:
     """Makes tensors without values on ``device``."""
 
     def __init__(self, device: torch.device) -> None:
@@ -42,24 +42,24 @@ class StandIns:
         return emptied(self._mode, tensor)
 
     def like(self, tensor: Tensor, floating: torch.dtype | None = None) -> Tensor:
-        """A new stand-in of the same shape, strides and ``requires_grad``; and dtype, if no ``floating`` one is given
-        for tensors that are."""
+        """A new placeholder of the same shape, strides and ``requires_grad``, and of the same dtype: of ``floating`` if
+        that is given and the tensor is one of floating-point numbers."""
         dtype = floating if floating is not None and tensor.is_floating_point() else tensor.dtype
         with self._mode:
             new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=self._device)
         return new.requires_grad_(tensor.requires_grad)
 
 
-def is_stand_in(value: object) -> bool:
+def is_placeholder(value: object) -> bool:
     """Whether ``value`` is a tensor without values."""
     if isinstance(value, DTensor):
         value = dtensor.local_tensor(value)
     return isinstance(value, FakeTensor)
 
 
-def carry(stand_in: Tensor, value: Tensor) -> None:
-    """Note the real tensor for which ``stand_in`` stands on this stage."""
-    setattr(stand_in, _CARRIED, value)
+def carry(placeholder: Tensor, value: Tensor) -> None:
+    """Note the real tensor for which ``placeholder`` stands on this stage."""
+    setattr(placeholder, _CARRIED, value)
 
 
 def carried(value: object) -> Any:
@@ -122,15 +122,15 @@ class StageLeft(BaseException):  # not an Exception, so that no handler in the u
         self.call = call
 
 
-class NextStage(AbsentBlock):
+class BoundaryBlock(AbsentBlock):
     """The first block of the next stage: this one's forward ends where it is called."""
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         raise StageLeft((args, kwargs))
 
 
-class Replayed(AbsentBlock):
-    """A block of an earlier stage: returns stand-ins of what it returned when the model was traced."""
+class ReplayedBlock(AbsentBlock):
+    """A block of an earlier stage: returns placeholders of what it returned when the model was traced."""
 
     def __init__(self, name: str, block: nn.Module, result: object) -> None:
         super().__init__(name, block)
@@ -141,8 +141,8 @@ class Replayed(AbsentBlock):
         return repeated(self._result, leaves((args, kwargs)), Tensor.detach)
 
 
-class ReplayedPart(Instead):
-    """A module outside of blocks that an earlier stage calls: returns stand-ins of what it gave in the trace."""
+class ReplayedModule(Instead):
+    """A module outside of blocks that an earlier stage calls: returns placeholders of what it gave in the trace."""
 
     def __init__(self, module: nn.Module, result: object) -> None:
         super().__init__(module)
@@ -169,7 +169,7 @@ def changed(changes: list[Change]) -> Iterator[None]:
 
 
 def copy_without_values(module: nn.Module, memo: dict[int, object], keep_buffers: bool) -> nn.Module:
-    """A copy of ``module`` whose parameters are plain attributes, and those of ``memo``: id -> stand-in.
+    """A copy of ``module`` whose parameters are plain attributes, and those of ``memo``: id -> placeholder.
 
     ``keep_buffers``: buffers are copied with their values, as plain attributes; else they are as in ``memo``.
     """
@@ -188,7 +188,7 @@ def _attributes_instead(module: nn.Module, registered: dict[str, object]) -> Non
             module.__dict__[name] = value
 
 
-def slots(model: nn.Module, module: nn.Module) -> Iterator[Slot]:
+def slots(model: nn.Module, module: nn.Module) -> Iterator[ModuleEntry]:
     """(dict, key) of each place in ``model`` where ``module`` is registered."""
     for parent in model.modules():
         for key, child in torch_modules.children_of(parent).items():

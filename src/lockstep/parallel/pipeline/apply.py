@@ -11,6 +11,7 @@ from torch import nn
 
 from lockstep.comm.collectives import Communicator
 from lockstep.config.parallel_words import stages_per_rank
+from lockstep.config.values import join_names
 from lockstep.errors import UsageError
 from lockstep.model.blocks import find_blocks
 from lockstep.parallel.pipeline.layout import Layout
@@ -72,8 +73,9 @@ def _starts(
 ) -> list[int]:
     if len(blocks) < stages:
         raise UsageError(
-            f"{type(model).__name__} has {len(blocks)} blocks ({_some(list(blocks))}), but the pipeline has {stages} "
-            "stages, each of which needs at least one. Use fewer stages, or choose smaller blocks with blocks=..."
+            f"{type(model).__name__} has {len(blocks)} blocks ({join_names(blocks, most=4)}), but the pipeline has "
+            f"{stages} stages, each of which needs at least one. Use fewer stages, or choose smaller blocks with "
+            "blocks=..."
         )
     names = list(blocks)
     if options.split:
@@ -84,7 +86,7 @@ def _starts(
         held = names[start:end]
         if not any(True for name in held for _ in blocks[name].parameters()):
             raise UsageError(
-                f"Stage {stage} of the pipeline would hold {_some(held)}, which have no parameters. "
+                f"Stage {stage} of the pipeline would hold {join_names(held, most=4)}, which have no parameters. "
                 "Choose other blocks with blocks=..., or other beginnings with split=..."
             )
     return starts
@@ -97,7 +99,9 @@ def _costs(
     if options.block_costs is not None:
         missing = [name for name in blocks if name not in options.block_costs]
         if missing:
-            raise UsageError(f"block_costs has no cost of {_some(missing)}. Give one for each block.")
+            raise UsageError(
+                f"block_costs has no cost of {join_names(missing, most=4)}. Give one for each block."
+            )
         return [options.block_costs[name] for name in blocks], 0.0, 0.0
     costs = [float(sum(_bytes(p) for p in block.parameters())) for block in blocks.values()]
     inside = {id(p) for block in blocks.values() for p in block.parameters()}
@@ -115,10 +119,6 @@ def _costs(
 
 def _bytes(parameter: nn.Parameter) -> int:
     return parameter.numel() * parameter.element_size()
-
-
-def _some(names: list[str], limit: int = 4) -> str:
-    return ", ".join(names[:limit] + ["..."] * (len(names) > limit)) or "none"
 
 
 @torch.no_grad()

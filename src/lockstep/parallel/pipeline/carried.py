@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from lockstep.comm.tree import Args, Kwargs, leaves, map_leaves, tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.model.changes import attributes_set
-from lockstep.parallel.pipeline.absent import carried, is_stand_in
+from lockstep.parallel.pipeline.absent import carried, is_placeholder
 from lockstep.parallel.pipeline.replay import Replays
 from lockstep.parallel.pipeline.traced import Fetch, Source
 from lockstep.torch_internals import tensors as torch_tensors
@@ -67,9 +67,9 @@ def changed_by(name: str, args: Args, kwargs: Kwargs) -> Tensor | None:
     """The real tensor that a function changes by what another stage has: total += aux, outs[0] = x."""
     in_place = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and name[-2:] != "__")
     target = kwargs.get("out", args[0] if in_place and args else None)
-    if not isinstance(target, Tensor) or is_stand_in(target):
+    if not isinstance(target, Tensor) or is_placeholder(target):
         return None
-    return target if has_stand_in(args) or has_stand_in(kwargs.values()) else None
+    return target if has_placeholder(args) or has_placeholder(kwargs.values()) else None
 
 
 def is_about(function: TorchFunction) -> bool:
@@ -86,7 +86,7 @@ class Values(TorchFunctionMode):
     Args:
         now: The segment that runs.
         birth: The segment that made a tensor; None: every stage has it.
-        new: Makes a stand-in that is born now.
+        new: Makes a placeholder that is born now.
         attribute: (name of a module of a block, attribute) that is this tensor.
     """
 
@@ -152,7 +152,7 @@ class Values(TorchFunctionMode):
         return out
 
     def _taken(self, changed: Tensor, args: Args, kwargs: Kwargs) -> Any:
-        """The arguments with a stand-in for a real tensor that is changed from now on by what only this stage has.
+        """The arguments with a placeholder for a real tensor that is changed from now on by what only this stage has.
 
         Raises:
             UsageError: it is a view of another tensor, which would change too.
@@ -215,7 +215,7 @@ class Values(TorchFunctionMode):
                 return tensor
         if self._birth(leaf) is None and id(leaf) not in self._changed:  # every stage has it
             return carried(leaf)
-        value = self._value(leaf) if is_stand_in(leaf) or id(leaf) in self._changed else None
+        value = self._value(leaf) if is_placeholder(leaf) or id(leaf) in self._changed else None
         if value is None:
             return carried(leaf)  # an operation that uses it says so
         new = value.seen.get(now)
@@ -266,11 +266,11 @@ def _place(value: Value, segment: int, messages: Sequence[Value], paths: Sequenc
     return len(paths) + list(messages).index(value)
 
 
-def has_stand_in(given: Iterable[Any]) -> bool:
+def has_placeholder(given: Iterable[Any]) -> bool:
     """Whether there is one among the values, or in the lists, tuples and dicts among them."""
     return any(
-        has_stand_in(one.values() if isinstance(one, dict) else one)
+        has_placeholder(one.values() if isinstance(one, dict) else one)
         if isinstance(one, (list, tuple, dict))
-        else is_stand_in(one)
+        else is_placeholder(one)
         for one in given
     )

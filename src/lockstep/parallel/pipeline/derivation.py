@@ -26,7 +26,7 @@ from lockstep.parallel.pipeline.errors import (
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import BatchDims, Call, batch_size
 from lockstep.parallel.pipeline.options import PipelineOptions
-from lockstep.parallel.pipeline.passes import Batch, LossFunction, Reduction, WhyNot
+from lockstep.parallel.pipeline.passes import Batch, FoundReduction, LossFunction, WhyNot
 from lockstep.parallel.pipeline.plan import Plan, used_arguments
 from lockstep.parallel.pipeline.reduction import Edge, Place, Undecided
 from lockstep.parallel.pipeline.rehearsal import Rehearsal, without_chance
@@ -60,7 +60,7 @@ class Derivation:
         self._options = options
         self._title = type(module).__name__
         self._known_dims: dict[str, int | None] = {}
-        self._reductions: dict[object, Reduction] = {}
+        self._reductions: dict[object, FoundReduction] = {}
         self._kinds: dict[object, dict[tuple[str, str], str]] = {}
         self._left_alone: set[tuple[str, str]] = set()
         self._knows_numbers: set[object] = set()
@@ -135,7 +135,7 @@ class Derivation:
         if name is not None:
             raise sees_micro_batches(self._title, name)
 
-    def reduction(self, batch: Batch) -> Reduction:
+    def reduction(self, batch: Batch) -> FoundReduction:
         """What the loss is over the batch; with the first batch a forward finds it, and what forwards change.
 
         Raises:
@@ -154,7 +154,7 @@ class Derivation:
         known.puts_together = has_numbers
         return known
 
-    def another(self, why: WhyNot, batch: Batch) -> Reduction:
+    def another(self, why: WhyNot, batch: Batch) -> FoundReduction:
         """What the loss is where ``reduction`` does not hold any more."""
         if why == "settings":
             mine = self._settings.digest()
@@ -174,7 +174,7 @@ class Derivation:
                 self._moved = set(), set()
         # Its gradient is right whatever parts it has; tensors that come to it may still be means or sums.
         rest = Undecided(before.places, is_watched=before.is_watched)
-        self._reductions[kind] = Reduction("whole", True, undecided=rest)
+        self._reductions[kind] = FoundReduction("whole", True, undecided=rest)
         self._say(self._reductions[kind], "this batch")
         return self._reductions[kind]
 
@@ -182,10 +182,10 @@ class Derivation:
         settings = settings_of_call(batch.whole), self._setting
         return batch.plan.loss, batch.loss_fn is not None, self._module.training, settings
 
-    def _rehearsed(self, batch: Batch, has_numbers: bool) -> Reduction:
+    def _rehearsed(self, batch: Batch, has_numbers: bool) -> FoundReduction:
         stages, plan, word = self._stages, batch.plan, self._options.loss_reduction
         if not self.is_on:
-            return Reduction("mean" if word == "auto" else word, False)
+            return FoundReduction("mean" if word == "auto" else word, False)
         is_open = word == "auto" and plan.loss is not None and plan.micro_batches > 1
         rehearsal = Rehearsal(stages, batch, is_open, self._title)
         whole = None
@@ -231,7 +231,7 @@ class Derivation:
         if found == "whole":
             undecided.edges = set()
         self.is_new = True
-        return Reduction(found, is_open, undecided=undecided)
+        return FoundReduction(found, is_open, undecided=undecided)
 
     def _whole_plan(self, plan: Plan) -> Plan:
         """Of the whole batch as one micro-batch."""
@@ -267,7 +267,7 @@ class Derivation:
             del undecided.places[place]
         return undecided
 
-    def _say(self, reduction: Reduction, when: str) -> None:
+    def _say(self, reduction: FoundReduction, when: str) -> None:
         if dist.get_rank() == 0 and reduction.word == "whole" and reduction.was_found:
             logger.warning(
                 "%s: on %s the loss is neither the mean nor the sum of those of the micro-batches (as with padded "

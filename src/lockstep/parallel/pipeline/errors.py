@@ -88,11 +88,13 @@ def mixes_rows(title: str, name: str) -> UsageError:
 
 
 MOST_CHARACTERS = 300
-Part = Literal["forward", "backward"]
+PassPart = Literal["forward", "backward"]
 
 
 @contextmanager
-def first_is_named(group: dist.ProcessGroup, title: str, call: int, part: Part = "forward") -> Iterator[None]:
+def first_is_named(
+    group: dist.ProcessGroup, title: str, call: int, part: PassPart = "forward"
+) -> Iterator[None]:
     """Around a pass of a model called ``title``; ``call``: its number, the same on all ranks of ``group``.
 
     The store of the main group has the message of the rank that failed. Nothing is sent while none does.
@@ -114,7 +116,7 @@ def first_is_named(group: dist.ProcessGroup, title: str, call: int, part: Part =
         raise consequence_of(int(rank), title, text, part) from error
 
 
-def consequence_of(rank: int, title: str, text: str, part: Part = "forward") -> UsageError:
+def consequence_of(rank: int, title: str, text: str, part: PassPart = "forward") -> UsageError:
     """What other ranks raise where ``rank`` has failed."""
     consequence = UsageError(
         f"Rank {rank} failed in the {part} of {title} with {text} This rank stops with it. Mend the cause on that "

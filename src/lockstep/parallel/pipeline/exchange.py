@@ -16,13 +16,13 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.comm.tree import Args, Kwargs, leaves, map_leaves
 from lockstep.errors import UsageError
-from lockstep.parallel.pipeline.absent import Instead, carried, carry, is_stand_in
+from lockstep.parallel.pipeline.absent import Instead, carried, carry, is_placeholder
 from lockstep.parallel.pipeline.carried import (
     ITSELF,
     OUTPUT,
     calling,
     changed_by,
-    has_stand_in,
+    has_placeholder,
     is_about,
     name_of,
 )
@@ -82,7 +82,7 @@ class Exchange(TorchFunctionMode):
                 return func(*args, **kwargs)
             self._changed[id(changed)] = changed  # what comes of it is received
             return None if name == "__setitem__" else changed
-        if self._changed or has_stand_in(args) or has_stand_in(kwargs.values()):
+        if self._changed or has_placeholder(args) or has_placeholder(kwargs.values()):
             args, kwargs = map_leaves(lambda _, leaf: self.here(leaf, name), (args, kwargs))
         out = func(*args, **kwargs)
         if name in self._functions and not self._inside:
@@ -130,7 +130,7 @@ class Exchange(TorchFunctionMode):
 
     def here(self, leaf: object, by: str) -> object:
         """The real tensor for which ``leaf`` stands, if it is known."""
-        if not is_stand_in(leaf) and id(leaf) not in self._changed:
+        if not is_placeholder(leaf) and id(leaf) not in self._changed:
             return leaf
         if id(leaf) in self._known:
             return self._known[id(leaf)][1]
@@ -167,7 +167,7 @@ class Exchange(TorchFunctionMode):
 
 
 class LocalBlock(Instead):
-    """A block of this stage: stand-ins among its arguments are replaced by what was received for them."""
+    """A block of this stage: placeholders among its arguments are replaced by what was received for them."""
 
     def __init__(self, name: str, block: nn.Module, cut: Cut | None, exchange: Exchange | None) -> None:
         super().__init__(block)
@@ -227,7 +227,7 @@ class Given(Instead):
 
         def own(path: str, leaf: object) -> object:
             argument = self._returned.get(path)
-            if isinstance(argument, Argument) and not is_stand_in(given[argument.path]):
+            if isinstance(argument, Argument) and not is_placeholder(given[argument.path]):
                 return given[argument.path]
             return for_itself(leaf)
 

@@ -12,18 +12,18 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.torch_internals.autograd import FunctionContext
 
-Gradients = list[tuple[nn.Parameter, Tensor]]
+ParameterGradients = list[tuple[nn.Parameter, Tensor]]
 OutputGradients = tuple[Tensor | None, ...]
 """Of outputs that a loop has called backward on; None where there is none."""
 
 
 @contextmanager
-def kept_apart(parameters: Iterable[nn.Parameter]) -> Iterator[Gradients]:
+def kept_apart(parameters: Iterable[nn.Parameter]) -> Iterator[ParameterGradients]:
     """Gradients that come inside are not added to ``.grad``; they are in the list at the end."""
     before = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in before:
         parameter.grad = None
-    found: Gradients = []
+    found: ParameterGradients = []
     try:
         yield found
     finally:
@@ -51,7 +51,7 @@ class Deposit:
     @torch.no_grad()
     def add(
         self,
-        gradients: Gradients,
+        gradients: ParameterGradients,
         parameters: Mapping[str, nn.Parameter],
         sums: bool,
         factor: Tensor | None = None,

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.model.blocks import joined_name
-from lockstep.parallel.pipeline.absent import AbsentBlock, Change, Slot, StandIns, copy_without_values, slots
+from lockstep.parallel.pipeline.absent import (
+    AbsentBlock,
+    Change,
+    ModuleEntry,
+    PlaceholderTensors,
+    copy_without_values,
+    slots,
+)
 from lockstep.torch_internals import modules as torch_modules
 
 
@@ -25,7 +32,7 @@ class Block:
     stage: int
     copy: nn.Module
     absent: AbsentBlock
-    slots: list[Slot]
+    slots: list[ModuleEntry]
     module: nn.Module | None  # None: on another rank
     names: set[str] = field(default_factory=set)  # of its parameters, each under its first name
 
@@ -38,7 +45,7 @@ class Part:
     """
 
     copy: nn.Module
-    slots: list[Slot]
+    slots: list[ModuleEntry]
     names: set[str]
     stages: set[int] = field(default_factory=set)
 
@@ -57,7 +64,7 @@ class Single:
     module: nn.Module
     key: str
     first_name: str
-    stand_in: Tensor
+    placeholder: Tensor
     stages: set[int] = field(default_factory=set)
 
 
@@ -73,7 +80,7 @@ class Layout:
         dtype: torch.dtype | None = None,
     ) -> None:
         """``starts``: the index of the block with which each stage begins; ``dtype``: of parameters in forwards."""
-        self.stand_ins = StandIns(device)
+        self.placeholders = PlaceholderTensors(device)
         self.order = list(blocks)
         self.starts = {self.order[index]: stage for stage, index in enumerate(starts)}
         self.positions = {name: index for index, (name, _) in enumerate(model.named_modules())}
@@ -81,7 +88,7 @@ class Layout:
         self.aliases = _aliases(model)
         self._first = {alias: first for first, names in self.aliases.items() for alias in names}
         parameters = dict(model.named_parameters())
-        self.values = {name: self.stand_ins.like(value, dtype) for name, value in parameters.items()}
+        self.values = {name: self.placeholders.like(value, dtype) for name, value in parameters.items()}
         memo: dict[int, object] = {id(value): self.values[name] for name, value in parameters.items()}
         memo[id(model)] = model
         trunk = self._trunk()
@@ -104,7 +111,7 @@ class Layout:
                 copy = copy_without_values(module, dict(memo), keep_buffers=True)
                 names = {self._first[joined_name(name, inner)] for inner, _ in module.named_parameters()}
                 self.parts[name] = Part(copy, list(slots(model, module)), names)
-        memo |= {id(buffer): self.stand_ins.like(buffer) for buffer in model.buffers()}
+        memo |= {id(buffer): self.placeholders.like(buffer) for buffer in model.buffers()}
         self.blocks: dict[str, Block] = {}
         stage = 0
         for name, module in blocks.items():
@@ -120,7 +127,7 @@ class Layout:
 
     @property
     def outer(self) -> dict[str, Tensor]:
-        """First name -> stand-in of the parameters outside of blocks."""
+        """First name -> placeholder of the parameters outside of blocks."""
         names = {name for part in self.parts.values() for name in part.names}
         names |= {single.first_name for single in self.singles}
         return {name: value for name, value in self.values.items() if name in names}
@@ -160,7 +167,7 @@ class Layout:
         for single in self.singles:
             if not single.stages & keep and single.key in torch_modules.parameters_of(single.module):
                 del torch_modules.parameters_of(single.module)[single.key]
-                single.module.__dict__[single.key] = single.stand_in
+                single.module.__dict__[single.key] = single.placeholder
 
     def holders(self) -> dict[str, set[int]]:
         """First name of each parameter -> the stages that have it, once parts are placed."""
@@ -183,7 +190,7 @@ class Layout:
             for entries, key in block.slots
         ]
         changes += [(entries, key, part.copy) for part in self.parts.values() for entries, key in part.slots]
-        changes += [(single.module.__dict__, single.key, single.stand_in) for single in self.singles]
+        changes += [(single.module.__dict__, single.key, single.placeholder) for single in self.singles]
         return changes
 
     def modules_of(self, stage: int) -> dict[str, nn.Module]:

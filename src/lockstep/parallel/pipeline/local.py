@@ -16,8 +16,8 @@ from lockstep.parallel.pipeline.layout import Layout
 from lockstep.parallel.pipeline.micro_batch import Joined
 from lockstep.parallel.pipeline.options import SPLIT_BACKWARD, PipelineOptions, rank_of_stage
 from lockstep.parallel.pipeline.plan import Plan
-from lockstep.parallel.pipeline.segment import Pass
 from lockstep.parallel.pipeline.stage import Executed, Stage, StageModule
+from lockstep.parallel.pipeline.stage_forward import Pass
 from lockstep.parallel.pipeline.state import ForwardState
 from lockstep.parallel.pipeline.traced import Kind
 

@@ -37,8 +37,8 @@ from lockstep.parallel.pipeline.passes import (
     forward_now,
 )
 from lockstep.parallel.pipeline.plan import (
+    CallSignature,
     Plan,
-    Signature,
     check_same_batch,
     signature,
     trace,
@@ -69,7 +69,7 @@ class PipelineModel(ModuleAround):
         self._options = options
         self._local = LocalStages(layout, group, options, device)
         self._callbacks: list[Callable[[], None]] = []
-        self._plans: OrderedDict[Signature, Plan] = OrderedDict()
+        self._plans: OrderedDict[CallSignature, Plan] = OrderedDict()
         self._derivation = Derivation(module, self._local, options)
         self._prove: Callable[..., None] | None = None
         self._calls = 0

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.tree import map_leaves, tensor_leaves
-from lockstep.parallel.pipeline.gradients import Gradients, attach, attach_outputs, kept_apart, pull
+from lockstep.parallel.pipeline.gradients import ParameterGradients, attach, attach_outputs, kept_apart, pull
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import Call, Joined
 from lockstep.parallel.pipeline.options import Outputs, PipelineOptions
 from lockstep.parallel.pipeline.plan import Plan
 from lockstep.parallel.pipeline.reduction import Undecided, denominators, equal
-from lockstep.parallel.pipeline.segment import Pass
 from lockstep.parallel.pipeline.settings import Settings
 from lockstep.parallel.pipeline.stage import FillDrain, run, torch_schedule
+from lockstep.parallel.pipeline.stage_forward import Pass
 from lockstep.parallel.pipeline.traced import Kind
 
 
 @dataclass
-class Reduction:
+class FoundReduction:
     """What the loss is over the batch: ``mean``, ``sum`` or ``whole``.
 
     ``was_found``: nobody has said it; then it holds as long as ``settings`` stay what they are. ``puts_together``:
@@ -44,7 +44,7 @@ batch's rows count differently."""
 
 
 LossFunction = Callable[..., Tensor]
-Parameters = Callable[[], Mapping[str, nn.Parameter]]
+ParametersByName = Callable[[], Mapping[str, nn.Parameter]]
 
 
 class Autocast:
@@ -98,8 +98,8 @@ class Training:
     stages: LocalStages
     batch: Batch
     options: PipelineOptions
-    parameters: Parameters
-    reduction: Reduction
+    parameters: ParametersByName
+    reduction: FoundReduction
 
     def run(self) -> tuple[object, WhyNot | None]:
         """Forward and backward of all micro-batches; gradients wait for the backward of the loss that is returned.
@@ -127,7 +127,7 @@ class Training:
         self,
         path: str,
         value: Tensor,
-        gradients: Gradients,
+        gradients: ParameterGradients,
         scale: float,
         kept: Callable[[str, Joined], Tensor | None],
     ) -> Any:
@@ -193,7 +193,7 @@ def _train(call: Training, path: str, scale: float) -> tuple[object, WhyNot | No
     return call.result(path, value, gradients, scale, joined), None
 
 
-def _whole_is_watched(reduction: Reduction) -> bool:
+def _whole_is_watched(reduction: FoundReduction) -> bool:
     """The same on all ranks."""
     return reduction.undecided.is_watched or (reduction.settings is not None and reduction.puts_together)
 
@@ -240,8 +240,8 @@ def _train_whole(call: Training, path: str, scale: float) -> tuple[object, WhyNo
 def forward_now(
     stages: LocalStages,
     batch: Batch,
-    parameters: Parameters,
-    reduction: Reduction,
+    parameters: ParametersByName,
+    reduction: FoundReduction,
     around_backward: Callable[[], AbstractContextManager[object]],
 ) -> tuple[object, WhyNot | None]:
     """All forwards; the backwards run when the loop calls backward on what it makes of the outputs.

@@ -16,28 +16,28 @@ from lockstep.comm.tree import leaves, map_leaves, tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.model.blocks import joined_name
 from lockstep.parallel.pipeline.absent import (
+    BoundaryBlock,
     Change,
     Instead,
-    NextStage,
-    Replayed,
-    ReplayedPart,
+    ReplayedBlock,
+    ReplayedModule,
     changed,
-    is_stand_in,
+    is_placeholder,
 )
 from lockstep.parallel.pipeline.exchange import Exchange, Given, LocalBlock, for_itself
 from lockstep.parallel.pipeline.layout import Layout
 from lockstep.parallel.pipeline.micro_batch import BatchDims, Call, Joined, find_loss, joined
-from lockstep.parallel.pipeline.segment import Segment
+from lockstep.parallel.pipeline.stage_forward import StageForward
 from lockstep.parallel.pipeline.state import restored
 from lockstep.parallel.pipeline.trace import Tracer
 from lockstep.parallel.pipeline.traced import RECEIVED, Traced, storage_of
 from lockstep.runtime.seed import generators_kept
 from lockstep.torch_internals.fake import quiet
 
-Signature = tuple[object, ...]
+CallSignature = tuple[object, ...]
 
 
-def signature(call: Call, *others: object) -> Signature:
+def signature(call: Call, *others: object) -> CallSignature:
     """Equal for calls that a plan serves alike. Tensors count by shape and dtype, plain values by value."""
     described: list[object] = []
     for path, leaf in leaves(call.tree).items():
@@ -140,7 +140,7 @@ def used_arguments(
 
 def _tracer(model: nn.Module, layout: Layout) -> Tracer:
     return Tracer(
-        layout.starts, layout.order, layout.outer, layout.stand_ins, layout.names, type(model).__name__
+        layout.starts, layout.order, layout.outer, layout.placeholders, layout.names, type(model).__name__
     )
 
 
@@ -188,7 +188,7 @@ class Plan:
     tail: Tail | None = None  # where the last stage is
     schedule: object = None
     evaluation: Any = None
-    segments: dict[int, Segment] = field(default_factory=dict)
+    segments: dict[int, StageForward] = field(default_factory=dict)
 
     @staticmethod
     def of(traced: Traced, whole: Traced, micro_batches: int, dims: BatchDims) -> Plan:
@@ -196,7 +196,7 @@ class Plan:
 
     @cached_property
     def template(self) -> object:
-        """The output with stand-ins for tensors; objects that are no plain values are None."""
+        """The output with placeholders for tensors; objects that are no plain values are None."""
 
         def plain(_: str, leaf: object) -> object:
             return leaf if isinstance(leaf, (Tensor, bool, int, float, str)) else None
@@ -246,7 +246,7 @@ class Plan:
             changes, own = stage_changes(layout, self.traced, stage, set(stages), exchange)
             following = cuts[stage + 1] if stage + 1 < len(cuts) else None
             first = next(iter(own.values()), None) if stage else None
-            self.segments[stage] = Segment(model, changes, first, following, own, exchange)
+            self.segments[stage] = StageForward(model, changes, first, following, own, exchange)
             if following is None:
                 self.tail = Tail(model, layout, self, stage, set(stages))
 
@@ -359,9 +359,9 @@ def stage_changes(
             cut = traced.cuts[stage] if stage and begins[stage] == name else None
             call = own_blocks[name] = LocalBlock(name, block.module, cut, exchange)
         elif block.stage < stage:
-            call = Replayed(name, block.copy, traced.results[name])
+            call = ReplayedBlock(name, block.copy, traced.results[name])
         elif begins.get(stage + 1) == name:
-            call = NextStage(name, block.copy)
+            call = BoundaryBlock(name, block.copy)
         else:
             call = block.absent
         changes += [(entries, key, call) for entries, key in block.slots]
@@ -370,7 +370,7 @@ def stage_changes(
         module = part.module if own else part.copy
         calls = traced.parts.get(name, [])
         if _is_replayable(calls, stage):
-            module = ReplayedPart(module, calls[0][1])
+            module = ReplayedModule(module, calls[0][1])
         elif own or not part.stages & local:
             continue  # it is there already
         changes += [(entries, key, module) for entries, key in part.slots]
@@ -378,7 +378,7 @@ def stage_changes(
 
 
 def _is_replayable(calls: list[tuple[int, object]], stage: int) -> bool:
-    """Whether a part's only call was before ``stage`` and gave nothing real: operations on stand-ins are slow."""
+    """Whether a part's only call was before ``stage`` and gave nothing real: operations on placeholders are slow."""
     if len(calls) != 1 or calls[0][0] >= stage:
         return False
-    return all(is_stand_in(leaf) for leaf in leaves(calls[0][1]).values())
+    return all(is_placeholder(leaf) for leaf in leaves(calls[0][1]).values())

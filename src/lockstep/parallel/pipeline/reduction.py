@@ -22,10 +22,8 @@ from lockstep.torch_internals import autograd as torch_autograd
 
 TOLERANCE, TOLERANCE_ROUNDED = 1e-3, 0.02
 TOLERANCE_OF_NUMBERS = 1e-4
-TOLERANCE_OF_ROWS, TOLERANCE_OF_ROUNDED_ROWS = (
-    (1e-3, 1e-2),
-    0.1,
-)  # the second on GPUs, which may compute in TF32
+# Of rows the second is for GPUs, which may compute in TF32.
+TOLERANCE_OF_ROWS, TOLERANCE_OF_ROUNDED_ROWS = (1e-3, 1e-2), 0.1
 """After all blocks: products of larger matrices are rounded in another order. The proof finds what is mixed less."""
 MOST_NODES = 2000
 

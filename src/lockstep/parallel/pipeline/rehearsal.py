@@ -28,10 +28,10 @@ from lockstep.parallel.pipeline.reduction import (
     kind_of,
     same_rows,
 )
-from lockstep.parallel.pipeline.segment import Pass
+from lockstep.parallel.pipeline.stage_forward import Pass
 from lockstep.parallel.pipeline.state import ForwardState
 
-Outputs = dict[str, list[object]]
+BlockOutputs = dict[str, list[object]]
 """Block of the last stage -> what it returns for each micro-batch; also what the stage receives."""
 
 
@@ -45,7 +45,7 @@ class Rehearsal:
     title: str
     word: str = ""
     refusal: str = ""
-    whole: Outputs = field(default_factory=dict)
+    whole: BlockOutputs = field(default_factory=dict)
     failures: list[Exception] = field(default_factory=list)
     undecided: Undecided = field(default_factory=Undecided)
 
@@ -84,7 +84,7 @@ class Rehearsal:
         self,
         calls: list[Call],
         finish: Callable[[int, object], object],
-        whole: Callable[[Outputs], object] | None,
+        whole: Callable[[BlockOutputs], object] | None,
     ) -> Pass:
         return Pass(
             calls,
@@ -100,11 +100,11 @@ class Rehearsal:
         self.batch.with_loss(output, index)
         return ()
 
-    def _note_whole(self, outputs: Outputs) -> tuple[Tensor, ...]:
+    def _note_whole(self, outputs: BlockOutputs) -> tuple[Tensor, ...]:
         self.whole = outputs
         return ()
 
-    def _look(self, outputs: Outputs) -> tuple[Tensor, ...]:
+    def _look(self, outputs: BlockOutputs) -> tuple[Tensor, ...]:
         with self.stages.state.without_differences(lambda: self.word == "whole"):
             try:
                 unknown = self._compared(outputs) if self.whole else []
@@ -126,7 +126,7 @@ class Rehearsal:
         assert self.batch.plan.tail is not None
         return self.batch.plan.tail
 
-    def _compared(self, outputs: Outputs) -> list[tuple[str, str]]:
+    def _compared(self, outputs: BlockOutputs) -> list[tuple[str, str]]:
         """Notes what each tensor without rows is; returns those that are neither a mean nor a sum."""
         unknown = []
         for name, each in outputs.items():
@@ -147,7 +147,7 @@ class Rehearsal:
         return unknown
 
     @torch.no_grad()
-    def _matters(self, outputs: Outputs, name: str, path: str) -> bool:
+    def _matters(self, outputs: BlockOutputs, name: str, path: str) -> bool:
         """Whether what the model returns depends on this tensor."""
 
         def changed(at: str, leaf: Any) -> object:
@@ -160,11 +160,11 @@ class Rehearsal:
         first, second = (self._numbers(given) for given in (outputs, other))
         return any(not torch.equal(first[key], second[key]) for key in first)
 
-    def _numbers(self, outputs: Outputs) -> dict[str, Tensor]:
+    def _numbers(self, outputs: BlockOutputs) -> dict[str, Tensor]:
         return tensor_leaves(self.batch.with_loss(self.batch.tail_of(outputs)))
 
     @torch.enable_grad()
-    def _reduction(self, outputs: Outputs) -> str:
+    def _reduction(self, outputs: BlockOutputs) -> str:
         plan, tail, batch = self.batch.plan, self._tail, self.batch
         path = plan.loss
         assert path is not None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.comm.tree import Args, Kwargs, children, leaves, map_leaves, tensor_leaves
 from lockstep.model.equal_modules import Unlike, describe, described, reading
-from lockstep.parallel.pipeline.absent import is_stand_in
+from lockstep.parallel.pipeline.absent import is_placeholder
 from lockstep.parallel.pipeline.traced import Argument, repeated, storage_of
 from lockstep.torch_internals import tensors as torch_tensors
 from lockstep.torch_internals.dispatch import TorchFunction
@@ -35,7 +35,7 @@ class Replays:
     Args:
         is_known: Whether a storage belongs to a parameter outside of blocks, or to something that was computed.
         is_made: Whether a tensor was made by this segment.
-        new: Makes a stand-in that this segment makes.
+        new: Makes a placeholder that this segment makes.
         kept: The tensors that the tracer itself keeps alive.
     """
 
@@ -145,7 +145,7 @@ class Replays:
                 return type(leaf), number(id(leaf))
             if not isinstance(leaf, Tensor):
                 return described(leaf, self._is_known)
-            if not is_stand_in(leaf):
+            if not is_placeholder(leaf):
                 self._alive.append(leaf)
                 return id(leaf), torch_tensors.version(leaf), leaf.requires_grad
             same = (number(id(leaf)), number(storage_of(leaf)), leaf.storage_offset())
@@ -168,7 +168,7 @@ class Replays:
                 storage = storage_of(leaf)
                 owner = seen.setdefault(storage, id(leaf))
                 is_own = storage not in taken and owner == id(leaf) and self._is_made(leaf)
-                failed |= not (is_own and is_stand_in(leaf) and (leaf.is_leaf or leaf.is_contiguous()))
+                failed |= not (is_own and is_placeholder(leaf) and (leaf.is_leaf or leaf.is_contiguous()))
             else:
                 failed |= not isinstance(leaf, _PLAIN)
             return leaf
@@ -197,7 +197,7 @@ class Operations:
         self.alive.append(leaf)
         number = self._numbers.setdefault(storage_of(leaf), len(self._numbers))
         layout = leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device
-        return number, type(leaf), is_stand_in(leaf), *layout
+        return number, type(leaf), is_placeholder(leaf), *layout
 
 
 def is_cache(value: object) -> bool:

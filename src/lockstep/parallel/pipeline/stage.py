@@ -12,7 +12,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from lockstep.config.enums import Schedule
 from lockstep.errors import LockstepError
-from lockstep.parallel.pipeline.segment import Segment
+from lockstep.parallel.pipeline.stage_forward import StageForward
 from lockstep.parallel.pipeline.traced import Cut, Kind
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals import pipelining
@@ -31,7 +31,7 @@ class StageModule(nn.Module):
     def __init__(self, modules: Mapping[str, nn.Module], parameters: Mapping[str, dict[str, object]]) -> None:
         """``parameters``: name of a module that belongs to no stage as a whole -> its own parameters."""
         super().__init__()
-        self.segment: Segment | None = None
+        self.segment: StageForward | None = None
         self.micro_batch = 0
         for name, registered in parameters.items():
             # The same dict: whoever replaces one replaces it in the model.

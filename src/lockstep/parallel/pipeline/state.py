@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lockstep.comm.dtensor import local
 from lockstep.model.blocks import joined_name
 from lockstep.model.contents import is_container, is_ours, is_plain, saved_attributes, set_contents
-from lockstep.parallel.pipeline.absent import is_stand_in
+from lockstep.parallel.pipeline.absent import is_placeholder
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals import tensors as torch_tensors
 
@@ -106,7 +106,7 @@ def entries_of(
                 continue
             if wanted is not None and not wanted(vars(module), key, f"{prefix}{key}"):
                 continue
-            if isinstance(value, (*_PLAIN, Tensor)) and not is_stand_in(value):
+            if isinstance(value, (*_PLAIN, Tensor)) and not is_placeholder(value):
                 yield Entry(f"{prefix}{key}", False, vars(module), key, value, _copied(value))
             elif is_container(value) and is_plain(value):
                 yield Entry(f"{prefix}{key}", False, vars(module), key, value, copy.deepcopy(value))
@@ -123,9 +123,8 @@ class ForwardState:
         self._names: set[tuple[int, str]] = set()
         self._shared: set[str] = set()
         self._frozen: dict[str, tuple[nn.Parameter, int]] = {}
-        self._known: set[tuple[int, str]] | None = (
-            None  # what there was before the first forward: the rest are notes
-        )
+        # What there was before the first forward: the rest are notes.
+        self._known: set[tuple[int, str]] | None = None
         self._entries: list[Entry] = []
 
     @property
@@ -261,7 +260,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _same(a: object, b: object) -> bool:
-    if is_stand_in(a) or is_stand_in(b):
+    if is_placeholder(a) or is_placeholder(b):
         return True  # noted of another stage's: it has no value here
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if not _alike(a, b):

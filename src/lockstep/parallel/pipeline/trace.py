@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from lockstep.comm.tree import Args, Kwargs, leaves, map_leaves, map_tensors, tensor_leaves
 from lockstep.errors import LockstepError, UsageError
-from lockstep.parallel.pipeline.absent import StandIns, carried, carry, is_stand_in
+from lockstep.parallel.pipeline.absent import PlaceholderTensors, carried, carry, is_placeholder
 from lockstep.parallel.pipeline.carried import OUTPUT, Values, calling
 from lockstep.parallel.pipeline.errors import note_module, text_of, unknown_result
 from lockstep.parallel.pipeline.replay import Replays
@@ -42,11 +42,11 @@ class Tracer(TorchDispatchMode):
         starts: dict[str, int],
         order: Sequence[str],
         outer: dict[str, Tensor],
-        stand_ins: StandIns,
+        placeholders: PlaceholderTensors,
         names: dict[int, str],
         title: str,
     ) -> None:
-        """``starts``: first block -> stage. ``outer``: stand-ins of parameters. ``names``: id -> module's name;
+        """``starts``: first block -> stage. ``outer``: placeholders of parameters. ``names``: id -> module's name;
         ``title``: that of the model."""
         super().__init__()
         self.traced = Traced([Cut("")] * len(starts), uses={name: set() for name in outer})
@@ -60,7 +60,7 @@ class Tracer(TorchDispatchMode):
             self._new,
             self._attribute,
         )
-        self._stand_ins = stand_ins
+        self._placeholders = placeholders
         self._parameters = {storage_of(tensor): name for name, tensor in outer.items()}
         self._born: dict[int, int] = {}  # storage -> segment, of everything that another stage has not
         self._alive: list[Tensor] = []  # storages' addresses must not be used again
@@ -106,7 +106,7 @@ class Tracer(TorchDispatchMode):
         if self._replays is not None:
             self._replays.operation(func, called_with)
         given = [leaf for leaf in called_with.values() if isinstance(leaf, Tensor)]
-        is_empty = any(is_stand_in(tensor) for tensor in given)
+        is_empty = any(is_placeholder(tensor) for tensor in given)
         out = self._without_values(func, args, kwargs, given) if is_empty else func(*args, **kwargs)
         made = tensor_leaves(out).values()
         self._note_used(given)
@@ -124,7 +124,7 @@ class Tracer(TorchDispatchMode):
                 raise self._kept_elsewhere(held)
             born = self._born.get(storage_of(tensor))
             if born is None:
-                foreign = foreign or is_stand_in(tensor)
+                foreign = foreign or is_placeholder(tensor)
                 continue
             foreign = True
             if born < self._segment:
@@ -147,29 +147,29 @@ class Tracer(TorchDispatchMode):
     def _with_places(self, func: TorchFunction, args: Args) -> tuple[TorchFunction, Args]:
         """Elements that a mask chooses, chosen by their places instead: by those of a mask of the inputs, which are
         known; else by as many as any, such as those of the tokens of an expert."""
-        if func is torch.ops.aten.nonzero.default and is_stand_in(args[0]):
+        if func is torch.ops.aten.nonzero.default and is_placeholder(args[0]):
             return self._some_places, args
         if func is torch.ops.aten.masked_select.default:
             func, args = torch.ops.aten.index.Tensor, (args[0], [args[1].expand(args[0].shape)])
-        if func is not torch.ops.aten.index.Tensor or not any(map(is_stand_in, (args[0], *args[1]))):
+        if func is not torch.ops.aten.index.Tensor or not any(map(is_placeholder, (args[0], *args[1]))):
             return func, args
         places: list[Any] = []
         for index in args[1]:
             is_mask = isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
-            if is_mask and is_stand_in(index):
+            if is_mask and is_placeholder(index):
                 places += self._some_places(index).unbind(1)
             else:
                 places += index.nonzero(as_tuple=True) if is_mask else [index]
         return func, (args[0], places)
 
     def _some_places(self, mask: Tensor) -> Tensor:
-        return self._stand_ins.of(torch.zeros(SOME, mask.ndim, dtype=torch.int64, device=mask.device))
+        return self._placeholders.of(torch.zeros(SOME, mask.ndim, dtype=torch.int64, device=mask.device))
 
     def _emptied(self, tensor: Tensor) -> Tensor:
         """A real tensor without its values, once: torch remembers the shapes that come of it."""
         known, empty = self._empty.get(id(tensor), (None, tensor))
         if known is None or empty.shape != tensor.shape or empty.stride() != tensor.stride():
-            empty = self._stand_ins.of(tensor)
+            empty = self._placeholders.of(tensor)
             self._empty[id(tensor)] = tensor, empty
         return empty
 
@@ -249,7 +249,9 @@ class Tracer(TorchDispatchMode):
         ids = set(map(id, given.values()))
         self.traced.shapes[name] = {path: leaf.shape for path, leaf in tensor_leaves(out).items()}
         # What is real and no argument, only this block's stage computes.
-        out = map_tensors(lambda leaf: leaf if id(leaf) in ids or is_stand_in(leaf) else self._new(leaf), out)
+        out = map_tensors(
+            lambda leaf: leaf if id(leaf) in ids or is_placeholder(leaf) else self._new(leaf), out
+        )
         self.traced.results[name] = marked(out, given)
         self._values.returned(name, out)
         return out
@@ -286,7 +288,7 @@ class Tracer(TorchDispatchMode):
             # Experts chosen by a router, for instance. Blocks of such models return what they got, changed.
             del self._stack[depth:]
             given = tensor_leaves((args, kwargs)).values()
-            first = next((leaf for leaf in given if is_stand_in(leaf) and leaf.is_floating_point()), None)
+            first = next((leaf for leaf in given if is_placeholder(leaf) and leaf.is_floating_point()), None)
             if first is None:
                 raise
             self._guessed.append(self._names.get(id(module), ""))
@@ -301,7 +303,7 @@ class Tracer(TorchDispatchMode):
         sent: dict[str, Tensor] = {}
         seen: set[int] = set()
         for path, leaf in tensor_leaves(call).items():
-            if (is_stand_in(leaf) or storage_of(leaf) in self._born) and id(leaf) not in seen:
+            if (is_placeholder(leaf) or storage_of(leaf) in self._born) and id(leaf) not in seen:
                 seen.add(id(leaf))
                 sent[path] = leaf
         if not sent:
@@ -319,7 +321,7 @@ class Tracer(TorchDispatchMode):
         self.traced.cuts[self._segment] = Cut(name, tuple(sent), tuple(kinds))
 
     def _new(self, tensor: Tensor) -> Tensor:
-        new = self._stand_ins.like(tensor)
+        new = self._placeholders.like(tensor)
         self._born[storage_of(new)] = self._segment
         self._alive.append(new)
         return new
@@ -374,5 +376,5 @@ class Tracer(TorchDispatchMode):
 
 def _shape(leaf: object) -> Any:
     if isinstance(leaf, Tensor):
-        return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad, is_stand_in(leaf))
+        return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad, is_placeholder(leaf))
     return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)

@@ -99,7 +99,7 @@ class Traced:
         cuts: ``cuts[s]`` is before stage s; the first is empty.
         output: Of the model.
         uses: Name of a parameter outside of blocks -> the segments that use it.
-        results: Block -> its output, of which leaves are stand-ins, or ``Argument`` where they came in unchanged.
+        results: Block -> its output, of which leaves are placeholders, or ``Argument`` where they came in unchanged.
         shapes: Block -> path in its output -> shape of the tensor there.
         parts: Name of a module outside of blocks -> (segment, result) of its calls.
         operations: Block that filled a cache -> what it computed.

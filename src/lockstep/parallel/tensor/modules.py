@@ -149,7 +149,7 @@ def _parameter_property(name: str) -> property:
     """The parameter; as a plain tensor of this rank's part while a forward runs."""
 
     def get(module: nn.Module) -> Any:
-        if name in module.__dict__:  # a pipeline's stand-in for what another stage has
+        if name in module.__dict__:  # a pipeline's placeholder for what another stage has
             return module.__dict__[name]
         try:
             parameter = torch_modules.parameters_of(module)[name]

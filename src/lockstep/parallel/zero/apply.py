@@ -41,7 +41,7 @@ from lockstep.parallel.materialize import (
 )
 from lockstep.parallel.zero.calls import without_views
 from lockstep.parallel.zero.exchange import exchange_on_cpu, quantize_collectives
-from lockstep.parallel.zero.sharding import Sharding, send_shards_home, synchronised_buffers
+from lockstep.parallel.zero.sharding import Sharding, offload_shards, synchronised_buffers
 from lockstep.runtime.process import Runtime
 from lockstep.torch_internals import fsdp2, fsdp2_probe
 from lockstep.torch_internals import modules as torch_modules
@@ -98,7 +98,7 @@ def shard(
     to_fill = initialisers(model, options.init_weights)
     groups = _groups(model, blocks, runtime.is_main)
     _check_types(groups, options.is_filled)
-    homes = _homes(model, options)
+    offloaded = _offloaded(model, options)
     values = GroupValues(runtime.device, to_fill, sources)
     # In the order of construction, so that the same seed gives the values of a model that is built whole.
     outside = set(groups[model])
@@ -110,14 +110,14 @@ def shard(
             values.fill(waiting)
             values.fill(groups[module])
             _shard_group(module, groups[module], options, is_root=False)
-            if homes is not None:
-                send_shards_home(module, homes)
+            if offloaded is not None:
+                offload_shards(module, offloaded)
             waiting = []
     values.fill(waiting)
     _shard_group(model, groups[model], options, is_root=True)
-    if homes is not None:
-        send_shards_home(model, homes)
-        homes.close()
+    if offloaded is not None:
+        offload_shards(model, offloaded)
+        offloaded.close()
     whole = [parameter for parameter in model.parameters() if parameter.ndim == 0]  # frozen ones may thaw
     sharded = [module for module in model.modules() if fsdp2.is_sharded(module)]
     if options.mesh.device_type == "cpu":
@@ -180,7 +180,7 @@ def _shard_whole_tensors(
             state_dict[prefix + name] = shard_like(given, place)
 
 
-def _homes(model: nn.Module, options: ShardOptions) -> OffloadedParameters | None:
+def _offloaded(model: nn.Module, options: ShardOptions) -> OffloadedParameters | None:
     """A file with room for this rank's shards, where they are to be in one."""
     folder = options.parallel.params_folder
     if folder is None:

@@ -99,14 +99,14 @@ class Sharding:
         Stage 1 keeps each rank's own whole gradients. The others reduce to shards at once, and leave only
         the sum over replicas to the window's end. Stages 1 and 2 keep the gathered parameters.
         """
-        return self._hold_back(reduce=self.stage >= 2)
+        return self._without_all_reduce(reduce=self.stage >= 2)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward inside adds to each rank's own whole gradients; they are not communicated."""
-        return self._hold_back(reduce=False)
+        return self._without_all_reduce(reduce=False)
 
     @contextmanager
-    def _hold_back(self, reduce: bool) -> Iterator[None]:
+    def _without_all_reduce(self, reduce: bool) -> Iterator[None]:
         before = self._flags
         with self._flagged(_Flags(reduce and before.reduce, all_reduce=False, reshard=self.stage == 3)):
             yield
@@ -132,7 +132,7 @@ class Sharding:
             group.set_reshard_after_backward(flags.reshard, recurse=False)
 
     @property
-    def _is_held_back(self) -> bool:
+    def _is_in_no_sync(self) -> bool:
         return not self._flags.all_reduce
 
     def reshard(self) -> None:
@@ -164,7 +164,7 @@ class Sharding:
             if not self._steps_in_background and self.by_hand.shards_changed():
                 self.reshard()  # a script has written to what an optimizer holds
         self._check_changes()
-        if self._buffers and not self._is_held_back:
+        if self._buffers and not self._is_in_no_sync:
             broadcast_buffers(self._buffers, self._group)
 
     def after_forward(self, *_: object) -> None:
@@ -276,11 +276,11 @@ class Sharding:
 
 
 @torch.no_grad()
-def send_shards_home(module: nn.Module, homes: OffloadedParameters) -> None:
-    """Keep this rank's shards of a sharded module's own parameters in ``homes``."""
+def offload_shards(module: nn.Module, offloaded: OffloadedParameters) -> None:
+    """Keep this rank's shards of a sharded module's own parameters in ``offloaded``."""
     for group in fsdp2.param_groups(module):
         for parameter in fsdp2.params(group):
-            fsdp2.move_shard(parameter, homes.keep)
+            fsdp2.move_shard(parameter, offloaded.keep)
 
 
 def name_of_shard(parameter: FSDPParam, names: Mapping[int, str]) -> str:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.comm.tree import leaves, tensor_leaves
 from lockstep.errors import UsageError
-from lockstep.parallel.pipeline.absent import Change, StageLeft, carried, changed, is_stand_in
+from lockstep.parallel.pipeline.absent import Change, StageLeft, carried, changed, is_placeholder
 from lockstep.parallel.pipeline.exchange import Exchange, LocalBlock
 from lockstep.parallel.pipeline.micro_batch import Call
 from lockstep.parallel.pipeline.reduction import Undecided
@@ -61,7 +61,7 @@ class _Contiguous(torch.autograd.Function):
         return gradient.contiguous()
 
 
-class Segment:
+class StageForward:
     """A stage's part of the forward. Called with a micro-batch's number and what was received for it.
 
     Args:
@@ -245,7 +245,7 @@ def _sent(value: object, kind: Kind, block: str) -> Tensor:
     Raises:
         UsageError: the value is none.
     """
-    if not isinstance(value, Tensor) or is_stand_in(value):
+    if not isinstance(value, Tensor) or is_placeholder(value):
         raise UsageError(
             f"The block '{block}' begins a stage of the pipeline and was called with other arguments than for the "
             "first micro-batch. Call it in the same way each time."
