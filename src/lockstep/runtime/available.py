@@ -10,6 +10,10 @@ import importlib.util
 import operator
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from packaging.version import Version
 
 
 def is_available(package: str) -> bool:
@@ -35,7 +39,7 @@ def has_version(package: str, minimum: str) -> bool:
     return _release(installed) >= _release(minimum)
 
 
-_COMPARISONS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
+_COMPARISONS: dict[str, Callable[[Version, Version], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
     "==": operator.eq,
@@ -63,16 +67,11 @@ def is_torch_version(operation: str, version: str) -> bool:
     return compare_versions("torch", operation, version)
 
 
-def _release(version: str) -> tuple[int, ...]:
-    numbers = []
-    for part in version.split("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers)
+def _release(version: str) -> Version:
+    """Without what marks a pre-release or a build: a nightly 2.15 has what 2.15 has."""
+    from packaging.version import Version  # here, because most runs compare no versions
+
+    return Version(Version(version).base_version)
 
 
 def _any_of(*packages: str) -> Callable[[], bool]:
