@@ -229,6 +229,20 @@ def test_the_tree_in_the_architecture_page_names_every_folder_and_module() -> No
     assert all((source / path).exists() for path in named)
 
 
+def test_the_paths_that_the_architecture_page_follows_lead_through_files_that_exist() -> None:
+    source, text = ROOT / "src/lockstep", TEXTS["architecture.md"]
+    titles = re.findall(r"^## (Followed: .+)$", text, flags=re.MULTILINE)
+    assert len(titles) == 6
+    for title in titles:
+        body = text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+        folder = source / "checkpoint"  # whose files the path of a save names without it
+        for row in [line for line in body.splitlines() if line.startswith("|")]:
+            for name in re.findall(r"`([\w/]+(?:\.py|/))`", row.rpartition("| ")[2]):
+                found = [path for path in (folder / name, source / name) if path.exists()]
+                assert found, f"{title}: {name}"
+                folder = folder if found[0].is_relative_to(folder) else found[0].parent
+
+
 def test_the_site_configuration_loads_nothing_from_the_network() -> None:
     site = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader=yaml.BaseLoader)
     assert site["theme"]["font"] == "false"

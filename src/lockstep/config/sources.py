@@ -1,7 +1,7 @@
 """Where settings come from: code > environment (which carries flags and file) > default.
 
-The only reader of ``os.environ`` in the package. Imports neither torch nor pydantic, because every
-worker reads this first.
+The only reader of ``os.environ`` in the package, beside ``launch/bare.py``, which runs without it. Imports neither
+torch nor pydantic, because every worker reads this first.
 """
 
 from __future__ import annotations
