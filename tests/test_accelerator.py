@@ -27,8 +27,7 @@ from torch.utils.data import (
 
 import lockstep.state
 import lockstep.utils
-from lockstep import Accelerator, DataLoaderConfiguration, PartialState
-from lockstep.config.handlers import AutocastKwargs
+from lockstep import Accelerator, AutocastKwargs, DataLoaderConfiguration, PartialState
 from lockstep.errors import ConfigError, LockstepError, UsageError
 from lockstep.observe.hang.process import ProcessWatch
 from lockstep.runtime import process

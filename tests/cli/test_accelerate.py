@@ -24,8 +24,8 @@ from lockstep import Accelerator
 from lockstep.cli.accelerate import COMMANDS
 from lockstep.cli.accelerate_commands import launch_command, launch_command_parser
 from lockstep.compat.accelerate.config_file import load
-from lockstep.config.parallel import Parallel
 from lockstep.errors import ConfigError
+from lockstep.utils import Parallel
 from tests.compat.accelerate.their_config import ANSWERS, write
 
 

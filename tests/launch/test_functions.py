@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep import debug_launcher, notebook_launcher
 from lockstep.errors import ConfigError, UsageError
-from lockstep.launch.functions import debug_launcher, notebook_launcher
 
 
 def test_debug_launcher_runs_a_closure_on_processes_that_can_talk(tmp_path: Path) -> None:

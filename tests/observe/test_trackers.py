@@ -12,12 +12,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import ConfigError, MissingExtraError, UsageError
-from lockstep.observe.trackers.run import (
-    TrackerSet,
-    available_trackers,
-    register_tracker_class,
-    resolve_trackers,
-)
+from lockstep.observe.trackers.run import TrackerSet, available_trackers
 from lockstep.tracking import (
     LOGGER_TYPE_TO_CLASS,
     GeneralTracker,
@@ -25,6 +20,8 @@ from lockstep.tracking import (
     TensorBoardTracker,
     WandBTracker,
     on_main_process,
+    register_tracker_class,
+    resolve_trackers,
 )
 from lockstep.utils import LoggerType
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lockstep.check.observe import Observed
 from lockstep.comm.dtensor import is_dtensor
-from lockstep.comm.tree import leaves, map_leaves, map_tensors
+from lockstep.comm.tree import LossFunction, leaves, map_leaves, map_tensors
 from lockstep.parallel.autocast import AutocastForward
 from lockstep.parallel.context.region import ContextRegion, regions_of
 from lockstep.parallel.pipeline.micro_batch import find_loss
@@ -31,7 +31,7 @@ class ComparedBatch:
 
     args: Sequence[Any]
     kwargs: dict[str, Any]
-    loss_function: Callable[..., Tensor] | None = None
+    loss_function: LossFunction | None = None
     targets: Sequence[object] = ()
 
     def detached(self, device: torch.device | None = None) -> ComparedBatch:

@@ -20,6 +20,7 @@ from lockstep.check.passes import Chunks, ComparedBatch, PassResult, in_full_pre
 from lockstep.check.reference import Collector, Live, Reference
 from lockstep.check.snapshot import Snapshot, numbers
 from lockstep.comm.collectives import Communicator
+from lockstep.comm.tree import LossFunction
 from lockstep.errors import LockstepError, UsageError
 from lockstep.model.changes import UncopiedHook
 from lockstep.parallel.determinism import BeforeWrites, WithoutChance, without_capacities, without_dropout
@@ -112,7 +113,7 @@ class Verification:
         self,
         args: Sequence[object],
         kwargs: dict[str, object],
-        loss_function: Callable[..., Tensor] | None,
+        loss_function: LossFunction | None,
         targets: Sequence[object],
     ) -> None:
         """Verify with this batch, as what its settings mean was not known before. Collective."""

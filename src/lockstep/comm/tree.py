@@ -23,6 +23,9 @@ Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
 """The arguments of a call of a user's code, which may be anything."""
 
+LossFunction: TypeAlias = Callable[..., torch.Tensor]
+"""Called with a model's output and the targets; returns the loss, 0-d."""
+
 StateDict: TypeAlias = dict[str, Any]
 """What a ``state_dict`` returns: tensors, numbers, and containers of them."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.dtensor import local
+from lockstep.comm.tree import LossFunction
 from lockstep.parallel.autocast import remove_autocast
 from lockstep.parallel.ddp.replica import DistributedDataParallel
 from lockstep.parallel.gradient_mean import GradientAllReduce
@@ -18,7 +19,6 @@ from lockstep.torch_internals import compile as torch_compile
 from lockstep.torch_internals import modules as torch_modules
 
 AutocastContext = Callable[[], AbstractContextManager[Any]]
-LossFunction = Callable[..., torch.Tensor]
 
 
 class ModuleAround(nn.Module):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from lockstep.comm.tree import LossFunction
 from lockstep.config.handlers import AutocastKwargs, GradientAccumulationPlugin
 from lockstep.config.options import Options
 from lockstep.data.skip import skip_first_batches
@@ -82,7 +83,7 @@ class TrainingMethods:
     def train_step(
         self,
         model: nn.Module,
-        loss_function: Callable[..., torch.Tensor],
+        loss_function: LossFunction,
         inputs: object,
         targets: object = (),
         *,

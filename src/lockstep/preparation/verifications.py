@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.collectives import Communicator
+from lockstep.comm.tree import LossFunction
 from lockstep.config.options import Options
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.runtime.mesh import DeviceMeshes
@@ -83,7 +84,7 @@ class Verifications:
     def before_step(
         self,
         model: nn.Module,
-        loss_function: Callable[..., torch.Tensor],
+        loss_function: LossFunction,
         args: tuple[object, ...],
         kwargs: dict[str, object],
         targets: tuple[object, ...],

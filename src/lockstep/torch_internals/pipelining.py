@@ -18,9 +18,9 @@ from torch.distributed.pipelining import stage as stages
 from lockstep.torch_internals.autograd import FunctionContext
 from lockstep.torch_internals.versions import expect, probed, undisturbed
 
-Action = schedules._Action
+ScheduleAction = schedules._Action
 """Relies on: a tuple (stage_index, computation_type, microbatch_index)."""
-Kind = schedules._ComputationType
+ComputationType = schedules._ComputationType
 """Relies on: FORWARD, FULL_BACKWARD, SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD, REDUCE_GRAD."""
 
 
@@ -34,7 +34,7 @@ class ScheduleRuntime(schedules._PipelineScheduleRuntime):
 
     def __init__(self, stages: Sequence[object], micro_batches: int, loss_fn: Callable[..., object]) -> None:
         super().__init__(list(stages), micro_batches, loss_fn=loss_fn, scale_grads=False)
-        wait_for_gradients = getattr(Kind, "WAIT_REDUCE_GRAD", None)
+        wait_for_gradients = getattr(ComputationType, "WAIT_REDUCE_GRAD", None)
         if wait_for_gradients is not None:
             self.register_custom_function(wait_for_gradients, self._wait_for_gradients)
 
@@ -43,7 +43,7 @@ class ScheduleRuntime(schedules._PipelineScheduleRuntime):
         """This rank's."""
         return list(self._stages)
 
-    def with_communication(self, order: dict[int, list[Any]]) -> list[Action]:
+    def with_communication(self, order: dict[int, list[Any]]) -> list[ScheduleAction]:
         """This rank's actions with sends and receives; ``order``: rank -> forwards and backwards of all stages."""
         self.pipeline_order = order
         self._prepare_schedule_with_comms(order)
@@ -55,14 +55,14 @@ class ScheduleRuntime(schedules._PipelineScheduleRuntime):
         for stage in self._stages:
             stage.has_backward = expected
 
-    def carry_out(self, actions: list[Action], losses: Sequence[torch.Tensor] | None = None) -> None:
+    def carry_out(self, actions: list[ScheduleAction], losses: Sequence[torch.Tensor] | None = None) -> None:
         """``losses``: those that backwards begin with, where the last stage is."""
         if losses is not None:
             self._internal_losses = list(losses)
         self.pipeline_order_with_comms = {self.rank: actions}
         self._step_microbatches(target_mbs=[None] * self._n_microbatches, return_outputs=False)
 
-    def _wait_for_gradients(self, action: Action, ctx: FunctionContext) -> None:
+    def _wait_for_gradients(self, action: ScheduleAction, ctx: FunctionContext) -> None:
         """As torch's, which also ends the stage's manual finalization; that cannot be changed inside of a backward,
         from which this may be called, and every forward sets it anew.
 
@@ -93,22 +93,23 @@ class ScheduleRuntime(schedules._PipelineScheduleRuntime):
         self._stages_forward_initialized = True
 
 
-def complete(actions: list[Action]) -> list[Action]:
+def complete(actions: list[ScheduleAction]) -> list[ScheduleAction]:
     """One phase of a schedule with what belongs to it: around each stage's own actions its sharded parameters are
     gathered and given back, after its last backward gradients are reduced, and at the end sends are waited for.
 
     Relies on: from 2.15 on WAIT_SEND_F and WAIT_SEND_B of the same stage and micro-batch must follow each send, and
     WAIT_REDUCE_GRAD each REDUCE_GRAD; before, the runtime waits by itself.
     """
-    computations = (Kind.FORWARD, Kind.FULL_BACKWARD)
+    computations = (ComputationType.FORWARD, ComputationType.FULL_BACKWARD)
     computing = [a.stage_index for a in actions if a.computation_type in computations]
     last = {stage: len(computing) - computing[::-1].index(stage) for stage in computing}
-    waits: dict[Kind, Any] = {
-        getattr(Kind, name): getattr(Kind, f"WAIT_{name}", None) for name in ("SEND_F", "SEND_B")
+    waits: dict[ComputationType, Any] = {
+        getattr(ComputationType, name): getattr(ComputationType, f"WAIT_{name}", None)
+        for name in ("SEND_F", "SEND_B")
     }
-    wait_for_gradients = getattr(Kind, "WAIT_REDUCE_GRAD", None)
-    result: list[Action] = []
-    sent: list[Action] = []
+    wait_for_gradients = getattr(ComputationType, "WAIT_REDUCE_GRAD", None)
+    result: list[ScheduleAction] = []
+    sent: list[ScheduleAction] = []
     seen: set[int] = set()
     count = 0
     for action in actions:
@@ -116,28 +117,29 @@ def complete(actions: list[Action]) -> list[Action]:
         stage = action.stage_index
         if computes and stage not in seen:
             seen.add(stage)
-            result.append(Action(stage, Kind.UNSHARD, None))
+            result.append(ScheduleAction(stage, ComputationType.UNSHARD, None))
         result.append(action)
         if waits.get(action.computation_type) is not None:
-            sent.append(Action(stage, waits[action.computation_type], action.microbatch_index))
+            sent.append(ScheduleAction(stage, waits[action.computation_type], action.microbatch_index))
         if computes:
             count += 1
             if count == last[stage]:
-                if action.computation_type == Kind.FULL_BACKWARD:
-                    result.append(Action(stage, Kind.REDUCE_GRAD, None))
+                if action.computation_type == ComputationType.FULL_BACKWARD:
+                    result.append(ScheduleAction(stage, ComputationType.REDUCE_GRAD, None))
                     if wait_for_gradients is not None:
-                        result.append(Action(stage, wait_for_gradients, None))
-                result.append(Action(stage, Kind.RESHARD, None))
+                        result.append(ScheduleAction(stage, wait_for_gradients, None))
+                result.append(ScheduleAction(stage, ComputationType.RESHARD, None))
     return result + sent
 
 
 @probed("pipelining", "orders and carries out schedules")
 def probe() -> None:
     """Put sends and receives around two stages on two ranks, on paper; and look at what is called."""
-    one = Action(0, Kind.FORWARD, 1)
-    expect(one[:3] == (0, Kind.FORWARD, 1), "the parts of an action")
+    one = ScheduleAction(0, ComputationType.FORWARD, 1)
+    expect(one[:3] == (0, ComputationType.FORWARD, 1), "the parts of an action")
     expect(
-        (one.stage_index, one.computation_type, one.microbatch_index) == (0, Kind.FORWARD, 1), "their names"
+        (one.stage_index, one.computation_type, one.microbatch_index) == (0, ComputationType.FORWARD, 1),
+        "their names",
     )
     for name in (
         "FULL_BACKWARD",
@@ -149,7 +151,7 @@ def probe() -> None:
         "RESHARD",
         "REDUCE_GRAD",
     ):
-        expect(hasattr(Kind, name), f"the kind of action {name}")
+        expect(hasattr(ComputationType, name), f"the kind of action {name}")
     _probe_communication()
     runtime = schedules._PipelineScheduleRuntime
     for method, arguments in (
@@ -164,8 +166,11 @@ def probe() -> None:
 
 def _probe_communication() -> None:
     """Two stages on two ranks, forwards before backwards: between them go one activation and one gradient."""
-    orders: dict[int, list[Action]] = {
-        rank: [Action(rank, kind, 0) for kind in (Kind.FORWARD, Kind.FULL_BACKWARD)] for rank in (0, 1)
+    orders: dict[int, list[ScheduleAction]] = {
+        rank: [
+            ScheduleAction(rank, kind, 0) for kind in (ComputationType.FORWARD, ComputationType.FULL_BACKWARD)
+        ]
+        for rank in (0, 1)
     }
     found = schedules._add_send_recv(orders, stage_to_rank=lambda stage: stage, num_stages=2)
     kinds = {
@@ -175,7 +180,7 @@ def _probe_communication() -> None:
     expect(kinds[0] == ["FORWARD", "SEND_F", "RECV_B", "FULL_BACKWARD"], "what the first stage sends")
     expect(kinds[1] == ["RECV_F", "FORWARD", "FULL_BACKWARD", "SEND_B"], "what the last stage sends")
     validate = getattr(schedules, "_validate_send_waits", None)
-    waits = {name for name in Kind.__members__ if name.startswith("WAIT")}
+    waits = {name for name in ComputationType.__members__ if name.startswith("WAIT")}
     expect(waits in (set(), {"WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD"}), "what is waited for")
     expect((validate is not None) == bool(waits), "waiting for what was sent")
     if validate is not None:

@@ -25,6 +25,7 @@ from lockstep.offload.device_map.memory import (
 )
 from lockstep.offload.device_map.placement import check_device_map, find_tied_parameters, like
 from lockstep.offload.dispatch.loading import load_checkpoint_in_model
+from lockstep.offload.dispatch.module_hooks import Device
 from lockstep.offload.dispatch.storage import (
     align_module_device,
     get_state_dict_offloaded_model,
@@ -79,8 +80,6 @@ __all__ = [
     "retie_parameters",
     "set_module_tensor_to_device",
 ]
-
-Device = torch.device | str | int
 
 
 def get_module_size_with_ties(

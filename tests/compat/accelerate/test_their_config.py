@@ -11,7 +11,7 @@ import yaml
 from cli.calling import call
 from lockstep.compat.settings import environment_settings
 from lockstep.config.merge import parallel_of
-from lockstep.config.parallel import Parallel
+from lockstep.utils import Parallel
 from tests.compat.accelerate.their_config import ANSWERS, launched, write
 
 # Answers that accelerate launch itself loses between its file and its workers: it tells them the default of its flag

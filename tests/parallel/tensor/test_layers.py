@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.parallel.tensor.apply import TensorOptions, tensor_parallel
-from lockstep.parallel.tensor.layers import (
+from lockstep.nn import (
     ColumnParallelLinear,
     ParallelAttention,
     ParallelMLP,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from lockstep.parallel.tensor.apply import TensorOptions, tensor_parallel
 from lockstep.runtime import process
 from parallel.tensor import problem
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lockstep.comm.ledger import CommunicationLedger
 from lockstep.errors import UsageError
-from lockstep.parallel.tensor.loss import handle_split_logits, vocab_parallel_cross_entropy
+from lockstep.nn import vocab_parallel_cross_entropy
+from lockstep.parallel.tensor.loss import handle_split_logits
 from lockstep.runtime import process
 
 CLASSES, TOKENS = 11, 6  # parts of 6 and 5

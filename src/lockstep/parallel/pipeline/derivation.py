@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.comm.tree import tensor_leaves
+from lockstep.comm.tree import LossFunction, tensor_leaves
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.determinism import without_constants
 from lockstep.parallel.pipeline.errors import (
@@ -26,7 +26,7 @@ from lockstep.parallel.pipeline.errors import (
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import BatchDims, Call, batch_size
 from lockstep.parallel.pipeline.options import PipelineOptions
-from lockstep.parallel.pipeline.passes import Batch, FoundReduction, LossFunction, WhyNot
+from lockstep.parallel.pipeline.passes import Batch, FoundReduction, WhyNot
 from lockstep.parallel.pipeline.plan import Plan, used_arguments
 from lockstep.parallel.pipeline.reduction import Edge, Place, Undecided
 from lockstep.parallel.pipeline.rehearsal import Rehearsal, without_chance

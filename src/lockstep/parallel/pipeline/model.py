@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.comm.tree import LossFunction
 from lockstep.errors import LockstepError, UsageError
 from lockstep.model.changes import attributes_set
 from lockstep.parallel.parallel_model import ModuleAround
@@ -31,7 +32,6 @@ from lockstep.parallel.pipeline.options import PipelineOptions
 from lockstep.parallel.pipeline.passes import (
     Autocast,
     Batch,
-    LossFunction,
     Training,
     evaluate,
     forward_now,

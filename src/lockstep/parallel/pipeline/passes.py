@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.tree import map_leaves, tensor_leaves
+from lockstep.comm.tree import LossFunction, map_leaves, tensor_leaves
 from lockstep.parallel.pipeline.gradients import ParameterGradients, attach, attach_outputs, kept_apart, pull
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import Call, Joined
@@ -43,7 +43,6 @@ WhyNot = Literal["settings", "undecided", "rows"]
 batch's rows count differently."""
 
 
-LossFunction = Callable[..., Tensor]
 ParametersByName = Callable[[], Mapping[str, nn.Parameter]]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.comm.tree import leaves, map_leaves, tensor_leaves
+from lockstep.comm.tree import LossFunction, leaves, map_leaves, tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.model.blocks import joined_name
 from lockstep.parallel.pipeline.absent import (
@@ -89,7 +89,7 @@ def trace(
     model: nn.Module,
     layout: Layout,
     call: Call,
-    loss_fn: Callable[..., Tensor] | None,
+    loss_fn: LossFunction | None,
     like: Traced | None = None,
 ) -> Traced:
     """Runs ``model`` on a micro-batch without values of parameters. Random numbers are as before afterwards.
@@ -114,7 +114,7 @@ def trace(
 
 
 def used_arguments(
-    model: nn.Module, layout: Layout, call: Call, loss_fn: Callable[..., Tensor] | None
+    model: nn.Module, layout: Layout, call: Call, loss_fn: LossFunction | None
 ) -> set[str] | None:
     """Paths of the arguments that a forward without values uses; None: it raises, as where shapes do not fit."""
     tracer = _tracer(model, layout)
@@ -145,7 +145,7 @@ def _tracer(model: nn.Module, layout: Layout) -> Tracer:
 
 
 def _run(
-    tracer: Tracer, model: nn.Module, layout: Layout, call: Call, loss_fn: Callable[..., Tensor] | None
+    tracer: Tracer, model: nn.Module, layout: Layout, call: Call, loss_fn: LossFunction | None
 ) -> Traced:
     """The forward with blocks traced and no values anywhere; modules and generators are left as they were."""
     tracer.real = {storage_of(parameter): name for name, parameter in model.named_parameters()}

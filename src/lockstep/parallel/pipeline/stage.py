@@ -144,7 +144,7 @@ class FillDrain(pipelining.ScheduleRuntime):
         self, stages: list[Stage], ranks: Callable[[int], int], micro_batches: int, keep: bool
     ) -> None:
         super().__init__(stages, micro_batches, loss_fn=lambda output, _: output)
-        action, kinds = pipelining.Action, pipelining.Kind
+        action, kinds = pipelining.ScheduleAction, pipelining.ComputationType
         every = range(stages[0].num_stages)
         order: dict[int, list[Any]] = {rank: [] for rank in range(stages[0].group_size)}
         for kind, direction in ((kinds.FORWARD, every), (kinds.FULL_BACKWARD, reversed(every))):
