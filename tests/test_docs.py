@@ -243,6 +243,15 @@ def test_the_paths_that_the_architecture_page_follows_lead_through_files_that_ex
                 folder = folder if found[0].is_relative_to(folder) else found[0].parent
 
 
+def test_paths_in_the_text_of_the_architecture_page_exist() -> None:
+    text = re.sub(r"^```.*?^```$", "", TEXTS["architecture.md"], flags=re.MULTILINE | re.DOTALL)
+    text = text.split("\n## Where this differs")[0]
+    below = [ROOT, *(ROOT / "src/lockstep" / folder for folder in (".", "checkpoint", "parallel"))]
+    named = set(re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", text))
+    assert len(named) > 90
+    assert [name for name in named if not any((folder / name).exists() for folder in below)] == []
+
+
 def test_the_site_configuration_loads_nothing_from_the_network() -> None:
     site = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader=yaml.BaseLoader)
     assert site["theme"]["font"] == "false"
