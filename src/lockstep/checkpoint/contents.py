@@ -28,7 +28,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> object: ...
 
 
-class OpenWindow(Stateful, Protocol):
+class AccumulationWindow(Stateful, Protocol):
     """The accumulation window of a run; see ``preparation.window``."""
 
     def places(self) -> dict[str, torch.Tensor]:

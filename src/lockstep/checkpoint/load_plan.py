@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.checks import check_buffers, check_rng, check_scaler, check_scheduler, try_scheduler
-from lockstep.checkpoint.contents import CheckpointContents, OpenWindow, Stateful
+from lockstep.checkpoint.contents import AccumulationWindow, CheckpointContents, Stateful
 from lockstep.checkpoint.format.codec import Document, encode
 from lockstep.checkpoint.global_state import GlobalNames
 from lockstep.checkpoint.optimizer_state import OptimizerPlaces
@@ -32,7 +32,7 @@ class LoadPlan:
     loaders: list[tuple[Stateful, Document]] = field(default_factory=list)
     states: list[tuple[Stateful, Document]] = field(default_factory=list)
     objects: list[tuple[Stateful, Document]] = field(default_factory=list)
-    window: tuple[OpenWindow, list[Document], int] | None = None
+    window: tuple[AccumulationWindow, list[Document], int] | None = None
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     rng: Document | None = None
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lockstep.checkpoint.contents import DataCoordinates, OpenWindow
+from lockstep.checkpoint.contents import AccumulationWindow, DataCoordinates
 from lockstep.checkpoint.format.codec import Document, decode, tensor_names
 from lockstep.checkpoint.reader import Checkpoint, empty_like
 from lockstep.comm.dtensor import is_dtensor
@@ -122,8 +122,8 @@ GRADIENTS = ("local", "reduced", "partial")
 
 
 def plan_window(
-    checkpoint: Checkpoint, item: OpenWindow, name: str, sources: Sources, spread: set[int]
-) -> tuple[OpenWindow, list[Document], int] | None:
+    checkpoint: Checkpoint, item: AccumulationWindow, name: str, sources: Sources, spread: set[int]
+) -> tuple[AccumulationWindow, list[Document], int] | None:
     """One state for each rank with gradients of its own when it was saved, and the number of this rank's.
 
     Where as many go on that are spread alike, each needs its own alone: the tensors of the others are not read. Of the
