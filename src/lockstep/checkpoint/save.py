@@ -106,9 +106,9 @@ def save(
         with raise_on_all_ranks(communicator):
             state = collect(contents, rank)
             digests = digests_of(state) if communicator.world_size > 1 else {}
-        told = communicator.gather_object([(state.common["contents"], digests)])
-        refuse_other_contents([of_rank for of_rank, _ in told])
-        split_divergent_state(state, [of_rank for _, of_rank in told], rank, group.ranks)
+        by_rank = communicator.gather_object([(state.common["contents"], digests)])
+        refuse_other_contents([of_rank for of_rank, _ in by_rank])
+        split_divergent_state(state, [of_rank for _, of_rank in by_rank], rank, group.ranks)
 
         # Where a hook wants to see them: every shard of the weights, to all ranks of its mesh; tensor after tensor.
         if checkpointer.hooks.save:
