@@ -113,7 +113,7 @@ def tolerance_of(dtypes: set[torch.dtype], computes_in_half: bool) -> float:
 
 
 def digest(gradients: Mapping[str, Tensor]) -> GradientSums:
-    """Of gradients in memory."""
+    """Sum and norm of each gradient, of whatever shape, by its name."""
     return {
         name: (gradient.double().sum().item(), gradient.double().norm().item())
         for name, gradient in gradients.items()

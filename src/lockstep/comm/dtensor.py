@@ -142,7 +142,7 @@ def shown_whole(tensors: Sequence[Any], wholes: Sequence[torch.Tensor]) -> Itera
 
 
 def boxes_of(tensor: torch.Tensor) -> list[ShardRegion]:
-    """What this rank holds of a tensor: all of it, unless it is a DTensor.
+    """What this rank holds of a tensor of any shape: all of it, unless it is a DTensor; several boxes if it is strided.
 
     Raises:
         UsageError: the DTensor's local part is not what its placements say, or no part but an addend.
@@ -190,7 +190,8 @@ def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def with_part(part: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """A DTensor laid out as the DTensor ``like``, of which this rank has ``part``, on its device and in its dtype."""
+    """A DTensor of the shape and placements of ``like``, of which this rank has ``part``: of the shape of its local
+    part, on the device and in the dtype that the result has."""
     from torch.distributed.tensor import DTensor
 
     spread: DTensor = DTensor.from_local(

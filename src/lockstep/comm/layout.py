@@ -36,7 +36,7 @@ class ShardRegion(NamedTuple):
         return _narrowed(part, self.inside, self.shape)
 
     def within(self, whole: torch.Tensor) -> torch.Tensor:
-        """This box of the whole tensor, as a view."""
+        """This box of the whole tensor, as a view of ``shape``."""
         return _narrowed(whole, self.offsets, self.shape)
 
 

@@ -74,7 +74,7 @@ class Gradients:
         self._own.before_backward()
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
-        """``loss.backward``, and average what torch's engines leave to us."""
+        """``loss.backward`` of a 0-d loss, and average what torch's engines leave to us."""
         if is_dtensor(loss):  # of a term of sharded parameters, such as their norm
             keep_plain_gradients(loss)
         for model in self._models:

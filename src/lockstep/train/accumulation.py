@@ -130,7 +130,9 @@ class Accumulation:
     def scale(
         self, loss: torch.Tensor, weight: torch.Tensor | float | None, gradients: Iterable[torch.Tensor]
     ) -> torch.Tensor:
-        """The loss to call backward on: by weight, or divided by the number of accumulation steps.
+        """The loss to call backward on, 0-d: by weight, or divided by the number of accumulation steps.
+
+        ``loss``: 0-d, or with ``weight`` of any shape. ``weight``: a number, or one for each element of ``loss``.
 
         Raises:
             UsageError: some micro-batches of one window have weights and others not, or a micro-batch of

@@ -93,7 +93,7 @@ class LossScaler:
         self._optimizers.append(optimizer)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the scale."""
+        """The loss, 0-d, times the scale."""
         self._update()
         return self.scaler.scale(loss)
 

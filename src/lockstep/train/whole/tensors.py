@@ -57,6 +57,7 @@ class Alias:
         return cls(tensor, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def attach(self, whole: torch.Tensor) -> None:
+        """Be a view of the whole tensor, as it was one of the parameter's memory: of ``size``, wherever that begins."""
         self.tensor.data = whole.detach().as_strided(self.size, self.stride, self.offset)
 
     def release(self) -> None:
@@ -156,7 +157,7 @@ class WholeParameter:
 
 
 def gathered(sharded: torch.Tensor) -> torch.Tensor:
-    """The whole of a DTensor, in memory of its own. Collective."""
+    """The whole of a DTensor, of its global shape, in memory of its own. Collective."""
     every, part = full(sharded), local(sharded)
     is_shared = storage_key(every) == storage_key(part)
     return every.clone() if is_shared else every
