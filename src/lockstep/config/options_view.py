@@ -60,7 +60,10 @@ class OptionsView:
 
     @property
     def native_amp(self) -> bool:
-        """Whether prepared models compute in mixed precision. Set it to False before ``prepare`` to leave that out."""
+        """Whether prepared models run under autocast. Set it to False before ``prepare`` to leave that out.
+
+        Those that are sharded compute in the type of their gathered weights then.
+        """
         return self._options.mixed_precision != "no" and self._options.autocast.enabled
 
     @native_amp.setter
