@@ -405,7 +405,7 @@ class Mute:
 
 
 @pytest.mark.parametrize("silent", [True, False])
-def test_a_hub_that_is_gone_or_silent_is_lost(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coordinator_that_is_gone_or_silent_is_lost(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "LOST_COORDINATOR_S", 0.5)
     secret = new_secret()
     with Server(secret, LOOPBACK, 0, {"rendezvous": Mute()}) as server:

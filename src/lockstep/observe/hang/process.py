@@ -121,12 +121,12 @@ class ProcessWatch:
                     (endpoint.host, endpoint.port), Secret.from_hex(endpoint.secret_hex), CONNECT_LIMIT_S
                 )
             if runtime.world_size > 1 and runtime.backend is not None:
-                return self._join_hub_of_rank_0(runtime)
+                return self._join_coordinator_of_rank_0(runtime)
         except ControlError as error:
             sys.stderr.write(f"lockstep: rank {runtime.rank} trains without being watched: {error}\n")
         return None
 
-    def _join_hub_of_rank_0(self, runtime: Runtime) -> Client | None:
+    def _join_coordinator_of_rank_0(self, runtime: Runtime) -> Client | None:
         """Under a launcher that is not ours; the invitation goes through the process group, whose members it is for."""
         invitation = torch.zeros(INVITATION_BYTES, dtype=torch.uint8)
         if runtime.is_main:
