@@ -32,6 +32,7 @@ from lockstep.data.loader import PreparedLoader
 from lockstep.errors import StateResetError
 from lockstep.observe.hang.process import watch_process
 from lockstep.observe.methods import TrackingMethods
+from lockstep.parallel.float8 import check_float8
 from lockstep.parallel.materialize import InitWeights
 from lockstep.preparation.checks import check_backend
 from lockstep.preparation.files import FileMethods
@@ -63,7 +64,7 @@ class Accelerator(
     Args:
         device_placement: Move models and batches to this process's device.
         split_batches: A loader's batch is the global one; each rank takes a slice.
-        mixed_precision: ``no``, ``fp16`` or ``bf16`` (code wins over flag, environment and file).
+        mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8`` (code wins over flag, environment and file).
         gradient_accumulation_steps: Micro-batches for each optimizer step.
         cpu: Compute on the CPU although there is an accelerator.
         dataloader_config: See ``DataLoaderConfiguration``.
@@ -180,6 +181,7 @@ class Accelerator(
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.runtime = process.start(options.cpu, options.init)
+        check_float8(options.fp8, options.parallel, self.runtime.device)
         if options.cpu_affinity:
             process.apply_affinity(self.runtime)
         self._options = options = fit_to_world(options, self.runtime.world_size)

@@ -121,7 +121,7 @@ def test_accelerates_variables_count_where_ours_are_not_set() -> None:
     ("environ", "sentence"),
     [
         ({"LOCKSTEP_MIXED_PRECISION": "bf61"}, "LOCKSTEP_MIXED_PRECISION=bf61 .* Did you mean 'bf16'"),
-        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "fp8 is not available yet"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp4"}, "fp4 is not one of no, fp16, bf16, fp8"),
         ({"LOCKSTEP_USE_CPU": "perhaps"}, "LOCKSTEP_USE_CPU=perhaps is not a truth value"),
         ({"LOCKSTEP_GRADIENT_ACCUMULATION_STEPS": "0"}, "integer from 1 to 1000000000"),
         ({"LOCKSTEP_GRADIENT_ACCUMULATION_STEPS": "9" * 5000}, "integer from 1 to 1000000000"),

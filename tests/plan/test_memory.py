@@ -270,7 +270,7 @@ def test_torch_keeps_as_much_state_as_the_table_says(name: str) -> None:
         ({"root": -1}, "root=-1"),
         ({"root": PSI, "block": 1}, "block=1 is not an integer from 0 to 0"),
         ({"micro_batches": 0}, "micro_batches=0"),
-        ({"precision": "fp8"}, "fp8 is not available yet"),
+        ({"precision": "fp4"}, "mixed_precision=fp4 is not one of no, fp16, bf16, fp8"),
         ({"precision": "bf61"}, "Did you mean 'bf16'?"),
         ({"optimizer": "adafactor"}, "Use one of adamw, adam, nadam"),
         ({"text": "zero=3 replicate=3"}, "Set replicate to a divisor of 4"),

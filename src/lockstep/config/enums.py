@@ -54,6 +54,7 @@ class PrecisionType(StringEnum):
     NO = "no"
     FP16 = "fp16"
     BF16 = "bf16"
+    FP8 = "fp8"
 
 
 class Strategy(StringEnum):

@@ -36,7 +36,9 @@ def values_of_settings(settings: Mapping[str, tuple[Any, str]]) -> dict[str, Set
         if name == "parallel":
             asked |= values_of_parallel(Parallel.parse(value), source)
         elif name == "mixed_precision":
-            asked |= {word: SettingValue(value == word, source) for word in ("fp16", "bf16")}
+            # autocast computes in bf16 around layers of fp8, so that another source may say bf16 as well
+            words = ("fp16", "bf16") if value != "fp8" else ("fp16", "fp8")
+            asked |= {word: SettingValue(value == word, source) for word in words}
         elif name == "grad_scaler":
             asked |= {
                 field: SettingValue(item, f"{name}.{field}={item} ({origin})")
@@ -77,8 +79,8 @@ def parallel_of(asked: Mapping[str, SettingValue]) -> Parallel:
 
 
 def precision_of(asked: Mapping[str, SettingValue]) -> str:
-    """``fp16``, ``bf16`` or ``no``."""
-    return next((word for word in ("fp16", "bf16") if word in asked and asked[word].value), "no")
+    """``fp8``, ``fp16``, ``bf16`` or ``no``."""
+    return next((word for word in ("fp8", "fp16", "bf16") if word in asked and asked[word].value), "no")
 
 
 def merge_settings(*parts: Mapping[str, SettingValue]) -> dict[str, SettingValue]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from lockstep.config.enums import DynamoBackend
+from lockstep.config.fp8 import AORecipeKwargs, TERecipeKwargs, recipe_of
 from lockstep.config.handlers import (
     AutocastKwargs,
     DamageChecks,
@@ -53,10 +54,14 @@ HANDLERS = (
     ProfileKwargs,
     DamageChecks,
 )
+RECIPES = (AORecipeKwargs, TERecipeKwargs)
 
 # Of Accelerate's Accelerator: what it asks for, and what to do.
 NOT_OPTIONS = {
-    "fp8_recipe_handler": ("fp8 training", "is not available. Remove it, and use mixed_precision='bf16'"),
+    "fp8_recipe_handler": (
+        "fp8 training",
+        "is said by mixed_precision='fp8'. Remove it, and pass AORecipeKwargs() in kwargs_handlers",
+    ),
     "megatron_lm_plugin": (
         "Megatron-LM",
         "is not used here. Remove it, and write parallel='tp=2 pp=2', for instance",
@@ -76,6 +81,7 @@ class Options:
     - ``optimizer``, ``scheduler``: what a configuration describes, for objects that stand for them.
     - ``batch``: the batch sizes that were said; ``micro_batch_size``: rows that each process's batches must
       have, known after ``fit_to_world``; None: any.
+    - ``fp8``: how linear layers are converted; None: they are not.
     - ``watch``: look for hangs and stop signals; ``grace_s``: from such a signal to the end of the process.
     - ``cpu_affinity``: run each process on the cores beside its GPU.
     - ``config_warnings``: what a configuration asks for in vain, to be said once by one process.
@@ -95,6 +101,7 @@ class Options:
     autocast: AutocastKwargs
     profile: ProfileKwargs
     damage: DamageChecks
+    fp8: AORecipeKwargs | None = None
     gradient_clipping: float | None = None
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
@@ -210,6 +217,9 @@ def resolve_options(
         autocast=handlers[AutocastKwargs],
         profile=handlers[ProfileKwargs],
         damage=handlers[DamageChecks],
+        fp8=recipe_of(
+            next((handlers[kind] for kind in RECIPES if kind in handlers), None), precision_of(asked)
+        ),
         gradient_clipping=value.get("gradient_clipping") or None,
         optimizer=value.get("optimizer"),
         scheduler=value.get("scheduler"),
@@ -302,23 +312,23 @@ def _parallel_values(
 
 
 def handlers_by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
-    """One handler of each kind, defaults where none was given.
+    """One handler of each kind, defaults where none was given; of recipes for fp8 only what was given.
 
     Raises:
         ConfigError: an unknown object, or two of one kind.
     """
     found: dict[type, object] = {}
     for handler in handlers:
-        kind = next((known for known in HANDLERS if isinstance(handler, known)), None)
+        kind = next((known for known in (*HANDLERS, *RECIPES) if isinstance(handler, known)), None)
         if kind is None:
-            names = ", ".join(known.__name__ for known in HANDLERS)
+            names = ", ".join(known.__name__ for known in (*HANDLERS, *RECIPES))
             raise ConfigError(
                 f"kwargs_handlers has an object of type {type(handler).__name__}. Pass any of {names}."
             )
         if kind in found:
             raise ConfigError(f"kwargs_handlers has two objects of type {kind.__name__}. Pass one.")
         found[kind] = handler
-    return {kind: found.get(kind, kind()) for kind in HANDLERS}
+    return found | {kind: found.get(kind, kind()) for kind in HANDLERS}
 
 
 def parallel_fields(options: Mapping[str, object], known: Iterable[str] = ()) -> dict[str, object]:

@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
+from lockstep.config.fp8 import AORecipeKwargs, FP8BackendType
 from lockstep.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -24,15 +25,11 @@ class OptionsView:
 
     _options: Options
 
-    # Scripts ask for these of what is not here: training in fp8, and LOMO optimizers.
+    # Scripts ask for these of what is not here: fp8 by other packages than torchao, and LOMO optimizers.
     is_composable_parallelism_enabled: bool = False
-    fp8_enabled: bool = False
-    has_fp8_handler: bool = False
     delayed_fp8_autocast: bool = False
     has_lomo_optimizer: bool = False
-    fp8_backend: str = "NO"
     fp8_recipe_handler: None = None
-    ao_recipe_handler: None = None
     te_recipe_handler: None = None
     msamp_recipe_handler: None = None
 
@@ -69,6 +66,24 @@ class OptionsView:
     @native_amp.setter
     def native_amp(self, enabled: bool) -> None:
         self._change_options(autocast=replace(self._options.autocast, enabled=enabled))
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """Whether linear layers of prepared models compute in 8 bits."""
+        return self._options.fp8 is not None
+
+    @property
+    def has_fp8_handler(self) -> bool:
+        return self._options.fp8 is not None
+
+    @property
+    def ao_recipe_handler(self) -> AORecipeKwargs | None:
+        """How torchao converts linear layers; None: it does not."""
+        return self._options.fp8
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        return FP8BackendType.NO if self._options.fp8 is None else FP8BackendType.AO
 
     @property
     def scaler_handler(self) -> GradScalerKwargs:

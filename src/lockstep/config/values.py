@@ -101,10 +101,8 @@ def parse_gpus(value: object) -> str | None:
 
 
 def parse_precision(value: object, origin: str) -> PrecisionType:
-    """``no``, ``fp16`` or ``bf16``, in any case; raises ConfigError."""
+    """``no``, ``fp16``, ``bf16`` or ``fp8``, in any case; raises ConfigError."""
     word, known = str(value).lower(), PrecisionType.list()
-    if word == "fp8":
-        raise ConfigError(f"{origin}={plain(value)}: fp8 is not available yet. Use 'bf16', 'fp16' or 'no'.")
     if word not in known:
         raise ConfigError(
             f"{origin}={plain(value)} is not one of {', '.join(known)}.{suggestion(word, known)}"

@@ -16,7 +16,7 @@ from lockstep.comm.tree import to_float32
 from lockstep.config.handlers import AutocastKwargs
 from lockstep.model.changes import Subclassed, subclass
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 def autocast(

@@ -1,6 +1,7 @@
 """The order in which a model is made ready: the one file that knows every strategy.
 
-blocks → batch normalisation over ranks → values → stages (pp) → layers (tp) → experts (ep) → sequence (cp) → recompute
+linear layers in 8 bits (fp8) → blocks → batch normalisation over ranks → values → stages (pp) → layers (tp)
+→ experts (ep) → sequence (cp) → recompute
 sharded models:  → compile → shard (zero) → autocast
 others:          → parameters to the device, to host memory or a file (offload) → autocast → compile
                  → replicate (ddp), or average gradients after backward
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from lockstep.config.enums import Activation, DDPCommunicationHookType, Strategy
+from lockstep.config.fp8 import AORecipeKwargs
 from lockstep.config.handlers import AutocastKwargs, DistributedDataParallelKwargs
 from lockstep.config.parallel import Parallel
 from lockstep.config.world import ParallelDims
@@ -60,6 +62,7 @@ class ModelOptions:
     parallel: Parallel = field(default_factory=Parallel)
     mixed_precision: str = "no"
     autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
+    fp8: AORecipeKwargs | None = None
     ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
     compile_options: dict[str, Any] | None = None
     compile_blocks: bool = False
@@ -84,6 +87,8 @@ def parallelize(
     _probe(parallel, axes)
     divides_weights = parallel.divides_weights
     shards = _should_shard(model, options) and not evaluation_mode
+    if options.fp8 is not None:
+        _convert_to_float8(model, options.fp8)
     needs_blocks = shards or axes.pp * axes.cp > 1 or parallel.activation is not Activation.NONE
     blocks = find_blocks(model, parallel.blocks) if needs_blocks else {}
     if (shards or divides_weights) and runtime.world_size > 1 and not evaluation_mode:
@@ -125,6 +130,13 @@ def parallelize(
     if runtime.world_size > 1 and has_trained_parameters(model):
         return ReplicatedModel(distributed_data_parallel(model, runtime, options.ddp))
     return ParallelModel(model)
+
+
+def _convert_to_float8(model: nn.Module, recipe: AORecipeKwargs) -> None:
+    # Imported here, because torchao takes a second to import.
+    from lockstep.parallel.float8 import convert
+
+    convert(model, recipe)
 
 
 def _synchronize_batchnorm(model: nn.Module, runtime: Runtime, options: ModelOptions) -> None:

@@ -76,7 +76,13 @@ TABLE: dict[str, tuple[str, str]] = {
     "loss scale": ("SCALE", "SCALE"),
 }
 
-COMPUTE = {PrecisionType.NO: "fp32", PrecisionType.BF16: "bf16", PrecisionType.FP16: "fp16"}
+COMPUTE = {
+    PrecisionType.NO: "fp32",
+    PrecisionType.BF16: "bf16",
+    PrecisionType.FP16: "fp16",
+    # what is kept and sent is in bf16; 8 bits are inside of matrix products only
+    PrecisionType.FP8: "bf16",
+}
 
 QUANTIZED_BLOCK = 256
 """Numbers that share one fp32 scale in a quantised collective."""
@@ -100,7 +106,7 @@ def dtypes(parallel: Parallel, mixed_precision: str, ranks: int = 2) -> dict[str
     stage 1 adds up the whole gradients of a window in the type in which it will average them.
 
     Raises:
-        ConfigError: ``mixed_precision`` is not ``no``, ``bf16`` or ``fp16``.
+        ConfigError: ``mixed_precision`` is not ``no``, ``bf16``, ``fp16`` or ``fp8``.
     """
     precision = parse_precision(mixed_precision, "mixed_precision")
     compute = COMPUTE[precision]

@@ -187,6 +187,7 @@ class Preparation:
                 parallel=options.parallel,
                 mixed_precision=options.mixed_precision,
                 autocast=options.autocast,
+                fp8=options.fp8,
                 ddp=options.ddp,
                 compile_options=options.compile_options,
                 compile_blocks=options.compile_blocks,

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.parallel.float8 import filter_linear_layers, find_first_last_linear_layers
 from lockstep.utils.imports import torchao_required
 
 __all__ = [
@@ -17,19 +18,6 @@ __all__ = [
     "find_first_last_linear_layers",
     "has_ao_layers",
 ]
-
-
-def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """Names of the first and the last linear layer, in the order of the model's modules."""
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return (names[0], names[-1]) if names else (None, None)
-
-
-def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str]) -> bool:
-    """Whether a module can be converted: a linear layer of sizes divisible by 16 that is none of these."""
-    if not isinstance(module, nn.Linear):
-        return False
-    return not (module.in_features % 16 or module.out_features % 16) and fqn not in layers_to_filter
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:

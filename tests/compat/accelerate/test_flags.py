@@ -50,12 +50,12 @@ WORKS = words("""
     parallelism_config_cp_comm_strategy=allgather parallelism_config_sp_size=1=2
     parallelism_config_sp_backend=deepspeed parallelism_config_sp_seq_length=64
     parallelism_config_sp_seq_length_is_variable=true parallelism_config_sp_attn_implementation=sdpa
-    megatron_lm_tp_degree=1 fp8_margin=0 fp8_format=HYBRID main_training_function=main
+    megatron_lm_tp_degree=1 fp8_backend=AO fp8_margin=0 fp8_format=HYBRID main_training_function=main
     fp8_enable_fsdp_float8_all_gather=true=false fp8_pad_inner_dim=true
 """)
 IS_REFUSED = words("""
     tpu tpu_cluster tpu_use_sudo vm=name env=A=1 main_training_function=train downcast_bf16 use_megatron_lm
-    aws_access_key_id=x aws_secret_access_key=x mixed_precision=fp8 fp8_backend=te fp8_use_autocast_during_eval
+    aws_access_key_id=x aws_secret_access_key=x mixed_precision=fp4 fp8_backend=te fp8_use_autocast_during_eval
     fp8_margin=1 fp8_interval=2 fp8_format=E4M3 fp8_amax_history_len=1 fp8_amax_compute_algo=max
     fp8_override_linear_precision=true,false,false fp8_opt_level=O1 fp8_enable_fsdp_float8_all_gather=maybe
     fp8_pad_inner_dim=maybe megatron_lm_tp_degree=2 megatron_lm_pp_degree=2 megatron_lm_gradient_clipping=2.0

@@ -155,7 +155,7 @@ def env_command(source: random.Random, seed: int) -> Input:
         "ranks": words(
             {"'1,2'": [1, 2], "4": [4], "'1,2,4,8'": [1, 2, 4, 8]}, "0", "-1", "x", "'1,,2'", "1.5", "9" * 400
         ),
-        "precision": words({"bf16": ANY, "fp16": ANY, "'no'": ANY}, "fp8", "x", "''", "32"),
+        "precision": words({"bf16": ANY, "fp16": ANY, "fp8": ANY, "'no'": ANY}, "x", "''", "32"),
         "optimizer": words({"adamw": ANY, "sgd": ANY, "adam": ANY}, "magic_q", "''", "1"),
         "blocks": integers(1, 8),
         "gradient_accumulation_steps": integers(1, 4),

@@ -111,7 +111,7 @@ VARIABLES: dict[str, Pool] = {
     "SLURM_STEP_NUM_TASKS": words({"2": ANY}, "x"),
     "SLURM_NTASKS_PER_NODE": words({"2": ANY, "2(x3)": ANY, "2(x3),1": ANY}, "x"),
     "LOCKSTEP_MIXED_PRECISION": words(
-        {"no": "no", "bf16": "bf16", "FP16": "fp16"}, "fp8", "half", "16", " bf", "x" * 9999
+        {"no": "no", "bf16": "bf16", "FP16": "fp16", "fp8": "fp8"}, "half", "16", " bf", "x" * 9999
     ),
     "LOCKSTEP_USE_CPU": words({"1": True, "true": True, "0": False}, "maybe", "2", "-1"),
     "LOCKSTEP_GRADIENT_ACCUMULATION_STEPS": words({"1": 1, "4": 4}, "0", "-1", "1.5", "x", "9" * 5000),

@@ -65,7 +65,9 @@ OTHER_KEYS: dict[str, Ignored | Later] = {
     "use_mps_device": Ignored("devices are found automatically"),
     "ipex_config": Ignored("torch itself now has these optimisations"),
     "megatron_lm_config": Later("Megatron-LM settings"),
-    "fp8_config": Later("fp8 training"),
+    "fp8_config": Later(
+        "settings of fp8 in a file", "Remove it, and pass AORecipeKwargs in kwargs_handlers."
+    ),
     "tpu_use_cluster": Later("training on TPU pods"),
     "tpu_use_sudo": Later("training on TPU pods"),
 }

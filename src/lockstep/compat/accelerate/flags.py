@@ -40,8 +40,8 @@ _REFUSED: dict[tuple[str, str], str] = {
         megatron_lm_hidden_dropout megatron_lm_attention_softmax_in_fp32 megatron_lm_expert_tensor_parallel_size=1
         megatron_lm_calculate_per_token_loss megatron_lm_use_rotary_position_embeddings
     """,
-    ("fp8 training", "Drop it, and use --mixed-precision bf16."): """
-        fp8_backend fp8_use_autocast_during_eval fp8_margin=0 fp8_interval=1 fp8_format=hybrid
+    ("settings of fp8 outside of the script", "Drop it, and pass AORecipeKwargs in kwargs_handlers."): """
+        fp8_backend=ao fp8_use_autocast_during_eval fp8_margin=0 fp8_interval=1 fp8_format=hybrid
         fp8_amax_history_len=1024 fp8_amax_compute_algo=most_recent fp8_override_linear_precision=false,false,false
         fp8_opt_level=o2 fp8_enable_fsdp_float8_all_gather=true fp8_pad_inner_dim=true
     """,

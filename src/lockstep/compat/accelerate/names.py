@@ -196,7 +196,7 @@ OFFERED: dict[str, dict[str, str]] = {
             FSDP_BACKWARD_PREFETCH FSDP_SHARDING_STRATEGY MITA_PROFILING_AVAILABLE_PYTORCH_VERSION
             XPU_PROFILING_AVAILABLE_PYTORCH_VERSION
         """,
-        "lockstep.utils.fp8": "AORecipeKwargs FP8BackendType FP8RecipeKwargs TERecipeKwargs",
+        "lockstep.config.fp8": "AORecipeKwargs FP8BackendType FP8RecipeKwargs TERecipeKwargs",
         "lockstep.config.enums": "EnumWithContains",
     },
     "accelerate.utils.deepspeed": {
@@ -346,7 +346,7 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
         "accelerate.utils.launch": "prepare_tpu",
         "accelerate.utils.torch_xla": "install_xla",
     },
-    "it belongs to MS-AMP, which is not supported. Use AORecipeKwargs or TERecipeKwargs.": {
+    "it belongs to MS-AMP, which is not supported. Use AORecipeKwargs.": {
         "accelerate.utils.dataclasses": "MSAMPRecipeKwargs",
     },
     "its answers are fields of a file of Accelerate, which cannot say all that lockstep config asks. Use that.": {

@@ -1,20 +1,20 @@
-"""How 8-bit floating point training is described, by the names that scripts import from Accelerate.
+"""How 8-bit floating point training is described. ``mixed_precision="fp8"`` trains by torchao.
 
-Each description needs the package that it is for, and is refused without it. ``convert_model_to_fp8_ao``,
-``convert_model`` and ``apply_fp8_autowrap`` apply them to a model; ``mixed_precision="fp8"`` is not available.
+Each description needs the package that it is for, and is refused without it. TransformerEngine's is for scripts that
+apply it to a model themselves.
 """
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
-from lockstep.config.enums import StringEnum
+from lockstep.config.enums import PrecisionType, StringEnum
 from lockstep.config.handlers import KwargsHandler
 from lockstep.config.sources import inherited_environment, str_to_bool
-from lockstep.errors import ConfigError
-from lockstep.runtime.available import is_torchao_available, is_transformer_engine_available
+from lockstep.errors import ConfigError, MissingExtraError
 
 PREFIX = "ACCELERATE_FP8_"
 
@@ -36,8 +36,8 @@ def _flag(name: str, default: str = "False") -> bool:
     return bool(str_to_bool(_said(name, default)))
 
 
-def _needs(is_there: bool, name: str, package: str) -> None:
-    if not is_there:
+def _needs(name: str, package: str) -> None:
+    if find_spec(package) is None:
         raise ImportError(f"{name} needs the package '{package}'. Install it with: pip install {package}")
 
 
@@ -51,6 +51,12 @@ def _one_of(value: str, name: str, words: tuple[str, ...]) -> str:
 class AORecipeKwargs(KwargsHandler):
     """How torchao converts linear layers. What is None is read from ``ACCELERATE_FP8_*``, or is on.
 
+    ``config``: a ``torchao.float8.Float8LinearConfig``, in place of ``pad_inner_dim`` (sizes that 16 does not divide
+    are padded) and ``enable_fsdp_float8_all_gather``, which changes nothing here: sharded weights are gathered in
+    bfloat16, and cast then.
+    ``module_filter_func``: (linear layer, its name) -> whether it is converted; None: those of sizes that 16 divides,
+    without the first and the last.
+
     Raises:
         ImportError: torchao is not installed.
     """
@@ -61,7 +67,7 @@ class AORecipeKwargs(KwargsHandler):
     enable_fsdp_float8_all_gather: bool | None = None
 
     def __post_init__(self) -> None:
-        _needs(is_torchao_available(), "AORecipeKwargs", "torchao")
+        _needs("AORecipeKwargs", "torchao")
         if self.config is not None:
             return
         from torchao.float8 import Float8LinearConfig
@@ -93,7 +99,7 @@ class TERecipeKwargs(KwargsHandler):
     use_mxfp8_block_scaling: bool | None = None
 
     def __post_init__(self) -> None:
-        _needs(is_transformer_engine_available(), type(self).__name__, "transformer_engine")
+        _needs(type(self).__name__, "transformer_engine")
         for name, default in (("margin", "0"), ("interval", "1"), ("amax_history_len", "1024")):
             if getattr(self, name) is None:
                 setattr(self, name, int(_said(name.upper(), default)))
@@ -136,3 +142,31 @@ class FP8RecipeKwargs(TERecipeKwargs, _OptLevel):
                 f"opt_level={self.opt_level!r} belongs to MS-AMP, which is not supported. Leave it out."
             )
         super().__post_init__()
+
+
+def recipe_of(given: KwargsHandler | None, precision: str) -> AORecipeKwargs | None:
+    """How models are converted; None: they are not. ``given`` is what a script passed.
+
+    Raises:
+        ConfigError: another package than torchao is asked for, or a recipe without ``mixed_precision="fp8"``.
+        MissingExtraError: torchao is not installed.
+    """
+    if precision != PrecisionType.FP8:
+        if given is not None:
+            raise ConfigError(
+                f"kwargs_handlers has {type(given).__name__}, but mixed_precision={precision!r}. Pass "
+                "mixed_precision='fp8', or remove it."
+            )
+        return None
+    asked = type(given).__name__ if given is not None else f"{PREFIX}BACKEND={_said('BACKEND', 'AO')}"
+    if isinstance(given, TERecipeKwargs) or (
+        given is None and _said("BACKEND", "AO").upper() not in ("AO", "TORCHAO", "NO")
+    ):
+        raise ConfigError(
+            f"{asked} asks for another package than torchao, by which mixed_precision='fp8' trains here. Install "
+            "torchao, and pass AORecipeKwargs() in kwargs_handlers."
+        )
+    if find_spec("torchao") is None:
+        raise MissingExtraError("mixed_precision='fp8'", "torchao", "torchao")
+    assert given is None or isinstance(given, AORecipeKwargs)
+    return given or AORecipeKwargs()
