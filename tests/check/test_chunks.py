@@ -148,3 +148,30 @@ def test_labels_that_are_left_out_need_their_number(run_distributed: Any) -> Non
     assert "was verified on the first batch: loss" in run_distributed(uneven, 2, True)[0]
     for text in run_distributed(uneven, 2, False):
         assert "the loss is" in text and "needs num_items_in_batch" in text
+
+
+def labels_twice(parallel: str) -> str:
+    """As scripts for ``ParallelismConfig``: no mask, and one tensor as labels and as shifted labels."""
+    torch.set_num_threads(1)
+    messages = Messages()
+    logging.getLogger("lockstep.check.verification").addHandler(messages)
+    accelerator = Accelerator(cpu=True, parallel=parallel, mixed_precision="bf16")
+    model = accelerator.prepare(make_llama(1))
+    tokens = make_batches(1)[0]
+    labels, positions = F.pad(tokens[:, 1:], (0, 1), value=1), torch.arange(LENGTH)[None]
+    buffers = [tokens, labels, labels, positions]
+    with accelerator.maybe_context_parallel(buffers, [1, 1, -1, 1], set(buffers)):
+        assert labels.shape[1] == LENGTH // 2
+        output = model(input_ids=tokens, position_ids=positions, labels=labels, shift_labels=labels)
+        accelerator.backward(output.loss)
+    with pytest.raises(
+        UsageError, match=r"buffers\[1\] is buffers\[0\], and would be split along dims 1 and 0"
+    ):
+        with accelerator.maybe_context_parallel([tokens, tokens], [1, 0]):
+            pass
+    return " ".join(messages.texts)
+
+
+@pytest.mark.parametrize("parallel", ["cp=2", "zero=3 cp=2"])
+def test_a_tensor_that_is_two_arguments_is_split_once(run_distributed: Any, parallel: str) -> None:
+    assert "was verified on the first batch: loss" in run_distributed(labels_twice, 2, parallel)[0]

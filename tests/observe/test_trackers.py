@@ -248,6 +248,12 @@ def test_arguments_for_a_tracker_that_was_not_asked_for_are_refused() -> None:
         TrackerSet(ListTracker).start("project", init_kwargs={"lst": {}})
 
 
+def test_options_of_a_tracker_that_is_not_in_use_do_nothing() -> None:
+    trackers = TrackerSet([])
+    trackers.start("project", init_kwargs={"wandb": {"entity": "someone"}})
+    trackers.finish()
+
+
 def test_one_tracker_that_cannot_close_does_not_keep_the_others_open() -> None:
     class Broken(ListTracker):
         name = "broken"

@@ -39,6 +39,7 @@ from lockstep.parallel.parallel_model import (
     SplitModel,
 )
 from lockstep.parallel.recompute import recompute
+from lockstep.parallel.saves import refuse_parts
 from lockstep.parallel.sync_batchnorm import synchronize_batchnorm
 from lockstep.runtime.mesh import DeviceMeshes
 from lockstep.runtime.process import Runtime
@@ -126,6 +127,7 @@ def parallelize(
     if parallel.strategy is Strategy.DATA_PARALLEL:
         return ParallelModel(data_parallel(model, runtime))
     if divides_weights:
+        refuse_parts(model)
         return SplitModel(model, _gradient_mean(model, experts, options))
     if runtime.world_size > 1 and has_trained_parameters(model):
         return ReplicatedModel(distributed_data_parallel(model, runtime, options.ddp))

@@ -6,6 +6,7 @@ S is the length of the whole sequence, b the batch size, both from the hidden st
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from enum import Enum
 
 import torch
@@ -83,9 +84,11 @@ def holds_cache(name: str, value: object) -> bool:
 
 
 def arguments_on_chunks(
-    split: dict[int, Tensor], model: object, args: Args, kwargs: Kwargs
+    split: dict[int, Tensor], model: object, args: Args, kwargs: Kwargs, ones: Callable[[Tensor], Tensor]
 ) -> dict[str, object]:
     """``kwargs`` with an attention mask of ones where there is none. ``split``: whole tensors by id of their chunk.
+
+    ``ones``: such a mask [batch, length] for input ids or embeddings, known as a chunk.
 
     Without a mask these models take a jump in the position ids for the start of another sequence packed into the
     same row. A chunk of head and tail has one.
@@ -110,8 +113,7 @@ def arguments_on_chunks(
         first = next(
             v for v in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if v is not None
         )
-        mask = torch.ones(first.shape[:2], dtype=torch.int64, device=first.device)
-        return {**kwargs, "attention_mask": mask}
+        return {**kwargs, "attention_mask": ones(first)}
     masked = split.get(id(mask))
     if masked is None or masked.ndim != 2 or not bool(masked.all()):
         raise UsageError(

@@ -54,6 +54,8 @@ class ContextRegion:
     """Within ``split_sequence``, where the caller splits and gathers: whole tensors, by the id of their chunk."""
     split_dims: dict[int, int] = field(default_factory=dict)
     """Their dims along the sequence."""
+    ones: Tensor | None = None
+    """The chunk of an attention mask that the caller did not pass: among ``split``, so that it is known as one."""
     split_length: int = 0
     """Positions of each rank within ``split_sequence``."""
     last_by_caller: bool = False
@@ -77,6 +79,16 @@ class ContextRegion:
     judge: Judge = field(default_factory=Judge)
     no_other: str = ""
     """What to do where the model's class has no attention that can be split."""
+
+    def mask_of_ones(self, inputs: Tensor) -> Tensor:
+        """[batch, length] for chunks of input ids or embeddings, with its whole among ``split``."""
+        assert self.split is not None
+        shape = inputs.shape[:2]
+        if self.ones is None or id(self.ones) not in self.split or self.ones.shape != shape:
+            self.ones = torch.ones(shape, dtype=torch.int64, device=inputs.device)
+            self.split[id(self.ones)] = self.ones.new_ones(shape[0], shape[1] * self.layout.size)
+            self.split_dims[id(self.ones)] = 1
+        return self.ones
 
     def begin(self) -> None:
         """A forward of the model starts. One before it may have failed half-way."""
@@ -117,7 +129,7 @@ class ContextParallelModel(Subclassed):
         region.begin()
         mode: AbstractContextManager[object] = nullcontext()
         if region.split is not None and hasattr(getattr(self, "config", None), "_attn_implementation"):
-            kwargs = arguments_on_chunks(region.split, self, args, kwargs)
+            kwargs = arguments_on_chunks(region.split, self, args, kwargs, region.mask_of_ones)
         elif region.split:
             mode = OnChunks(type(self).__name__, region.layout, region.split_length)
         with mode:

@@ -35,6 +35,9 @@ def split_sequence(
         raise UsageError("The sequence is split already. Leave the inner context out.")
     kept = list(no_restore_buffers)
     _check_buffers(regions[0], buffers, buffer_seq_dims, kept)
+    # One that is named twice, as labels that are shift_labels too, is split once.
+    named = {id(buffer): (buffer, dim) for buffer, dim in zip(buffers, buffer_seq_dims, strict=True)}
+    buffers, buffer_seq_dims = [one for one, _ in named.values()], [dim for _, dim in named.values()]
     wholes = [buffer.data for buffer in buffers]
     for buffer, dim in zip(buffers, buffer_seq_dims, strict=True):
         buffer.data = regions[0].layout.local(buffer.data, dim)
@@ -46,7 +49,7 @@ def split_sequence(
         yield
     finally:
         for region in regions:
-            region.split = None
+            region.split = region.ones = None
         for buffer, whole in zip(buffers, wholes, strict=True):
             if not any(buffer is one for one in kept):
                 buffer.data = whole
@@ -95,8 +98,12 @@ def _check_buffers(
             raise UsageError(
                 f"buffers[{index}] is {list(buffer.shape)}, which has no dim {dim}. Correct its dim."
             )
-        if any(buffer is other for other in buffers[:index]):
-            raise UsageError(f"buffers[{index}] is in buffers twice. Name it once.")
+        before = next((i for i, other in enumerate(buffers[:index]) if other is buffer), None)
+        if before is not None and (dim - dims[before]) % buffer.ndim:
+            raise UsageError(
+                f"buffers[{index}] is buffers[{before}], and would be split along dims {dims[before]} and {dim}. "
+                "Name it once."
+            )
         lengths.append(buffer.shape[dim])
     if len(set(lengths)) > 1:
         raise UsageError(

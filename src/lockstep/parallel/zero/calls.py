@@ -29,6 +29,7 @@ from torch import nn
 
 from lockstep.comm.tree import Args, Kwargs, leaves, map_leaves, tensor_leaves
 from lockstep.errors import UsageError
+from lockstep.parallel.saves import saved
 from lockstep.torch_internals import fsdp2
 from lockstep.torch_internals.autograd import FunctionContext
 from lockstep.torch_internals.autograd import current_backward as current_pass
@@ -134,15 +135,10 @@ class OtherCalls:
         return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
 
     def _explained(self, name: str, bound: Any, args: Args, kwargs: Kwargs) -> object:
+        kind = type(self._root).__name__.removeprefix("FSDP")
         try:
-            return bound(*args, **kwargs)
+            return saved(kind, name, bound, args, kwargs)
         except RuntimeError as error:
-            kind = type(self._root).__name__.removeprefix("FSDP")
-            if "invalid python storage" in str(error):  # safetensors' way of saying that it was given a shard
-                raise UsageError(
-                    f"{kind}.{name}() would save shards. Pass it the whole weights, which all ranks gather together: "
-                    "state_dict=accelerator.get_state_dict(model)."
-                ) from error
             if "mixed torch.Tensor and DTensor" not in str(error) or isinstance(error, UsageError):
                 raise
             raise UsageError(
