@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).with_name("by_feature.py")
+GUIDES = Path(__file__).with_name("guides.py")
 SOURCE = str(Path(__file__).parents[3] / "src")
 LAUNCH = ("-m", "lockstep.cli.main", "launch", "--cpu", "--nproc", "2", "--num-cpu-threads", "1")
 
@@ -31,7 +32,8 @@ def start(*words: str, path: str) -> subprocess.Popen[str]:
 def results(run: subprocess.Popen[str]) -> dict[str, Any]:
     said = run.communicate(timeout=900)[0]
     assert run.returncode == 0, said[-6000:]
-    return dict(json.loads(line[line.index('["') :]) for line in said.splitlines() if '["' in line)
+    lines = [line[line.index('["') :] for line in said.splitlines() if '["' in line]
+    return dict(json.JSONDecoder().raw_decode(line)[0] for line in lines)  # others write behind it
 
 
 def numbers(tree: Any) -> list[Any]:
@@ -63,3 +65,15 @@ def test_each_feature_gives_the_numbers_that_it_gives_with_accelerate(tmp_path: 
     for here in (alias, ours):
         assert here.keys() == there.keys()
         assert [name for name in there if not same(here[name], there[name])] == []
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
+def test_the_loops_of_the_guides_give_the_numbers_that_they_give_with_accelerate(ranks: int) -> None:
+    pytest.importorskip("accelerate")
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2"] if ranks > 1 else []
+    there = results(start(*launch, str(GUIDES), path=""))
+    here = results(start(*LAUNCH[:-3], str(ranks), *LAUNCH[-2:], "--as-accelerate", str(GUIDES), path=SOURCE))
+    assert len(there) == {1: 17, 2: 32}[ranks]  # one more is printed by the function of a notebook
+    assert here.keys() == there.keys()
+    assert {name: (here[name], there[name]) for name in there if not same(here[name], there[name])} == {}
