@@ -56,6 +56,12 @@ BESIDE = (
 )
 """What averages of weights are computed with: maybe whole ones, made before the model was sharded, beside shards."""
 
+OF_LAYERS = (
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    *(aten.embedding.default, aten.native_layer_norm.default, aten.convolution.default),
+)
+"""Products of layers' weights with what the layers get."""
+
 VIEWS = ("select", "narrow", "diagonal", "unbind", "split", "chunk", "view")
 """Methods whose results are parts of the tensor itself in plain torch."""
 
@@ -79,6 +85,9 @@ def behave_like_plain(shard_like: Sharded) -> LostChanges:
     change a copy, or nothing. A plain tensor may be changed by a DTensor in place, and a DTensor be copied from a whole
     tensor, of which each rank takes its part. The object that is returned knows whether a script changes copies of
     parts, as by ``tensor[0].zero_()``.
+
+    A DTensor that is changed by one on another mesh gets it in its own layout. Collective. A plain tensor that is
+    multiplied by a sharded weight is refused in our words.
 
     Where no gradient is asked for, a whole tensor beside a DTensor of its shape, as in averages of weights, gives a
     whole tensor: the DTensor is gathered. Collective.
@@ -135,6 +144,7 @@ class _PlainOperators:
             (LIKE, self._draw_like),
             (CHANGING, self._change),
             (BESIDE, self._beside),
+            (OF_LAYERS, self._multiply),
         ):
             self._handlers.update(dict.fromkeys(operators, handler))
 
@@ -178,6 +188,8 @@ class _PlainOperators:
             self.lost.changes(target)
             target._local_tensor.copy_(self._shard_like(others[0], target)._local_tensor)
             return target
+        # As an average that another library has sharded itself.
+        others = [self._laid_out_as(target, other) for other in others]
         for other in others:
             if isinstance(other, torch.Tensor) and not _is_dtensor(other) and other.numel() > 1:
                 raise UsageError(
@@ -187,7 +199,28 @@ class _PlainOperators:
                     "it: p.data = p.full_tensor() + other."
                 )
         self.lost.changes(target)
-        return self._as_torch(op, args, kwargs)
+        return self._as_torch(op, (target, *others), kwargs)
+
+    def _laid_out_as(self, target: DTensor, other: object) -> object:
+        """``other``, laid out as ``target`` if it is a DTensor of its shape on another mesh."""
+        if not _is_dtensor(other) or other.device_mesh == target.device_mesh or other.shape != target.shape:
+            return other
+        return self._shard_like(_whole(other), target)
+
+    def _multiply(self, op: OpOverload, args: OperatorArguments, kwargs: dict[str, object]) -> object:
+        given = [one for one in args if isinstance(one, torch.Tensor) and one.numel() > 1]
+        whole = next((one for one in given if not _is_dtensor(one)), None)
+        if whole is None:
+            return self._as_torch(op, args, kwargs)
+        shard = max((one for one in args if _is_dtensor(one)), key=torch.Tensor.dim)
+        # as the cause, so that who knows which method was called says more
+        torchs = RuntimeError(f"{op} got mixed torch.Tensor and DTensor")
+        raise UsageError(
+            f"A weight of shape {tuple(shard.shape)}, of which each rank has a part, met a plain tensor of shape "
+            f"{tuple(whole.shape)}: a module inside of a block was called by itself, or its weight was used, so that "
+            "it was not gathered. Call the block or the model; where no gradient is needed, gather it: with "
+            "lockstep.utils.GatheredParameters(module.parameters())."
+        ) from torchs
 
     def _as_torch(self, op: OpOverload, args: OperatorArguments, kwargs: dict[str, object]) -> object:
         """What torch would have done."""

@@ -58,10 +58,8 @@ TOGETHER_AGAIN = """
     trl/grpo trl/rloo embedding/ranking embedding/cached_ranking embedding/similarity diffusion/unconditional
     diffusion/without_average
 """
-# Of two numbers near zero, or with an average on another mesh: tpo, sdpo.
-EXPERIMENTAL_SHARDED = " ".join(
-    f"experimental/{name}" for name in EXPERIMENTAL.split() if name not in ("tpo", "sdpo")
-)
+# Of two numbers near zero: tpo.
+EXPERIMENTAL_SHARDED = " ".join(f"experimental/{name}" for name in EXPERIMENTAL.split() if name != "tpo")
 SHARDED = """
     trainer/plain/zero=1 trainer/kept/zero=3 trainer/taken_up/zero=3 diffusion/unconditional/zero=3
 """

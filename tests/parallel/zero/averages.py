@@ -141,3 +141,29 @@ def gradients_are_left_alone() -> list[str]:
     except RuntimeError as error:
         return [str(error)]
     return []
+
+
+def on_another_mesh() -> list[str]:
+    """A teacher that another library has sharded by itself is the average that whole models have."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, teacher, plain, plain_teacher = net(), net(), net(), net()
+    with torch.no_grad():
+        for one in (model, plain):
+            for number, parameter in enumerate(one.parameters()):
+                parameter.add_(number)
+    model = Accelerator(cpu=True, parallel="zero=3").prepare(model)
+    fully_shard(teacher)
+    found = []
+    for means, values in ((teacher, model), (plain_teacher, plain)):
+        for mean, value in zip(means.parameters(), values.parameters(), strict=True):
+            mean.data.mul_(0.9).add_(value.data, alpha=0.1)
+            mean.data.lerp_(value.data, 0.5)
+    for (name, mean), expected in zip(teacher.named_parameters(), plain_teacher.parameters(), strict=True):
+        if not torch.allclose(mean.full_tensor(), expected, rtol=1e-6):  # type: ignore[attr-defined]
+            found.append(name)
+    for mean, value in zip(teacher.parameters(), model.parameters(), strict=True):
+        mean.data.copy_(value.data)
+        if not torch.equal(mean.full_tensor(), value.full_tensor()):  # type: ignore[attr-defined]
+            found.append("copied")
+    return found

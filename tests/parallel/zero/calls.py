@@ -13,6 +13,7 @@ from torch import nn
 
 from lockstep import Accelerator
 from lockstep.errors import UsageError
+from lockstep.utils import GatheredParameters
 
 
 class Block(nn.Module):
@@ -193,3 +194,30 @@ def others() -> list[Any]:
     with torch.no_grad():
         right = torch.allclose(model(ids), plain(ids), atol=1e-6)
     return [size == plain.size(), refused, raised, right]
+
+
+def inside_of_a_block() -> list[str]:
+    """What is said where modules inside of a block, or their weights, are used by themselves."""
+    torch.manual_seed(0)
+    whole = Translator()
+    plain = copy.deepcopy(whole)
+    model = Accelerator(cpu=True, parallel="zero=3 blocks=Block").prepare(whole)
+    block, rows = model.encoder.layers[0], torch.ones(2, 8)
+    uses: dict[str, Callable[[], object]] = {
+        "a linear": lambda: block.linear(rows),
+        "a norm": lambda: block.norm(rows),
+        "a weight": lambda: rows @ block.linear.weight,
+    }
+    said = []
+    for name, use in uses.items():
+        try:
+            use()
+            said.append(f"{name} was used")
+        except UsageError as error:
+            said.append(str(error))
+    with GatheredParameters(block.linear.parameters()):
+        found = block.linear(rows)
+    of_block = [one.encoder.layers[0](rows).detach() for one in (model, plain)]
+    assert torch.equal(found.detach(), plain.encoder.layers[0].linear(rows).detach())
+    assert torch.allclose(*of_block)
+    return said

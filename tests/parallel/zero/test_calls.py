@@ -28,3 +28,11 @@ def test_one_rank_saves_whole_weights_in_a_hook_and_is_told_how_elsewhere(
     main, other = run_distributed(calls.saved, 2, str(tmp_path))
     assert "state_dict=accelerator.get_state_dict(model)" in main[0]
     assert (main[1:], other) == ([True, True], ["", True, True])
+
+
+def test_a_part_of_a_block_that_is_used_by_itself_is_refused_with_what_to_do(run_distributed) -> None:
+    for said in run_distributed(calls.inside_of_a_block, 2):
+        assert len(said) == 3
+        for sentence in said:
+            assert "of which each rank has a part, met a plain tensor of shape (2, 8)" in sentence
+            assert "Call the block or the model" in sentence and "GatheredParameters" in sentence

@@ -139,7 +139,8 @@ class OtherCalls:
         try:
             return saved(kind, name, bound, args, kwargs)
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error) or isinstance(error, UsageError):
+            cause = error.__cause__ if isinstance(error, UsageError) else error
+            if "mixed torch.Tensor and DTensor" not in str(cause):
                 raise
             raise UsageError(
                 f"{kind}.{name}() computes with weights that are sharded, and was called without a tensor, so that "
