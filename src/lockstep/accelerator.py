@@ -9,12 +9,13 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lockstep import preparation
 from lockstep.comm.methods import CollectiveMethods
 from lockstep.config.enums import DistributedType, PrecisionType
 from lockstep.config.handlers import (
@@ -28,25 +29,25 @@ from lockstep.config.merge import ExternalSettings
 from lockstep.config.options import fit_to_world, parallel_fields, resolve_options
 from lockstep.config.options_view import OptionsView
 from lockstep.config.parallel import Parallel
-from lockstep.data.loader import PreparedLoader
 from lockstep.errors import StateResetError
-from lockstep.observe.hang.process import watch_process
+from lockstep.observe import hang
 from lockstep.observe.methods import TrackingMethods
 from lockstep.parallel.float8 import check_float8
-from lockstep.parallel.materialize import InitWeights
 from lockstep.preparation.checks import check_backend
 from lockstep.preparation.files import FileMethods
-from lockstep.preparation.prepare import Preparation
 from lockstep.preparation.training import TrainingMethods
-from lockstep.preparation.window import AccumulationState
 from lockstep.runtime import process
 from lockstep.runtime.control import ProcessControl, RunState
 from lockstep.runtime.memory import release_memory
 from lockstep.runtime.step import StepState
 from lockstep.train.accumulation import Accumulation
 from lockstep.train.loss_scale import LossScaler
-from lockstep.train.optimizer import PreparedOptimizer
-from lockstep.train.scheduler import PreparedScheduler
+
+if TYPE_CHECKING:
+    from lockstep.data.loader import PreparedLoader
+    from lockstep.parallel.materialize import InitWeights
+    from lockstep.train.optimizer import PreparedOptimizer
+    from lockstep.train.scheduler import PreparedScheduler
 
 
 def _external_settings(*asked: Any) -> ExternalSettings:
@@ -185,7 +186,7 @@ class Accelerator(
         if options.cpu_affinity:
             process.apply_affinity(self.runtime)
         self._options = options = fit_to_world(options, self.runtime.world_size)
-        self._watch = watch_process(self.runtime, options.watch, options.grace_s)
+        self._watch = hang.watch_process(self.runtime, options.watch, options.grace_s)
         self._watch.save_with(self._save_before_stop)
         for text in options.config_warnings if self.runtime.is_main else ():
             warnings.warn(text, stacklevel=2)
@@ -239,8 +240,8 @@ class Accelerator(
         )
 
     @cached_property
-    def _preparation(self) -> Preparation:
-        return Preparation(
+    def _preparation(self) -> preparation.Preparation:
+        return preparation.Preparation(
             self._options,
             self.runtime,
             self.meshes,
@@ -258,8 +259,8 @@ class Accelerator(
         self._preparation.change_options(**changes)
 
     @cached_property
-    def _window(self) -> AccumulationState:
-        return AccumulationState(
+    def _window(self) -> preparation.AccumulationState:
+        return preparation.AccumulationState(
             self._accumulation,
             self._preparation.models,
             self._preparation.optimizers,

@@ -15,6 +15,7 @@ from lockstep.config.enums import RNGType
 from lockstep.config.handlers import DataLoaderConfiguration
 from lockstep.config.world import ParallelDims
 from lockstep.data.batch_sharding import ShardPlan
+from lockstep.data.carried import carried_options
 from lockstep.data.checks import batches_by_sampler, check_lengths, decide, is_iterable, lengths
 from lockstep.data.dispatch import dispatched
 from lockstep.data.drawn import draws_nothing, generators_of, with_seedable
@@ -30,20 +31,6 @@ from lockstep.errors import ConfigError, MissingExtraError, UsageError
 from lockstep.runtime.process import Runtime, start
 from lockstep.runtime.seed import check_rng_types, synchronize_rng_states
 from lockstep.runtime.step import StepState
-
-# The options of a loader that have nothing to do with which rows it reads.
-CARRIED_OPTIONS = (
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "in_order",
-    "snapshot_every_n_steps",
-)
 
 
 def prepare_loader(
@@ -260,15 +247,6 @@ def make_reader(
 
 def saves_itself(dataset: object) -> bool:
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
-
-
-def carried_options(loader: DataLoader[object]) -> dict[str, Any]:
-    """Those of ``CARRIED_OPTIONS`` that the loader has and that mean something for it."""
-    options = {name: getattr(loader, name) for name in CARRIED_OPTIONS if hasattr(loader, name)}
-    if loader.num_workers == 0:
-        for name in ("prefetch_factor", "multiprocessing_context"):
-            options.pop(name, None)
-    return options
 
 
 def loader_class(loader: DataLoader[object], config: DataLoaderConfiguration) -> type[DataLoader[Any]]:

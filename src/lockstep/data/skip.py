@@ -8,9 +8,8 @@ from typing import Any, cast
 
 from torch.utils.data import DataLoader, Sampler
 
-from lockstep.data.checks import is_iterable, lengths
-from lockstep.data.loader import check_skip
-from lockstep.data.prepare import carried_options
+from lockstep import data
+from lockstep.data.carried import carried_options
 
 
 def skip_first_batches(dataloader: DataLoader[object], num_batches: int = 0) -> DataLoader[object]:
@@ -36,11 +35,11 @@ def skip_first_batches(dataloader: DataLoader[object], num_batches: int = 0) -> 
     if hasattr(dataloader, "skipping"):
         rest: DataLoader[object] = dataloader.skipping(num_batches)
         return rest
-    check_skip(num_batches, lengths(dataloader)[0])
+    data.check_skip(num_batches, data.lengths(dataloader)[0])
     options = carried_options(dataloader)
     options.pop("snapshot_every_n_steps", None)
     options.update(collate_fn=dataloader.collate_fn)
-    if is_iterable(dataloader):
+    if data.is_iterable(dataloader):
         options.update(batch_size=dataloader.batch_size, drop_last=dataloader.drop_last)
         return LaterBatches(dataloader.dataset, num_batches, **options)
     if dataloader.batch_sampler is None:

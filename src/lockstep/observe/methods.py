@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,9 +15,12 @@ from lockstep.config.handlers import ProfileKwargs
 from lockstep.config.options import Options
 from lockstep.config.values import suggestion
 from lockstep.errors import ConfigError
+from lockstep.observe import trackers
 from lockstep.observe.trackers.base import GeneralTracker
-from lockstep.observe.trackers.run import TrackerSet
 from lockstep.runtime.process import Runtime
+
+if TYPE_CHECKING:
+    from lockstep.observe.trackers.run import TrackerSet
 
 TRACE_NAME = "profile_{rank}.json"
 ACTIVITIES = ("cpu", "cuda", "xpu", "mtia", "hpu")
@@ -109,7 +112,7 @@ class TrackingMethods:
 
     @cached_property
     def _trackers(self) -> TrackerSet:
-        return TrackerSet(self._log_with, self._options.project.logging_dir, self.runtime.is_main)
+        return trackers.TrackerSet(self._log_with, self._options.project.logging_dir, self.runtime.is_main)
 
     @property
     def trackers(self) -> list[GeneralTracker]:

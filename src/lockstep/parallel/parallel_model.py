@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,11 +12,13 @@ from torch import nn
 from lockstep.comm.dtensor import local
 from lockstep.comm.tree import LossFunction
 from lockstep.parallel.autocast import remove_autocast
-from lockstep.parallel.ddp.replica import DistributedDataParallel
-from lockstep.parallel.gradient_mean import GradientAllReduce
-from lockstep.parallel.zero.sharding import Sharding
 from lockstep.torch_internals import compile as torch_compile
 from lockstep.torch_internals import modules as torch_modules
+
+if TYPE_CHECKING:
+    from lockstep.parallel.ddp.replica import DistributedDataParallel
+    from lockstep.parallel.gradient_mean import GradientAllReduce
+    from lockstep.parallel.zero.sharding import Sharding
 
 AutocastContext = Callable[[], AbstractContextManager[Any]]
 

@@ -22,15 +22,15 @@ from lockstep.checkpoint.weights.model import save
 from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.comm.dtensor import is_dtensor, whole
 from lockstep.config.options import Options
-from lockstep.observe.hang.process import ProcessWatch
 from lockstep.parallel.parallel_model import unwrap as unwrap_module
-from lockstep.preparation.prepare import Preparation
-from lockstep.preparation.window import AccumulationState
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.checkpointer import Checkpointer
+    from lockstep.observe.hang.process import ProcessWatch
+    from lockstep.preparation.prepare import Preparation
+    from lockstep.preparation.window import AccumulationState
 
 
 class FileMethods:

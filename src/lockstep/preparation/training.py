@@ -15,16 +15,18 @@ from lockstep.config.options import Options
 from lockstep.data.skip import skip_first_batches
 from lockstep.errors import ConfigError
 from lockstep.observe.state_bytes import StateBytes, count_state
+from lockstep.parallel import ddp
 from lockstep.parallel.autocast import autocast
-from lockstep.parallel.ddp.apply import join_replicas
 from lockstep.parallel.parallel_model import PipelinedModel, call_of
-from lockstep.preparation.prepare import Preparation
 from lockstep.runtime.mesh import DeviceMeshes
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
 from lockstep.train import clipping
 from lockstep.train.accumulation import Accumulation, trigger_sync
-from lockstep.train.loss_scale import LossScaler
+
+if TYPE_CHECKING:
+    from lockstep.preparation.prepare import Preparation
+    from lockstep.train.loss_scale import LossScaler
 
 
 class TrainingMethods:
@@ -243,7 +245,7 @@ class TrainingMethods:
         try:
             if even_batches is not None and self.runtime.world_size > 1:
                 self._preparation.override_even_batches(even_batches)
-            with join_replicas(joinables, self.runtime.world_size), self._accumulation.uneven_inputs():
+            with ddp.join_replicas(joinables, self.runtime.world_size), self._accumulation.uneven_inputs():
                 yield
         finally:
             for loader, value in zip(loaders, before, strict=True):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.dtensor import local, total_norm
-from lockstep.offload.optimizer.gradients import norm_of, scale_offloaded
+from lockstep.offload import optimizer
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
@@ -42,12 +42,12 @@ def clip_norm(
     """
     uncounted = others.uncounted if others is not None else ()
     counted = [p.grad for p in parameters if p.grad is not None and id(p) not in uncounted]
-    norm = total_norm(counted, float(norm_type), norm_of)
+    norm = total_norm(counted, float(norm_type), optimizer.norm_of)
     if others is not None:
         device = parameters[0].device if parameters else norm.device
         norm = _norm_over(norm.to(device), float(norm_type), others.group)
     if window_ended:
-        scale_offloaded((p.grad for p in parameters if p.grad is not None), max_norm, norm)
+        optimizer.scale_offloaded((p.grad for p in parameters if p.grad is not None), max_norm, norm)
     return norm
 
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from lockstep.config.enums import StringEnum as BaseEnum
 from lockstep.errors import ConfigError
+from lockstep.lazy import lazy_names
 from lockstep.utils import (
     AutocastKwargs,
     ComputeEnvironment,
     DataLoaderConfiguration,
     DDPCommunicationHookType,
-    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     DistributedType,
     DynamoBackend,
-    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
@@ -31,6 +30,13 @@ from lockstep.utils import (
     RNGType,
     TorchDynamoPlugin,
 )
+
+if TYPE_CHECKING:
+    from lockstep.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+else:
+    __getattr__ = lazy_names(
+        __name__, dict.fromkeys(("DeepSpeedPlugin", "FullyShardedDataParallelPlugin"), "lockstep.utils")
+    )
 
 __all__ = [
     "AutocastKwargs",

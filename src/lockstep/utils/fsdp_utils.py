@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,18 +28,37 @@ from torch.optim import Optimizer
 
 from lockstep.config.sources import export_environment
 from lockstep.errors import CheckpointError, UsageError
+from lockstep.lazy import lazy_names
 from lockstep.parallel.parallel_model import unwrap
 from lockstep.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
-from lockstep.utils.fsdp_prepare import (
-    ensure_weights_retied,
-    fsdp2_apply_ac,
-    fsdp2_canonicalize_names,
-    fsdp2_prepare_auto_wrap_policy,
-    fsdp2_prepare_model,
-    fsdp2_switch_optimizer_parameters,
-    get_parameters_from_modules,
-)
 from lockstep.utils.modeling import get_grad_scaler, is_peft_model
+
+if TYPE_CHECKING:
+    from lockstep.utils.fsdp_prepare import (
+        ensure_weights_retied,
+        fsdp2_apply_ac,
+        fsdp2_canonicalize_names,
+        fsdp2_prepare_auto_wrap_policy,
+        fsdp2_prepare_model,
+        fsdp2_switch_optimizer_parameters,
+        get_parameters_from_modules,
+    )
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        dict.fromkeys(
+            (
+                "ensure_weights_retied",
+                "fsdp2_apply_ac",
+                "fsdp2_canonicalize_names",
+                "fsdp2_prepare_auto_wrap_policy",
+                "fsdp2_prepare_model",
+                "fsdp2_switch_optimizer_parameters",
+                "get_parameters_from_modules",
+            ),
+            "lockstep.utils.fsdp_prepare",
+        ),
+    )
 
 __all__ = [
     "FSDP_MODEL_NAME",

@@ -67,6 +67,8 @@ class AliasFinder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if fullname.partition(".")[0] != ROOT:
+            return None
         if fullname in interface.MODULES:
             # Each is a package, so that `from module import name` asks here for what it does not find.
             return ModuleSpec(fullname, AliasLoader(), origin="lockstep.compat.accelerate", is_package=True)

@@ -7,9 +7,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.compat.accelerate.names import NOT_OFFERED, OFFERED
 
@@ -22,8 +21,7 @@ GATHERING = "accelerate.utils"
 """The module that has the names of all modules below it."""
 
 
-@dataclass(frozen=True)
-class Offered:
+class Offered(NamedTuple):
     """Where a name of Accelerate is here: ``attribute`` of ``module``."""
 
     module: str
@@ -33,8 +31,7 @@ class Offered:
         return getattr(import_module(self.module), self.attribute)
 
 
-@dataclass(frozen=True)
-class NotOffered:
+class NotOffered(NamedTuple):
     """Why a name of Accelerate is not here, and what to do instead."""
 
     reason: str

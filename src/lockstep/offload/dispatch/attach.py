@@ -12,10 +12,10 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.comm.tree import leaves, send_to_device
 from lockstep.errors import UsageError
 from lockstep.model.blocks import find_blocks
+from lockstep.offload import weights
 from lockstep.offload.device_map.memory import for_streaming
 from lockstep.offload.device_map.placement import CPU, TensorPlacement
 from lockstep.offload.files.stored import FileBacked
-from lockstep.offload.weights.attach import stop_streaming, stream_weights, streamer_of
 from lockstep.offload.weights.groups import find_weight_groups
 from lockstep.torch_internals import modules as torch_modules
 
@@ -160,7 +160,7 @@ def attach(
     if streamed:
         names = {name for placement in streamed for name in placement.ref.names}
         units = find_weight_groups(model, _blocks(model, undivided), names.__contains__)
-        stream_weights(model, units, main, room)
+        weights.stream_weights(model, units, main, room)
         for module, _ in (holder for placement in streamed for holder in placement.ref.holders):
             module.__dict__[OFFLOADED] = True
     if len(devices) > 1 or always_cross or (streamed and main != CPU):
@@ -180,12 +180,12 @@ def detach(model: nn.Module) -> None:
         module.__dict__.pop(OFFLOADED, None)
     for handle in model.__dict__.pop(_HANDLES, ()):
         handle.remove()
-    stop_streaming(model)
+    weights.stop_streaming(model)
 
 
 def is_dispatched(model: nn.Module) -> bool:
     """Whether something is attached."""
-    return _HANDLES in model.__dict__ or streamer_of(model) is not None
+    return _HANDLES in model.__dict__ or weights.streamer_of(model) is not None
 
 
 def _streamed(

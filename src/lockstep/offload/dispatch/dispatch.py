@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import ConfigError, UsageError
+from lockstep.offload import weights
 from lockstep.offload.device_map.infer import infer_auto_device_map
 from lockstep.offload.device_map.memory import MaxMemory, budget_of, class_names, get_balanced_memory
 from lockstep.offload.device_map.placement import (
@@ -22,7 +23,6 @@ from lockstep.offload.dispatch.loading import Path, load_checkpoint_in_model
 from lockstep.offload.dispatch.module_hooks import remove_hook_from_module
 from lockstep.offload.dispatch.storage import place_tensors
 from lockstep.offload.files.pages import read_ahead
-from lockstep.offload.weights.attach import streamer_of
 
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -286,7 +286,7 @@ def _offload(
 
 def _read_what_stays(model: nn.Module) -> None:
     """Read weights that are mapped for the CPU's memory, so that the first forward need not."""
-    if streamer_of(model) is None:
+    if weights.streamer_of(model) is None:
         read_ahead(*(parameter for parameter in model.parameters() if parameter.device.type == "cpu"))
 
 
