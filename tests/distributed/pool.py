@@ -47,6 +47,8 @@ PRELOADED = [
     "torch._dynamo",  # DTensor imports it when it is first used
     "numpy",
     "lockstep.accelerator",
+    "lockstep.observe.hang.process",
+    "lockstep.preparation.prepare",
 ]
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
