@@ -22,7 +22,7 @@ def note(frame, event, argument):
     if event == "call" and name.startswith(root):
         entered.add(name[len(root):])
 
-import lockstep.observe.hang.process  # which the constructor asks for late
+from lockstep.observe.hang import watch_process  # which the constructor asks for late
 sys.setprofile(note)
 accelerator = Accelerator()
 sys.setprofile(None)

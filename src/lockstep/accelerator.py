@@ -182,7 +182,8 @@ class Accelerator(
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.runtime = process.start(options.cpu, options.init)
-        check_float8(options.fp8, options.parallel, self.runtime.device)
+        if options.fp8 is not None:
+            check_float8(options.fp8, options.parallel, self.runtime.device)
         if options.cpu_affinity:
             process.apply_affinity(self.runtime)
         self._options = options = fit_to_world(options, self.runtime.world_size)
