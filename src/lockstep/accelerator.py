@@ -82,7 +82,8 @@ class Accelerator(
         kwargs_handlers: Options of DDP, loss scale, process group, autocast and profiler.
         dynamo_backend: A ``torch.compile`` backend to compile prepared models with.
         dynamo_plugin: The same with more of ``torch.compile``'s options; instead of the name.
-        deepspeed_plugins: A list or mapping with the one ``deepspeed_plugin``.
+        deepspeed_plugins: Several that differ in their stage, by name; the first is active until
+            ``state.select_deepspeed_plugin(name)`` is called.
         parallelism_config: The same as ``parallel`` in sizes of axes; see ``ParallelismConfig``.
         parallel: How models are spread: a line such as ``"zero=3 activation=full"``, a mapping, or a ``Parallel``.
         watch: Whether this process is watched for hangs and stop signals, see below (None: as flag, environment and
@@ -230,6 +231,7 @@ class Accelerator(
     @cached_property
     def _accumulation(self) -> Accumulation:
         options = self._options
+        stages = [0, *(stage for _, stage in options.deepspeed_plugins.values())]
         return Accumulation(
             self._step,
             self.runtime,
@@ -237,7 +239,7 @@ class Accelerator(
             # Where gradients are averaged before the window ends.
             agreed_divisor=self._step.sync_each_batch
             or options.ddp.static_graph
-            or options.parallel.zero > 1,
+            or max(options.parallel.zero, *stages) > 1,
         )
 
     @cached_property
@@ -306,7 +308,14 @@ class Accelerator(
             self._fsdp_plugin(),
             self.deepspeed_plugin,
             self.parallelism_config,
+            {name: plugin for name, (plugin, _) in self._options.deepspeed_plugins.items()},
+            self._select_deepspeed_plugin,
         )
+
+    def _select_deepspeed_plugin(self, name: str) -> None:
+        plugin, stage = self._options.deepspeed_plugins[name]
+        self._change_options(deepspeed_plugin=plugin, parallel=replace(self.parallel, zero=stage))
+        self.state.deepspeed_plugin = plugin
 
     def _fsdp_plugin(self) -> Any:
         """The plugin that was passed, or one that says how models are sharded; None: they are not."""

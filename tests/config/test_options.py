@@ -73,7 +73,6 @@ def test_fields_of_parallel_are_keywords_of_their_own() -> None:
         ({"torch_tp_plugin": object()}, ["torch_tp_plugin was given"]),
         ({"deepspeed_plugin": 3}, ["deepspeed_plugin is of type int"]),
         ({"deepspeed_plugins": {}}, ["0 plugins"]),
-        ({"deepspeed_plugins": [DeepSpeedPlugin(), DeepSpeedPlugin()]}, ["2 plugins"]),
         (
             {
                 "fsdp_plugin": FullyShardedDataParallelPlugin(),

@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.compat.accelerate.sections import LAYOUT_KEYS, from_layout
 from lockstep.compat.deepspeed.config import finish, from_deepspeed
 from lockstep.compat.deepspeed.of_trainer import is_of_trainer
-from lockstep.compat.deepspeed.plugin import from_deepspeed_plugin, the_plugin
+from lockstep.compat.deepspeed.plugin import from_deepspeed_plugin, named_plugins, stages_of
 from lockstep.compat.deepspeed.section import DEEPSPEED_KEYS, DEFAULT_STAGE, FILE_KEY
 from lockstep.compat.fsdp.plugin import check_fsdp_plugin, from_fsdp_plugin
 from lockstep.compat.fsdp.section import KEYS as FSDP_KEYS
@@ -44,7 +44,8 @@ def external_settings(
     Raises:
         ConfigError: one of them is not valid, or they contradict each other.
     """
-    plugin = the_plugin(deepspeed_plugin, deepspeed_plugins)
+    plugins = named_plugins(deepspeed_plugin, deepspeed_plugins)
+    plugin = next(iter(plugins.values()), None)
     found: list[Translation] = []
     if check_fsdp_plugin(fsdp_plugin) is not None:
         found.append(from_fsdp_plugin(fsdp_plugin, _machines()))
@@ -61,7 +62,8 @@ def external_settings(
     found.append(environment_settings())
     warnings = dict.fromkeys([text for part in found for text in part.warnings] + _unread_file())
     shown = None if plugin is None or is_of_trainer(plugin) else plugin
-    return ExternalSettings(merge_settings(*(part.settings for part in found)), tuple(warnings), shown)
+    settings = merge_settings(*(part.settings for part in found))
+    return ExternalSettings(settings, tuple(warnings), shown, stages_of(plugins))
 
 
 def from_parallelism_config(config: Any, alone: bool = True) -> Translation:

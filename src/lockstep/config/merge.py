@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lockstep.config.parallel import Parallel
@@ -17,11 +17,15 @@ PARALLEL_FIELDS = tuple(item.name for item in fields(Parallel))
 
 @dataclass(frozen=True)
 class ExternalSettings:
-    """What was asked for in the words of other libraries; ``plugin`` is the one DeepSpeed plugin, if there is one."""
+    """What was asked for in the words of other libraries.
+
+    ``plugin`` is the DeepSpeed plugin that is active first; ``plugins``: where there are several, each with its stage.
+    """
 
     settings: Mapping[str, SettingValue]
     warnings: tuple[str, ...] = ()
     plugin: object = None
+    plugins: Mapping[str, tuple[Any, int]] = field(default_factory=dict)
 
 
 def values_of_settings(settings: Mapping[str, tuple[Any, str]]) -> dict[str, SettingValue]:

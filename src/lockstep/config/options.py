@@ -82,6 +82,7 @@ class Options:
     - ``batch``: the batch sizes that were said; ``micro_batch_size``: rows that each process's batches must
       have, known after ``fit_to_world``; None: any.
     - ``fp8``: how linear layers are converted; None: they are not.
+    - ``deepspeed_plugins``: where there are several, each with its stage of ZeRO.
     - ``watch``: look for hangs and stop signals; ``grace_s``: from such a signal to the end of the process.
     - ``cpu_affinity``: run each process on the cores beside its GPU.
     - ``config_warnings``: what a configuration asks for in vain, to be said once by one process.
@@ -109,6 +110,7 @@ class Options:
     batch: BatchSizes = field(default_factory=BatchSizes)
     config_warnings: tuple[str, ...] = ()
     deepspeed_plugin: object = None
+    deepspeed_plugins: Mapping[str, tuple[Any, int]] = field(default_factory=dict)
     fsdp_plugin: object = None
     parallelism_config: object = None
     watch: bool = OF_WORKERS["watch"].default
@@ -226,6 +228,7 @@ def resolve_options(
         batch=BatchSizes.of(asked),
         config_warnings=(*others.warnings, *(() if launched else unknown_variables())),
         deepspeed_plugin=others.plugin,
+        deepspeed_plugins=others.plugins,
         fsdp_plugin=fsdp_plugin,
         parallelism_config=parallelism_config,
         watch=settings["watch"].value,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lockstep.config.enums import DistributedType
 from lockstep.config.handlers import InitProcessGroupKwargs
 from lockstep.config.sources import is_launched
-from lockstep.errors import UsageError
+from lockstep.errors import ArgumentError, UsageError
 from lockstep.runtime import process
 from lockstep.runtime.process import Runtime
 
@@ -299,7 +299,7 @@ class RunState(PartialState):
 
     Attributes:
         fsdp_plugin: Where models are sharded, what says how.
-        deepspeed_plugin: The one that was passed.
+        deepspeed_plugin: The one that was passed, or that is selected.
     """
 
     dynamo_plugin: object = None
@@ -314,12 +314,16 @@ class RunState(PartialState):
         fsdp_plugin: object = None,
         deepspeed_plugin: object = None,
         parallelism_config: object = None,
+        deepspeed_plugins: Mapping[str, Any] | None = None,
+        select: Callable[[str], None] = lambda name: None,
     ) -> None:
         super().__init__()
         self.mixed_precision = mixed_precision
         self.fsdp_plugin = fsdp_plugin
         self.deepspeed_plugin = deepspeed_plugin
         self.parallelism_config = parallelism_config
+        self._plugins = dict(deepspeed_plugins or {})
+        self._select = select
         self._distributed_type = distributed_type
 
     @property
@@ -328,7 +332,9 @@ class RunState(PartialState):
 
     @property
     def deepspeed_plugins(self) -> dict[str, Any] | None:
-        """The one plugin under a name, as several have them; None where there is none."""
+        """The plugins by name; None where there is none."""
+        if self._plugins:
+            return dict(self._plugins)
         return None if self.deepspeed_plugin is None else {"default": self.deepspeed_plugin}
 
     @property
@@ -337,11 +343,35 @@ class RunState(PartialState):
         return self.fsdp_plugin is not None
 
     def get_deepspeed_plugin(self, name: str) -> Any:
-        """The one plugin, whatever the name: a run has one way of sharding."""
-        return self.deepspeed_plugin
+        """The plugin of this name; where there is one only, that.
+
+        Raises:
+            ValueError: there is none of this name.
+        """
+        if not self._plugins:
+            return self.deepspeed_plugin
+        if name not in self._plugins:
+            raise ArgumentError(
+                f"There is no DeepSpeed plugin named {name!r}, but {', '.join(self._plugins)}. Use one of these names."
+            )
+        return self._plugins[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Nothing to choose from: a run has one plugin at most."""
+        """Let models that are prepared from now on be sharded as the plugin of this name says.
+
+        With one plugin there is nothing to choose from.
+
+        Raises:
+            ValueError: there is none of this name, or no plugin at all.
+        """
+        if self.deepspeed_plugin is None and not self._plugins:
+            raise ArgumentError(
+                f"The DeepSpeed plugin {name!r} was to be selected, but this Accelerator has none. Pass it the same "
+                "deepspeed_plugins."
+            )
+        if self._plugins:
+            self.deepspeed_plugin = self.get_deepspeed_plugin(str(name))
+            self._select(str(name))
 
     def __repr__(self) -> str:
         return super().__repr__() + f"\nMixed precision type: {self.mixed_precision}\n"

@@ -247,23 +247,53 @@ def from_deepspeed_plugin(plugin: Any) -> Translation:
     )
 
 
-def the_plugin(plugin: object, plugins: object) -> Any:
-    """The one DeepSpeed plugin of ``deepspeed_plugin`` and ``deepspeed_plugins``.
+def named_plugins(plugin: object, plugins: object) -> dict[str, Any]:
+    """The plugins of ``deepspeed_plugin`` and ``deepspeed_plugins`` by name; the first is the active one.
 
     Raises:
-        ConfigError: several were given, or something else.
+        ConfigError: both were given, an empty container, or something else.
     """
     several = plugin if plugins is None else plugins
     if plugin is not None and plugins is not None:
         raise ConfigError("deepspeed_plugin and deepspeed_plugins were both given. Pass one of them.")
-    if isinstance(several, Mapping):
-        several = list(several.values())
+    if several is None:
+        return {}
     if isinstance(several, (list, tuple)):
-        if len(several) != 1:
+        several = {f"plugin_{number}": one for number, one in enumerate(several)}
+    found = dict(several) if isinstance(several, Mapping) else {"default": several}
+    if not found:
+        raise ConfigError("deepspeed_plugins has 0 plugins. Pass one or several.")
+    for one in found.values():
+        if not hasattr(one, "hf_ds_config"):
+            raise ConfigError(f"deepspeed_plugin is of type {type(one).__name__}. Pass a DeepSpeedPlugin.")
+    return found
+
+
+def stages_of(plugins: Mapping[str, Any]) -> dict[str, tuple[Any, int]]:
+    """Each plugin with its stage; none where there are not several.
+
+    Raises:
+        ConfigError: they differ in more than that, or one shards nothing beside others.
+    """
+    if len(plugins) < 2:
+        return {}
+    settings = {name: from_deepspeed_plugin(one).settings for name, one in plugins.items()}
+    first, *others = settings
+    found = {
+        name: (plugins[name], said["zero"].value if "zero" in said else 0) for name, said in settings.items()
+    }
+    for name in others:
+        for key, said in settings[name].items():
+            known = settings[first].get(key)
+            if key != "zero" and (known is None or known.value != said.value):
+                raise ConfigError(
+                    f"deepspeed_plugins['{name}'] says {said.source}, but '{first}' "
+                    f"{'does not' if known is None else f'says {known.source}'}. Let plugins of one run differ in "
+                    "their stage alone."
+                )
+    for name, (_, stage) in found.items():
+        if stage == 0:
             raise ConfigError(
-                f"deepspeed_plugins has {len(several)} plugins, but a run has one way of sharding. Pass one."
+                f"deepspeed_plugins['{name}'] has stage 0 beside others, which shard. Give each a stage from 1 to 3."
             )
-        several = several[0]
-    if several is not None and not hasattr(several, "hf_ds_config"):
-        raise ConfigError(f"deepspeed_plugin is of type {type(several).__name__}. Pass a DeepSpeedPlugin.")
-    return several
+    return found
