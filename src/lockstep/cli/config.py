@@ -14,7 +14,7 @@ from lockstep.compat.rules import Row
 from lockstep.config.checks import MAX_MACHINES, MAX_PORT, MAX_PROCESSES, MAX_THREADS
 from lockstep.config.sources import user_config_file
 
-PRECISION = click.Choice(["no", "fp16", "bf16"], case_sensitive=False)
+PRECISION = click.Choice(["no", "fp16", "bf16", "fp8"], case_sensitive=False)
 
 EPILOG = """\b
 Examples:

@@ -35,7 +35,7 @@ def ask() -> dict[str, object]:
     answers["mixed_precision"] = click.prompt(
         "Mixed precision",
         default="no" if answers["use_cpu"] else "bf16",
-        type=click.Choice(["no", "fp16", "bf16"], case_sensitive=False),
+        type=click.Choice(["no", "fp16", "bf16", "fp8"], case_sensitive=False),
     )
     if answers["num_processes"] > 1:
         answers |= _sharding()

@@ -215,7 +215,9 @@ def _compile_mode(value: object) -> str:
 
 
 SWITCH = ValueKind(_truth, bool)
-PRECISION = ValueKind(_precision, PrecisionType, words=("no", "fp16", "bf16"), in_worker=parse_precision)
+PRECISION = ValueKind(
+    _precision, PrecisionType, words=("no", "fp16", "bf16", "fp8"), in_worker=parse_precision
+)
 SECONDS = _kind(parse_seconds, type=float, metavar="SECONDS")
 INTERVAL = _kind(parse_interval, type=float, metavar="SECONDS")
 HOST = _kind(parse_host, metavar="HOST")

@@ -109,7 +109,7 @@ TOPICS: dict[str, tuple[Setting, ...]] = {
     "Training": (
         _worker("mixed_precision", kinds.PRECISION, "LOCKSTEP_MIXED_PRECISION ACCELERATE_MIXED_PRECISION",
                 "Precision of autocast.", "--mixed-precision", default=PrecisionType.NO,
-                note="`no`, `fp16`, `bf16`"),
+                note="`no`, `fp16`, `bf16`, `fp8`"),
         _worker("gradient_accumulation_steps", _STEPS,
                 "LOCKSTEP_GRADIENT_ACCUMULATION_STEPS ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
                 "Micro-batches in a step.", "--gradient-accumulation-steps", default=1, is_in_other_files=True),

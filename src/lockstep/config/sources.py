@@ -142,6 +142,14 @@ CONFIG_VARIABLE = "LOCKSTEP_CONFIG_FILE"
 # -- other reads of the environment --------------------------------------------------------------------
 
 
+DEVICE_VARIABLE = "ACCELERATE_TORCH_DEVICE"
+
+
+def named_device(environ: Environ | None = None) -> str | None:
+    """The device that ACCELERATE_TORCH_DEVICE names, as torch writes it."""
+    return (os.environ if environ is None else environ).get(DEVICE_VARIABLE) or None
+
+
 def error_file(environ: Environ | None = None) -> str | None:
     """The file in which the elastic agent expects this worker's error, if there is an agent."""
     return (os.environ if environ is None else environ).get("TORCHELASTIC_ERROR_FILE") or None

@@ -18,8 +18,9 @@ import torch.distributed as dist
 import lockstep
 from lockstep.config.handlers import InitProcessGroupKwargs
 from lockstep.config.place import ProcessEnvironment
-from lockstep.config.sources import process_environment
-from lockstep.errors import UsageError
+from lockstep.config.sources import DEVICE_VARIABLE, named_device, process_environment
+from lockstep.config.values import plain
+from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.failure import Departures, install_excepthook
 from lockstep.torch_internals import c10d, dtensor, gloo
 
@@ -44,6 +45,35 @@ def choose_device(local_rank: int, cpu: bool) -> torch.device:
             f"Start at most {count} processes here, or pass cpu=True."
         )
     return torch.device(accelerator.type, local_rank)
+
+
+def device_named(name: str, local_rank: int, local_world_size: int) -> torch.device:
+    """The device that ACCELERATE_TORCH_DEVICE names; a kind without a number: that of this rank.
+
+    Raises:
+        ConfigError: it is no device, is not here, or is one for several processes.
+    """
+    said = f"{DEVICE_VARIABLE}={plain(name)}"
+    try:
+        asked = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"{said} is no device. Write cpu, cuda or cuda:0, or unset it.") from error
+    if asked.type == "cpu":
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    count = 0 if accelerator is None or accelerator.type != asked.type else torch.accelerator.device_count()
+    if asked.index is not None and local_world_size > 1:
+        raise ConfigError(
+            f"{said} is one device for the {local_world_size} processes of this machine. Write {asked.type}, or unset "
+            "it."
+        )
+    index = local_rank if asked.index is None else asked.index
+    if index >= count:
+        raise ConfigError(
+            f"{said} asks for {asked.type}:{index}, but this machine shows {count} {asked.type} device(s). Name one "
+            "that is here, or unset it."
+        )
+    return torch.device(asked.type) if asked.type == "mps" else torch.device(asked.type, index)
 
 
 def choose_backend(device: torch.device) -> str:
@@ -143,7 +173,12 @@ def start(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Runt
     watch_exceptions()
     init = init or InitProcessGroupKwargs()
     environment = process_environment(need_rendezvous=init.init_method is None)
-    device = choose_device(environment.local_rank, cpu)
+    named = None if cpu else named_device()
+    device = (
+        choose_device(environment.local_rank, cpu)
+        if named is None
+        else device_named(named, environment.local_rank, environment.local_world_size)
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = _join_process_group(environment, device, init)

@@ -1,0 +1,50 @@
+"""The device that ACCELERATE_TORCH_DEVICE names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lockstep.config.sources import named_device
+from lockstep.errors import ConfigError
+from lockstep.runtime.process import device_named
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
+    )
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "local_rank", "processes", "expected"),
+    [
+        ("cpu", 0, 1, "cpu"),
+        ("cpu:1", 1, 2, "cpu"),
+        ("cuda:1", 0, 1, "cuda:1"),
+        ("cuda", 1, 2, "cuda:1"),
+    ],
+)
+def test_it_is_taken(two_gpus: None, name: str, local_rank: int, processes: int, expected: str) -> None:
+    assert device_named(name, local_rank, processes) == torch.device(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "processes", "message"),
+    [
+        ("cuda:2", 1, r"asks for cuda:2, but this machine shows 2 cuda device\(s\)"),
+        ("xpu", 1, r"asks for xpu:0, but this machine shows 0 xpu device\(s\)"),
+        ("cuda:0", 2, r"is one device for the 2 processes of this machine. Write cuda"),
+        ("gpu", 1, r"ACCELERATE_TORCH_DEVICE=gpu is no device"),
+    ],
+)
+def test_what_is_not_here_is_refused(two_gpus: None, name: str, processes: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        device_named(name, 0, processes)
+
+
+def test_an_empty_variable_says_nothing() -> None:
+    assert named_device({"ACCELERATE_TORCH_DEVICE": ""}) is None
+    assert named_device({"ACCELERATE_TORCH_DEVICE": "cpu"}) == "cpu"
