@@ -22,7 +22,7 @@ from torch.distributed import checkpoint
 from cli.calling import call, check_refused
 from lockstep import Accelerator
 from lockstep.cli.accelerate import COMMANDS
-from lockstep.cli.accelerate_commands import launch_command, launch_command_parser
+from lockstep.cli.accelerate_commands import launch_command, launch_command_parser, load_config_from_file
 from lockstep.compat.accelerate.config_file import load
 from lockstep.errors import ConfigError
 from lockstep.utils import Parallel
@@ -397,3 +397,10 @@ def test_sequences_that_a_loader_would_cut_are_refused() -> None:
     accelerator = Accelerator(cpu=True)
     with pytest.raises(ConfigError, match="sp_size=.* is not used"):
         accelerator.deepspeed_ulysses_dl_adapter(None, None)
+
+
+@pytest.mark.parametrize("further", ["", "parallel: zero=2\n"])
+def test_an_unquoted_no_in_a_file_is_the_word_for_scripts_too(tmp_path: Path, further: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"distributed_type: NO\nmixed_precision: 'no'\n{further}")
+    assert load_config_from_file(str(file)).to_dict()["distributed_type"] == "NO"

@@ -362,16 +362,16 @@ def test_a_flag_after_the_script_is_noticed_unless_the_script_knows_it(
     assert call(capsys, *arguments)[2] == ""
 
 
-@pytest.mark.parametrize("by_file", [False, True])
+@pytest.mark.parametrize("by_file", ["", "MULTI_GPU", "MULTI_XPU"])
 def test_gpus_that_are_not_there_are_told(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     script: Path,
     tmp_path: Path,
-    by_file: bool,
+    by_file: str,
 ) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    file.write_text(f"distributed_type: {by_file}\nnum_processes: 2\n")
     flags = ["--config-file", file] if by_file else ["--nproc", 2, "--multi-gpu"]
     for there, lines in ((False, 1), (True, 0)):
         monkeypatch.setattr("torch.accelerator.is_available", lambda there=there: there)

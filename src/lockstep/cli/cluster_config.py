@@ -27,7 +27,9 @@ def settings_of(path: str | Path | None) -> dict[str, Any]:
     """
     path = user_config_file() if path is None else path
     load(path)
-    return yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    said: dict[str, Any] = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    # YAML reads an unquoted NO as false.
+    return {**said, "distributed_type": "NO"} if said.get("distributed_type") is False else said
 
 
 @dataclass
@@ -89,12 +91,7 @@ class BaseConfig:
             "use_cpu": False,
             "debug": False,
         }
-        # YAML reads an unquoted NO as false
-        words = {
-            key: "NO" if key == "distributed_type" and value is False else value
-            for key, value in said.items()
-        }
-        return cls(**{**standard, **words})
+        return cls(**{**standard, **said})
 
     @classmethod
     def _read(cls: type[Config], path: Any) -> Config:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
 
 
-def difference(here: Path, there: Path, goes_on: bool = False) -> tuple[float, float]:
-    """The greatest relative difference of a logged number, and of a weight."""
+def difference(
+    here: Path, there: Path, goes_on: bool = False, apart: Collection[str] = ()
+) -> tuple[float, float]:
+    """The greatest relative difference of a logged number, and of a weight. ``apart``: numbers that may differ."""
     logged, weights = torch.load(here / "result.pt")
     logged_there, weights_there = torch.load(there / "result.pt")
     if goes_on:  # what was logged since
@@ -19,6 +22,7 @@ def difference(here: Path, there: Path, goes_on: bool = False) -> tuple[float, f
         abs(value - other[key]) / max(abs(other[key]), 1e-6)
         for line, other in zip(logged, logged_there, strict=True)
         for key, value in line.items()
+        if key not in apart
     )
     largest = max(float(value.abs().max()) for value in weights_there.values() if value.numel())
     return numbers, max(_apart(value, weights_there[name], largest) for name, value in weights.items())

@@ -39,11 +39,26 @@ ALONE_AGAIN = """
 ARGUMENTS = "gathered_objects num_steps"
 ARGUMENTS_AGAIN = """
     split_batches dispatch_batches dispatch_and_split uneven_batches unseeded_sampler non_blocking sync_each_batch
-    sync_with_dataloader configured_state data_seed drop_last persistent unused static_graph bf16_eval fp16_eval compile
-    neftune emptied_cache counted_tokens counted_unpadded local_averages smoothing eval_accumulation apart loss_only
-    smaller_batches deterministic recomputed decay adafactor on_plateau sequential no_clipping
+    sync_with_dataloader configured_state data_seed drop_last persistent persistent_in_order unused static_graph
+    bf16_eval fp16_eval compile neftune emptied_cache counted_tokens counted_unpadded local_averages smoothing
+    eval_accumulation apart loss_only smaller_batches deterministic recomputed decay adafactor on_plateau sequential
+    no_clipping
 """
-ARGUMENTS_TOGETHER = "unused static_graph backend local_averages sync_each_batch data_seed num_steps"
+ARGUMENTS_ALONE = {
+    "uneven_batches": "ranks with fewer batches are waited for: for ever there, until the watch ends the run here",
+    "persistent": "batches that overtake each other are refused on several processes",
+    "unseeded_sampler": "several processes of Accelerate draw another order than one does; here they draw that of one",
+}
+"""Arguments that are compared on one process only, and why."""
+ARGUMENTS_TOGETHER = " ".join(
+    name for name in f"{ARGUMENTS} {ARGUMENTS_AGAIN} backend".split() if name not in ARGUMENTS_ALONE
+)
+# Trainer repeats a loss for a whole batch; Accelerate keeps as many as there are samples, from the first ranks.
+# Here each rank keeps as many as it has samples. All else is compared.
+OTHER_MEANS = dict.fromkeys(
+    ("split_batches", "dispatch_batches", "dispatch_and_split", "gathered_objects"),
+    ("eval_loss", "test_loss"),
+)
 EXPERIMENTAL = "orpo cpo tpo online_dpo gkd distillation sdft gmpo a2po sdpo"
 
 ALONE += " ".join(f" argument/argument_{name}" for name in ARGUMENTS.split())
@@ -122,7 +137,8 @@ def far(words: str, here: Path, there: Path, kind: str) -> list[str]:
         name, *parallel = word.split("/")[1:]
         goes_on = name == "unconditional_resumed"
         other = there / ("unconditional" if goes_on else name)
-        numbers, weights = difference(here / "-".join([name, *parallel]), other, goes_on)
+        apart = OTHER_MEANS.get(name.removeprefix("argument_"), ()) if kind == "ddp" else ()
+        numbers, weights = difference(here / "-".join([name, *parallel]), other, goes_on, apart)
         if max(numbers, weights) > MOST[kind]:
             found.append(f"{word}: numbers {numbers:.1e}, weights {weights:.1e}")
     return found

@@ -79,9 +79,13 @@ AVAILABLE_TYPES = (
     DistributedType.NO,
     DistributedType.MULTI_CPU,
     DistributedType.MULTI_GPU,
+    DistributedType.MULTI_XPU,
     DistributedType.FSDP,
     DistributedType.DEEPSPEED,
 )
+
+# one process for each of a machine's devices; without one the script trains on the CPU
+DEVICE_TYPES = (DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
 
 # sections that say how models are spread -> what they ask for, and the distributed_type that they belong to
 SECTIONS = {
@@ -155,9 +159,7 @@ def from_yaml(file: YamlFile) -> LoadedConfig:
             at = f"{file.name}:{file.lines[(key,)]}"
             raise ConfigError(f"{at}: {name!r} is not a known key.{near}")
     _apply_type(file, values)
-    gpus = (
-        file.at("distributed_type") if file.data.get("distributed_type") == DistributedType.MULTI_GPU else ""
-    )
+    gpus = file.at("distributed_type") if file.data.get("distributed_type") in DEVICE_TYPES else ""
     origins = _origins(file, values)
     config = _validate(file, values)
     try:
@@ -297,9 +299,9 @@ def _apply_type(file: YamlFile, values: dict[str, object]) -> None:
         values.setdefault("use_cpu", True)
     if kind in (DistributedType.NO, False):
         values.setdefault("num_processes", 1)
-    if kind == DistributedType.MULTI_GPU and values.get("use_cpu") is True:
+    if kind in DEVICE_TYPES and values.get("use_cpu") is True:
         raise ConfigError(
-            f"{file.at('use_cpu')} is true but distributed_type is MULTI_GPU. Set MULTI_CPU, or use_cpu: false."
+            f"{file.at('use_cpu')} is true but distributed_type is {kind}. Set MULTI_CPU, or use_cpu: false."
         )
     if kind in (DistributedType.NO, False) and str(values.get("num_processes", 1)) != "1":
         raise ConfigError(
