@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import subprocess
@@ -652,3 +653,18 @@ def test_without_watching_signals_and_threads_are_left_alone(
         "print(before == ([signal.getsignal(number) for number in numbers], threading.active_count()))\n"
     )
     assert warm_interpreter.run(tmp_path / "script.py") == (0, f"{is_alone}\n")
+
+
+def test_what_is_prepared_keeps_the_state_of_an_accelerator_that_a_script_let_go_of() -> None:
+    def prepared() -> Any:
+        accelerator = Accelerator(
+            cpu=True, mixed_precision="bf16", gradient_accumulation_steps=3, watch=False
+        )
+        model = torch.nn.Linear(2, 1)
+        return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    kept = prepared()
+    gc.collect()
+    assert AcceleratorState().mixed_precision == "bf16"
+    assert GradientState().num_steps == 3
+    del kept
