@@ -35,6 +35,7 @@ from lockstep.observe.methods import TrackingMethods
 from lockstep.parallel.float8 import check_float8
 from lockstep.preparation.checks import check_backend
 from lockstep.preparation.files import FileMethods
+from lockstep.preparation.observers import RunObserver
 from lockstep.preparation.training import TrainingMethods
 from lockstep.runtime import process
 from lockstep.runtime.control import ProcessControl, RunState
@@ -178,6 +179,8 @@ class Accelerator(
             watch=watch,
             external=_external_settings,
         )
+        for observer in RunObserver.registered:
+            options = observer.options(options)
         if options.compile_options is not None:
             check_backend(options.compile_options.get("backend"))
         self.device_placement = device_placement

@@ -61,7 +61,11 @@ def boxes(
     shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[object], coordinate: Sequence[int]
 ) -> list[ShardRegion]:
     """What the rank at ``coordinate`` of the mesh holds, in boxes that together are its local part; none is empty."""
-    ranges = held(shape, mesh_shape, placements, coordinate)
+    return boxes_of_ranges(held(shape, mesh_shape, placements, coordinate))
+
+
+def boxes_of_ranges(ranges: Sequence[list[Range]]) -> list[ShardRegion]:
+    """The boxes of a part that has these indices along each dimension, in its order."""
     return [
         ShardRegion(
             tuple(start for _, (start, _) in chosen),

@@ -62,7 +62,8 @@ class PreparedLoader(DataLoader[Any]):
     """A data loader that yields this rank's batches and tells the step which of them is the last.
 
     Every iteration is one epoch. Attributes that are not described here are those of ``inner``, the torch
-    loader that reads, and then of the user's own loader, ``original``.
+    loader that reads, and then of the user's own loader, ``original``. ``around``, if there is one, makes of each
+    iteration the one that the script gets.
     """
 
     def __init__(self, parts: LoaderParts) -> None:
@@ -71,6 +72,7 @@ class PreparedLoader(DataLoader[Any]):
         self._epochs = Epochs(parts.seed, seeded=parts.generators is None)
         self._skip = 0
         self._progress = LoaderProgress()
+        self.around: Callable[[PreparedLoader, Iterator[Any]], Iterator[Any]] | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name == "_parts" or name.startswith("__"):
@@ -308,7 +310,8 @@ class PreparedLoader(DataLoader[Any]):
         # Not a generator itself: torch's loader draws when the iteration begins, and again with the first batch.
         begin, iteration = self._epochs.begin(self._setup().streams)
         behind = batches_behind(begin.behind, self.total_batch_size) if begin.is_midway else 0
-        return self._iterate(self._source(begin, iteration), iteration, behind)
+        batches = self._iterate(self._source(begin, iteration), iteration, behind)
+        return batches if self.around is None else self.around(self, batches)
 
     def _iterate(self, source: GlobalBatches, iteration: Iteration, behind: int) -> Iterator[object]:
         self._parts.step.clock.batch_wanted()

@@ -66,6 +66,11 @@ class ParallelModel:
         """``id`` of parameters that another rank of the same pipeline counts in a norm."""
         return set()
 
+    @property
+    def micro_batch(self) -> int | None:
+        """Which part of the batch modules are called with now: 0, the whole; None: none of it, it is only tried."""
+        return 0
+
     # -- gradients ---------------------------------------------------------------------------------------
 
     def no_sync(self, inside_window: bool = False) -> AbstractContextManager[object]:
@@ -221,6 +226,11 @@ class PipelinedModel(ParallelModel):
     def on_derived(self, prove: Callable[..., None]) -> None:
         """See ``PipelineModel.on_derived``."""
         self._pipeline.on_derived(prove)
+
+    @property
+    def micro_batch(self) -> int | None:
+        number: int | None = self._pipeline.micro_batch
+        return number
 
     def counted_elsewhere(self) -> set[int]:
         owned = {id(parameter) for parameter in self._pipeline.owned().values()}

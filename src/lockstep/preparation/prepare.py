@@ -34,6 +34,7 @@ from lockstep.preparation.checks import (
     refuse_replicas,
 )
 from lockstep.preparation.gradients import Gradients
+from lockstep.preparation.observers import ObservedRun, RunObserver
 from lockstep.preparation.offload import OffloadManager
 from lockstep.preparation.shards import ParameterRegistry
 from lockstep.preparation.stepping import CheckedOptimizer, DrawsAlike, StepChecks
@@ -93,7 +94,7 @@ class Preparation:
             replaces_parameters=options.parallel.replaces_parameters,
             is_scaled=scaler is not None,
             is_replaced=self._shards.is_replaced,
-            parameters=self._parameters_at_rest,
+            parameters=self.parameters_at_rest,
             optimizers=self.optimizers,
         )
         self._draws = DrawsAlike(communicator, ranks_step_together)
@@ -114,6 +115,8 @@ class Preparation:
         self.verifications = Verifications(
             options, runtime, meshes, communicator, self._shards.reshard, self.gradients.watch.unnoticed
         )
+        for observer in RunObserver.registered:
+            observer.begins(ObservedRun(step, meshes, self.models, self.optimizers, self.parameters_at_rest))
 
     def change_options(self, **changes: Any) -> None:
         """Have other options for what is prepared from now on."""
@@ -213,6 +216,8 @@ class Preparation:
         if whole is not None:
             self._wholes[len(self.models)] = whole
         self.models.append(prepared)
+        for observer in RunObserver.registered if not evaluation_mode else ():
+            observer.model_prepared(prepared)
         return prepared.module
 
     def parallel_of(self, model: nn.Module) -> ParallelModel:
@@ -266,11 +271,14 @@ class Preparation:
             if self._options.parallel.shards
             else None,
             other_stages=self.other_stages,
-            before_step=self.gradients.before_step,
+            before_step=self._before_step,
+            after_clip=_tell_of_clipping if RunObserver.registered else None,
         )
         optimizer.register_step_post_hook(_after_step(self.gradients.watch))
         self._seen.add(optimizer, prepared)
         self.optimizers.append(prepared)
+        for observer in RunObserver.registered:
+            observer.optimizer_prepared(optimizer)
         return prepared
 
     def prepare_loader(
@@ -294,6 +302,8 @@ class Preparation:
         )
         self._seen.add(loader, prepared)
         self.loaders.append(prepared)
+        for observer in RunObserver.registered:
+            observer.loader_prepared(prepared)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
@@ -310,7 +320,7 @@ class Preparation:
             scheduler,
             own or self.optimizers,
             self._step,
-            steps_per_call=1 if one_step_a_call else self._meshes.data_size,
+            steps_per_call=1 if one_step_a_call else self._meshes.data_size * self._step.virtual_ranks,
             step_with_optimizer=self._step_scheduler_with_optimizer,
         )
         if prepared.steps_per_call > 1:
@@ -333,7 +343,13 @@ class Preparation:
         self, parameters: list[torch.Tensor], max_norm: float, norm_type: float, window_ended: bool
     ) -> torch.Tensor:
         """See ``clipping.clip_norm``: over all ranks that hold parameters."""
-        return clip_norm(parameters, max_norm, norm_type, window_ended, self.other_stages())
+        observers = RunObserver.registered if window_ended else []
+        for observer in observers:
+            observer.before_clip()
+        norm = clip_norm(parameters, max_norm, norm_type, window_ended, self.other_stages())
+        for observer in observers:
+            observer.clipped(norm)
+        return norm
 
     def override_even_batches(self, even_batches: bool) -> None:
         """Set it on all loaders that can still be changed, and warn about the others."""
@@ -375,14 +391,25 @@ class Preparation:
         self._shards.add_model(prepared, before, now, self.optimizers)
         return now
 
-    def _parameters_at_rest(self) -> Iterator[torch.nn.Parameter]:
+    def parameters_at_rest(self) -> Iterator[torch.nn.Parameter]:
+        """All parameters of the prepared models, where they are sharded not gathered."""
         self._shards.reshard()
         return self.parameters()
 
+    def _before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        self.gradients.before_step(optimizer, has_closure)
+        for observer in RunObserver.registered if not has_closure else ():
+            observer.before_clip()
+
     def _check_parameters(self, optimizer: Optimizer) -> None:
         if self._runtime.world_size > 1:
-            check_trained(optimizer, self._parameters_at_rest())
+            check_trained(optimizer, self.parameters_at_rest())
         self.offload.take_over(optimizer)
+
+
+def _tell_of_clipping(norm: torch.Tensor) -> None:
+    for observer in RunObserver.registered:
+        observer.clipped(norm)
 
 
 def _after_step(watch: BackwardWatch) -> Callable[[Optimizer, object, object], None]:

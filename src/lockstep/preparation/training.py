@@ -18,6 +18,7 @@ from lockstep.observe.state_bytes import StateBytes, count_state
 from lockstep.parallel import ddp
 from lockstep.parallel.autocast import autocast
 from lockstep.parallel.parallel_model import PipelinedModel, call_of
+from lockstep.preparation.observers import RunObserver
 from lockstep.runtime.mesh import DeviceMeshes
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
@@ -77,10 +78,13 @@ class TrainingMethods:
         """
         self._preparation.gradients.check_backward(loss)
         self._step.clock.backward_begins()
-        loss = self._accumulation.scale(loss, weight, self._preparation.gradients)
+        scaled = self._accumulation.scale(loss, weight, self._preparation.gradients)
         if self._scaler is not None:
-            loss = self._scaler.scale(loss)
-        self._preparation.gradients.backward(loss, **kwargs)
+            scaled = self._scaler.scale(scaled)
+        for observer in RunObserver.registered:
+            scale = 1.0 if self._scaler is None else self._scaler.scaler.get_scale()
+            observer.backward_begins(loss, self._accumulation.loss_factor * scale)
+        self._preparation.gradients.backward(scaled, **kwargs)
 
     def train_step(
         self,
@@ -227,7 +231,12 @@ class TrainingMethods:
         """Clamp whole windows' gradients, of parameters of any shape, to [-clip_value, clip_value]."""
         parameters = self._preparation.shards_of(clipping.as_list(parameters))
         self._unscale_owners(parameters)
+        observers = RunObserver.registered if self._step.sync_gradients else []
+        for observer in observers:
+            observer.before_clip()
         clipping.clip_value(parameters, clip_value, self._step.sync_gradients)
+        for observer in observers:
+            observer.clipped(None)
 
     def _unscale_owners(self, parameters: list[torch.Tensor]) -> None:
         if self._scaler is not None and self._step.sync_gradients:

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 RECENT_STEPS = 50
 
@@ -146,13 +146,24 @@ PLUGIN_FIELDS = {
 }
 
 
+class Turns(Protocol):
+    """When optimizers step and gradients are cleared, where several batches stand for one."""
+
+    def step(self, optimizer: object, step_if_due: Callable[[], Any]) -> Any:
+        """A script asks an optimizer to step; ``step_if_due`` does it where ``sync_gradients`` is true."""
+
+    def clears(self) -> bool:
+        """A script asks to clear gradients: whether that is done."""
+
+
 @dataclass
 class StepState:
     """The state of the current step of one ``Accelerator``.
 
     ``sync_gradients``: this backward ends an accumulation window, so gradients are averaged over
     the ranks and the optimizer steps. ``stepping``: a prepared optimizer is in its step. ``is_in_window``: a
-    micro-batch runs, inside of ``accumulate``.
+    micro-batch runs, inside of ``accumulate``. ``virtual_ranks``: this process trains on the batches of so many ranks,
+    one after another, so that windows are longer; ``turns`` then says when what a script asks for is done.
     """
 
     accumulation_steps: int = 1
@@ -165,6 +176,13 @@ class StepState:
     is_in_window: bool = False
     clock: StepClock = field(default_factory=StepClock)
     running: list[LoaderProgress] = field(default_factory=list)
+    virtual_ranks: int = 1
+    turns: Turns | None = None
+
+    @property
+    def window_length(self) -> int:
+        """Micro-batches of this process for each optimizer step."""
+        return self.accumulation_steps * self.virtual_ranks
 
     def begin(self, progress: LoaderProgress) -> None:
         """A prepared loader starts an iteration; the latest to start is the active one."""

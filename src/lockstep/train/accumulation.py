@@ -28,6 +28,9 @@ class Accumulation:
     Args:
         no_sync: How a model does without averaging.
         agreed_divisor: See ``WeightedMean``.
+
+    Attributes:
+        loss_factor: What the latest loss, or its weighted sum, was multiplied by; 0-d or a number.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Accumulation:
         self._window_is_weighted: bool | None = None
         self._backward_calls = 0
         self._backwards = 0
+        self.loss_factor: torch.Tensor | float = 1.0
         # Optimizer -> number of backward calls before its last step.
         self._stepped_after: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -87,7 +91,7 @@ class Accumulation:
         # The last batch of an epoch ends its window, full or not, and the next window counts from zero.
         ends = step.sync_with_dataloader and step.end_of_data
         step.micro_batch = 0 if ends else step.micro_batch + 1
-        step.sync_gradients = ends or step.micro_batch % step.accumulation_steps == 0
+        step.sync_gradients = ends or step.micro_batch % step.window_length == 0
         step.is_in_window = True
         try:
             if step.sync_gradients or step.sync_each_batch:
@@ -142,7 +146,7 @@ class Accumulation:
         weighted = weight is not None
         self._backward_calls += 1
         self._backwards += 1
-        if weighted and self._step.accumulation_steps > 1 and self._backward_calls > 1 and not last:
+        if weighted and self._step.window_length > 1 and self._backward_calls > 1 and not last:
             raise UsageError(
                 "backward was called twice with a weight in one micro-batch of an accumulation window. Each loss has a "
                 "mean of its own, and their gradients cannot be told apart afterwards. Add the losses up and call "
@@ -156,7 +160,8 @@ class Accumulation:
         # After the last backward of a window the next one may choose anew.
         self._window_is_weighted = None if last else weighted
         if weight is None:
-            steps = self._step.accumulation_steps
+            steps = self._step.window_length
+            self.loss_factor = 1 / steps
             return loss if steps == 1 else loss / steps
         if self._inputs_are_uneven and self._runtime.world_size > 1:
             raise UsageError(
@@ -164,7 +169,9 @@ class Accumulation:
                 "take part in adding the weights up. Drop the weight, or use even batches and "
                 "accelerator.sample_weights()."
             )
-        return self._weighted.scale(loss, weight, last, gradients, self._is_alone)
+        scaled = self._weighted.scale(loss, weight, last, gradients, self._is_alone)
+        self.loss_factor = self._weighted.factor
+        return scaled
 
     def reset(self) -> None:
         """Forget an unfinished window."""

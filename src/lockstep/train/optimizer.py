@@ -31,6 +31,7 @@ class PreparedOptimizer(Optimizer):
         after_zero_grad: Clears gradients that are not at ``parameter.grad``.
         other_stages: Who else holds parameters of the same models, for ``clip_norm``.
         before_step: Called with the optimizer, and whether there is a closure, before each step.
+        after_clip: Called with the norm before clipping, 0-d.
 
     Raises:
         ConfigError: ``clip_norm`` is not positive.
@@ -46,6 +47,7 @@ class PreparedOptimizer(Optimizer):
         after_zero_grad: Callable[[], None] | None = None,
         other_stages: Callable[[], OtherStages | None] | None = None,
         before_step: Callable[[Optimizer, bool], None] | None = None,
+        after_clip: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         if clip_norm is not None and not clip_norm > 0:
             raise ConfigError(
@@ -60,6 +62,7 @@ class PreparedOptimizer(Optimizer):
         self._clip_norm = clip_norm
         self._other_stages = other_stages
         self._before_step = before_step
+        self._after_clip = after_clip
         self._ran = True
         self._found_inf: torch.Tensor | None = None
         if scaler is not None:
@@ -73,7 +76,7 @@ class PreparedOptimizer(Optimizer):
 
     def __getstate__(self) -> StateDict:
         # The check belongs to one Accelerator, which neither a copy nor a file should carry along.
-        names = ("_before_first_step", "_after_zero_grad", "_other_stages", "_before_step")
+        names = ("_before_first_step", "_after_zero_grad", "_other_stages", "_before_step", "_after_clip")
         return {**self.__dict__, **dict.fromkeys(names)}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -114,7 +117,8 @@ class PreparedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, except inside an accumulation window."""
-        if self._step_state.sync_gradients:
+        turns = self._step_state.turns
+        if self._step_state.sync_gradients if turns is None else turns.clears():
             self.optimizer.zero_grad(set_to_none)
             if self._after_zero_grad is not None:
                 self._after_zero_grad()
@@ -125,6 +129,11 @@ class PreparedOptimizer(Optimizer):
         Raises:
             UsageError: a closure with fp16, whose gradients cannot be looked at before the step.
         """
+        if self._step_state.turns is not None:
+            return self._step_state.turns.step(self.optimizer, lambda: self._step_if_due(closure))
+        return self._step_if_due(closure)
+
+    def _step_if_due(self, closure: object) -> Any:
         if not self._step_state.sync_gradients:
             return None
         self._step_state.stepping = True
@@ -162,7 +171,9 @@ class PreparedOptimizer(Optimizer):
         if self._clip_norm is not None:
             parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
             others = self._other_stages() if self._other_stages is not None else None
-            clip_norm(parameters, self._clip_norm, norm_type=2.0, window_ended=True, others=others)
+            norm = clip_norm(parameters, self._clip_norm, norm_type=2.0, window_ended=True, others=others)
+            if self._after_clip is not None:
+                self._after_clip(norm)
 
     def _clipping_after(self, closure: Callable[[], object]) -> Callable[[], Any]:
         def compute_and_clip() -> Any:

@@ -29,6 +29,9 @@ class WeightedMean:
     Args:
         agreed_divisor: Gradients may be averaged over ranks before the window ends, so until then
             all ranks must divide by the same number.
+
+    Attributes:
+        factor: What the latest weighted sum was multiplied by; 0-d.
     """
 
     def __init__(self, runtime: Runtime, agreed_divisor: bool = False) -> None:
@@ -36,6 +39,7 @@ class WeightedMean:
         self.agreed_divisor = agreed_divisor
         self._window_weight: torch.Tensor | None = None
         self._divisor: torch.Tensor | None = None
+        self.factor: torch.Tensor | float = 1.0
 
     def reset(self) -> None:
         """Forget an unfinished window."""
@@ -98,6 +102,7 @@ class WeightedMean:
         self._window_weight += batch_weight
         weighted = (loss * weights).sum()
         if not last:
+            self.factor = 1 / self._divisor
             return weighted / self._divisor
         total = self._window_weight
         ranks = 1 if alone else self._runtime.world_size
@@ -108,6 +113,7 @@ class WeightedMean:
         if not first:
             rescale(gradients, factor * self._divisor)
         self._window_weight = self._divisor = None
+        self.factor = factor
         return weighted * factor
 
 

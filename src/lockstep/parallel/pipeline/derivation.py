@@ -14,6 +14,7 @@ from torch import nn
 
 from lockstep.comm.tree import LossFunction, tensor_leaves
 from lockstep.errors import LockstepError, UsageError
+from lockstep.model.changes import attributes_set
 from lockstep.parallel.determinism import without_constants
 from lockstep.parallel.pipeline.errors import (
     batch_norm,
@@ -67,6 +68,7 @@ class Derivation:
         self._moved: tuple[set[Place], set[Edge]] = (set(), set())  # what is decided now
         self._settings = Settings(module)
         self.is_new = False  # something was found that nobody has proved
+        self.is_rehearsing = False
         self._setting: tuple[int, ...] = ()  # of all ranks; () is the first one
         self._first_setting = self._settings.digest()
 
@@ -193,7 +195,7 @@ class Derivation:
             whole = self._whole_plan(plan)
         modules = dict(self._module.named_modules())
         own = {id(p): p for _, m in stages.layout.own_modules() for p in m.parameters()}.values()
-        with generators_kept(), without_chance(modules):
+        with generators_kept(), without_chance(modules), attributes_set(self, is_rehearsing=True):
             with without_constants(own):
                 rehearsal.run(whole, has_numbers)
             undecided = self._still_undecided(rehearsal)

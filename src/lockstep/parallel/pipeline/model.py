@@ -109,6 +109,14 @@ class PipelineModel(ModuleAround):
             )
         return list(self._local.modules.values())
 
+    @property
+    def micro_batch(self) -> int | None:
+        """The one whose forward is running on this rank; None outside of one."""
+        if self._derivation.is_rehearsing:
+            return None
+        running = (stage.micro_batch for stage in self._local.modules.values())
+        return next((number for number in running if number is not None), None)
+
     def blocks_of(self, stage: StageModule) -> dict[str, nn.Module]:
         """Name -> module of the blocks of one of this rank's stages."""
         index = next(index for index, module in self._local.modules.items() if module is stage)

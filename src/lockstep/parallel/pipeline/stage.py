@@ -25,14 +25,15 @@ Executed = tuple[int, int, str, int]
 class StageModule(nn.Module):
     """The blocks and other modules of one stage, under their names in the user's model.
 
-    The forward runs the user's model on this stage; whoever shards this module shards the stage.
+    The forward runs the user's model on this stage; whoever shards this module shards the stage. ``micro_batch`` is the
+    one whose forward is running, None outside of one.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], parameters: Mapping[str, dict[str, object]]) -> None:
         """``parameters``: name of a module that belongs to no stage as a whole -> its own parameters."""
         super().__init__()
         self.segment: StageForward | None = None
-        self.micro_batch = 0
+        self.micro_batch: int | None = None
         for name, registered in parameters.items():
             # The same dict: whoever replaces one replaces it in the model.
             torch_modules.set_parameters_of(self._at(name), registered)
@@ -50,6 +51,7 @@ class StageModule(nn.Module):
 
     def forward(self, *received: torch.Tensor) -> Any:
         assert self.segment is not None
+        assert self.micro_batch is not None
         return self.segment(self.micro_batch, received)
 
 
@@ -93,6 +95,8 @@ class Stage(StageBase):
             if isinstance(error.__cause__, LockstepError):
                 raise error.__cause__ from None  # torch wraps what a forward raises
             raise
+        finally:
+            self._module.micro_batch = None
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: object = None, full_backward: bool = True, last_backward: bool = False

@@ -1,0 +1,227 @@
+"""``lockstep check``: two runs of a script, compared tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lockstep.cli.integers import IntegerRange
+from lockstep.config.checks import MAX_PROCESSES
+from lockstep.config.settings import SETTINGS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from lockstep.config.parallel import Parallel
+    from lockstep.parity.judge.verdict import Verdict
+
+DIFFERS, COULD_NOT_RUN = 1, 2
+MAX_STEPS = 1000
+LARGEST_SEED = 2**32 - 1
+
+EPILOG = """\b
+Examples:
+  lockstep check train.py
+  lockstep check --nproc 4 --parallel "zero=3 tp=2" train.py --epochs 1
+  lockstep check --mixed-precision bf16 --steps 5 --html report.html train.py
+  lockstep check --reference zero=1 --parallel zero=3 train.py
+  lockstep check --nproc 1 --record before.trace train.py
+  lockstep check --nproc 1 --against before.trace train.py
+\b
+Exit codes: 0 the numbers agree, 1 they differ, 2 there is no answer, and why.
+"""
+
+
+@click.command("check", epilog=EPILOG, context_settings={"allow_interspersed_args": False})
+@click.option(
+    "--nproc",
+    type=IntegerRange(1, MAX_PROCESSES),
+    default=2,
+    show_default=True,
+    help="Ranks of the candidate.",
+)
+@click.option("--parallel", help="How the candidate spreads models (default: as the script says).")
+@click.option(
+    "--mixed-precision",
+    type=click.Choice([str(word) for word in SETTINGS["mixed_precision"].kind.words]),
+    help="Precision of the candidate (default: as the script says). The reference computes in fp32.",
+)
+@click.option(
+    "--steps",
+    type=IntegerRange(1, MAX_STEPS),
+    default=3,
+    show_default=True,
+    help="Optimizer steps to compare.",
+)
+@click.option(
+    "--seed", type=IntegerRange(0, LARGEST_SEED), default=0, show_default=True, help="Of both runs."
+)
+@click.option(
+    "--reference", help="Compare with this way to spread models on as many ranks, not with one plain process."
+)
+@click.option(
+    "--record", type=click.Path(path_type=Path, dir_okay=False), help="Keep the trace of the reference."
+)
+@click.option(
+    "--against",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="Compare with a trace that was kept: after a new torch, machine or library.",
+)
+@click.option("--as-accelerate", is_flag=True, help="For the script, `import accelerate` means this library.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module.")
+@click.option("--config-file", help="Launch the candidate as this file says.")
+@click.option("--cpu", is_flag=True, help="Compute on CPUs only.")
+@click.option(
+    "--timeout", type=IntegerRange(1, 10**6), default=3600, show_default=True, help="Seconds for each run."
+)
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path), help="Write the report as JSON; '-': print it."
+)
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write the report as a page.")
+@click.option(
+    "--keep",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Keep traces and output in this new folder.",
+)
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def command(
+    nproc: int,
+    parallel: str | None,
+    mixed_precision: str | None,
+    steps: int,
+    seed: int,
+    reference: str | None,
+    record: Path | None,
+    against: Path | None,
+    as_accelerate: bool,
+    module: bool,
+    config_file: str | None,
+    cpu: bool,
+    timeout: int,
+    json_path: Path | None,
+    html: Path | None,
+    keep: Path | None,
+    script: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Prove that SCRIPT computes on many ranks what it computes on one, or name the first tensor where they part.
+
+    The script runs as it is, several times, each for a few optimizer steps: as the reference, on one process with the
+    batches of all ranks; again, to see whether it repeats and how far rounding moves each tensor; and as the candidate.
+    """
+    from lockstep.config.world import axes_of
+    from lockstep.launch.plan import Program as LaunchedProgram
+    from lockstep.parity.check import Check, Request
+    from lockstep.parity.runs import CouldNotRun, Program
+
+    if reference is not None and against is not None:
+        raise click.UsageError("--reference and --against both say what to compare with. Give one of them.")
+    LaunchedProgram(script, arguments, module).command()  # refuses what is not there
+    axes_of(_parallel(parallel), nproc)
+    if reference is not None:
+        axes_of(_parallel(reference), nproc)
+    flags = [
+        *(["--config-file", config_file] if config_file is not None else []),
+        *(["--cpu"] if cpu else []),
+    ]
+    with _folder(keep) as folder, _progress() as tell:
+        request = Request(
+            program=Program((script, *arguments), module, as_accelerate),
+            folder=folder,
+            nproc=nproc,
+            parallel=parallel,
+            mixed_precision=mixed_precision,
+            steps=steps,
+            seed=seed,
+            reference=reference,
+            record=record,
+            against=against,
+            flags=tuple(flags),
+            timeout_s=timeout,
+        )
+        try:
+            verdict = Check(request, tell).verdict()
+        except CouldNotRun as error:
+            verdict, reason = None, str(error)
+    if verdict is None:
+        _write_json(json_path, {"format": "lockstep check 1", "agrees": None, "sentence": reason})
+        click.echo(f"lockstep check: {_lines(reason)}", err=True)
+        sys.exit(COULD_NOT_RUN)
+    _say(verdict, json_path, html)
+    sys.exit(0 if verdict.agrees else DIFFERS)
+
+
+def _parallel(words: str | None) -> Parallel:
+    from lockstep.config.parallel import Parallel
+
+    return Parallel.parse(words)
+
+
+@contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
+            yield Path(folder)
+        return
+    try:
+        keep.mkdir(parents=True)
+    except FileExistsError:
+        raise click.UsageError(f"--keep {keep} is there already. Name a new folder.") from None
+    yield keep
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A line on a terminal that says what is being done."""
+    from rich.console import Console
+
+    from lockstep.cli.output import escape
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda what: None
+        return
+    with console.status("") as status:
+        yield lambda what: status.update(escape(what))
+
+
+def _say(verdict: Verdict, json_path: Path | None, html: Path | None) -> None:
+    from lockstep.cli.output import print_table
+    from lockstep.parity.report.html import to_html
+    from lockstep.parity.report.text import RIGHT, TITLES, remarks, rows, sentence, to_json
+
+    if html is not None:
+        html.write_text(to_html(verdict), "utf-8")
+    _write_json(json_path, to_json(verdict))
+    if json_path is not None and str(json_path) == "-":
+        return
+    click.echo(_lines(sentence(verdict)))
+    if verdict.findings:
+        click.echo()
+        print_table(TITLES, rows(verdict), right=RIGHT)
+        click.echo()
+    for remark in remarks(verdict):
+        click.echo(_lines(remark))
+
+
+def _write_json(path: Path | None, report: dict[str, object]) -> None:
+    if path is None:
+        return
+    text = json.dumps(report, indent=2)
+    if str(path) == "-":
+        click.echo(text)
+    else:
+        path.write_text(text + "\n", "utf-8")
+
+
+def _lines(text: str) -> str:
+    from lockstep.cli.output import escape
+
+    return "\n".join(escape(line) for line in text.split("\n"))

@@ -1,0 +1,247 @@
+"""One check: the reference, how far rounding moves it, the candidate, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lockstep.errors import ConfigError
+from lockstep.parity.judge.decide import judge, judge_repeat
+from lockstep.parity.judge.facts import RankFacts, RunFacts
+from lockstep.parity.judge.tolerance import Tolerance, tolerance
+from lockstep.parity.judge.verdict import Verdict
+from lockstep.parity.report.text import sentence_of_repeat
+from lockstep.parity.runs import CouldNotRun, Left, Program, Run, all_of, following
+from lockstep.parity.spec import ProcessFacts, Role, RunSpec
+from lockstep.parity.trace.file import Trace
+from lockstep.parity.trace.items import Kind
+from lockstep.parity.trace.joined import join_traces
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+DRAWN = {Kind.BATCH, Kind.WEIGHT, Kind.OUTPUT, Kind.LOSS, Kind.RATE}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be checked.
+
+    Attributes:
+        nproc: Ranks of the candidate.
+        parallel: The words for its models; None: those of the script.
+        mixed_precision: Likewise.
+        reference: Words for the models of a reference on as many ranks; None: one plain process.
+        record: Where to keep the trace of the reference.
+        against: A trace that was kept, in the place of the reference.
+        flags: Further ones for `lockstep launch`.
+    """
+
+    program: Program
+    folder: Path
+    nproc: int = 2
+    parallel: str | None = None
+    mixed_precision: str | None = None
+    steps: int = 3
+    seed: int = 0
+    reference: str | None = None
+    record: Path | None = None
+    against: Path | None = None
+    flags: tuple[str, ...] = ()
+    timeout_s: float = 3600.0
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a candidate is compared with."""
+
+    trace: Trace
+    tolerance: Tolerance
+    facts: ProcessFacts
+
+
+class Check:
+    """Makes the runs of a request, one after another or side by side.
+
+    Args:
+        tell: Gets a few words on what is being done.
+    """
+
+    def __init__(self, request: Request, tell: Callable[[str], None] = lambda what: None) -> None:
+        self._request = request
+        self._tell = tell
+
+    def verdict(self) -> Verdict:
+        """Compare.
+
+        Raises:
+            CouldNotRun: there is no answer; the message says why.
+            ConfigError: what was asked for is not possible.
+        """
+        request = self._request
+        reference = self._kept(request.against) if request.against is not None else self._made()
+        if request.record is not None:
+            keep(reference, request.record)
+        self._tell(f"candidate: {request.nproc} processes")
+        allowed = request.folder / "allowed.json"
+        reference.tolerance.write(allowed)
+        spec = self._spec(
+            Role.CANDIDATE,
+            steps=reference.facts.made,
+            trace=str(reference.trace.path),
+            allowed=str(allowed),
+            is_alone=False,
+        )
+        [left] = all_of([self._start(spec)])
+        _refuse_other_runs(reference.facts, left.facts[0], request)
+        facts = self._facts(reference, left)
+        found = {
+            one.rank: Trace(path)
+            for one in left.facts
+            if (path := left.folder / f"found-{one.rank}.safetensors").exists()
+        }
+        return judge(reference.trace, reference.tolerance, left.measured(), facts, found)
+
+    # The reference ----------------------------------------------------------------------------------------
+
+    def _made(self) -> Reference:
+        request = self._request
+        is_alone = request.reference is None
+        self._tell("reference: one process" if is_alone else f"reference: {request.nproc} processes")
+        spec = self._spec(
+            Role.REFERENCE,
+            is_alone=is_alone,
+            parallel=request.parallel if is_alone else request.reference,
+            mixed_precision=request.mixed_precision if is_alone else "no",
+        )
+        [left] = all_of([self._start(spec)])
+        facts = left.facts[0]
+        trace = self._trace_of(left)
+        if not left.made:
+            raise CouldNotRun(_without_steps(facts, request))
+        again = {"trace": str(trace.path), "steps": left.made}
+        roles = [Role.REPEAT, Role.DISTURBED]
+        if is_alone and facts.mixed_precision != "no":
+            roles.append(Role.HALF)
+        self._tell("reference: what rounding changes")
+        lefts = dict(
+            zip(
+                roles,
+                all_of([self._start(following(spec, role, request.folder, **again)) for role in roles]),
+                strict=True,
+            )
+        )
+        self._refuse_unrepeatable(trace, facts, lefts[Role.REPEAT])
+        dtype = DTYPES.get(facts.mixed_precision, torch.float32) if Role.HALF in lefts else torch.float32
+        half = lefts[Role.HALF].measured() if Role.HALF in lefts else ()
+        return Reference(trace, tolerance(trace, lefts[Role.DISTURBED].measured(), half, dtype), facts)
+
+    def _trace_of(self, left: Left) -> Trace:
+        paths = [left.folder / f"trace-{one.rank}.safetensors" for one in left.facts]
+        return Trace(paths[0]) if len(paths) == 1 else join_traces(paths, left.folder / "trace.safetensors")
+
+    def _refuse_unrepeatable(self, trace: Trace, facts: ProcessFacts, repeat: Left) -> None:
+        verdict = judge_repeat(trace, repeat.measured(), RunFacts(data_ranks=facts.data_ranks))
+        if verdict.agrees:
+            return
+        said = sentence_of_repeat(verdict)
+        sources = {what: where for one in (facts, *repeat.facts) for what, where in one.unrepeatable}
+        if sources and verdict.findings[0].item.kind in DRAWN:
+            said += (
+                " The script uses " + ", ".join(f"{what} ({where})" for what, where in sources.items()) + "."
+            )
+        raise CouldNotRun(said)
+
+    def _kept(self, path: Path) -> Reference:
+        trace = Trace(path)
+        if "tolerance" not in trace.facts:
+            raise ConfigError(f"{path} was not written by `lockstep check --record`. Record one.")
+        facts = dict(trace.facts)
+        limits = Tolerance.from_json(facts.pop("tolerance"))
+        facts.pop("parts", None)
+        return Reference(trace, limits, ProcessFacts.of(facts))
+
+    # Runs -------------------------------------------------------------------------------------------------
+
+    def _spec(self, role: Role, **changes: object) -> RunSpec:
+        request = self._request
+        fields = {
+            "steps": request.steps,
+            "parallel": request.parallel,
+            "mixed_precision": request.mixed_precision,
+            **changes,
+        }
+        return RunSpec(
+            role=role,
+            folder=str(request.folder / role.value),
+            seed=request.seed,
+            ranks=request.nproc,
+            as_accelerate=request.program.as_accelerate,
+            is_module=request.program.is_module,
+            **fields,  # type: ignore[arg-type]
+        )
+
+    def _start(self, spec: RunSpec) -> Run:
+        request = self._request
+        flags = ["--nproc", str(request.nproc), *request.flags]
+        return Run(spec, request.program, flags, timeout_s=request.timeout_s)
+
+    def _facts(self, reference: Reference, left: Left) -> RunFacts:
+        request, first = self._request, left.facts[0]
+        ranks = tuple(RankFacts(one.rank, one.data_rank, one.coordinates) for one in left.facts)
+        notes = dict.fromkeys((*reference.facts.notes, *first.notes))
+        if reference.facts.made < request.steps and reference.facts.ended:
+            notes[f"Steps end after {reference.facts.made}: {reference.facts.ended}."] = None
+        return RunFacts(
+            reference=request.reference or "",
+            candidate=first.parallel if first.parallel != "auto" else "ddp",
+            nproc=request.nproc,
+            data_ranks=first.data_ranks,
+            accumulation_steps=first.accumulation,
+            ranks=ranks,
+            dtype="fp32" if first.mixed_precision == "no" else first.mixed_precision,
+            steps_asked=request.steps,
+            steps_compared=min(reference.facts.made, left.made),
+            notes=tuple(notes),
+        )
+
+
+def keep(reference: Reference, path: Path) -> None:
+    """Copy the trace of a reference to ``path``, with what rounding explains of it.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+    try:
+        reference.trace.copy(path, {"tolerance": reference.tolerance.to_json()})
+    except OSError as error:
+        raise ConfigError(f"--record {path} cannot be written: {error.strerror or error}.") from None
+
+
+def _refuse_other_runs(reference: ProcessFacts, candidate: ProcessFacts, request: Request) -> None:
+    """Raise CouldNotRun where a trace that was kept is of another number of batches, or in another precision."""
+    if reference.data_ranks != candidate.data_ranks:
+        raise CouldNotRun(
+            f"{request.against} was recorded for {reference.data_ranks} ranks with batches of their own, but the "
+            f"candidate has {candidate.data_ranks}. Record again with --nproc {request.nproc}, or check with as many "
+            "ranks as then."
+        )
+    if reference.mixed_precision != candidate.mixed_precision and request.reference is None:
+        raise CouldNotRun(
+            f"The reference was made for mixed_precision={reference.mixed_precision!r}, but the candidate computes "
+            f"with {candidate.mixed_precision!r}. Record again with --mixed-precision {candidate.mixed_precision}."
+        )
+
+
+def _without_steps(facts: ProcessFacts, request: Request) -> str:
+    if facts.ended:
+        return (
+            f"No step could be compared: {facts.ended}. Give the script more data than {facts.data_ranks} batches for "
+            "each epoch, or check with fewer processes."
+        )
+    script = request.program.words[0]
+    return (
+        f"{script} ended before its first optimizer step. Check a script, with arguments with which it trains; models "
+        "and optimizers are seen when accelerator.prepare() gets them."
+    )

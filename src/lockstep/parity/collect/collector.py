@@ -1,0 +1,222 @@
+"""Looks on while a run trains, and hands each tensor of it to a sink."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.comm.dtensor import local
+from lockstep.comm.tree import leaves
+from lockstep.data.loader import PreparedLoader
+from lockstep.model.changes import UncopiedHook
+from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parity.collect.outputs import Outputs
+from lockstep.parity.collect.place import Place
+from lockstep.parity.trace.items import Item, Kind
+from lockstep.parity.trace.regions import ShardAxes, region
+from lockstep.parity.trace.rows import row_digests
+from lockstep.parity.trace.sinks import Sink
+from lockstep.preparation.observers import ObservedRun, RunObserver
+from lockstep.torch_internals import autograd as torch_autograd
+
+
+class Collector(RunObserver):
+    """Of one process.
+
+    Args:
+        steps: Optimizer steps after which ``done`` is called.
+        done: Ends the run; gets the number of steps that were made.
+    """
+
+    def __init__(self, sink: Sink, steps: int, done: Callable[[int], None]) -> None:
+        self._sink = sink
+        self._steps = steps
+        self._done = done
+        self._axes = ShardAxes()
+        self._models: list[ParallelModel] = []
+        self._run: ObservedRun | None = None
+        self.place: Place = Place()
+        self.made = 0
+        self._outputs = Outputs(sink, self._item, self._add)
+        self._backwards: Counter[tuple[object, ...]] = Counter()
+        self._has_gradients = False
+        self._was_clipped = False
+        self._before: dict[str, Tensor] = {}
+        self._known: set[str] = set()
+        self._is_expected = False
+        self._has_forward = False
+
+    def attach(self, run: ObservedRun, place: Place, axes: ShardAxes) -> None:
+        """The run has begun: where it stands, and which parts of a model this rank holds."""
+        self._run = run
+        self.place, self._axes = place, axes
+        self._outputs.axes = axes
+        place.on_batch = self._batch_comes
+
+    @property
+    def step(self) -> int:
+        """The step that is being made, from 1."""
+        return self.made + 1
+
+    # What is prepared -------------------------------------------------------------------------------------
+
+    def model_prepared(self, model: ParallelModel) -> None:
+        prefix = f"model_{len(self._models)}." if self._models else ""
+        self._models.append(model)
+        model.module.register_forward_pre_hook(_BeforeForward(self))
+        model.module.register_forward_hook(_AfterForward(self))
+        self._outputs.watch(model, prefix)
+        self.place.prepared()
+
+    def loader_prepared(self, loader: PreparedLoader) -> None:
+        self.place.watch(loader)
+        self.place.prepared()
+
+    def optimizer_prepared(self, optimizer: Optimizer) -> None:
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        self.place.prepared()
+
+    # A micro-batch ----------------------------------------------------------------------------------------
+
+    def _batch_comes(self, batch: object) -> None:
+        for path, value in leaves(batch).items():
+            if isinstance(value, Tensor):
+                self._add(self._item(Kind.BATCH, "", path=path), row_digests(value))
+
+    def forward_comes(self) -> None:
+        """A prepared model is called, to be trained."""
+        self.place.forward_begins()
+
+    def forward_ends(self) -> None:
+        """It has returned: a backward may follow."""
+        self._has_forward = True
+
+    def backward_begins(self, loss: Tensor, factor: Tensor | float) -> None:
+        self._is_expected = True
+        divided = self.place.divided
+        self._backward_comes(
+            loss if divided == 1 else loss * divided, factor if divided == 1 else factor / divided
+        )
+
+    def plain_backward(self, loss: Tensor) -> float | None:
+        """``Tensor.backward`` is called, by a script or by what ``backward_begins`` told of; see ``BackwardSeer``."""
+        if self._is_expected or not self._has_forward:  # or one that only tries what torch does
+            self._is_expected = False
+            return None
+        share = self.place.share
+        self._backward_comes(loss, share)
+        return share
+
+    def _backward_comes(self, loss: Tensor, factor: Tensor | float) -> None:
+        self._outputs.factor = factor
+        self._has_forward = False
+        self.place.backward_begins()
+        where = (self.step, self.place.micro_batch, self.place.data_rank)
+        call = self._backwards[where]
+        self._backwards[where] += 1
+        self._add(self._item(Kind.LOSS, "", call), loss)
+
+    # A step -----------------------------------------------------------------------------------------------
+
+    def before_clip(self) -> None:
+        if not self._has_gradients:
+            self._has_gradients = True
+            self._add_gradients(Kind.GRADIENT)
+
+    def clipped(self, norm: Tensor | None) -> None:
+        self._was_clipped = True
+        if norm is not None:
+            self._add(Item(self.step, Kind.NORM, ""), norm)
+
+    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self.before_clip()
+        if self._was_clipped:
+            self._add_gradients(Kind.CLIPPED)
+        for number, group in enumerate(optimizer.param_groups):
+            rate = torch.as_tensor(group["lr"], dtype=torch.float64)
+            name = f"group {number}" if len(optimizer.param_groups) > 1 else ""
+            self._add(Item(self.step, Kind.RATE, name), rate)
+        for name, parameter in self._stepped(optimizer):
+            if name not in self._known:
+                self._known.add(name)
+                self._add(Item(0, Kind.WEIGHT, name), parameter)
+            self._before[name] = local(parameter).detach().clone()
+
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        for name, parameter in self._stepped(optimizer):
+            before = self._before.pop(name, None)
+            if before is not None:
+                self._add_part(
+                    Item(self.step, Kind.UPDATE, name), local(parameter).detach() - before, parameter
+                )
+        self.place.before_buffers()
+        if self.place.data_rank == 0 or self.place.has_all_ranks:
+            for name, buffer in self._named("buffers"):
+                self._add(Item(self.step, Kind.BUFFER, name), buffer)
+        self.made += 1
+        self._has_gradients = self._was_clipped = False
+        self.place.stepped()
+        if self.made >= self._steps:
+            self._done(self.made)
+
+    def _add_gradients(self, kind: Kind) -> None:
+        for name, parameter in reversed(list(self._named("parameters"))):
+            if parameter.grad is not None:
+                self._add(Item(self.step, kind, name), parameter.grad)
+
+    def _stepped(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return ((name, p) for name, p in self._named("parameters") if id(p) in held)
+
+    def _named(self, what: str) -> Iterator[tuple[str, Any]]:
+        if self._run is not None:
+            next(iter(self._run.parameters_at_rest()), None)
+        for number, model in enumerate(self._models):
+            prefix = f"model_{number}." if number else ""
+            found = model.named_parameters() if what == "parameters" else model.plain.named_buffers()
+            for name, tensor in found:
+                yield f"{prefix}{name}", tensor
+
+    # To the sink ------------------------------------------------------------------------------------------
+
+    def _item(self, kind: Kind, name: str, call: int = 0, path: str = "") -> Item:
+        return Item(self.step, kind, name, self.place.micro_batch, self.place.data_rank, call, path)
+
+    def _add(self, item: Item, tensor: Tensor, part: int = 0) -> None:
+        found = region(tensor, self._sink.expected_shape(item), self._axes, part)
+        if found is not None:
+            self._sink.add(item, local(tensor.detach()), *found)
+
+    def _add_part(self, item: Item, part: Tensor, whole: Tensor) -> None:
+        """``part``: what this rank holds, laid out as that of ``whole``."""
+        found = region(whole, self._sink.expected_shape(item), self._axes)
+        if found is not None:
+            self._sink.add(item, part, *found)
+
+
+class _BeforeForward(UncopiedHook):
+    """A forward pre-hook of a prepared model."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        if torch.is_grad_enabled() and not torch_autograd.is_in_backward():
+            self._collector.forward_comes()
+
+
+class _AfterForward(UncopiedHook):
+    """A forward hook of a prepared model."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        if torch.is_grad_enabled() and not torch_autograd.is_in_backward():
+            self._collector.forward_ends()

@@ -1,0 +1,110 @@
+"""What modules return, and the gradients of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.tree import leaves
+from lockstep.model.changes import UncopiedHook
+from lockstep.model.contents import is_ours
+from lockstep.parallel.parallel_model import ParallelModel, PipelinedModel
+from lockstep.parity.trace.items import Item, Kind
+from lockstep.parity.trace.regions import ShardAxes
+from lockstep.parity.trace.sinks import Sink
+from lockstep.torch_internals import autograd as torch_autograd
+
+AddPart = Callable[[Item, Tensor, int], None]
+"""Gets an item, what this rank has of it, and which micro-batch of a pipeline that is."""
+
+
+class Outputs:
+    """Of the modules of all prepared models.
+
+    Args:
+        item: Makes items of the micro-batch that is being trained on.
+
+    Attributes:
+        factor: What the loss of this backward was multiplied by.
+    """
+
+    def __init__(self, sink: Sink, item: Callable[..., Item], add: AddPart) -> None:
+        self._sink = sink
+        self._item = item
+        self._add = add
+        self._calls: Counter[tuple[object, ...]] = Counter()
+        self._cut_in: tuple[int, ...] | None = None
+        self.axes = ShardAxes()
+        self.factor: Tensor | float = 1.0
+
+    def watch(self, model: ParallelModel, prefix: str) -> None:
+        """Look on at the modules of a model, whose names begin with ``prefix``."""
+        for name, module in model.plain.named_modules():
+            if not is_ours(module):
+                module.register_forward_hook(_AfterModule(self, f"{prefix}{name}".rstrip("."), model))
+
+    def come(self, name: str, output: object, model: ParallelModel) -> None:
+        """A module of ``model`` has returned ``output``."""
+        part, is_cut = model.micro_batch, isinstance(model, PipelinedModel)
+        if part is None:
+            return
+        item = self._item(Kind.OUTPUT, name)
+        batch = (item.step, item.micro_batch, item.data_rank)
+        where = (batch, name, part)
+        call = self._calls[where]
+        self._calls[where] += 1
+        for path, tensor in leaves(output).items():
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not _has_values(tensor):
+                continue
+            if is_cut and not tensor.ndim:
+                continue  # of one micro-batch of a pipeline alone, such as its loss
+            item = item._replace(call=call, path=path)
+            self._add(item, tensor, part)
+            cuts = self.axes.cuts_positions(tuple(tensor.shape), self._sink.expected_shape(item))
+            if cuts:
+                self._cut_in = batch
+            # In front of what is cut along the sequence each rank has an addend of the gradient.
+            if tensor.requires_grad and (cuts or self.axes.cp[0] == 1 or self._cut_in == batch):
+                tensor.register_hook(_OnGradient(self, item._replace(kind=Kind.OUTPUT_GRADIENT), part))
+
+    def gradient_comes(self, item: Item, gradient: Tensor, part: int) -> None:
+        """The gradient of an output; ``part``: which micro-batch of a pipeline."""
+        factor, shape = self.factor, self._sink.expected_shape(item)
+        if self.axes.cuts_positions(tuple(gradient.shape), shape):
+            # Each of these ranks computes the whole loss, and the mean over them is taken of parameters' gradients.
+            factor = factor * self.axes.cp[0]
+        is_plain = isinstance(factor, (int, float)) and factor == 1
+        self._add(item, gradient if is_plain else gradient / factor, part)
+
+
+class _AfterModule(UncopiedHook):
+    """A forward hook."""
+
+    def __init__(self, outputs: Outputs, name: str, model: ParallelModel) -> None:
+        self._outputs = outputs
+        self._name = name
+        self._model = model
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        # A block that is computed once more in backward was seen in its forward.
+        if torch.is_grad_enabled() and not torch_autograd.is_in_backward():
+            self._outputs.come(self._name, output, self._model)
+
+
+class _OnGradient:
+    """A hook of an output: its gradient comes."""
+
+    def __init__(self, outputs: Outputs, item: Item, part: int) -> None:
+        self._outputs = outputs
+        self._item = item
+        self._part = part
+
+    def __call__(self, gradient: Tensor) -> None:
+        self._outputs.gradient_comes(self._item, gradient, self._part)
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not tensor.is_meta and not hasattr(tensor, "fake_mode")

@@ -1,0 +1,219 @@
+"""One process that trains on the batches of several ranks, one after another, as if each were there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.tree import map_tensors
+from lockstep.data.loader import PreparedLoader
+from lockstep.errors import UsageError
+from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parity.collect.place import Place
+from lockstep.runtime.seed import rng_state, set_rng_state
+from lockstep.runtime.step import StepState
+
+INSTEAD = "Compare with several processes instead: --reference ddp."
+
+
+class SequentialRanks(Place):
+    """The place of a reference that stands for several ranks.
+
+    A prepared loader of one process hands out batches in the order in which the ranks are given them: the first to rank
+    0, the second to rank 1, ... So many in turn are one micro-batch of all ranks. With each of them the generators are
+    seeded as the rank seeds its own, and the buffers are those of rank 0, as under DistributedDataParallel.
+
+    Args:
+        ranks: At least 2.
+        splits_batches: Loaders give global batches, of which each rank has a slice.
+        data_ended: Called where some ranks would have a batch that others do not have, or a shorter one.
+    """
+
+    has_all_ranks = True
+
+    def __init__(
+        self,
+        ranks: int,
+        step: StepState,
+        models: Sequence[ParallelModel],
+        seed: int,
+        splits_batches: bool,
+        data_ended: Callable[[], None],
+    ) -> None:
+        super().__init__(0, models, seed)
+        self.ranks = ranks
+        self._state = step
+        self._splits_batches = splits_batches
+        self._data_ended = data_ended
+        self._buffers_before: list[dict[str, Tensor]] = []
+        self._buffers_of_first: list[dict[str, Tensor]] = []
+
+    @property
+    def share(self) -> float:
+        return 1 / self.ranks
+
+    def before_buffers(self) -> None:
+        """Those of rank 0 come back: they are what all ranks go on with."""
+        if self._buffers_of_first:
+            _load_buffers(self._models, self._buffers_of_first)
+
+    def _batches_of(self, loader: PreparedLoader, batches: Iterator[Any]) -> Iterator[Any]:
+        self._handed = self._trained
+        for batch in self._parts(batches):
+            if self._is_trained_on():
+                self._check_round(loader)
+                self._hand_out(batch)
+            yield batch
+        self._seed_for(self._all_handed // self.ranks, -1)
+
+    def _parts(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            if not self._splits_batches or not self._is_trained_on():
+                yield batch
+                continue
+            for rank in range(self.ranks):
+                yield map_tensors(partial(self._slice, rank), batch)
+
+    def _slice(self, rank: int, tensor: Tensor) -> Tensor:
+        return tensor.chunk(self.ranks)[rank]
+
+    def _check_round(self, loader: PreparedLoader) -> None:
+        """Stop where ranks would fill up what is missing with samples of the epoch's beginning."""
+        if not self._state.end_of_data:
+            return
+        counts, size = self._state.counts, loader.batch_size
+        is_short = counts is not None and size is not None and counts.rows[0] < size
+        is_last = self._handed % self.ranks == self.ranks - 1
+        if is_short or not (is_last or self._splits_batches):
+            self._data_ended()
+
+    def _begin(self, number: int, of_all: int) -> None:
+        self._turn_to(number % self.ranks)
+        super()._begin(number // self.ranks, of_all // self.ranks)
+
+    def _turn_to(self, rank: int) -> None:
+        """The next batch is one of ``rank``."""
+        if self.data_rank == 0 and rank != 0:
+            self._buffers_of_first = _buffers(self._models)
+        if rank == 0:
+            self.before_buffers()
+            self._buffers_before = _buffers(self._models)
+        elif self._buffers_before:
+            _load_buffers(self._models, self._buffers_before)
+        self.data_rank = rank
+
+
+class AccumulatedRanks(SequentialRanks):
+    """Of a script that was told to accumulate over so many more batches, and divides its losses accordingly."""
+
+    @property
+    def divided(self) -> int:
+        return self.ranks
+
+
+class VirtualRanks(SequentialRanks):
+    """Of a script with a loop of its own: optimizers wait here for the batches of all ranks.
+
+    They step when each rank has had as many batches as the script takes for a step, which shows when it first asks for
+    one. A script without a loader makes one batch for each step: there the turn goes on when it has asked all
+    optimizers to step, and each rank has its own stream of random numbers.
+
+    Args:
+        step: Of the script's ``Accelerator``.
+        optimizers: The prepared ones: a list that grows.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        step: StepState,
+        models: Sequence[ParallelModel],
+        seed: int,
+        splits_batches: bool,
+        data_ended: Callable[[], None],
+        optimizers: Sequence[object],
+    ) -> None:
+        super().__init__(ranks, step, models, seed, splits_batches, data_ended)
+        self._optimizers = optimizers
+        self._batches_per_step: int | None = None
+        self._asked: list[object] = []
+        self._has_gradients = False
+        self._has_loader = False
+        self._generators: list[dict[str, object]] = [{}] * ranks
+        step.virtual_ranks = ranks
+        step.turns = self
+
+    def prepared(self) -> None:
+        super().prepared()
+        self._generators = [rng_state()] * self.ranks
+
+    def _hand_out(self, batch: object) -> None:
+        self._asked.clear()
+        self._has_loader = True
+        super()._hand_out(batch)
+
+    def forward_begins(self) -> None:
+        """A prepared model is called, to be trained.
+
+        Raises:
+            UsageError: an optimizer was asked to step since the batch came.
+        """
+        if self._asked:
+            raise UsageError(
+                f"The script steps an optimizer ({type(self._asked[0]).__name__}) and then trains again on the same "
+                f"batch, which one process cannot do for {self.ranks} ranks one after another. {INSTEAD}"
+            )
+        super().forward_begins()
+        if self._state.is_in_window:
+            return  # accumulate() has said it
+        if self._has_loader:
+            steps = self._batches_per_step
+            self._state.sync_gradients = steps is not None and self._handed == steps * self.ranks
+        else:
+            self._state.sync_gradients = self.data_rank == self.ranks - 1
+
+    def backward_begins(self) -> None:
+        super().backward_begins()
+        self._has_gradients = True
+
+    def stepped(self) -> None:
+        super().stepped()
+        self._has_gradients = False
+
+    def clears(self) -> bool:
+        """Gradients that some ranks have brought wait for those of the others."""
+        return not self._has_gradients
+
+    def step(self, optimizer: object, step_if_due: Callable[[], Any]) -> Any:
+        """See ``Turns``."""
+        if self._has_loader and self._batches_per_step is None and self._handed:
+            self._batches_per_step = self._handed
+        result = step_if_due()
+        self._asked.append(optimizer)
+        if not self._has_loader and len(self._asked) >= len(self._optimizers):
+            self._next_without_loader()
+        return result
+
+    def _next_without_loader(self) -> None:
+        self._asked.clear()
+        self._generators[self.data_rank] = rng_state()
+        self._turn_to((self.data_rank + 1) % self.ranks)
+        set_rng_state(self._generators[self.data_rank])
+
+
+def _buffers(models: Sequence[ParallelModel]) -> list[dict[str, Tensor]]:
+    return [
+        {name: buffer.detach().clone() for name, buffer in model.plain.named_buffers()} for model in models
+    ]
+
+
+@torch.no_grad()
+def _load_buffers(models: Sequence[ParallelModel], values: list[dict[str, Tensor]]) -> None:
+    for model, of_model in zip(models, values, strict=False):
+        for name, buffer in model.plain.named_buffers():
+            if name in of_model and buffer.shape == of_model[name].shape:
+                buffer.copy_(of_model[name])

@@ -1,0 +1,235 @@
+"""Whether two runs agree: what all ranks have measured, put together and held against what rounding explains."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from lockstep.parity.judge.case import Case, Held, part
+from lockstep.parity.judge.facts import RunFacts
+from lockstep.parity.judge.kinks import Kinks, are_switched
+from lockstep.parity.judge.patterns import recognise
+from lockstep.parity.judge.tolerance import Tolerance
+from lockstep.parity.judge.verdict import Fault, Finding, Ratio, Verdict
+from lockstep.parity.judge.words import count, indices
+from lockstep.parity.trace.file import Trace
+from lockstep.parity.trace.items import Item, Kind
+from lockstep.parity.trace.measure import Limit, Measured, Sums
+
+EXAMINED = 20
+"""Findings, in order, that are looked at for what they look like."""
+NOT_IN_ALL_RUNS = (Kind.OUTPUT, Kind.OUTPUT_GRADIENT)
+"""Kinds of which a strategy need not show all: a stage of a pipeline, or a fused layer, has other modules."""
+
+
+def judge(
+    trace: Trace,
+    tolerance: Tolerance,
+    measured: Iterable[Measured],
+    facts: RunFacts,
+    found: Mapping[int, Trace] | None = None,
+) -> Verdict:
+    """The verdict on a candidate.
+
+    Args:
+        measured: Of all its ranks.
+        found: By rank, the parts that its ``Comparison`` kept.
+    """
+    by_item: dict[Item, list[Measured]] = defaultdict(list)
+    for one in measured:
+        by_item[one.item].append(one)
+    order = {item: item.order(trace.position(item)) for item in trace}
+    order |= {item: item.order(len(trace)) for item in by_item if item not in order}
+
+    findings = _steps(trace, by_item)
+    apart_steps = {finding.item.step for finding in findings}
+    missing, notes = _missing(trace, by_item, apart_steps)
+    findings += missing
+    ratios: list[Ratio] = []
+    kinks = Kinks()
+    for item in sorted(by_item, key=order.__getitem__):
+        if item.step in apart_steps:
+            continue
+        limit = kinks.widened(item, tolerance.get(item.key, Limit()))
+        finding, ratio = _of_item(trace, item, by_item[item], limit)
+        is_gradient = finding is not None and item.kind is Kind.OUTPUT_GRADIENT
+        if finding and is_gradient and are_switched(_held(trace, by_item[item], found or {}), limit):
+            kinks.add(item, finding.distance)
+            continue
+        findings += [finding] if finding else []
+        ratios += [ratio] if ratio else []
+    findings += [_added(item, parts) for item, parts in _additions(by_item, apart_steps)]
+    notes += drifting(by_item) + _of_kinks(kinks.items)
+    findings.sort(key=lambda finding: order.get(finding.item, finding.item.order(-1)))
+    first = order.get(findings[0].item, findings[0].item.order(-1)) if findings else None
+    before = sum(1 for one in ratios if first is None or order[one.item] < first)
+    findings[:EXAMINED] = [
+        _examined(trace, finding, by_item, facts, found or {}) for finding in findings[:EXAMINED]
+    ]
+    return Verdict(facts, tolerance.multiple, tuple(ratios), tuple(findings), before, tuple(notes))
+
+
+def judge_repeat(trace: Trace, measured: Iterable[Measured], facts: RunFacts) -> Verdict:
+    """The verdict on two runs of the reference, which must be equal to the last bit."""
+    return judge(trace, Tolerance({}, 0), measured, facts)
+
+
+def _of_item(
+    trace: Trace, item: Item, parts: Sequence[Measured], limit: Limit
+) -> tuple[Finding | None, Ratio | None]:
+    """What ranks have of an item, put together: each element once, and of several copies the one that is furthest."""
+    known = [one for one in parts if not one.is_missing]
+    holders = tuple(sorted(one.rank for one in known))
+    if not known or limit.wrong >= 1:
+        return None, None
+    other = [one for one in known if one.shape is not None]
+    if other:
+        ranks = tuple(sorted(one.rank for one in other))
+        shapes = (other[0].shape or (), trace.shape(item))
+        return Finding(item, Fault.SHAPE, ranks, holders, shapes=shapes), None
+    copies: dict[object, list[Measured]] = defaultdict(list)
+    for one in known:
+        copies[one.boxes].append(one)
+    furthest = [max(ones, key=lambda one: (one.sums.wrong, one.sums.apart)) for ones in copies.values()]
+    total = sum((one.sums for one in furthest), Sums())
+    ratio, distance = limit.ratio(total), limit.distance(total)
+    if ratio <= 1:
+        return None, Ratio(item, ratio, distance)
+    # A part is wrong by itself if it is too far relative to the usual size of the tensor's elements.
+    usual = math.sqrt(total.expected / total.elements) if total.elements else 0.0
+    alone = limit._replace(floor=max(limit.floor, usual))
+    wrong = [one for one in known if alone.ratio(one.sums) > 1] or known
+    together = sum((one.sums for one in wrong), Sums())
+    finding = Finding(
+        item,
+        Fault.DIFFERS,
+        tuple(sorted(one.rank for one in wrong)),
+        holders,
+        distance,
+        limit.spread,
+        limit.relative,
+        _factor(together, limit.relative),
+    )
+    return finding, Ratio(item, ratio, distance)
+
+
+def _factor(sums: Sums, allowed: float) -> float | None:
+    """By which what is expected has to be multiplied to be what was found."""
+    if sums.wrong or not sums.expected:
+        return None
+    factor = sums.product / sums.expected
+    left = max(sums.found - factor * sums.product, 0.0)
+    is_all = left <= min(max(3 * allowed, 1e-3), 0.3 * abs(factor - 1)) ** 2 * sums.found
+    return factor if is_all else None
+
+
+def _steps(trace: Trace, by_item: Mapping[Item, object]) -> list[Finding]:
+    """Steps that only one run made."""
+    expected, found = ({item.step for item in items if item.step} for items in (trace, by_item))
+    return [
+        Finding(Item(step, Kind.BATCH, ""), Fault.STEP, distance=0.0 if step in found else math.inf)
+        for step in sorted(expected ^ found)
+    ]
+
+
+def _missing(
+    trace: Trace, by_item: Mapping[Item, Sequence[Measured]], apart_steps: set[int]
+) -> tuple[list[Finding], list[str]]:
+    """What no rank has: findings; and notes on kinds that the candidate shows nowhere, or need not show."""
+    shown = {item.kind for item in by_item}
+    lacking = [item for item in trace if item not in by_item and item.step not in apart_steps]
+    absent = Counter(item.kind for item in lacking if item.kind not in shown)
+    hidden = Counter(item.kind for item in lacking if item.kind in shown and item.kind in NOT_IN_ALL_RUNS)
+    notes = [
+        f"Nothing was compared as {kind.value}: the candidate shows none of {number:,}."
+        for kind, number in absent.items()
+    ]
+    notes += [
+        f"{count(number, 'tensor')} of the kind {kind.value} {'was' if number == 1 else 'were'} not compared: "
+        "the candidate calls other modules."
+        for kind, number in hidden.items()
+    ]
+    findings = [
+        Finding(item, Fault.MISSING)
+        for item in lacking
+        if item.kind in shown and item.kind not in NOT_IN_ALL_RUNS
+    ]
+    return findings, notes
+
+
+def _additions(
+    by_item: Mapping[Item, Sequence[Measured]], apart_steps: set[int]
+) -> list[tuple[Item, Sequence[Measured]]]:
+    return [
+        (item, parts)
+        for item, parts in by_item.items()
+        if item.step not in apart_steps
+        and item.kind not in NOT_IN_ALL_RUNS
+        and any(one.is_missing for one in parts)
+    ]
+
+
+def _added(item: Item, parts: Sequence[Measured]) -> Finding:
+    ranks = tuple(sorted(one.rank for one in parts if one.is_missing))
+    return Finding(item, Fault.ADDED, ranks, ranks)
+
+
+def _examined(
+    trace: Trace,
+    finding: Finding,
+    by_item: Mapping[Item, Sequence[Measured]],
+    facts: RunFacts,
+    found: Mapping[int, Trace],
+) -> Finding:
+    """With what the difference looks like."""
+    if finding.fault is not Fault.DIFFERS:
+        return finding
+    held = _held(trace, by_item[finding.item], found)
+    agreeing = tuple(rank for rank in finding.holders if rank not in {one.rank for one in held})
+    numbers = None
+    if held and held[0].expected.numel() == 1:
+        numbers = (float(held[0].found), float(held[0].expected))
+    elif finding.factor is not None and math.prod(trace.shape(finding.item)) == 1:
+        expected = float(trace.tensor(finding.item))
+        numbers = (finding.factor * expected, expected)
+    said = recognise(Case(finding.item, tuple(held), agreeing, finding.allowed, trace, facts)) if held else ""
+    return replace(finding, numbers=numbers, looks_like=said)
+
+
+def _held(trace: Trace, parts: Sequence[Measured], found: Mapping[int, Trace]) -> list[Held]:
+    """What ranks hold of an item, as far as it was kept."""
+    return [
+        Held(one.rank, found[one.rank].tensor(one.item), part(trace, one.item, one.boxes), one.boxes)
+        for one in parts
+        if one.rank in found and one.item in found[one.rank] and not one.is_missing and one.shape is None
+    ]
+
+
+def _of_kinks(items: Sequence[Item]) -> list[str]:
+    if not items:
+        return []
+    names = sorted({f"`{item.name}`" for item in items})
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return [
+        f"Rounding puts elements of {names[0]}{others} on the other side of a kink (a ReLU, a maximum) in step "
+        f"{items[0].step}: what comes after it is compared less closely."
+    ]
+
+
+def drifting(by_item: Mapping[Item, Sequence[Measured]]) -> list[str]:
+    """A note on copies of which not all have the same bits."""
+    items = [
+        item
+        for item, parts in by_item.items()
+        if len({(one.boxes, one.digest) for one in parts}) > len({one.boxes for one in parts})
+    ]
+    if not items:
+        return []
+    steps = sorted({item.step for item in items})
+    where = f"{'step' if len(steps) == 1 else 'steps'} {indices(steps)}"
+    are = "is" if len(items) == 1 else "are"
+    return [
+        f"{count(len(items), 'tensor')} of which several ranks have a copy {are} not equal bit for bit ({where})."
+    ]

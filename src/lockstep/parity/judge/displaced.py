@@ -1,0 +1,164 @@
+"""Values that are right, in a wrong place: of another step, batch or tensor, rows in another order, swapped shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lockstep.parity.judge.case import CLOSE, Case
+from lockstep.parity.judge.words import count, listed
+from lockstep.parity.trace.items import Item, Kind
+
+MOST_ROWS = 2048
+MOST_COLUMNS = 256
+"""Of rows that are looked for among others."""
+LEAST_OF_SINGLE = 4
+"""Numbers that have another order by more than chance."""
+MOST_OTHERS = 256
+"""Other tensors that are looked at."""
+
+
+def of_another_step(case: Case) -> str:
+    """The value of the step before, or after."""
+    item = case.item
+    for step, which in ((item.step - 1, "step before"), (item.step + 1, "step after")):
+        other = item._replace(step=step)
+        if other in case.trace and case.all_close(lambda one, other=other: case.part_of(other, one)):  # type: ignore[misc]
+            return f"It is that of the {which}, step {step}: it looks as if {_stale(item.kind, step < item.step)}."
+    return ""
+
+
+def of_another_batch(case: Case) -> str:
+    """The value of another data rank, or micro-batch; or their mean."""
+    item = case.item
+    if not item.kind.is_of_micro_batch:
+        return ""
+    others = [one for one in _alike(case) if one != item]
+    for other in others:
+        if case.all_close(lambda one, other=other: case.part_of(other, one)):  # type: ignore[misc]
+            return f"It is that of {_whose(other, item)}."
+    if others and item.kind is Kind.LOSS:
+        of_data_ranks = [one for one in others if one.micro_batch == item.micro_batch]
+        mean = torch.stack([case.trace.tensor(one).double() for one in [item, *of_data_ranks]]).mean(0)
+        if of_data_ranks and case.all_close(lambda one: mean):
+            return f"It is the mean of those of the {len(of_data_ranks) + 1} data ranks."
+    return ""
+
+
+def of_another_tensor(case: Case) -> str:
+    """The value that another tensor of this step has; a clipped gradient as it was before."""
+    item = case.item
+    if item.kind is Kind.CLIPPED:
+        before = item._replace(kind=Kind.GRADIENT)
+        if case.all_close(lambda one: case.part_of(before, one)):
+            return "It looks as if it was not clipped: it is the gradient from before."
+    for other in others_like(case):
+        if case.all_close(lambda one, other=other: case.part_of(other, one)):  # type: ignore[misc]
+            return f"It is the {other.kind.value} of `{other.name}`: it looks as if the two were swapped."
+    return ""
+
+
+def others_like(case: Case) -> Iterator[Item]:
+    """Items of the same kind, step and shape under another name."""
+    item, shape = case.item, case.trace.shape(case.item)
+    seen = 0
+    for other in case.trace:
+        is_like = other.step == item.step and other.kind is item.kind and other.name != item.name
+        if is_like and other._replace(name=item.name) == item and case.trace.shape(other) == shape:
+            seen += 1
+            if seen > MOST_OTHERS:
+                return
+            yield other
+
+
+def swapped_shards(case: Case) -> str:
+    """Ranks that hold what other ranks should."""
+    owners: dict[int, int] = {}
+    for one in case.held:
+        for other in case.held:
+            if other.boxes != one.boxes and case.is_close(one.found, other.expected):
+                owners[one.rank] = other.rank
+                break
+    if not owners or len(owners) < len(case.held):
+        return ""
+    said = [f"rank {mine} holds what rank {theirs} should" for mine, theirs in sorted(owners.items())]
+    return f"It looks as if shards were swapped: {listed(said[:4])}."
+
+
+def other_order(case: Case) -> str:
+    """Rows, or slices along another dimension, in another order."""
+    for dim in range(max((one.found.ndim for one in case.held), default=0)):
+        orders = [_order(case, one.found, one.expected, dim) for one in case.held]
+        moved = [order for order in orders if order is not None]
+        if moved and len(moved) == len(orders):
+            return f"It looks as if {_moved(moved[0], dim)}."
+    return ""
+
+
+def _order(case: Case, found: Tensor, expected: Tensor, dim: int) -> list[int] | None:
+    """Which slice of what is expected each slice of what was found is; None if they are no others in another order."""
+    if found.shape != expected.shape or dim >= found.ndim or not 2 <= found.shape[dim] <= MOST_ROWS:
+        return None
+    mine, theirs = _rows(found, dim), _rows(expected, dim)
+    near = case.near
+    if mine.shape[1] == 1:
+        if len(mine) < LEAST_OF_SINGLE:
+            return None
+        near = min(near, CLOSE)
+    nearest = torch.cdist(mine, theirs, compute_mode="donot_use_mm_for_euclid_dist").argmin(1)
+    order: list[int] = nearest.tolist()
+    if sorted(order) != list(range(len(order))) or order == list(range(len(order))):
+        return None
+    return (
+        order if case.is_close(found.double(), expected.double().index_select(dim, nearest), near) else None
+    )
+
+
+def _rows(tensor: Tensor, dim: int) -> Tensor:
+    rows = tensor.double().movedim(dim, 0).reshape(tensor.shape[dim], -1)
+    if rows.shape[1] > MOST_COLUMNS:
+        rows = rows[:, torch.linspace(0, rows.shape[1] - 1, MOST_COLUMNS).long()]
+    return rows.contiguous()
+
+
+def _moved(order: list[int], dim: int) -> str:
+    number = len(order)
+    along = "rows" if dim == 0 else f"slices along dimension {dim}"
+    shift = (order[0]) % number
+    if all(place == (index + shift) % number for index, place in enumerate(order)):
+        by = shift if shift <= number // 2 else shift - number
+        return f"its {along} were moved by {-by}"
+    changed = sum(place != index for index, place in enumerate(order))
+    return f"{count(changed, 'row') if dim == 0 else f'{changed} {along}'} of {number} are in another order"
+
+
+def _alike(case: Case) -> list[Item]:
+    """The item in other micro-batches of this step, on all data ranks."""
+    item = case.item
+    return [
+        one
+        for one in case.trace
+        if one.step == item.step
+        and one.kind is item.kind
+        and one._replace(micro_batch=item.micro_batch, data_rank=item.data_rank) == item
+    ]
+
+
+def _whose(other: Item, item: Item) -> str:
+    said = [f"data rank {other.data_rank}"] if other.data_rank != item.data_rank else []
+    said += [f"micro-batch {other.micro_batch}"] if other.micro_batch != item.micro_batch else []
+    return ", ".join(said)
+
+
+def _stale(kind: Kind, is_before: bool) -> str:
+    if kind is Kind.RATE:
+        return "the scheduler is " + ("a step behind" if is_before else "a step ahead")
+    if not is_before:
+        return "it is a step ahead"
+    if kind in (Kind.OUTPUT, Kind.LOSS):
+        return "weights or a batch from before the last step were used"
+    if kind is Kind.BATCH:
+        return "a batch was read twice"
+    return "it was not computed anew"

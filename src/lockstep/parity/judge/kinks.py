@@ -1,0 +1,66 @@
+"""Values that rounding puts on the other side of a kink: a ReLU, a maximum.
+
+In fp32 one element in millions is as close to a kink as that, so that the disturbed run need not show one where the
+candidate does. Such an element's gradient is zero in one run and not in the other, while all others agree. What comes
+after it, in backward and in later steps, moves by more than rounding explains of the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from lockstep.parity.judge.case import Held
+from lockstep.parity.judge.tolerance import LARGE
+from lockstep.parity.trace.items import Item, Kind
+from lockstep.parity.trace.measure import Limit, compare
+
+MOST = 3
+"""Elements of a tensor that may be switched; of large ones this part of all: ..."""
+MOST_OF_LARGE = 1e-4
+MOST_OF_SMALL = 0.02
+"""... and of small ones at most this, as a whole row that is zero is something else."""
+TIMES = 5
+"""What comes before a module in backward moves by at most so many times more than its gradient."""
+
+
+def are_switched(held: Iterable[Held], limit: Limit) -> bool:
+    """Whether parts of a gradient agree but for a few elements that are zero in one run alone."""
+    parts = [one for one in held if one.found.shape == one.expected.shape]
+    return bool(parts) and all(_is_switched(one, limit) for one in parts)
+
+
+def _is_switched(held: Held, limit: Limit) -> bool:
+    found, expected = held.found.reshape(-1), held.expected.reshape(-1)
+    if not found.is_floating_point() or not bool(found.isfinite().all()):
+        return False
+    switched = (found == 0) != (expected == 0)
+    number = int(switched.sum())
+    if number > min(max(MOST, MOST_OF_LARGE * len(found)), MOST_OF_SMALL * len(found)):
+        return False
+    return limit.ratio(compare(torch.where(switched, expected, found), expected)) <= 1
+
+
+class Kinks:
+    """What follows from elements that were switched, as they are found in the order of the run."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self._of_step: dict[int, float] = {}
+
+    def add(self, item: Item, distance: float) -> None:
+        """A gradient that is ``distance`` off by elements that were switched."""
+        self.items.append(item)
+        self._of_step[item.step] = math.hypot(self._of_step.get(item.step, 0.0), distance)
+
+    def widened(self, item: Item, limit: Limit) -> Limit:
+        """What is allowed of an item that comes after them."""
+        if not self._of_step or item.kind in (Kind.BATCH, Kind.RATE):
+            return limit
+        here = TIMES * self._of_step.get(item.step, 0.0)
+        before = TIMES * math.hypot(*(far for step, far in self._of_step.items() if step < item.step))
+        # Adam turns gradients that are that small relative to others around.
+        more = 2 * math.sqrt(before + (here if item.kind in (Kind.UPDATE, Kind.BUFFER) else 0.0)) + here
+        return limit._replace(relative=max(limit.relative, min(LARGE, limit.relative + more)))

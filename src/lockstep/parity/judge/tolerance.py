@@ -1,0 +1,242 @@
+"""How far rounding explains each tensor: from runs of the reference that were disturbed by rounding steps.
+
+The reference runs again with its inputs and weights off by one rounding step and, where the candidate computes in half
+precision, once more in that precision on one device. How far a tensor moves by that is its spread; a candidate may be a
+multiple of it away. One run is one sample, so that what a tensor shows is never taken for less than what is usual:
+
+- the median spread of its kind in that step (a loss can come back unmoved by chance), and the precision of the type;
+- of gradients and updates, relative to at least a part of the usual size in that step: a gradient that is zero in
+  mathematics (the bias of attention's keys, a bias before a normalisation) is nothing but rounding;
+- a larger multiple for tensors of few elements, whose spread can be small by chance.
+
+What Adam makes of gradients as small as their rounding is in ``signs.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from lockstep.check.compare import LEAST_EPS, SMALLEST
+from lockstep.parity.judge.signs import UnknownSigns
+from lockstep.parity.trace.file import Trace
+from lockstep.parity.trace.items import Item, Kind
+from lockstep.parity.trace.measure import Limit, Measured, Sums
+
+MULTIPLE = 10
+"""Times the spread: another order of a sum of n terms moves it by up to the root of log n more than one rounding step
+does, and a rank's kernels for smaller shapes add up in another order than those for the whole batch."""
+MULTIPLE_OF_HALF = 4
+"""Where products are rounded to 16 bits: a run in that precision is such a run as the candidate."""
+FEW = 9
+"""n elements have the multiple 1 + FEW/n times: of one element a tenth of all samples is below a tenth of the usual."""
+MANY = 64
+"""Elements from which on the spread is known well enough for the next two."""
+LARGE = 0.45
+"""More than this is allowed of no tensor of many elements, ..."""
+TIMES_LARGE = 2
+"""... but this many times its spread: half or twice a tensor, or none of it, must be seen."""
+LEAST_EPS_OF_HALF = 0.5
+"""Times the precision of a half type; of fp32 it is LEAST_EPS. A mean of many rounded numbers has less error."""
+OF_RATE = 1e-6
+"""Of a learning rate, which a script computes in double precision."""
+SWITCHED = 32
+"""Elements that are on one side of a kink (a ReLU, a maximum, Adam's sign) in one run and on the other in the other, in
+half precision, where one in a thousand is that close to it: they move a tensor of n elements by the root of this by n.
+In fp32 they are so few that the judge looks at each."""
+SAMPLES = 8
+"""That share a row of a gradient, at least."""
+FLIPS = 1e-3
+"""Part of the elements of integer outputs (the largest logit, chosen experts) that may be other ones."""
+
+_WITH_KINKS = (Kind.OUTPUT, Kind.OUTPUT_GRADIENT, Kind.GRADIENT, Kind.CLIPPED, Kind.UPDATE)
+_FLOORS = {
+    **dict.fromkeys((Kind.OUTPUT_GRADIENT, Kind.GRADIENT, Kind.CLIPPED, Kind.UPDATE), SMALLEST),
+    **dict.fromkeys((Kind.WEIGHT, Kind.OUTPUT, Kind.BUFFER), SMALLEST**2),
+}
+"""Part of the usual size in a step that is taken for the size of smaller tensors, which may be zero (LoRA's second
+factor and its output)."""
+UNLIMITED = Limit(math.inf, wrong=1.0)
+
+
+class Tolerance(Mapping[str, Limit]):
+    """By key of an item, how far it may be from the trace.
+
+    Attributes:
+        multiple: Of what rounding explains.
+    """
+
+    def __init__(self, limits: Mapping[str, Limit], multiple: float) -> None:
+        self._limits = dict(limits)
+        self.multiple = multiple
+
+    def __getitem__(self, key: str) -> Limit:
+        return self._limits[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._limits)
+
+    def __len__(self) -> int:
+        return len(self._limits)
+
+    def write(self, path: Path) -> None:
+        """For other processes."""
+        path.write_text(json.dumps(self.to_json()), "utf-8")
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"multiple": self.multiple, "limits": self._limits}
+
+    @classmethod
+    def read(cls, path: Path) -> Tolerance:
+        """What ``write`` wrote."""
+        return cls.from_json(json.loads(path.read_text("utf-8")))
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Tolerance:
+        """What ``to_json`` made."""
+        return cls({key: Limit(*limit) for key, limit in fields["limits"].items()}, fields["multiple"])
+
+
+def tolerance(
+    trace: Trace,
+    disturbed: Iterable[Measured],
+    half: Iterable[Measured] = (),
+    dtype: torch.dtype = torch.float32,
+) -> Tolerance:
+    """The tolerance of a candidate that computes in ``dtype``.
+
+    Args:
+        disturbed: The reference, off by one rounding step, compared with the trace.
+        half: The reference in ``dtype``, likewise, if that has 16 bits.
+    """
+    by_rounding = {one.item: one for one in disturbed}
+    in_half = {one.item: one for one in half}
+    both = (by_rounding, in_half)
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    multiple = MULTIPLE_OF_HALF if is_half else MULTIPLE
+    least = LEAST_EPS_OF_HALF * torch.finfo(dtype).eps if is_half else LEAST_EPS * torch.finfo(dtype).eps
+    floors = _floors(by_rounding.values())
+    spreads = {
+        item: max(
+            (runs[item].sums.relative(floors.get((item.step, item.kind), 0.0), wrong=1.0))
+            for runs in both
+            if item in runs
+        )
+        for item in trace
+        if item in by_rounding or item in in_half
+    }
+    of_batches: dict[Item, float] = {}
+    for item, spread in spreads.items():
+        of_batches[_of_all_batches(item)] = max(spread, of_batches.get(_of_all_batches(item), 0.0))
+    usual = _usual(spreads)
+    unknown = UnknownSigns(trace, by_rounding, floors, multiple)
+    limits = {}
+    for item in trace:
+        runs = [run[item] for run in both if item in run]
+        if any(one.shape is not None for one in runs):
+            limits[item.key] = UNLIMITED  # its shape depends on numbers that are rounded
+        elif not trace.is_float(item):
+            limits[item.key] = _of_integers(item, [one.sums for one in runs])
+        else:
+            floor = floors.get((item.step, item.kind), 0.0)
+            usual_here = usual.get((item.step, item.kind), 0.0)
+            spread = _spread(item, of_batches.get(_of_all_batches(item)), usual_here, usual, least)
+            sums = runs[0].sums if runs else Sums(elements=math.prod(trace.shape(item)))
+            own = math.sqrt(sums.expected / sums.elements) if sums.elements else 0.0
+            if item.kind is Kind.UPDATE:
+                of_weight = [run[weight].sums.apart for run in both if (weight := _weight(item)) in run]
+                spread = max(spread, math.sqrt(max(of_weight, default=0.0)) / (sums.size(floor) or 1.0))
+            relative = _allowed(item.kind, spread, sums.elements, multiple)
+            if is_half and item.kind in _WITH_KINKS:
+                relative = max(relative, _of_switched(trace.shape(item), item.kind))
+            relative += unknown.later(item)
+            relative = max(relative, unknown.of_update(item) / (sums.size(floor) or 1.0))
+            if sums.elements >= MANY:
+                relative = min(relative, max(LARGE, TIMES_LARGE * spread))
+            limits[item.key] = Limit(relative, max(floor, own), _wrong(runs, multiple), spread)
+    return Tolerance(limits, multiple)
+
+
+def _allowed(kind: Kind, spread: float, elements: int, multiple: float) -> float:
+    """What is allowed of a tensor that rounding moves by ``spread``."""
+    if kind is Kind.RATE:
+        return multiple * spread
+    return multiple * (1 + FEW / max(elements, 1)) * spread
+
+
+def _of_switched(shape: tuple[int, ...], kind: Kind) -> float:
+    """What elements at kinks may come to, in half precision.
+
+    Of a parameter's gradient one of them moves a whole row, by the share of one sample.
+    """
+    elements = math.prod(shape)
+    if not kind.is_of_micro_batch and len(shape) > 1:
+        elements = min(elements, SAMPLES * shape[0])
+    most = math.inf if kind is Kind.UPDATE and elements < MANY else LARGE
+    return min(most, math.sqrt(SWITCHED / max(elements, 1)))
+
+
+def _spread(
+    item: Item,
+    own: float | None,
+    usual: float,
+    of_kinds: Mapping[tuple[int, Kind], float],
+    least: float,
+) -> float:
+    """What rounding explains of an item, of which the disturbed runs show ``own``."""
+    if item.kind is Kind.RATE:
+        return max(own or 0.0, OF_RATE / MULTIPLE)
+    if item.kind is Kind.LOSS:
+        usual = max(usual, of_kinds.get((item.step, Kind.OUTPUT), 0.0))
+    if item.kind is Kind.NORM:
+        usual = max(usual, of_kinds.get((item.step, Kind.GRADIENT), 0.0))
+    return max(own or 0.0, usual, least)
+
+
+def _floors(measured: Iterable[Measured]) -> dict[tuple[int, Kind], float]:
+    """By step and kind, the root mean square that smaller tensors are taken to have."""
+    sizes: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for one in measured:
+        if one.item.kind in _FLOORS and one.sums.expected:
+            sizes[one.item.step, one.item.kind].append(math.sqrt(one.sums.expected / one.sums.elements))
+    return {(step, kind): _FLOORS[kind] * median(found) for (step, kind), found in sizes.items()}
+
+
+def _usual(spreads: Mapping[Item, float]) -> dict[tuple[int, Kind], float]:
+    """The median spread of each kind in each step."""
+    found: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for item, spread in spreads.items():
+        if math.isfinite(spread):
+            found[item.step, item.kind].append(spread)
+    return {place: median(values) for place, values in found.items()}
+
+
+def _of_integers(item: Item, runs: Iterable[Sums]) -> Limit:
+    """Rows of batches are what they are; what a module chooses can change by rounding."""
+    if item.kind is Kind.BATCH:
+        return Limit()
+    changed = max((sums.wrong / max(sums.elements, 1) for sums in runs), default=0.0)
+    return Limit(math.inf, wrong=min(1.0, max(FLIPS, MULTIPLE * changed)))
+
+
+def _wrong(runs: Iterable[Measured], multiple: float) -> float:
+    """Part of the elements that may become infinite or NaN, as scores of experts that were not chosen do."""
+    return min(1.0, multiple * max((one.sums.wrong / max(one.sums.elements, 1) for one in runs), default=0.0))
+
+
+def _of_all_batches(item: Item) -> Item:
+    """One name for an item of all micro-batches of a step: each is a sample of what rounding does."""
+    return item._replace(micro_batch=0, data_rank=-1)
+
+
+def _weight(update: Item) -> Item:
+    """What an update is a change of: the difference of two weights, each of which is rounded."""
+    return Item(0, Kind.WEIGHT, update.name)

@@ -1,0 +1,98 @@
+"""What came of a comparison."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+
+from lockstep.parity.judge.facts import RunFacts
+from lockstep.parity.trace.items import Item, Kind
+
+
+class Fault(Enum):
+    """What is wrong with an item."""
+
+    DIFFERS = "differs"
+    MISSING = "missing"
+    """No rank has it."""
+    ADDED = "added"
+    """The reference has none such."""
+    SHAPE = "shape"
+    STEP = "step"
+    """A step that only one run made."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One item that does not agree.
+
+    Attributes:
+        ranks: On which it does not.
+        holders: Ranks that have it, or a part of it.
+        distance: Relative to the norm of what is expected.
+        spread: The distance that rounding explains.
+        allowed: A multiple of that.
+        factor: Times the reference, it is what was found, where there is such a number.
+        shapes: As found and as expected, of another shape.
+        numbers: As found and as expected, of one element.
+        looks_like: A sentence, where the difference has a known shape.
+    """
+
+    item: Item
+    fault: Fault
+    ranks: tuple[int, ...] = ()
+    holders: tuple[int, ...] = ()
+    distance: float = math.inf
+    spread: float = 0.0
+    allowed: float = 0.0
+    factor: float | None = None
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    numbers: tuple[float, float] | None = None
+    looks_like: str = ""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How far an item is, by how far it may be; ``distance`` itself relative to the norm of what is expected."""
+
+    item: Item
+    ratio: float
+    distance: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a comparison.
+
+    Attributes:
+        multiple: Of what rounding explains, that was allowed.
+        ratios: Of every item that was compared, in the order of the run.
+        findings: In the order of the run; the first one is where to look.
+        agree_before: How many items before the first finding agree.
+        notes: Sentences on what was not compared, and why.
+    """
+
+    facts: RunFacts
+    multiple: float
+    ratios: tuple[Ratio, ...]
+    findings: tuple[Finding, ...]
+    agree_before: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def agrees(self) -> bool:
+        return not self.findings
+
+    @property
+    def compared(self) -> dict[Kind, int]:
+        """How many items of each kind were compared."""
+        found = Counter(one.item.kind for one in self.ratios)
+        return {kind: found[kind] for kind in Kind if found[kind]}
+
+    @property
+    def largest(self) -> Ratio | None:
+        """Of those that agree."""
+        agreeing = [one for one in self.ratios if one.ratio <= 1]
+        return max(agreeing, key=lambda one: one.ratio, default=None)

@@ -1,0 +1,1 @@
+"""A verdict as text, as JSON and as a page."""

@@ -1,0 +1,158 @@
+"""A verdict as one HTML file: the answer, a picture of modules and steps, the table. It loads nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from html import escape
+
+from lockstep.parity.judge.verdict import Ratio, Verdict
+from lockstep.parity.judge.words import size
+from lockstep.parity.report.text import RIGHT, TITLES, remarks, rows, sentence
+from lockstep.parity.trace.items import Item, Kind
+
+MOST_MODULES = 300
+"""Rows of the picture; deeper modules are put together until there are no more."""
+MOST_STEPS = 12
+MOST_LISTED = 200
+COLUMNS = {"data": "d", "forward": "f", "backward": "b", "clipping": "c", "optimizer": "o"}
+"""Phase -> its letter above a column."""
+SHADES = (
+    (0.0, "exact"),
+    (0.1, "near"),
+    (1.0, "agrees"),
+    (10.0, "beyond"),
+    (100.0, "far"),
+    (math.inf, "lost"),
+)
+"""Up to which multiple of what is allowed a cell has which class."""
+LEGEND = {
+    "exact": "equal",
+    "near": "up to a tenth of what is allowed",
+    "agrees": "up to what is allowed",
+    "beyond": "up to 10 times that",
+    "far": "up to 100 times",
+    "lost": "more",
+}
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --line: #d5dae0; --quiet: #5b6470;
+  --exact: #e3f1e6; --near: #c4e4cb; --agrees: #8fcb9c; --beyond: #ffc285; --far: #f4804f; --lost: #c8322f; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ed; --paper: #15181c; --line: #343a42; --quiet: #9aa4b0;
+  --exact: #1d2d22; --near: #23492d; --agrees: #2f7040; --beyond: #8a5a1d; --far: #b4491f; --lost: #e5484d; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2rem auto;
+  max-width: 76rem; padding: 0 1rem; }
+h1 { font-size: 1.3rem; } h2 { font-size: 1.05rem; margin-top: 2rem; }
+.answer { font-size: 1.1rem; border-left: 4px solid var(--agrees); padding: .3rem 1rem; overflow-wrap: anywhere; }
+.answer.differs { border-color: var(--lost); }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; } td, th { padding: .25rem .6rem; text-align: left; vertical-align: top; }
+.list td, .list th { border-bottom: 1px solid var(--line); } .list td { overflow-wrap: anywhere; }
+.right { text-align: right !important; white-space: nowrap; }
+.strip { border-collapse: separate; border-spacing: 1px; font-size: 12px; }
+.strip td, .strip th { padding: 0 .25rem; min-width: 1rem; height: 1rem; font-weight: normal; }
+.strip th.step { text-align: center; border-bottom: 1px solid var(--line); } .strip td.first { border-left: 4px solid
+  var(--paper); }
+.exact { background: var(--exact); } .near { background: var(--near); } .agrees { background: var(--agrees); }
+.beyond { background: var(--beyond); } .far { background: var(--far); } .lost { background: var(--lost); }
+.legend span { display: inline-block; margin-right: 1rem; color: var(--quiet); font-size: 13px; }
+.legend i { display: inline-block; width: .9rem; height: .9rem; margin-right: .3rem; vertical-align: -2px; }
+p.remark { color: var(--quiet); margin: .3rem 0; }
+"""
+
+
+def to_html(verdict: Verdict) -> str:
+    """A complete document."""
+    differs = "" if verdict.agrees else " differs"
+    facts = verdict.facts
+    title = f"lockstep check: {facts.candidate or 'plain'}, {facts.nproc} ranks"
+    parts = [
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>",
+        f'<h1>{_text(title)}</h1><p class="answer{differs}">{_text(sentence(verdict))}</p>',
+    ]
+    if verdict.findings:
+        parts.append(f"<h2>What differs</h2>{_table(verdict)}")
+    if verdict.ratios:
+        parts.append(f"<h2>Distance by what is allowed</h2>{_strip(verdict)}{_legend()}")
+    parts += [f'<p class="remark">{_text(remark)}</p>' for remark in remarks(verdict)]
+    return "\n".join([*parts, "</body></html>"]) + "\n"
+
+
+def heat(ratios: Iterable[Ratio], depth: int) -> dict[str, dict[tuple[int, str], float]]:
+    """By module, in the order of the run, and by step and phase, the largest distance by what is allowed.
+
+    ``depth``: how many parts of a module's name are kept.
+    """
+    cells: dict[str, dict[tuple[int, str], float]] = {}
+    for one in ratios:
+        if one.item.kind is Kind.WEIGHT:
+            continue
+        of_module = cells.setdefault(_module(one.item, depth), {})
+        place = (one.item.step, one.item.kind.phase)
+        of_module[place] = max(of_module.get(place, 0.0), one.ratio)
+    return cells
+
+
+def _module(item: Item, depth: int) -> str:
+    if item.kind in (Kind.BATCH, Kind.LOSS, Kind.NORM, Kind.RATE):
+        return item.kind.value
+    is_of_module = item.kind in (Kind.OUTPUT, Kind.OUTPUT_GRADIENT)
+    name = item.name if is_of_module else item.name.rpartition(".")[0]
+    return ".".join(name.split(".")[:depth]) or "(model)"
+
+
+def _strip(verdict: Verdict) -> str:
+    depth = max((one.item.name.count(".") + 1 for one in verdict.ratios), default=1)
+    while len(cells := heat(verdict.ratios, depth)) > MOST_MODULES and depth > 1:
+        depth -= 1
+    steps = sorted({step for of_module in cells.values() for step, _ in of_module})[:MOST_STEPS]
+    phases = {place for of_module in cells.values() for place in of_module}
+    columns = [(step, phase) for step in steps for phase in COLUMNS if (step, phase) in phases]
+    heads = "".join(
+        f'<th class="step" colspan="{sum(of == step for of, _ in columns)}">step {step}</th>'
+        for step in steps
+    )
+    letters = "".join(f'<th title="{phase}">{COLUMNS[phase]}</th>' for _, phase in columns)
+    lines = [f"<tr><th></th>{heads}</tr><tr><th></th>{letters}</tr>"]
+    for name, of_module in list(cells.items())[:MOST_MODULES]:
+        lines.append(f"<tr><th>{_text(name)}</th>{_cells(name, of_module, columns)}</tr>")
+    return f'<div class="scroll"><table class="strip">{"".join(lines)}</table></div>'
+
+
+def _cells(name: str, of_module: Mapping[tuple[int, str], float], columns: list[tuple[int, str]]) -> str:
+    said = []
+    for index, (step, phase) in enumerate(columns):
+        first = " first" if index and columns[index - 1][0] != step else ""
+        if (step, phase) not in of_module:
+            said.append(f'<td class="{first.strip()}"></td>')
+            continue
+        ratio = of_module[step, phase]
+        label = _text(f"step {step}, {phase}, {name}: {size(ratio)} of what is allowed")
+        said.append(f'<td class="{shade(ratio)}{first}" title="{label}"></td>')
+    return "".join(said)
+
+
+def shade(ratio: float) -> str:
+    """The class of a cell."""
+    return next(name for limit, name in SHADES if ratio <= limit)
+
+
+def _legend() -> str:
+    phases = ", ".join(f"{letter}: {phase}" for phase, letter in COLUMNS.items())
+    shades = "".join(f'<span><i class="{name}"></i>{text}</span>' for name, text in LEGEND.items())
+    return f'<p class="legend">{shades}<span>{phases}</span></p>'
+
+
+def _table(verdict: Verdict) -> str:
+    sides = ['class="right"' if title in RIGHT else "" for title in TITLES]
+    head = "".join(f"<th {side}>{title}</th>" for title, side in zip(TITLES, sides, strict=True))
+    body = "".join(
+        f"<tr>{''.join(f'<td {side}>{_text(cell)}</td>' for cell, side in zip(row, sides, strict=True))}</tr>"
+        for row in rows(verdict, MOST_LISTED)
+    )
+    return f'<div class="scroll"><table class="list"><tr>{head}</tr>{body}</table></div>'
+
+
+def _text(text: str) -> str:
+    return escape("".join(character if character.isprintable() else "?" for character in text))

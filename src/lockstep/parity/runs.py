@@ -1,0 +1,188 @@
+"""The runs of one check: started, waited for, and what each has left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lockstep.config.sources import inherited_environment
+from lockstep.errors import LockstepError
+from lockstep.parity.spec import ProcessFacts, Role, RunSpec
+from lockstep.parity.trace.measure import Measured, read_measured
+
+WORKER = "lockstep.parity.collect.worker"
+OF_LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+"""Variables that would make a process one of several."""
+LAST_LINES = 12
+GRACE_S = 10.0
+OUT_OF_MEMORY = (
+    "OutOfMemoryError",
+    "out of memory",
+    "can't allocate memory",
+    "MemoryError",
+    "DefaultCPUAllocator",
+)
+
+
+class CouldNotRun(LockstepError):
+    """A run that is needed for an answer has failed."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is checked: ``words`` are the script, or the module, and its arguments."""
+
+    words: tuple[str, ...]
+    is_module: bool = False
+    as_accelerate: bool = False
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a run has left in ``folder``."""
+
+    folder: Path
+    facts: tuple[ProcessFacts, ...]
+
+    @property
+    def made(self) -> int:
+        """Steps that all its processes made."""
+        return min(one.made for one in self.facts)
+
+    def measured(self) -> Iterator[Measured]:
+        """What all its ranks have compared."""
+        return read_measured(sorted(self.folder.glob("measured-*.jsonl")))
+
+
+class Run:
+    """One run of a script, in processes of its own, whose output goes to a file.
+
+    Args:
+        processes: Started by `lockstep launch`, unless the run is alone.
+        flags: For that command.
+        environment: Variables beside those of this process.
+        timeout_s: After which the run is ended.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        program: Program,
+        flags: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        timeout_s: float = 3600.0,
+    ) -> None:
+        self.spec = spec
+        self.folder = Path(spec.folder)
+        self.folder.mkdir(parents=True)
+        self._timeout_s = timeout_s
+        self._log = self.folder / "output.txt"
+        path = spec.write(self.folder / "spec.json")
+        environ = {name: value for name, value in inherited_environment().items() if name not in OF_LAUNCHERS}
+        command = [sys.executable, "-m", WORKER, str(path), *program.words]
+        if not spec.is_alone:
+            command = [sys.executable, "-m", "lockstep.cli.main", "launch", *flags, *command[1:]]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environ | dict(environment or {}),
+                start_new_session=True,
+            )
+        self._end_at = time.monotonic() + timeout_s
+
+    def wait(self) -> Left:
+        """What it has left.
+
+        Raises:
+            CouldNotRun: it failed, or took too long.
+        """
+        try:
+            code = self._process.wait(max(self._end_at - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            self.end()
+            raise CouldNotRun(
+                f"{self.title} has not made {self.spec.steps} steps in {self._timeout_s:g} s. Give it more with "
+                f"--timeout, or ask for fewer with --steps.{self._tail()}"
+            ) from None
+        facts = ProcessFacts.read_all(self.folder)
+        if code or not facts:
+            raise CouldNotRun(self._failure(code))
+        return Left(self.folder, tuple(facts))
+
+    def end(self) -> None:
+        """End its processes, if they still run."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self._process.poll() is not None:
+                return
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE_S)
+
+    @property
+    def title(self) -> str:
+        """For messages."""
+        return _TITLES[self.spec.role]
+
+    def _failure(self, code: int) -> str:
+        text = self._log.read_text("utf-8", "replace")
+        if code in (-9, 137) or any(sign in text for sign in OUT_OF_MEMORY):
+            what = f"{self.title} ran out of memory"
+            if self.spec.is_alone:
+                return (
+                    f"{what}: the whole model does not fit this one process. Check a smaller model of the same kind, "
+                    "such as one with fewer layers, or compare with another strategy: --reference zero=3."
+                    f"{self._tail()}"
+                )
+            return f"{what}. Check a smaller model of the same kind, or more ranks.{self._tail()}"
+        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        return f"{self.title} failed ({how}).{self._tail()}"
+
+    def _tail(self) -> str:
+        lines = self._log.read_text("utf-8", "replace").rstrip().splitlines()[-LAST_LINES:]
+        return "\n  ".join(["\nIts last lines:", *lines]) if lines else ""
+
+
+_TITLES = {
+    Role.REFERENCE: "The reference",
+    Role.REPEAT: "The second run of the reference",
+    Role.DISTURBED: "The disturbed run of the reference",
+    Role.HALF: "The run of the reference in half precision",
+    Role.CANDIDATE: "The candidate",
+}
+
+
+def all_of(runs: Sequence[Run]) -> list[Left]:
+    """Wait for runs that were started together; if one fails, the others are ended."""
+    try:
+        return [run.wait() for run in runs]
+    finally:
+        for run in runs:
+            run.end()
+
+
+def following(spec: RunSpec, role: Role, folder: Path, **changes: object) -> RunSpec:
+    """The specification of another run of the same check."""
+    return replace(spec, role=role, folder=str(folder / role.value), **changes)  # type: ignore[arg-type]
+
+
+Starter = Callable[[RunSpec], Run]
+"""Starts a run."""

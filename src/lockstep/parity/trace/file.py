@@ -1,0 +1,155 @@
+"""A run's tensors in one safetensors file: written as the run makes them, read by parts, mapped from disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from lockstep.checkpoint.format.tensors import dtype_name
+from lockstep.comm.collectives import as_bytes
+from lockstep.comm.layout import ShardRegion
+from lockstep.errors import ConfigError
+from lockstep.parity.trace.items import Item
+
+FORMAT = "lockstep trace 1"
+_COPY_BYTES = 16 << 20
+
+
+class TraceWriter:
+    """Appends tensors to a file beside ``path``; ``close`` makes a safetensors file of them.
+
+    Memory does not grow with the tensors: a header with their places is all that is kept.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._data = path.with_suffix(".data")
+        self._file = self._data.open("wb")
+        self._entries: dict[str, dict[str, Any]] = {}
+        self._end = 0
+
+    def __contains__(self, item: Item) -> bool:
+        return item.key in self._entries
+
+    def add(self, item: Item, tensor: torch.Tensor) -> None:
+        """Append a tensor of any shape, device and dtype; of an item that is there already nothing is written."""
+        if item in self:
+            return
+        values = plain(tensor)
+        data = as_bytes(values).numpy()
+        self._file.write(data)  # type: ignore[arg-type]  # numpy arrays are buffers
+        begin, self._end = self._end, self._end + data.nbytes
+        self._entries[item.key] = {
+            "dtype": dtype_name(values, item.name),
+            "shape": list(values.shape),
+            "data_offsets": [begin, self._end],
+        }
+
+    def close(self, facts: Mapping[str, object]) -> None:
+        """Write the file. ``facts``: what else is to be known of the run, as JSON has it."""
+        self._file.close()
+        about = {"format": FORMAT, "order": json.dumps(list(self._entries)), "facts": json.dumps(facts)}
+        with self._data.open("rb") as data:
+            _write(self._path, {"__metadata__": about, **self._entries}, data)
+        self._data.unlink()
+
+
+class Trace:
+    """A trace that was written.
+
+    Raises:
+        ConfigError: ``path`` is no trace.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file: Any = safe_open(path, framework="pt").__enter__()
+            about = self._file.metadata() or {}
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(
+                f"{path} cannot be read as a trace: {error}. Write one with --record."
+            ) from None
+        if about.get("format") != FORMAT:
+            raise ConfigError(
+                f"{path} is no trace of a run ({FORMAT}). Write one with `lockstep check --record`."
+            )
+        self.facts: dict[str, Any] = json.loads(about["facts"])
+        self._places = {key: place for place, key in enumerate(json.loads(about["order"]))}
+
+    @cached_property
+    def _items(self) -> list[Item]:
+        return [Item.of(key) for key in self._places]
+
+    def __contains__(self, item: Item) -> bool:
+        return item.key in self._places
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def copy(self, path: Path, facts: Mapping[str, object]) -> None:
+        """Write the trace to another file, with further facts. Raises OSError."""
+        with self.path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            header["__metadata__"]["facts"] = json.dumps({**self.facts, **facts})
+            _write(path, header, file)
+
+    def position(self, item: Item) -> int:
+        """When the run came to it."""
+        return self._places[item.key]
+
+    def shape(self, item: Item) -> tuple[int, ...]:
+        return tuple(self._file.get_slice(item.key).get_shape())
+
+    def is_float(self, item: Item) -> bool:
+        """Whether its numbers are rounded."""
+        return str(self._file.get_slice(item.key).get_dtype()).startswith(("F", "BF", "C"))
+
+    def tensor(self, item: Item) -> torch.Tensor:
+        """All of it, in host memory."""
+        tensor: torch.Tensor = self._file.get_tensor(item.key)
+        return tensor
+
+    def part(self, item: Item, box: ShardRegion) -> torch.Tensor:
+        """The elements of a box."""
+        if not box.shape:
+            return self.tensor(item)
+        ranges = tuple(
+            slice(start, start + count) for start, count in zip(box.offsets, box.shape, strict=True)
+        )
+        part: torch.Tensor = self._file.get_slice(item.key)[ranges]
+        return part
+
+
+def _write(path: Path, header: Mapping[str, object], data: BinaryIO) -> None:
+    """A safetensors file of a header and what ``data`` has from here on."""
+    content = json.dumps(header).encode()
+    content += b" " * (-len(content) % 8)
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(len(content).to_bytes(8, "little") + content)
+        shutil.copyfileobj(data, file, _COPY_BYTES)
+    os.replace(partial, path)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """In host memory, contiguous, without a gradient, complex numbers as pairs."""
+    values = tensor.detach()
+    if values.is_sparse or values.layout is not torch.strided:
+        values = values.to_dense()
+    if values.is_quantized:
+        values = values.dequantize()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    return values.resolve_neg().cpu().contiguous()

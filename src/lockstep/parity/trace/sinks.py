@@ -1,0 +1,119 @@
+"""Where a run's tensors go: into a trace, or beside one that another run has left."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from lockstep.comm.layout import ShardRegion, whole_box
+from lockstep.parity.trace.file import Trace, TraceWriter, plain
+from lockstep.parity.trace.items import Item
+from lockstep.parity.trace.measure import Limit, Measured, Sums, as_pairs, compare, digest
+
+KEPT_BYTES = 256 << 20
+"""Of tensors that differ, for a look at how."""
+
+
+class Sink(Protocol):
+    """Takes what this rank holds of each item."""
+
+    def add(self, item: Item, part: torch.Tensor, shape: Sequence[int], boxes: Sequence[ShardRegion]) -> None:
+        """``part``: what this rank holds of a tensor of ``shape``, of which it is ``boxes``."""
+
+    def expected_shape(self, item: Item) -> tuple[int, ...] | None:
+        """That of the whole tensor in the reference, where there is one to compare with."""
+
+    def close(self, facts: Mapping[str, object]) -> None:
+        """No more comes. ``facts``: what else is to be known of the run."""
+
+
+class Recording:
+    """Writes what this rank holds of each tensor of a run into a trace, and of parts which they are."""
+
+    def __init__(self, path: Path) -> None:
+        self._writer = TraceWriter(path)
+        self._parts: dict[str, object] = {}
+
+    def add(self, item: Item, part: torch.Tensor, shape: Sequence[int], boxes: Sequence[ShardRegion]) -> None:
+        if item in self._writer:
+            return
+        self._writer.add(item, part)
+        if tuple(part.shape) != tuple(shape):
+            self._parts[item.key] = [tuple(shape), as_pairs(boxes)]
+
+    def expected_shape(self, item: Item) -> tuple[int, ...] | None:
+        return None
+
+    def close(self, facts: Mapping[str, object]) -> None:
+        self._writer.close({**facts, "parts": self._parts})
+
+
+class Comparison:
+    """Compares each part with a trace, and writes a line on it.
+
+    Args:
+        trace: Of the reference.
+        folder: Where the lines go, ``measured-<rank>.jsonl``, and the parts that differ, ``found-<rank>.safetensors``.
+        allowed: By key of an item, how far it may be from the trace; parts further away are kept. None: none are.
+    """
+
+    def __init__(
+        self, trace: Trace, folder: Path, rank: int, allowed: Mapping[str, Limit] | None = None
+    ) -> None:
+        self._trace = trace
+        self._rank = rank
+        self._allowed = allowed
+        self._lines = (folder / f"measured-{rank}.jsonl").open("w", encoding="utf-8")
+        self._found = None if allowed is None else TraceWriter(folder / f"found-{rank}.safetensors")
+        self._kept = 0
+        self._seen: set[tuple[object, ...]] = set()
+
+    def add(self, item: Item, part: torch.Tensor, shape: Sequence[int], boxes: Sequence[ShardRegion]) -> None:
+        known = (item, as_pairs(boxes))
+        if known in self._seen:
+            return
+        self._seen.add(known)
+        values = plain(part)
+        if not boxes and not values.numel() and 0 not in shape:
+            return  # this rank has nothing of it
+        measured = self._measured(item, values, tuple(shape), boxes)
+        self._lines.write(measured.to_json() + "\n")
+        self._lines.flush()
+        if self._found is None or self._allowed is None:
+            return
+        limit = self._allowed.get(item.key, Limit())
+        if measured.is_missing or measured.shape is not None or limit.ratio(measured.sums) > 1:
+            self._kept += values.nbytes
+            if self._kept <= KEPT_BYTES:
+                self._found.add(item, values)
+
+    def expected_shape(self, item: Item) -> tuple[int, ...] | None:
+        return self._trace.shape(item) if item in self._trace else None
+
+    def close(self, facts: Mapping[str, object]) -> None:
+        self._lines.close()
+        if self._found is not None:
+            self._found.close(facts)
+
+    def _measured(
+        self, item: Item, values: torch.Tensor, shape: tuple[int, ...], boxes: Sequence[ShardRegion]
+    ) -> Measured:
+        pairs = as_pairs(boxes)
+        if item not in self._trace:
+            return Measured(item, self._rank, Sums(), pairs, digest(values), is_missing=True)
+        expected = self._trace.shape(item)
+        if len(expected) == len(shape) + 1 and expected[-1] == 2:  # complex numbers are pairs
+            shape = expected
+        if expected != shape:
+            return Measured(item, self._rank, Sums(), pairs, digest(values), shape=shape)
+        total = Sums()
+        for box in boxes or [whole_box(shape)]:
+            if len(box.shape) < values.ndim:
+                box = ShardRegion((*box.offsets, 0), (*box.shape, 2), (*box.inside, 0))
+            if math.prod(box.shape):
+                total += compare(box.of(values), self._trace.part(item, box))
+        return Measured(item, self._rank, total, pairs, digest(values))

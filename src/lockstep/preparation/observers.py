@@ -1,0 +1,64 @@
+"""What looks on while a run trains: told of what is prepared, and of each part of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from lockstep.config.options import Options
+    from lockstep.data.loader import PreparedLoader
+    from lockstep.parallel.parallel_model import ParallelModel
+    from lockstep.runtime.mesh import DeviceMeshes
+    from lockstep.runtime.step import StepState
+
+
+@dataclass(frozen=True)
+class ObservedRun:
+    """What an ``Accelerator`` prepares: lists that grow.
+
+    Attributes:
+        parameters_at_rest: All parameters, where they are sharded not gathered.
+    """
+
+    step: StepState
+    meshes: DeviceMeshes
+    models: Sequence[ParallelModel]
+    optimizers: Sequence[object]
+    parameters_at_rest: Callable[[], Iterable[torch.Tensor]]
+
+
+class RunObserver:
+    """Does nothing; what looks on overrides what it needs. Each method is called on every rank."""
+
+    registered: ClassVar[list[RunObserver]] = []
+    """Those of this process. Nobody is, but in the runs that `lockstep check` makes."""
+
+    def options(self, options: Options) -> Options:
+        """What an ``Accelerator`` is to use in place of the options that were resolved."""
+        return options
+
+    def begins(self, run: ObservedRun) -> None:
+        """An ``Accelerator`` prepares its first object."""
+
+    def model_prepared(self, model: ParallelModel) -> None:
+        """A model that will be trained was prepared."""
+
+    def loader_prepared(self, loader: PreparedLoader) -> None:
+        """A loader was prepared."""
+
+    def optimizer_prepared(self, optimizer: Optimizer) -> None:
+        """An optimizer was prepared; this is the user's own."""
+
+    def backward_begins(self, loss: torch.Tensor, factor: torch.Tensor | float) -> None:
+        """``loss``: the script's. Gradients will be those of ``factor`` times it, or times its weighted sum."""
+
+    def before_clip(self) -> None:
+        """Gradients of a whole window are averaged, and not clipped yet; or not clipped at all before a step."""
+
+    def clipped(self, norm: torch.Tensor | None) -> None:
+        """Gradients were clipped; ``norm`` (0-d) is that before, None where their values were."""

@@ -1,0 +1,1 @@
+"""Whether a run on many devices computes what one device computes."""

@@ -1,0 +1,179 @@
+"""What ranks have measured, put together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.comm.layout import ShardRegion
+from lockstep.parity.judge.decide import judge, judge_repeat
+from lockstep.parity.judge.facts import RankFacts, RunFacts
+from lockstep.parity.judge.tolerance import Tolerance
+from lockstep.parity.judge.verdict import Fault
+from lockstep.parity.report.text import sentence, sentence_of_repeat
+from lockstep.parity.trace.items import Item, Kind
+from lockstep.parity.trace.measure import as_pairs, as_regions
+from tests.parity.runs import Held, measure, ranks_of, record, shaken, shard, synthetic, verdict_of
+
+FOUR = RunFacts(candidate="ddp", nproc=4, data_ranks=4, steps_asked=2, steps_compared=2)
+GRADIENT = Item(2, Kind.GRADIENT, "first.weight")
+
+
+def test_equal_runs_agree(tmp_path: Path) -> None:
+    tensors = synthetic(data_ranks=4)
+    verdict = verdict_of(tmp_path, tensors, ranks_of(tensors, 4), facts=FOUR)
+    assert verdict.agrees, sentence(verdict)
+    assert len(verdict.ratios) == sum(verdict.compared.values()) == len(tensors) == verdict.agree_before
+    assert verdict.compared[Kind.LOSS] == 8
+    assert verdict.largest is not None and 0 < verdict.largest.ratio < 1
+    assert verdict.notes == ()
+
+
+@pytest.mark.parametrize("wrong", [None, 2])
+def test_shards_are_put_together(wrong: int | None, tmp_path: Path) -> None:
+    tensors = synthetic(data_ranks=4)
+    ranks: list[Held] = []
+    for rank, held in enumerate(ranks_of(tensors, 4)):
+        part, shape, boxes = shard(held[GRADIENT], rank, 4)
+        ranks.append({**held, GRADIENT: (part * (2 if rank == wrong else 1), shape, boxes)})
+    verdict = verdict_of(tmp_path, tensors, ranks, facts=FOUR)
+    assert verdict.agrees == (wrong is None)
+    if wrong is not None:
+        (finding,) = verdict.findings
+        assert finding.ranks == (wrong,) and finding.holders == (0, 1, 2, 3)
+        assert finding.factor == pytest.approx(2, rel=1e-4)
+        rows = tensors[GRADIENT][4:6]
+        assert finding.distance == pytest.approx(float(rows.norm() / tensors[GRADIENT].norm()), rel=1e-4)
+
+
+def test_a_rank_without_elements_of_a_tensor_says_nothing(tmp_path: Path) -> None:
+    tensors = synthetic()
+    ranks: list[Held] = [dict(held) for held in ranks_of(tensors, 2)]
+    ranks[1] = {**ranks[1], GRADIENT: (torch.empty(0, 8), (8, 8), [])}
+    assert verdict_of(tmp_path, tensors, ranks).agrees
+
+
+def test_one_wrong_copy_among_many_is_found(tmp_path: Path) -> None:
+    tensors = synthetic(data_ranks=4)
+    ranks = ranks_of(tensors, 4)
+    ranks[3][GRADIENT] = ranks[3][GRADIENT] * 1.01
+    verdict = verdict_of(tmp_path, tensors, ranks, facts=FOUR)
+    (finding,) = verdict.findings
+    assert finding.ranks == (3,) and finding.distance == pytest.approx(0.01, rel=1e-2)
+
+
+def test_copies_that_differ_by_rounding_are_noted(tmp_path: Path) -> None:
+    tensors = synthetic()
+    ranks = ranks_of(tensors, 2)
+    ranks[1][GRADIENT] = shaken({GRADIENT: tensors[GRADIENT]}, 5)[GRADIENT]
+    verdict = verdict_of(tmp_path, tensors, ranks)
+    assert verdict.agrees
+    assert verdict.notes == (
+        "1 tensor of which several ranks have a copy is not equal bit for bit (step 2).",
+    )
+
+
+def test_findings_are_in_the_order_of_a_step(tmp_path: Path) -> None:
+    tensors = synthetic(data_ranks=4)
+    ranks = ranks_of(tensors, 4)
+    wrong = [
+        Item(1, Kind.OUTPUT, "second", data_rank=1),
+        Item(1, Kind.LOSS, "", data_rank=1),
+        Item(1, Kind.OUTPUT_GRADIENT, "first", data_rank=0),
+        Item(1, Kind.GRADIENT, "second.bias"),
+        Item(1, Kind.UPDATE, "first.weight"),
+        Item(2, Kind.BATCH, "", data_rank=3, path="x"),
+    ]
+    for held in ranks:
+        for item in wrong:
+            if item in held:
+                held[item] = held[item] * 3
+    verdict = verdict_of(tmp_path, tensors, ranks, facts=FOUR)
+    found = [finding.item for finding in verdict.findings]
+    assert {*found} == {*wrong} and found[-3:] == wrong[-3:]
+    assert [item.kind for item in found[:3]] in (
+        [Kind.OUTPUT, Kind.LOSS, Kind.OUTPUT_GRADIENT],
+        [Kind.OUTPUT_GRADIENT, Kind.OUTPUT, Kind.LOSS],
+    )
+
+
+@pytest.mark.parametrize(
+    ("lost", "faults"),
+    [
+        (lambda item: item == GRADIENT, {Fault.MISSING}),
+        (lambda item: item.kind is Kind.OUTPUT and item.name == "first", set()),
+        (lambda item: item.kind is Kind.NORM, set()),
+        (lambda item: item.step == 2, {Fault.STEP}),
+    ],
+)
+def test_what_no_rank_has(lost, faults: set[Fault], tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    tensors = synthetic()
+    ranks = [{item: one for item, one in held.items() if not lost(item)} for held in ranks_of(tensors, 2)]
+    verdict = verdict_of(tmp_path, tensors, ranks)
+    assert {finding.fault for finding in verdict.findings} == faults
+    assert len(verdict.findings) == len(faults)
+    assert bool(verdict.notes) != bool(faults)
+
+
+def test_what_the_reference_has_not(tmp_path: Path) -> None:
+    tensors = synthetic()
+    ranks = ranks_of(tensors, 2)
+    extra, third = Item(1, Kind.GRADIENT, "third.weight"), Item(3, Kind.LOSS, "", data_rank=0)
+    ranks[1][extra] = torch.ones(3)
+    ranks[0][third] = torch.ones(())
+    verdict = verdict_of(tmp_path, tensors, ranks)
+    assert [(one.item, one.fault) for one in verdict.findings] == [
+        (extra, Fault.ADDED),
+        (Item(3, Kind.BATCH, ""), Fault.STEP),
+    ]
+
+
+def test_another_shape(tmp_path: Path) -> None:
+    tensors = synthetic()
+    ranks = ranks_of(tensors, 2)
+    ranks[1][GRADIENT] = torch.ones(8, 9)
+    (finding,) = verdict_of(tmp_path, tensors, ranks).findings
+    assert finding.fault is Fault.SHAPE and finding.ranks == (1,) and finding.shapes == ((8, 9), (8, 8))
+
+
+def test_two_runs_of_the_reference_must_be_equal(tmp_path: Path) -> None:
+    tensors = synthetic()
+    trace = record(tmp_path / "reference.safetensors", tensors)
+    lines, _ = measure(trace, tmp_path / "again", [tensors])
+    assert judge_repeat(trace, lines, RunFacts()).agrees
+    other = {**tensors, Item(1, Kind.OUTPUT, "second", data_rank=0): tensors[GRADIENT][:4] + 1e-7}
+    lines, _ = measure(trace, tmp_path / "other", [other])
+    verdict = judge_repeat(trace, lines, RunFacts(data_ranks=2))
+    assert sentence_of_repeat(verdict).startswith(
+        "Two reference runs already differ at step 1, forward: the output of `second` (data rank 0) is off by"
+    )
+
+
+def test_nothing_measured_is_no_agreement_of_anything(tmp_path: Path) -> None:
+    trace = record(tmp_path / "reference.safetensors", synthetic(steps=1))
+    verdict = judge(trace, Tolerance({}, 10), [], RunFacts())
+    assert not verdict.agrees
+
+
+def test_boxes_come_back_with_their_places() -> None:
+    regions = [
+        ShardRegion((a, 0, b), (la, 5, lb), (ia, 0, ib))
+        for a, la, ia in ((0, 2, 0), (6, 1, 2))
+        for b, lb, ib in ((1, 3, 0), (8, 2, 3))
+    ]
+    assert as_regions(as_pairs(regions)) == regions
+    assert as_regions([]) == []
+
+
+def test_facts_come_back_as_they_were() -> None:
+    ranks = (RankFacts(0, 0, {"tp": 0}), RankFacts(1, 0, {"tp": 1}))
+    facts = RunFacts("", "tp=2", 2, 1, 4, ranks, "bf16", 3, 3, ("Dropout was off in both runs.",))
+    assert RunFacts.from_json(facts.to_json()) == facts
+    assert facts.axes == {"tp": 2} and facts.data_rank(1) == 0
+
+
+def test_ranks_along_an_axis_of_data_have_batches_of_their_own() -> None:
+    ranks = tuple(RankFacts(rank, rank // 2, {"shard": rank // 2, "tp": rank % 2}) for rank in range(4))
+    assert RunFacts(nproc=4, data_ranks=2, ranks=ranks).axes == {"tp": 2}

@@ -1,0 +1,318 @@
+"""Known shapes of differences are named; others, and rounding, are not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.parity.judge.facts import RankFacts, RunFacts
+from lockstep.parity.report.text import sentence
+from lockstep.parity.trace.items import Item, Kind
+from tests.parity.runs import Held, ranks_of, shard, synthetic, verdict_of
+
+Ranks = list[dict[Item, Tensor]]
+Plant = Callable[[Ranks, dict[Item, Tensor]], None]
+
+GRADIENT = Item(2, Kind.GRADIENT, "second.weight")
+OTHER = Item(2, Kind.GRADIENT, "first.weight")
+CLIPPED = GRADIENT._replace(kind=Kind.CLIPPED)
+UPDATE = GRADIENT._replace(kind=Kind.UPDATE)
+WEIGHT = Item(0, Kind.WEIGHT, "second.weight")
+BUFFER = Item(2, Kind.BUFFER, "first.mean")
+NORM = Item(2, Kind.NORM, "")
+RATE = Item(1, Kind.RATE, "")
+LOSS = Item(2, Kind.LOSS, "", data_rank=1)
+OUTPUT = Item(1, Kind.OUTPUT, "first", data_rank=1)
+BATCH = Item(1, Kind.BATCH, "", data_rank=1, path="x")
+
+
+def facts(data_ranks: int, accumulation_steps: int = 1, **axes: int) -> RunFacts:
+    size = data_ranks
+    for one in axes.values():
+        size *= one
+    ranks = tuple(
+        RankFacts(rank, rank * data_ranks // size, {axis: rank % one for axis, one in axes.items()})
+        for rank in range(size)
+    )
+    return RunFacts("", "ddp", size, data_ranks, accumulation_steps, ranks, "fp32", 2, 2)
+
+
+def times(factor: float, item: Item = GRADIENT, on: tuple[int, ...] | None = None) -> Plant:
+    def plant(ranks: Ranks, tensors: dict[Item, Tensor]) -> None:
+        for rank, held in enumerate(ranks):
+            if item in held and (on is None or rank in on):
+                held[item] = held[item] * factor
+
+    return plant
+
+
+def becomes(
+    item: Item, value: Callable[[dict[Item, Tensor]], Tensor], on: tuple[int, ...] | None = None
+) -> Plant:
+    def plant(ranks: Ranks, tensors: dict[Item, Tensor]) -> None:
+        other = value(tensors)
+        for rank, held in enumerate(ranks):
+            if item in held and (on is None or rank in on):
+                held[item] = other
+
+    return plant
+
+
+def own_parts(item: Item, of: Callable[[Tensor, list[Tensor], int], Tensor], groups: int = 0) -> Plant:
+    """``of``: (what all should have, as many tensors with the sum zero, rank) to what the rank has."""
+
+    def plant(ranks: Ranks, tensors: dict[Item, Tensor]) -> None:
+        whole = tensors[item]
+        number = groups or len(ranks)
+        parts = [whole.std().clamp(min=1) * torch.randn(whole.shape) for _ in range(number)]
+        mean = torch.stack(parts).mean(0)
+        for rank, held in enumerate(ranks):
+            held[item] = of(whole, [one - mean for one in parts], rank * number // len(ranks))
+
+    return plant
+
+
+def rows(order: list[int], dim: int = 0) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.index_select(dim, torch.tensor(order))
+
+
+def batch_of(change: Callable[[Tensor, Tensor], Tensor]) -> Plant:
+    """``change``: (rows of data rank 1, those of data rank 0) to what data rank 1 reads."""
+    return becomes(BATCH, lambda all_: change(all_[BATCH].clone(), all_[BATCH._replace(data_rank=0)]))
+
+
+def local_norms(ranks: Ranks, tensors: dict[Item, Tensor]) -> None:
+    for share, held in zip((0.3, 0.7), ranks, strict=True):
+        held[NORM] = tensors[NORM] * share**0.5
+
+
+def noisy(eps: float) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor * (1 + eps * torch.randn(tensor.shape).clamp(-2, 2))
+
+
+TWO, FOUR = facts(2), facts(4)
+CASES: dict[str, tuple[RunFacts, Plant, Item, tuple[int, ...] | None, str]] = {
+    # name: (runs, what goes wrong, where, on which ranks if not all, what it looks like)
+    "sum for mean": (TWO, times(2), GRADIENT, None, "summed over 2 ranks in place of averaged"),
+    "mean twice": (TWO, times(0.5), GRADIENT, None, "divided by the 2 ranks once too often"),
+    "mean of half the ranks": (FOUR, times(2, on=(2, 3)), GRADIENT, (2, 3), "averaged over 2 of 4 ranks"),
+    "half of a mean": (FOUR, times(0.5), GRADIENT, None, "averaged over 4 ranks after a sum over 2"),
+    "micro-batches summed": (facts(2, 8), times(8), GRADIENT, None, "multiplied by the 8 accumulation steps"),
+    "micro-batches twice": (
+        facts(2, 8),
+        times(1 / 8),
+        GRADIENT,
+        None,
+        "divided by the 8 accumulation steps once",
+    ),
+    "both": (facts(2, 8), times(16), GRADIENT, None, "summed over 2 ranks and 8 accumulation steps"),
+    "copies of tp counted": (facts(1, tp=2), times(2), GRADIENT, None, "once for each of the 2 ranks of tp"),
+    "sign": (TWO, times(-1), GRADIENT, None, "sign was turned"),
+    "scale of the loss": (TWO, times(65536), GRADIENT, None, "scale of the loss, 65,536"),
+    "not averaged": (
+        TWO,
+        own_parts(GRADIENT, lambda w, p, r: w + p[r]),
+        GRADIENT,
+        None,
+        "not averaged.*own batch",
+    ),
+    "averaged in pairs": (
+        FOUR,
+        own_parts(GRADIENT, lambda w, p, r: w + p[r], 2),
+        GRADIENT,
+        None,
+        "averaged over 2 of 4 ranks: ranks 0 and 1 and ranks 2 and 3 have one value each",
+    ),
+    "not averaged over data ranks": (
+        facts(2, tp=2),
+        own_parts(GRADIENT, lambda w, p, r: w + p[r], 2),
+        GRADIENT,
+        None,
+        "not averaged over the 2 data ranks",
+    ),
+    "not summed": (TWO, own_parts(GRADIENT, lambda w, p, r: w / 2 + p[r]), GRADIENT, None, "part of a sum"),
+    "ranks differ": (
+        FOUR,
+        own_parts(GRADIENT, lambda w, p, r: w + p[r] + 1, 2),
+        GRADIENT,
+        None,
+        "Ranks differ from each other: ranks 0 and 1 and ranks 2 and 3",
+    ),
+    "a copy left out": (
+        FOUR,
+        becomes(WEIGHT, lambda all_: torch.randn(8, 8), (3,)),
+        WEIGHT,
+        (3,),
+        "ranks 0 to 2 agree.*rank 3 was left out",
+    ),
+    "zeros": (TWO, times(0), GRADIENT, None, "never computed"),
+    "a step skipped": (TWO, times(0, UPDATE, (1,)), UPDATE, (1,), "step was skipped on rank 1"),
+    "update scaled": (TWO, times(3, UPDATE), UPDATE, None, "added 3 times"),
+    "not finite": (TWO, times(float("nan"), on=(0,)), GRADIENT, (0,), "64 elements of rank 0 are NaN"),
+    "stale": (
+        TWO,
+        becomes(GRADIENT, lambda all_: all_[GRADIENT._replace(step=1)]),
+        GRADIENT,
+        None,
+        "that of the step before, step 1",
+    ),
+    "rows in another order": (
+        TWO,
+        becomes(GRADIENT, lambda all_: rows([1, 0, 2, 3, 4, 7, 6, 5])(all_[GRADIENT])),
+        GRADIENT,
+        None,
+        "4 rows of 8 are in another order",
+    ),
+    "positions moved": (
+        TWO,
+        becomes(OUTPUT, lambda all_: rows([7, 0, 1, 2, 3, 4, 5, 6], 1)(all_[OUTPUT])),
+        OUTPUT,
+        (1,),
+        "slices along dimension 1 were moved by 1",
+    ),
+    "another dtype": (
+        TWO,
+        becomes(GRADIENT, lambda all_: all_[GRADIENT].bfloat16().float()),
+        GRADIENT,
+        None,
+        "rounded to bf16",
+    ),
+    "sums in another dtype": (
+        TWO,
+        becomes(GRADIENT, lambda all_: noisy(2e-3)(all_[GRADIENT])),
+        GRADIENT,
+        None,
+        "as large as that of sums in bf16",
+    ),
+    "weight decay": (
+        TWO,
+        becomes(GRADIENT, lambda all_: all_[GRADIENT] + 0.01 * all_[WEIGHT]),
+        GRADIENT,
+        None,
+        "0.01 times the weight itself .* was added",
+    ),
+    "gradients of two steps": (
+        TWO,
+        becomes(GRADIENT, lambda all_: all_[GRADIENT] + all_[GRADIENT._replace(step=1)]),
+        GRADIENT,
+        None,
+        "gradient of the step before .* was added",
+    ),
+    "a missing term": (
+        TWO,
+        becomes(GRADIENT, lambda all_: all_[GRADIENT] - all_[OTHER]),
+        GRADIENT,
+        None,
+        "gradient of `first.weight` was left out",
+    ),
+    "swapped tensors": (
+        TWO,
+        becomes(UPDATE, lambda all_: all_[OTHER._replace(kind=Kind.UPDATE)]),
+        UPDATE,
+        None,
+        "swap",
+    ),
+    "not clipped": (TWO, becomes(CLIPPED, lambda all_: all_[GRADIENT]), CLIPPED, None, "not clipped"),
+    "norm of one shard": (TWO, times(0.5**0.5, NORM), NORM, None, "norm is of one shard of 2"),
+    "norm with copies": (FOUR, times(2, NORM), NORM, None, "added up 4 times"),
+    "norm of sums": (TWO, times(2, NORM), NORM, None, "summed over 2 data ranks"),
+    "local norms": (TWO, local_norms, NORM, None, "norm of its own shard"),
+    "rate by ranks": (TWO, times(2, RATE), RATE, None, "scaled by the 2 ranks"),
+    "scheduler ahead": (TWO, times(0.9, RATE), RATE, None, "scheduler is a step ahead"),
+    "mean of losses": (
+        TWO,
+        becomes(LOSS, lambda all_: (all_[LOSS] + all_[LOSS._replace(data_rank=0)]) / 2),
+        LOSS,
+        (1,),
+        "mean of those of the 2 data ranks",
+    ),
+    "another rank's output": (
+        TWO,
+        becomes(OUTPUT, lambda all_: all_[OUTPUT._replace(data_rank=0)]),
+        OUTPUT,
+        (1,),
+        "It is that of data rank 0",
+    ),
+    "buffers not averaged": (TWO, own_parts(BUFFER, lambda w, p, r: w + p[r]), BUFFER, None, "not averaged"),
+    "rows of another rank": (
+        TWO,
+        batch_of(lambda own, other: other),
+        BATCH,
+        (1,),
+        "those of data rank 0.*read twice",
+    ),
+    "rows in order": (
+        TWO,
+        batch_of(lambda own, other: own.flip(0)),
+        BATCH,
+        (1,),
+        "same in another order: 4 of 4",
+    ),
+    "a row twice": (
+        TWO,
+        batch_of(lambda own, other: torch.stack([own[0], own[0], own[2], own[3]])),
+        BATCH,
+        (1,),
+        "1 row is in it more than once; row 1 of the reference is missing",
+    ),
+    "a row of another rank": (
+        TWO,
+        batch_of(lambda own, other: torch.cat([own[:3], other[:1]])),
+        BATCH,
+        (1,),
+        "[Rr]ow 3 is also in another batch of data rank 0.*read twice; row 3 of the reference is missing",
+    ),
+    "another seed": (TWO, batch_of(lambda own, other: own + 1), BATCH, (1,), "another seed"),
+    "some rows": (
+        TWO,
+        becomes(
+            GRADIENT, lambda all_: all_[GRADIENT] + torch.randn(8, 8) * (torch.arange(8) < 2).unsqueeze(1)
+        ),
+        GRADIENT,
+        None,
+        "Only rows 0 and 1 of 8 differ",
+    ),
+    "nothing known": (TWO, becomes(GRADIENT, lambda all_: torch.randn(8, 8)), GRADIENT, None, "^$"),
+    "nothing known of a number": (TWO, times(1.2345, NORM), NORM, None, "^$"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_difference_is_named(name: str, tmp_path: Path) -> None:
+    runs, plant, item, on, looks_like = CASES[name]
+    torch.manual_seed(7)
+    tensors = synthetic(data_ranks=runs.data_ranks)
+    ranks = ranks_of(tensors, runs.nproc, runs.data_ranks)
+    plant(ranks, tensors)
+    verdict = verdict_of(tmp_path, tensors, ranks, facts=runs)
+    first = verdict.findings[0]
+    assert first.item == item, sentence(verdict)
+    assert first.ranks == (on or tuple(range(runs.nproc)))
+    assert re.search(looks_like, first.looks_like), sentence(verdict)
+    assert len(verdict.findings) == 1
+
+
+def test_shards_that_were_swapped_are_named(tmp_path: Path) -> None:
+    tensors = synthetic()
+    ranks: list[Held] = []
+    for rank, held in enumerate(ranks_of(tensors, 2)):
+        other = shard(held[GRADIENT], 1 - rank, 2)[0]
+        ranks.append({**held, GRADIENT: (other, *shard(held[GRADIENT], rank, 2)[1:])})
+    verdict = verdict_of(tmp_path, tensors, ranks)
+    assert verdict.findings[0].item == GRADIENT
+    assert (
+        "rank 0 holds what rank 1 should and rank 1 holds what rank 0 should"
+        in verdict.findings[0].looks_like
+    )
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_rounding_is_no_difference(seed: int, tmp_path: Path) -> None:
+    tensors = synthetic(data_ranks=4, seed=seed)
+    verdict = verdict_of(tmp_path, tensors, ranks_of(tensors, 4, seed=1000 + seed), facts=FOUR)
+    assert verdict.agrees, sentence(verdict)

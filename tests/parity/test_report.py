@@ -1,0 +1,245 @@
+"""The answer in a sentence, as a table, as JSON and as a page."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.parity.judge.facts import RunFacts
+from lockstep.parity.judge.verdict import Fault, Finding, Ratio, Verdict
+from lockstep.parity.judge.words import count, indices, listed, of_ranks, size
+from lockstep.parity.report.html import MOST_MODULES, heat, shade, to_html
+from lockstep.parity.report.text import TITLES, named, remarks, rows, sentence, to_json
+from lockstep.parity.trace.items import Item, Kind
+from tests.parity.runs import ranks_of, synthetic, verdict_of
+
+FOUR = RunFacts(candidate="zero=3 tp=2", nproc=4, data_ranks=4, steps_asked=3, steps_compared=3)
+O_PROJ = Item(1, Kind.GRADIENT, "blocks.3.attn.o_proj.weight")
+SUMMED = Finding(
+    O_PROJ,
+    Fault.DIFFERS,
+    (2, 3),
+    (0, 1, 2, 3),
+    distance=1.0,
+    spread=3e-7,
+    allowed=3e-6,
+    factor=2.0,
+    looks_like="It looks as if it was averaged over 2 of 4 ranks.",
+)
+
+
+def verdict(
+    *findings: Finding, ratios: tuple[Ratio, ...] = (), before: int = 5, facts: RunFacts = FOUR
+) -> Verdict:
+    return Verdict(facts, 10, ratios, findings, before)
+
+
+def test_the_sentence_of_a_difference() -> None:
+    assert sentence(verdict(SUMMED)) == (
+        "step 1, backward: the gradient of `blocks.3.attn.o_proj.weight` on ranks 2 and 3 is 2.00 times the reference "
+        "(rounding explains 3e-7). Everything before it agrees. It looks as if it was averaged over 2 of 4 ranks."
+    )
+
+
+def test_the_sentence_of_agreement() -> None:
+    ratios = tuple(
+        Ratio(Item(1 + n % 3, Kind.OUTPUT, f"m{n}", data_rank=0), n / 6000, 1e-7) for n in range(1234)
+    )
+    assert sentence(verdict(ratios=ratios)) == (
+        "4 ranks with zero=3 tp=2 compute what one process computes: 1,234 tensors of 3 steps agree (largest distance "
+        "0.21 of what is allowed: step 1, forward: the output of `m1233` (data rank 0))."
+    )
+    one = RunFacts(nproc=1, reference="ddp", steps_compared=1)
+    assert sentence(verdict(ratios=(Ratio(O_PROJ, 0, 0),), facts=one)) == (
+        "1 rank computes what 1 rank with ddp computes: 1 tensor of 1 step agrees (bit for bit)."
+    )
+    assert sentence(verdict()) == "Nothing was compared: the two runs have no tensor in common."
+
+
+@pytest.mark.parametrize(
+    ("finding", "said"),
+    [
+        (
+            Finding(
+                Item(2, Kind.NORM, ""), Fault.DIFFERS, (0,), (0,), 1.9, 1e-6, 1e-5, None, None, (4.74, 1.63)
+            ),
+            "step 2, clipping: the gradient norm is 4.74 in place of 1.63 (rounding explains 1e-6).",
+        ),
+        (
+            Finding(Item(1, Kind.RATE, ""), Fault.DIFFERS, (0,), (0,), 1.0, 0, 0, 2.0, None, (2e-3, 1e-3)),
+            "step 1, optimizer: the learning rate is 2.00 times the reference (0.002 in place of 0.001).",
+        ),
+        (
+            Finding(O_PROJ, Fault.DIFFERS, (1,), (0, 1), 0.25, 1e-3, 4e-3),
+            "step 1, backward: the gradient of `blocks.3.attn.o_proj.weight` on rank 1 is off by 0.25 of its norm "
+            "(rounding explains 0.001).",
+        ),
+        (
+            Finding(O_PROJ, Fault.DIFFERS, (0,), (0,), 1.0, 1e-3, 4e-3, 0.0),
+            "step 1, backward: the gradient of `blocks.3.attn.o_proj.weight` is zero (rounding explains 0.001).",
+        ),
+        (
+            Finding(Item(1, Kind.BATCH, "", data_rank=2, path="x"), Fault.DIFFERS, (2,), (2,)),
+            "step 1, data: the batch[x] (data rank 2) has other rows.",
+        ),
+        (
+            Finding(O_PROJ, Fault.MISSING),
+            "step 1, backward: no rank has the gradient of `blocks.3.attn.o_proj.weight`.",
+        ),
+        (
+            Finding(O_PROJ, Fault.ADDED, (0, 1), (0, 1)),
+            "step 1, backward: the reference has nothing like the gradient of `blocks.3.attn.o_proj.weight` on ranks 0 "
+            "and 1.",
+        ),
+        (
+            Finding(O_PROJ, Fault.SHAPE, (0,), (0,), shapes=((2, 3), (3, 2))),
+            "step 1, backward: the gradient of `blocks.3.attn.o_proj.weight` has the shape [2, 3] in place of [3, 2].",
+        ),
+        (
+            Finding(Item(3, Kind.BATCH, ""), Fault.STEP, distance=0),
+            "step 3: only the candidate made this step.",
+        ),
+        (
+            Finding(Item(0, Kind.WEIGHT, "a.b"), Fault.DIFFERS, (3,), (0, 3), 2.0, 1e-7, 1e-6),
+            "before the first step: the initial weight `a.b` on rank 3 is off by 2 of its norm (rounding explains "
+            "1e-7).",
+        ),
+    ],
+)
+def test_each_fault_has_its_sentence(finding: Finding, said: str) -> None:
+    assert sentence(verdict(finding, before=0)) == f"{said} Nothing was compared before it."
+    others = sentence(verdict(finding, SUMMED, SUMMED))
+    assert others.endswith("2 more tensors differ.")
+    assert all(len(row) == len(TITLES) for row in rows(verdict(finding)))
+
+
+def test_micro_batches_are_named_where_there_are_several() -> None:
+    item = Item(1, Kind.OUTPUT, "m", 2, 1, 1)
+    assert named(item, RunFacts(data_ranks=2, accumulation_steps=4)) == (
+        "the output of `m` (call 2, micro-batch 2, data rank 1)"
+    )
+    assert named(item._replace(call=0), RunFacts()) == "the output of `m`"
+
+
+def test_remarks_say_the_multiple_and_what_was_not_compared() -> None:
+    facts = RunFacts(nproc=2, steps_asked=3, steps_compared=1, notes=("Dropout was off in both runs.",))
+    assert remarks(verdict(facts=facts)) == [
+        "A tensor differs when it is more than 10 times as far away as rounding explains (of n elements 10 * (1 + 9/n) "
+        "times).",
+        "1 step of 3 could be compared.",
+        "Dropout was off in both runs.",
+    ]
+
+
+def test_remarks_on_half_precision_name_kinks() -> None:
+    assert "In bf16, up to 32 elements" in remarks(verdict(facts=RunFacts(dtype="bf16")))[1]
+
+
+def test_the_json_has_stable_keys(tmp_path: Path) -> None:
+    tensors = synthetic()
+    ranks = ranks_of(tensors, 2)
+    ranks[0][O_PROJ._replace(name="first.weight")] *= torch.nan
+    said = json.loads(json.dumps(to_json(verdict_of(tmp_path, tensors, ranks)), allow_nan=False))
+    assert list(said) == [
+        "format", "agrees", "sentence", "multiple", "compared", "agree_before", "largest", "findings", "notes", "run",
+    ]  # fmt: skip
+    (finding,) = said["findings"]
+    assert list(finding) == [
+        "step", "kind", "name", "micro_batch", "data_rank", "call", "path", "phase", "fault", "ranks", "holders",
+        "distance", "rounding_explains", "allowed", "factor", "numbers", "shapes", "looks_like",
+    ]  # fmt: skip
+    assert finding["distance"] is None and finding["ranks"] == [0] and not said["agrees"]
+    assert all(f"``{key}``" in (to_json.__doc__ or "") for key in finding)
+
+
+class _Page(HTMLParser):
+    """Tags and texts; all that is opened is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_the_page_is_whole_and_loads_nothing(tmp_path: Path) -> None:
+    tensors = synthetic()
+    ranks = ranks_of(tensors, 2)
+    for held in ranks:
+        held[O_PROJ._replace(name="second.weight")] *= 2
+    found = verdict_of(tmp_path, tensors, ranks)
+    text = to_html(found)
+    page = _Page()
+    page.feed(text)
+    assert not page.open
+    assert not re.search(r"https?:|url\(|@import|<script|<link|<img", text)
+    assert "prefers-color-scheme: dark" in text
+    assert sentence(found) in page.texts
+    cells = [attributes for tag, attributes in page.tags if tag == "td" and attributes.get("title")]
+    assert "lost" in next(c["class"] or "" for c in cells if "step 1, backward, second" in (c["title"] or ""))
+    assert "lost" not in next(
+        c["class"] or "" for c in cells if "step 2, backward, second" in (c["title"] or "")
+    )
+
+
+def test_names_of_hostile_files_stay_text() -> None:
+    name = '<script>alert("1")</script>\x1b[31m'
+    finding = Finding(Item(1, Kind.GRADIENT, f"{name}.weight"), Fault.DIFFERS, (0,), (0,))
+    text = to_html(verdict(finding, ratios=(Ratio(Item(1, Kind.OUTPUT, name), 0.5, 1e-7),)))
+    assert "<script" not in text and "\x1b" not in text and "&lt;script&gt;" in text
+
+
+def test_deep_models_are_put_together() -> None:
+    ratios = tuple(
+        Ratio(Item(1, Kind.OUTPUT, f"blocks.{n}.part.{m}", data_rank=0), 1e-3 * n, 1e-8)
+        for n in range(100)
+        for m in range(10)
+    )
+    assert len(heat(ratios, 4)) == 1000
+    assert heat(ratios, 2)["blocks.7"] == {(1, "forward"): pytest.approx(7e-3)}
+    assert to_html(verdict(ratios=ratios)).count("<tr>") <= MOST_MODULES + 2
+
+
+@pytest.mark.parametrize(
+    ("ratio", "name"), [(0, "exact"), (0.1, "near"), (1, "agrees"), (1.1, "beyond"), (1e9, "lost")]
+)
+def test_shades(ratio: float, name: str) -> None:
+    assert shade(ratio) == name
+
+
+def test_words() -> None:
+    assert (count(1, "tensor"), count(1234, "tensor"), count(2, "batch", "batches")) == (
+        "1 tensor", "1,234 tensors", "2 batches",
+    )  # fmt: skip
+    assert (listed(["a"]), listed(["a", "b"]), listed(["a", "b", "c"], "or")) == ("a", "a and b", "a, b or c")
+    assert (of_ranks([3]), of_ranks([3, 2]), of_ranks(range(6))) == (
+        "rank 3",
+        "ranks 2 and 3",
+        "ranks 0 to 5",
+    )
+    assert indices([0, 1, 2, 3, 7]) == "0 to 3 and 7"
+    assert indices(range(0, 40, 2)) == "0, 2, 4, 6, 8, 10, 12 and 13 more"
+    assert [size(one) for one in (3e-7, 0.214, 12.0, 0.0, 1e-12, 1e30)] == [
+        "3e-7",
+        "0.21",
+        "12",
+        "0",
+        "1e-12",
+        "1e30",
+    ]
