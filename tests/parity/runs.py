@@ -12,16 +12,16 @@ from lockstep.comm.layout import ShardRegion
 from lockstep.parity.judge.decide import judge
 from lockstep.parity.judge.facts import RunFacts
 from lockstep.parity.judge.tolerance import Tolerance, tolerance
-from lockstep.parity.judge.verdict import Verdict
+from lockstep.parity.judge.verdict import ParityVerdict
 from lockstep.parity.trace.file import Trace
-from lockstep.parity.trace.items import Item, Kind
+from lockstep.parity.trace.items import ItemKind, TraceItem
 from lockstep.parity.trace.measure import Measured, read_measured
-from lockstep.parity.trace.sinks import Comparison, Recording
+from lockstep.parity.trace.sinks import Recording, TraceComparison
 
-Tensors = Mapping[Item, Tensor]
+Tensors = Mapping[TraceItem, Tensor]
 Shard = tuple[Tensor, tuple[int, ...], list[ShardRegion]]
 """A local part, the shape of the whole, and the boxes."""
-Held = Mapping[Item, "Tensor | Shard"]
+Held = Mapping[TraceItem, "Tensor | Shard"]
 
 
 def record(path: Path, tensors: Tensors) -> Trace:
@@ -40,7 +40,7 @@ def measure(
     """What each rank measures, and the parts that it keeps."""
     folder.mkdir(parents=True, exist_ok=True)
     for rank, tensors in enumerate(ranks):
-        sink = Comparison(trace, folder, rank, allowed)
+        sink = TraceComparison(trace, folder, rank, allowed)
         for item, held in tensors.items():
             part, shape, boxes = held if isinstance(held, tuple) else (held, tuple(held.shape), [])
             sink.add(item, part, shape, boxes)
@@ -61,7 +61,7 @@ def verdict_of(
     half: Tensors | None = None,
     dtype: torch.dtype = torch.float32,
     facts: RunFacts | None = None,
-) -> Verdict:
+) -> ParityVerdict:
     """The verdict on ranks of a candidate. ``disturbed``: without it, everything is off by a rounding step."""
     trace = record(folder / "reference.safetensors", reference)
     off, _ = measure(trace, folder / "disturbed", [disturbed or shaken(reference)])
@@ -71,12 +71,12 @@ def verdict_of(
     return judge(trace, allowed, lines, facts or RunFacts(nproc=len(ranks), data_ranks=len(ranks)), kept)
 
 
-def shaken(tensors: Tensors, seed: int = 1, eps: float = 1.2e-7) -> dict[Item, Tensor]:
+def shaken(tensors: Tensors, seed: int = 1, eps: float = 1.2e-7) -> dict[TraceItem, Tensor]:
     """Each element of each float tensor off by up to a rounding step."""
     generator = torch.Generator().manual_seed(seed)
     return {
         item: tensor * (1 + eps * (2 * torch.rand(tensor.shape, generator=generator) - 1)).to(tensor.dtype)
-        if tensor.is_floating_point() and item.kind is not Kind.RATE
+        if tensor.is_floating_point() and item.kind is not ItemKind.RATE
         else tensor
         for item, tensor in tensors.items()
     }
@@ -90,7 +90,7 @@ def shard(whole: Tensor, rank: int, ranks: int) -> Shard:
     return whole[rank * size : (rank + 1) * size].clone(), tuple(whole.shape), [region]
 
 
-def synthetic(steps: int = 2, data_ranks: int = 2, seed: int = 0) -> dict[Item, Tensor]:
+def synthetic(steps: int = 2, data_ranks: int = 2, seed: int = 0) -> dict[TraceItem, Tensor]:
     """The tensors of a run of a model of two layers; its numbers mean nothing."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -98,32 +98,34 @@ def synthetic(steps: int = 2, data_ranks: int = 2, seed: int = 0) -> dict[Item, 
         return scale * torch.randn(shape, generator=generator)
 
     names = ("first", "second")
-    tensors: dict[Item, Tensor] = {}
+    tensors: dict[TraceItem, Tensor] = {}
     for name in names:
-        tensors[Item(0, Kind.WEIGHT, f"{name}.weight")] = random(8, 8, scale=0.1)
-        tensors[Item(0, Kind.WEIGHT, f"{name}.bias")] = random(8, scale=0.1)
+        tensors[TraceItem(0, ItemKind.WEIGHT, f"{name}.weight")] = random(8, 8, scale=0.1)
+        tensors[TraceItem(0, ItemKind.WEIGHT, f"{name}.bias")] = random(8, scale=0.1)
     for step in range(1, steps + 1):
         for of in range(data_ranks):
             digests = torch.randint(1 << 40, (4,), generator=generator)
-            tensors[Item(step, Kind.BATCH, "", data_rank=of, path="x")] = digests
+            tensors[TraceItem(step, ItemKind.BATCH, "", data_rank=of, path="x")] = digests
             for name in names:
-                tensors[Item(step, Kind.OUTPUT, name, data_rank=of)] = random(4, 8)
-            tensors[Item(step, Kind.LOSS, "", data_rank=of)] = random().abs() + 1
+                tensors[TraceItem(step, ItemKind.OUTPUT, name, data_rank=of)] = random(4, 8)
+            tensors[TraceItem(step, ItemKind.LOSS, "", data_rank=of)] = random().abs() + 1
             for name in reversed(names):
-                tensors[Item(step, Kind.OUTPUT_GRADIENT, name, data_rank=of)] = random(4, 8, scale=1e-2)
-        for kind in (Kind.GRADIENT, Kind.CLIPPED, Kind.UPDATE):
+                tensors[TraceItem(step, ItemKind.OUTPUT_GRADIENT, name, data_rank=of)] = random(
+                    4, 8, scale=1e-2
+                )
+        for kind in (ItemKind.GRADIENT, ItemKind.CLIPPED, ItemKind.UPDATE):
             for name in names:
-                tensors[Item(step, kind, f"{name}.weight")] = random(8, 8, scale=1e-2)
-                tensors[Item(step, kind, f"{name}.bias")] = random(8, scale=1e-2)
-        tensors[Item(step, Kind.NORM, "")] = random().abs() + 1
-        tensors[Item(step, Kind.RATE, "")] = torch.tensor(1e-3 * 0.9**step, dtype=torch.float64)
-        tensors[Item(step, Kind.BUFFER, "first.mean")] = random(8)
+                tensors[TraceItem(step, kind, f"{name}.weight")] = random(8, 8, scale=1e-2)
+                tensors[TraceItem(step, kind, f"{name}.bias")] = random(8, scale=1e-2)
+        tensors[TraceItem(step, ItemKind.NORM, "")] = random().abs() + 1
+        tensors[TraceItem(step, ItemKind.RATE, "")] = torch.tensor(1e-3 * 0.9**step, dtype=torch.float64)
+        tensors[TraceItem(step, ItemKind.BUFFER, "first.mean")] = random(8)
     return tensors
 
 
 def ranks_of(
     tensors: Tensors, ranks: int, data_ranks: int | None = None, seed: int = 100
-) -> list[dict[Item, Tensor]]:
+) -> list[dict[TraceItem, Tensor]]:
     """What ranks hold if all is right: copies, and each the items of its own batch; off by rounding."""
     number = data_ranks or ranks
     off = shaken(tensors, seed, 6e-8)

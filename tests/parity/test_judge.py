@@ -13,12 +13,12 @@ from lockstep.parity.judge.facts import RankFacts, RunFacts
 from lockstep.parity.judge.tolerance import Tolerance
 from lockstep.parity.judge.verdict import Fault
 from lockstep.parity.report.text import sentence, sentence_of_repeat
-from lockstep.parity.trace.items import Item, Kind
+from lockstep.parity.trace.items import ItemKind, TraceItem
 from lockstep.parity.trace.measure import as_pairs, as_regions
 from tests.parity.runs import Held, measure, ranks_of, record, shaken, shard, synthetic, verdict_of
 
 FOUR = RunFacts(candidate="ddp", nproc=4, data_ranks=4, steps_asked=2, steps_compared=2)
-GRADIENT = Item(2, Kind.GRADIENT, "first.weight")
+GRADIENT = TraceItem(2, ItemKind.GRADIENT, "first.weight")
 
 
 def test_equal_runs_agree(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_equal_runs_agree(tmp_path: Path) -> None:
     verdict = verdict_of(tmp_path, tensors, ranks_of(tensors, 4), facts=FOUR)
     assert verdict.agrees, sentence(verdict)
     assert len(verdict.ratios) == sum(verdict.compared.values()) == len(tensors) == verdict.agree_before
-    assert verdict.compared[Kind.LOSS] == 8
+    assert verdict.compared[ItemKind.LOSS] == 8
     assert verdict.largest is not None and 0 < verdict.largest.ratio < 1
     assert verdict.notes == ()
 
@@ -79,12 +79,12 @@ def test_findings_are_in_the_order_of_a_step(tmp_path: Path) -> None:
     tensors = synthetic(data_ranks=4)
     ranks = ranks_of(tensors, 4)
     wrong = [
-        Item(1, Kind.OUTPUT, "second", data_rank=1),
-        Item(1, Kind.LOSS, "", data_rank=1),
-        Item(1, Kind.OUTPUT_GRADIENT, "first", data_rank=0),
-        Item(1, Kind.GRADIENT, "second.bias"),
-        Item(1, Kind.UPDATE, "first.weight"),
-        Item(2, Kind.BATCH, "", data_rank=3, path="x"),
+        TraceItem(1, ItemKind.OUTPUT, "second", data_rank=1),
+        TraceItem(1, ItemKind.LOSS, "", data_rank=1),
+        TraceItem(1, ItemKind.OUTPUT_GRADIENT, "first", data_rank=0),
+        TraceItem(1, ItemKind.GRADIENT, "second.bias"),
+        TraceItem(1, ItemKind.UPDATE, "first.weight"),
+        TraceItem(2, ItemKind.BATCH, "", data_rank=3, path="x"),
     ]
     for held in ranks:
         for item in wrong:
@@ -94,8 +94,8 @@ def test_findings_are_in_the_order_of_a_step(tmp_path: Path) -> None:
     found = [finding.item for finding in verdict.findings]
     assert {*found} == {*wrong} and found[-3:] == wrong[-3:]
     assert [item.kind for item in found[:3]] in (
-        [Kind.OUTPUT, Kind.LOSS, Kind.OUTPUT_GRADIENT],
-        [Kind.OUTPUT_GRADIENT, Kind.OUTPUT, Kind.LOSS],
+        [ItemKind.OUTPUT, ItemKind.LOSS, ItemKind.OUTPUT_GRADIENT],
+        [ItemKind.OUTPUT_GRADIENT, ItemKind.OUTPUT, ItemKind.LOSS],
     )
 
 
@@ -103,8 +103,8 @@ def test_findings_are_in_the_order_of_a_step(tmp_path: Path) -> None:
     ("lost", "faults"),
     [
         (lambda item: item == GRADIENT, {Fault.MISSING}),
-        (lambda item: item.kind is Kind.OUTPUT and item.name == "first", set()),
-        (lambda item: item.kind is Kind.NORM, set()),
+        (lambda item: item.kind is ItemKind.OUTPUT and item.name == "first", set()),
+        (lambda item: item.kind is ItemKind.NORM, set()),
         (lambda item: item.step == 2, {Fault.STEP}),
     ],
 )
@@ -120,13 +120,16 @@ def test_what_no_rank_has(lost, faults: set[Fault], tmp_path: Path) -> None:  # 
 def test_what_the_reference_has_not(tmp_path: Path) -> None:
     tensors = synthetic()
     ranks = ranks_of(tensors, 2)
-    extra, third = Item(1, Kind.GRADIENT, "third.weight"), Item(3, Kind.LOSS, "", data_rank=0)
+    extra, third = (
+        TraceItem(1, ItemKind.GRADIENT, "third.weight"),
+        TraceItem(3, ItemKind.LOSS, "", data_rank=0),
+    )
     ranks[1][extra] = torch.ones(3)
     ranks[0][third] = torch.ones(())
     verdict = verdict_of(tmp_path, tensors, ranks)
     assert [(one.item, one.fault) for one in verdict.findings] == [
         (extra, Fault.ADDED),
-        (Item(3, Kind.BATCH, ""), Fault.STEP),
+        (TraceItem(3, ItemKind.BATCH, ""), Fault.STEP),
     ]
 
 
@@ -143,7 +146,7 @@ def test_two_runs_of_the_reference_must_be_equal(tmp_path: Path) -> None:
     trace = record(tmp_path / "reference.safetensors", tensors)
     lines, _ = measure(trace, tmp_path / "again", [tensors])
     assert judge_repeat(trace, lines, RunFacts()).agrees
-    other = {**tensors, Item(1, Kind.OUTPUT, "second", data_rank=0): tensors[GRADIENT][:4] + 1e-7}
+    other = {**tensors, TraceItem(1, ItemKind.OUTPUT, "second", data_rank=0): tensors[GRADIENT][:4] + 1e-7}
     lines, _ = measure(trace, tmp_path / "other", [other])
     verdict = judge_repeat(trace, lines, RunFacts(data_ranks=2))
     assert sentence_of_repeat(verdict).startswith(

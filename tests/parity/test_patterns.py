@@ -12,23 +12,23 @@ from torch import Tensor
 
 from lockstep.parity.judge.facts import RankFacts, RunFacts
 from lockstep.parity.report.text import sentence
-from lockstep.parity.trace.items import Item, Kind
+from lockstep.parity.trace.items import ItemKind, TraceItem
 from tests.parity.runs import Held, ranks_of, shard, synthetic, verdict_of
 
-Ranks = list[dict[Item, Tensor]]
-Plant = Callable[[Ranks, dict[Item, Tensor]], None]
+Ranks = list[dict[TraceItem, Tensor]]
+Plant = Callable[[Ranks, dict[TraceItem, Tensor]], None]
 
-GRADIENT = Item(2, Kind.GRADIENT, "second.weight")
-OTHER = Item(2, Kind.GRADIENT, "first.weight")
-CLIPPED = GRADIENT._replace(kind=Kind.CLIPPED)
-UPDATE = GRADIENT._replace(kind=Kind.UPDATE)
-WEIGHT = Item(0, Kind.WEIGHT, "second.weight")
-BUFFER = Item(2, Kind.BUFFER, "first.mean")
-NORM = Item(2, Kind.NORM, "")
-RATE = Item(1, Kind.RATE, "")
-LOSS = Item(2, Kind.LOSS, "", data_rank=1)
-OUTPUT = Item(1, Kind.OUTPUT, "first", data_rank=1)
-BATCH = Item(1, Kind.BATCH, "", data_rank=1, path="x")
+GRADIENT = TraceItem(2, ItemKind.GRADIENT, "second.weight")
+OTHER = TraceItem(2, ItemKind.GRADIENT, "first.weight")
+CLIPPED = GRADIENT._replace(kind=ItemKind.CLIPPED)
+UPDATE = GRADIENT._replace(kind=ItemKind.UPDATE)
+WEIGHT = TraceItem(0, ItemKind.WEIGHT, "second.weight")
+BUFFER = TraceItem(2, ItemKind.BUFFER, "first.mean")
+NORM = TraceItem(2, ItemKind.NORM, "")
+RATE = TraceItem(1, ItemKind.RATE, "")
+LOSS = TraceItem(2, ItemKind.LOSS, "", data_rank=1)
+OUTPUT = TraceItem(1, ItemKind.OUTPUT, "first", data_rank=1)
+BATCH = TraceItem(1, ItemKind.BATCH, "", data_rank=1, path="x")
 
 
 def facts(data_ranks: int, accumulation_steps: int = 1, **axes: int) -> RunFacts:
@@ -42,8 +42,8 @@ def facts(data_ranks: int, accumulation_steps: int = 1, **axes: int) -> RunFacts
     return RunFacts("", "ddp", size, data_ranks, accumulation_steps, ranks, "fp32", 2, 2)
 
 
-def times(factor: float, item: Item = GRADIENT, on: tuple[int, ...] | None = None) -> Plant:
-    def plant(ranks: Ranks, tensors: dict[Item, Tensor]) -> None:
+def times(factor: float, item: TraceItem = GRADIENT, on: tuple[int, ...] | None = None) -> Plant:
+    def plant(ranks: Ranks, tensors: dict[TraceItem, Tensor]) -> None:
         for rank, held in enumerate(ranks):
             if item in held and (on is None or rank in on):
                 held[item] = held[item] * factor
@@ -52,9 +52,9 @@ def times(factor: float, item: Item = GRADIENT, on: tuple[int, ...] | None = Non
 
 
 def becomes(
-    item: Item, value: Callable[[dict[Item, Tensor]], Tensor], on: tuple[int, ...] | None = None
+    item: TraceItem, value: Callable[[dict[TraceItem, Tensor]], Tensor], on: tuple[int, ...] | None = None
 ) -> Plant:
-    def plant(ranks: Ranks, tensors: dict[Item, Tensor]) -> None:
+    def plant(ranks: Ranks, tensors: dict[TraceItem, Tensor]) -> None:
         other = value(tensors)
         for rank, held in enumerate(ranks):
             if item in held and (on is None or rank in on):
@@ -63,10 +63,10 @@ def becomes(
     return plant
 
 
-def own_parts(item: Item, of: Callable[[Tensor, list[Tensor], int], Tensor], groups: int = 0) -> Plant:
+def own_parts(item: TraceItem, of: Callable[[Tensor, list[Tensor], int], Tensor], groups: int = 0) -> Plant:
     """``of``: (what all should have, as many tensors with the sum zero, rank) to what the rank has."""
 
-    def plant(ranks: Ranks, tensors: dict[Item, Tensor]) -> None:
+    def plant(ranks: Ranks, tensors: dict[TraceItem, Tensor]) -> None:
         whole = tensors[item]
         number = groups or len(ranks)
         parts = [whole.std().clamp(min=1) * torch.randn(whole.shape) for _ in range(number)]
@@ -86,7 +86,7 @@ def batch_of(change: Callable[[Tensor, Tensor], Tensor]) -> Plant:
     return becomes(BATCH, lambda all_: change(all_[BATCH].clone(), all_[BATCH._replace(data_rank=0)]))
 
 
-def local_norms(ranks: Ranks, tensors: dict[Item, Tensor]) -> None:
+def local_norms(ranks: Ranks, tensors: dict[TraceItem, Tensor]) -> None:
     for share, held in zip((0.3, 0.7), ranks, strict=True):
         held[NORM] = tensors[NORM] * share**0.5
 
@@ -96,7 +96,7 @@ def noisy(eps: float) -> Callable[[Tensor], Tensor]:
 
 
 TWO, FOUR = facts(2), facts(4)
-CASES: dict[str, tuple[RunFacts, Plant, Item, tuple[int, ...] | None, str]] = {
+CASES: dict[str, tuple[RunFacts, Plant, TraceItem, tuple[int, ...] | None, str]] = {
     # name: (runs, what goes wrong, where, on which ranks if not all, what it looks like)
     "sum for mean": (TWO, times(2), GRADIENT, None, "summed over 2 ranks in place of averaged"),
     "mean twice": (TWO, times(0.5), GRADIENT, None, "divided by the 2 ranks once too often"),
@@ -212,7 +212,7 @@ CASES: dict[str, tuple[RunFacts, Plant, Item, tuple[int, ...] | None, str]] = {
     ),
     "swapped tensors": (
         TWO,
-        becomes(UPDATE, lambda all_: all_[OTHER._replace(kind=Kind.UPDATE)]),
+        becomes(UPDATE, lambda all_: all_[OTHER._replace(kind=ItemKind.UPDATE)]),
         UPDATE,
         None,
         "swap",

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from lockstep.parity.judge.facts import RunFacts
-from lockstep.parity.judge.verdict import Fault, Finding, Ratio, Verdict
+from lockstep.parity.judge.verdict import Fault, Mismatch, ParityVerdict, Ratio
 from lockstep.parity.judge.words import count, indices, listed, of_ranks, size
 from lockstep.parity.report.html import MOST_MODULES, heat, shade, to_html
 from lockstep.parity.report.text import TITLES, named, remarks, rows, sentence, to_json
-from lockstep.parity.trace.items import Item, Kind
+from lockstep.parity.trace.items import ItemKind, TraceItem
 from tests.parity.runs import ranks_of, synthetic, verdict_of
 
 FOUR = RunFacts(candidate="zero=3 tp=2", nproc=4, data_ranks=4, steps_asked=3, steps_compared=3)
-O_PROJ = Item(1, Kind.GRADIENT, "blocks.3.attn.o_proj.weight")
-SUMMED = Finding(
+O_PROJ = TraceItem(1, ItemKind.GRADIENT, "blocks.3.attn.o_proj.weight")
+SUMMED = Mismatch(
     O_PROJ,
     Fault.DIFFERS,
     (2, 3),
@@ -34,9 +34,9 @@ SUMMED = Finding(
 
 
 def verdict(
-    *findings: Finding, ratios: tuple[Ratio, ...] = (), before: int = 5, facts: RunFacts = FOUR
-) -> Verdict:
-    return Verdict(facts, 10, ratios, findings, before)
+    *findings: Mismatch, ratios: tuple[Ratio, ...] = (), before: int = 5, facts: RunFacts = FOUR
+) -> ParityVerdict:
+    return ParityVerdict(facts, 10, ratios, findings, before)
 
 
 def test_the_sentence_of_a_difference() -> None:
@@ -48,7 +48,8 @@ def test_the_sentence_of_a_difference() -> None:
 
 def test_the_sentence_of_agreement() -> None:
     ratios = tuple(
-        Ratio(Item(1 + n % 3, Kind.OUTPUT, f"m{n}", data_rank=0), n / 6000, 1e-7) for n in range(1234)
+        Ratio(TraceItem(1 + n % 3, ItemKind.OUTPUT, f"m{n}", data_rank=0), n / 6000, 1e-7)
+        for n in range(1234)
     )
     assert sentence(verdict(ratios=ratios)) == (
         "4 ranks with zero=3 tp=2 compute what one process computes: 1,234 tensors of 3 steps agree (largest distance "
@@ -65,53 +66,64 @@ def test_the_sentence_of_agreement() -> None:
     ("finding", "said"),
     [
         (
-            Finding(
-                Item(2, Kind.NORM, ""), Fault.DIFFERS, (0,), (0,), 1.9, 1e-6, 1e-5, None, None, (4.74, 1.63)
+            Mismatch(
+                TraceItem(2, ItemKind.NORM, ""),
+                Fault.DIFFERS,
+                (0,),
+                (0,),
+                1.9,
+                1e-6,
+                1e-5,
+                None,
+                None,
+                (4.74, 1.63),
             ),
             "step 2, clipping: the gradient norm is 4.74 in place of 1.63 (rounding explains 1e-6).",
         ),
         (
-            Finding(Item(1, Kind.RATE, ""), Fault.DIFFERS, (0,), (0,), 1.0, 0, 0, 2.0, None, (2e-3, 1e-3)),
+            Mismatch(
+                TraceItem(1, ItemKind.RATE, ""), Fault.DIFFERS, (0,), (0,), 1.0, 0, 0, 2.0, None, (2e-3, 1e-3)
+            ),
             "step 1, optimizer: the learning rate is 2.00 times the reference (0.002 in place of 0.001).",
         ),
         (
-            Finding(O_PROJ, Fault.DIFFERS, (1,), (0, 1), 0.25, 1e-3, 4e-3),
+            Mismatch(O_PROJ, Fault.DIFFERS, (1,), (0, 1), 0.25, 1e-3, 4e-3),
             "step 1, backward: the gradient of `blocks.3.attn.o_proj.weight` on rank 1 is off by 0.25 of its norm "
             "(rounding explains 0.001).",
         ),
         (
-            Finding(O_PROJ, Fault.DIFFERS, (0,), (0,), 1.0, 1e-3, 4e-3, 0.0),
+            Mismatch(O_PROJ, Fault.DIFFERS, (0,), (0,), 1.0, 1e-3, 4e-3, 0.0),
             "step 1, backward: the gradient of `blocks.3.attn.o_proj.weight` is zero (rounding explains 0.001).",
         ),
         (
-            Finding(Item(1, Kind.BATCH, "", data_rank=2, path="x"), Fault.DIFFERS, (2,), (2,)),
+            Mismatch(TraceItem(1, ItemKind.BATCH, "", data_rank=2, path="x"), Fault.DIFFERS, (2,), (2,)),
             "step 1, data: the batch[x] (data rank 2) has other rows.",
         ),
         (
-            Finding(O_PROJ, Fault.MISSING),
+            Mismatch(O_PROJ, Fault.MISSING),
             "step 1, backward: no rank has the gradient of `blocks.3.attn.o_proj.weight`.",
         ),
         (
-            Finding(O_PROJ, Fault.ADDED, (0, 1), (0, 1)),
+            Mismatch(O_PROJ, Fault.ADDED, (0, 1), (0, 1)),
             "step 1, backward: the reference has nothing like the gradient of `blocks.3.attn.o_proj.weight` on ranks 0 "
             "and 1.",
         ),
         (
-            Finding(O_PROJ, Fault.SHAPE, (0,), (0,), shapes=((2, 3), (3, 2))),
+            Mismatch(O_PROJ, Fault.SHAPE, (0,), (0,), shapes=((2, 3), (3, 2))),
             "step 1, backward: the gradient of `blocks.3.attn.o_proj.weight` has the shape [2, 3] in place of [3, 2].",
         ),
         (
-            Finding(Item(3, Kind.BATCH, ""), Fault.STEP, distance=0),
+            Mismatch(TraceItem(3, ItemKind.BATCH, ""), Fault.STEP, distance=0),
             "step 3: only the candidate made this step.",
         ),
         (
-            Finding(Item(0, Kind.WEIGHT, "a.b"), Fault.DIFFERS, (3,), (0, 3), 2.0, 1e-7, 1e-6),
+            Mismatch(TraceItem(0, ItemKind.WEIGHT, "a.b"), Fault.DIFFERS, (3,), (0, 3), 2.0, 1e-7, 1e-6),
             "before the first step: the initial weight `a.b` on rank 3 is off by 2 of its norm (rounding explains "
             "1e-7).",
         ),
     ],
 )
-def test_each_fault_has_its_sentence(finding: Finding, said: str) -> None:
+def test_each_fault_has_its_sentence(finding: Mismatch, said: str) -> None:
     assert sentence(verdict(finding, before=0)) == f"{said} Nothing was compared before it."
     others = sentence(verdict(finding, SUMMED, SUMMED))
     assert others.endswith("2 more tensors differ.")
@@ -119,7 +131,7 @@ def test_each_fault_has_its_sentence(finding: Finding, said: str) -> None:
 
 
 def test_micro_batches_are_named_where_there_are_several() -> None:
-    item = Item(1, Kind.OUTPUT, "m", 2, 1, 1)
+    item = TraceItem(1, ItemKind.OUTPUT, "m", 2, 1, 1)
     assert named(item, RunFacts(data_ranks=2, accumulation_steps=4)) == (
         "the output of `m` (call 2, micro-batch 2, data rank 1)"
     )
@@ -200,14 +212,14 @@ def test_the_page_is_whole_and_loads_nothing(tmp_path: Path) -> None:
 
 def test_names_of_hostile_files_stay_text() -> None:
     name = '<script>alert("1")</script>\x1b[31m'
-    finding = Finding(Item(1, Kind.GRADIENT, f"{name}.weight"), Fault.DIFFERS, (0,), (0,))
-    text = to_html(verdict(finding, ratios=(Ratio(Item(1, Kind.OUTPUT, name), 0.5, 1e-7),)))
+    finding = Mismatch(TraceItem(1, ItemKind.GRADIENT, f"{name}.weight"), Fault.DIFFERS, (0,), (0,))
+    text = to_html(verdict(finding, ratios=(Ratio(TraceItem(1, ItemKind.OUTPUT, name), 0.5, 1e-7),)))
     assert "<script" not in text and "\x1b" not in text and "&lt;script&gt;" in text
 
 
 def test_deep_models_are_put_together() -> None:
     ratios = tuple(
-        Ratio(Item(1, Kind.OUTPUT, f"blocks.{n}.part.{m}", data_rank=0), 1e-3 * n, 1e-8)
+        Ratio(TraceItem(1, ItemKind.OUTPUT, f"blocks.{n}.part.{m}", data_rank=0), 1e-3 * n, 1e-8)
         for n in range(100)
         for m in range(10)
     )

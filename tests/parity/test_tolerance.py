@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lockstep.parity.judge.facts import RunFacts
 from lockstep.parity.judge.tolerance import FEW, LARGE, MULTIPLE, Tolerance, tolerance
-from lockstep.parity.judge.verdict import Verdict
+from lockstep.parity.judge.verdict import ParityVerdict
 from lockstep.parity.report.text import sentence
-from lockstep.parity.trace.items import Item, Kind
+from lockstep.parity.trace.items import ItemKind, TraceItem
 from tests.parity.runs import measure, ranks_of, record, shaken, synthetic, verdict_of
 from tests.parity.training import MODELS, OPTIMIZERS, Setup, train
 
@@ -35,16 +35,18 @@ WEIGHTS = {
     "recurrent": "lstm.weight_hh_l0",
 }
 ONE = RunFacts(nproc=1, data_ranks=3)
-RATE, STEP = Item(2, Kind.RATE, ""), 2
+RATE, STEP = TraceItem(2, ItemKind.RATE, ""), 2
 
 
 @cache
-def reference(setup: Setup, half: torch.dtype | None) -> tuple[dict[Item, Tensor], ...]:
+def reference(setup: Setup, half: torch.dtype | None) -> tuple[dict[TraceItem, Tensor], ...]:
     """The reference, disturbed, and in half precision."""
     return train(setup), train(setup, disturbed=True), train(setup, half=half) if half else {}
 
 
-def checked(folder: Path, setup: Setup, half: torch.dtype | None, candidate: dict[Item, Tensor]) -> Verdict:
+def checked(
+    folder: Path, setup: Setup, half: torch.dtype | None, candidate: dict[TraceItem, Tensor]
+) -> ParityVerdict:
     plain, off, in_half = reference(replace(setup, plant=Setup("", "").plant), half)
     dtype = half or torch.float32
     return verdict_of(folder, plain, [candidate], disturbed=off, half=in_half or None, dtype=dtype, facts=ONE)
@@ -72,7 +74,7 @@ def test_a_gradient_times_a_number_is_found(
     setup = Setup(model, "adam", plant=plant)
     verdict = checked(tmp_path, setup, half, train(setup, half=half, reordered=True))
     first = verdict.findings[0]
-    assert first.item == Item(STEP, Kind.GRADIENT, WEIGHTS[model]), sentence(verdict)
+    assert first.item == TraceItem(STEP, ItemKind.GRADIENT, WEIGHTS[model]), sentence(verdict)
     assert first.distance == pytest.approx(abs(factor - 1), rel=0.3 if half else 1e-2)
 
 
@@ -83,7 +85,7 @@ def test_in_single_precision_a_thousandth_is_found(model: str, tmp_path: Path) -
 
     setup = Setup(model, "sgd", plant=plant)
     verdict = checked(tmp_path, setup, None, train(setup, reordered=True))
-    assert verdict.findings[0].item == Item(1, Kind.GRADIENT, WEIGHTS[model]), sentence(verdict)
+    assert verdict.findings[0].item == TraceItem(1, ItemKind.GRADIENT, WEIGHTS[model]), sentence(verdict)
 
 
 @pytest.mark.parametrize("half", [None, torch.bfloat16])
@@ -94,25 +96,28 @@ def test_wrong_updates_of_adam_are_found(
     setup = Setup("attention", "adam")
     candidate = train(setup, half=half, reordered=True)
     for item in candidate:
-        if item.kind is Kind.UPDATE and item.step == step:
+        if item.kind is ItemKind.UPDATE and item.step == step:
             candidate[item] = factor * candidate[item]
     verdict = checked(tmp_path, setup, half, candidate)
     first = verdict.findings[0].item
-    assert (first.step, first.kind) == (step, Kind.UPDATE), sentence(verdict)
+    assert (first.step, first.kind) == (step, ItemKind.UPDATE), sentence(verdict)
 
 
 def test_gradients_that_are_zero_in_mathematics_are_nothing_but_rounding(tmp_path: Path) -> None:
     plain, off, _ = reference(Setup("attention", "adam"), None)
-    key = Item(1, Kind.GRADIENT, "key.bias")
+    key = TraceItem(1, ItemKind.GRADIENT, "key.bias")
     assert (plain[key] - off[key]).norm() > 0.1 * plain[key].norm()
-    update = key._replace(kind=Kind.UPDATE)
+    update = key._replace(kind=ItemKind.UPDATE)
     assert (plain[update] - off[update]).norm() > 0.1 * plain[update].norm()
     candidate = {**plain, key: -plain[key], update: -plain[update]}
     assert checked(tmp_path, Setup("attention", "adam"), None, candidate).agrees
 
 
 def allowed_of(
-    folder: Path, plain: dict[Item, Tensor], off: dict[Item, Tensor], dtype: torch.dtype = torch.float32
+    folder: Path,
+    plain: dict[TraceItem, Tensor],
+    off: dict[TraceItem, Tensor],
+    dtype: torch.dtype = torch.float32,
 ) -> Tolerance:
     trace = record(folder / "reference.safetensors", plain)
     return tolerance(trace, measure(trace, folder / "disturbed", [off])[0], dtype=dtype)
@@ -120,7 +125,7 @@ def allowed_of(
 
 def test_a_loss_that_came_back_unmoved_may_still_be_rounded(tmp_path: Path) -> None:
     tensors = synthetic()
-    loss = Item(1, Kind.LOSS, "", data_rank=0)
+    loss = TraceItem(1, ItemKind.LOSS, "", data_rank=0)
     off = {**shaken(tensors, eps=1e-5), loss: tensors[loss]}
     limit = allowed_of(tmp_path, tensors, off)[loss.key]
     assert limit.spread >= 1e-6
@@ -129,7 +134,7 @@ def test_a_loss_that_came_back_unmoved_may_still_be_rounded(tmp_path: Path) -> N
 
 def test_a_spread_is_that_of_all_batches_of_a_step(tmp_path: Path) -> None:
     tensors = synthetic()
-    item = Item(1, Kind.OUTPUT, "first", data_rank=0)
+    item = TraceItem(1, ItemKind.OUTPUT, "first", data_rank=0)
     far = shaken(tensors) | {item: tensors[item] * (1 + 1e-3 * torch.randn(4, 8))}
     allowed = allowed_of(tmp_path, tensors, far)
     other, later = item._replace(data_rank=1), item._replace(step=2)
@@ -142,14 +147,14 @@ def test_no_tensor_of_many_elements_may_be_half_of_what_it_is(tmp_path: Path) ->
     rough = shaken(tensors, eps=0.3)
     allowed = allowed_of(tmp_path, tensors, rough, torch.bfloat16)
     for item in tensors:
-        if item.kind is Kind.GRADIENT and item.name == "first.weight":
+        if item.kind is ItemKind.GRADIENT and item.name == "first.weight":
             assert 0.1 < allowed[item.key].spread < 0.25
             assert allowed[item.key].relative == pytest.approx(max(LARGE, 2 * allowed[item.key].spread))
 
 
 def test_rows_of_batches_are_equal_or_not(tmp_path: Path) -> None:
     tensors = synthetic()
-    batch = Item(2, Kind.BATCH, "", data_rank=1, path="x")
+    batch = TraceItem(2, ItemKind.BATCH, "", data_rank=1, path="x")
     candidate = ranks_of(tensors, 1)[0] | {batch: tensors[batch] + torch.tensor([0, 0, 0, 1])}
     assert (
         verdict_of(tmp_path, tensors, [candidate | tensors | {batch: candidate[batch]}]).findings[0].item
@@ -161,7 +166,7 @@ def test_rows_of_batches_are_equal_or_not(tmp_path: Path) -> None:
 def test_choices_may_change_as_often_as_by_a_disturbance(
     flipped: float, agrees: bool, tmp_path: Path
 ) -> None:
-    choice = Item(1, Kind.OUTPUT, "argmax", data_rank=0)
+    choice = TraceItem(1, ItemKind.OUTPUT, "argmax", data_rank=0)
     tensors = synthetic() | {choice: torch.arange(500)}
 
     def other(part: float) -> Tensor:
@@ -173,7 +178,7 @@ def test_choices_may_change_as_often_as_by_a_disturbance(
 
 
 def test_tensors_whose_shape_depends_on_rounding_are_not_compared(tmp_path: Path) -> None:
-    routed = Item(1, Kind.OUTPUT, "expert", data_rank=0)
+    routed = TraceItem(1, ItemKind.OUTPUT, "expert", data_rank=0)
     tensors = synthetic() | {routed: torch.randn(7, 8)}
     off = shaken(tensors) | {routed: torch.randn(8, 8)}
     verdict = verdict_of(tmp_path, tensors, [{**tensors, routed: torch.randn(6, 8)}], disturbed=off)
@@ -183,9 +188,9 @@ def test_tensors_whose_shape_depends_on_rounding_are_not_compared(tmp_path: Path
 
 def test_a_value_on_the_other_side_of_a_kink_is_no_difference(tmp_path: Path) -> None:
     setup = Setup("mlp", "adam")
-    gradient = Item(1, Kind.OUTPUT_GRADIENT, "2", data_rank=1)
+    gradient = TraceItem(1, ItemKind.OUTPUT_GRADIENT, "2", data_rank=1)
 
-    def switch(item: Item, tensor: Tensor) -> Tensor:
+    def switch(item: TraceItem, tensor: Tensor) -> Tensor:
         if item != gradient:
             return tensor
         place = (tensor.abs() - tensor[tensor != 0].abs().median()).abs().argmin()
@@ -198,9 +203,9 @@ def test_a_value_on_the_other_side_of_a_kink_is_no_difference(tmp_path: Path) ->
 
 def test_a_row_without_gradient_is_a_difference(tmp_path: Path) -> None:
     setup = Setup("mlp", "adam")
-    gradient = Item(1, Kind.OUTPUT_GRADIENT, "2", data_rank=1)
+    gradient = TraceItem(1, ItemKind.OUTPUT_GRADIENT, "2", data_rank=1)
 
-    def mask(item: Item, tensor: Tensor) -> Tensor:
+    def mask(item: TraceItem, tensor: Tensor) -> Tensor:
         return tensor * (torch.arange(len(tensor)) != 3).unsqueeze(1) if item == gradient else tensor
 
     verdict = checked(tmp_path, setup, None, train(setup, reordered=True, change=mask))
@@ -209,7 +214,7 @@ def test_a_row_without_gradient_is_a_difference(tmp_path: Path) -> None:
 
 
 def test_a_tolerance_is_read_as_it_was_written(tmp_path: Path) -> None:
-    tensors = synthetic() | {Item(1, Kind.OUTPUT, "expert", data_rank=0): torch.arange(3)}
+    tensors = synthetic() | {TraceItem(1, ItemKind.OUTPUT, "expert", data_rank=0): torch.arange(3)}
     allowed = allowed_of(tmp_path, tensors, shaken(tensors))
     allowed.write(tmp_path / "tolerance.json")
     again = Tolerance.read(tmp_path / "tolerance.json")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lockstep.parity.trace.items import Item, Kind
+from lockstep.parity.trace.items import ItemKind, TraceItem
 
 WIDTH = 16
 
@@ -115,8 +115,8 @@ def train(
     half: torch.dtype | None = None,
     disturbed: bool = False,
     reordered: bool = False,
-    change: Callable[[Item, Tensor], Tensor] = lambda item, gradient: gradient,
-) -> dict[Item, Tensor]:
+    change: Callable[[TraceItem, Tensor], Tensor] = lambda item, gradient: gradient,
+) -> dict[TraceItem, Tensor]:
     """All tensors of a run, as one process would record them.
 
     Args:
@@ -129,14 +129,14 @@ def train(
     optimizer = OPTIMIZERS[setup.optimizer](model.parameters())
     batches = [_batch(setup) for _ in range(setup.steps * setup.data_ranks)]
     noise = torch.Generator().manual_seed(setup.seed + 1)
-    tensors: dict[Item, Tensor] = {}
+    tensors: dict[TraceItem, Tensor] = {}
     names = {module: name for name, module in model.named_modules()}
     parameters = dict(model.named_parameters())
     if disturbed:
         with torch.no_grad():
             for parameter in parameters.values():
                 parameter.copy_(_off(parameter, noise))
-    tensors |= {Item(0, Kind.WEIGHT, name): one.detach().clone() for name, one in parameters.items()}
+    tensors |= {TraceItem(0, ItemKind.WEIGHT, name): one.detach().clone() for name, one in parameters.items()}
     for step in range(1, setup.steps + 1):
         gradients = {name: torch.zeros_like(one) for name, one in parameters.items()}
         of_ranks = []
@@ -151,7 +151,7 @@ def train(
                     out = model(x)
                 loss = _loss(out.float(), y)
                 loss.backward()
-            tensors[Item(step, Kind.LOSS, "", data_rank=rank)] = loss.detach()
+            tensors[TraceItem(step, ItemKind.LOSS, "", data_rank=rank)] = loss.detach()
             of_ranks.append(
                 {name: one.grad.clone() for name, one in parameters.items() if one.grad is not None}
             )
@@ -164,21 +164,21 @@ def train(
         setup.plant(step, gradients)
         for name, parameter in reversed(parameters.items()):
             parameter.grad = gradients[name].clone()
-            tensors[Item(step, Kind.GRADIENT, name)] = gradients[name]
+            tensors[TraceItem(step, ItemKind.GRADIENT, name)] = gradients[name]
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        tensors[Item(step, Kind.NORM, "")] = norm.clone()
+        tensors[TraceItem(step, ItemKind.NORM, "")] = norm.clone()
         for name, parameter in parameters.items():
-            tensors[Item(step, Kind.CLIPPED, name)] = parameter.grad.clone()  # type: ignore[union-attr]
-        tensors[Item(step, Kind.RATE, "")] = torch.tensor(
+            tensors[TraceItem(step, ItemKind.CLIPPED, name)] = parameter.grad.clone()  # type: ignore[union-attr]
+        tensors[TraceItem(step, ItemKind.RATE, "")] = torch.tensor(
             optimizer.param_groups[0]["lr"], dtype=torch.float64
         )
         before = {name: one.detach().clone() for name, one in parameters.items()}
         optimizer.step()
         model.zero_grad()
         for name, parameter in parameters.items():
-            tensors[Item(step, Kind.UPDATE, name)] = parameter.detach() - before[name]
+            tensors[TraceItem(step, ItemKind.UPDATE, name)] = parameter.detach() - before[name]
         for name, buffer in model.named_buffers():
-            tensors[Item(step, Kind.BUFFER, name)] = buffer.clone()
+            tensors[TraceItem(step, ItemKind.BUFFER, name)] = buffer.clone()
     return tensors
 
 
@@ -204,15 +204,15 @@ def _off(tensor: Tensor, generator: torch.Generator) -> Tensor:
 @contextmanager
 def _hooked(
     names: dict[nn.Module, str],
-    tensors: dict[Item, Tensor],
+    tensors: dict[TraceItem, Tensor],
     step: int,
     rank: int,
-    change: Callable[[Item, Tensor], Tensor],
+    change: Callable[[TraceItem, Tensor], Tensor],
 ) -> Iterator[None]:
     def take(module: nn.Module, _: object, output: Tensor | tuple[Tensor, object]) -> None:
         result = output[0] if isinstance(output, tuple) else output
-        tensors[Item(step, Kind.OUTPUT, names[module], data_rank=rank)] = result.detach().clone()
-        place = Item(step, Kind.OUTPUT_GRADIENT, names[module], data_rank=rank)
+        tensors[TraceItem(step, ItemKind.OUTPUT, names[module], data_rank=rank)] = result.detach().clone()
+        place = TraceItem(step, ItemKind.OUTPUT_GRADIENT, names[module], data_rank=rank)
 
         def take_gradient(gradient: Tensor) -> Tensor:
             tensors[place] = change(place, gradient.detach().clone())

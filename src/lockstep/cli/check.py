@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from lockstep.config.parallel import Parallel
-    from lockstep.parity.judge.verdict import Verdict
+    from lockstep.parity.judge.verdict import ParityVerdict
 
 DIFFERS, COULD_NOT_RUN = 1, 2
 MAX_STEPS = 1000
@@ -117,13 +117,13 @@ def command(
     batches of all ranks; again, to see whether it repeats and how far rounding moves each tensor; and as the candidate.
     """
     from lockstep.config.world import axes_of
-    from lockstep.launch.plan import Program as LaunchedProgram
-    from lockstep.parity.check import Check, Request
-    from lockstep.parity.runs import CouldNotRun, Program
+    from lockstep.launch.plan import Program
+    from lockstep.parity.check import ParityCheck, Request
+    from lockstep.parity.runs import CheckedProgram, CouldNotRun
 
     if reference is not None and against is not None:
         raise click.UsageError("--reference and --against both say what to compare with. Give one of them.")
-    LaunchedProgram(script, arguments, module).command()  # refuses what is not there
+    Program(script, arguments, module).command()  # refuses what is not there
     axes_of(_parallel(parallel), nproc)
     if reference is not None:
         axes_of(_parallel(reference), nproc)
@@ -133,7 +133,7 @@ def command(
     ]
     with _folder(keep) as folder, _progress() as tell:
         request = Request(
-            program=Program((script, *arguments), module, as_accelerate),
+            program=CheckedProgram((script, *arguments), module, as_accelerate),
             folder=folder,
             nproc=nproc,
             parallel=parallel,
@@ -147,7 +147,7 @@ def command(
             timeout_s=timeout,
         )
         try:
-            verdict = Check(request, tell).verdict()
+            verdict = ParityCheck(request, tell).verdict()
         except CouldNotRun as error:
             verdict, reason = None, str(error)
     if verdict is None:
@@ -192,7 +192,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield lambda what: status.update(escape(what))
 
 
-def _say(verdict: Verdict, json_path: Path | None, html: Path | None) -> None:
+def _say(verdict: ParityVerdict, json_path: Path | None, html: Path | None) -> None:
     from lockstep.cli.output import print_table
     from lockstep.parity.report.html import to_html
     from lockstep.parity.report.text import RIGHT, TITLES, remarks, rows, sentence, to_json

@@ -12,16 +12,16 @@ from lockstep.errors import ConfigError
 from lockstep.parity.judge.decide import judge, judge_repeat
 from lockstep.parity.judge.facts import RankFacts, RunFacts
 from lockstep.parity.judge.tolerance import Tolerance, tolerance
-from lockstep.parity.judge.verdict import Verdict
+from lockstep.parity.judge.verdict import ParityVerdict
 from lockstep.parity.report.text import sentence_of_repeat
-from lockstep.parity.runs import CouldNotRun, Left, Program, Run, all_of, following
+from lockstep.parity.runs import CheckedProgram, CouldNotRun, Left, ScriptRun, all_of, following
 from lockstep.parity.spec import ProcessFacts, Role, RunSpec
 from lockstep.parity.trace.file import Trace
-from lockstep.parity.trace.items import Kind
+from lockstep.parity.trace.items import ItemKind
 from lockstep.parity.trace.joined import join_traces
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
-DRAWN = {Kind.BATCH, Kind.WEIGHT, Kind.OUTPUT, Kind.LOSS, Kind.RATE}
+DRAWN = {ItemKind.BATCH, ItemKind.WEIGHT, ItemKind.OUTPUT, ItemKind.LOSS, ItemKind.RATE}
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Request:
         flags: Further ones for `lockstep launch`.
     """
 
-    program: Program
+    program: CheckedProgram
     folder: Path
     nproc: int = 2
     parallel: str | None = None
@@ -53,7 +53,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceRun:
     """What a candidate is compared with."""
 
     trace: Trace
@@ -61,7 +61,7 @@ class Reference:
     facts: ProcessFacts
 
 
-class Check:
+class ParityCheck:
     """Makes the runs of a request, one after another or side by side.
 
     Args:
@@ -72,7 +72,7 @@ class Check:
         self._request = request
         self._tell = tell
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> ParityVerdict:
         """Compare.
 
         Raises:
@@ -105,7 +105,7 @@ class Check:
 
     # The reference ----------------------------------------------------------------------------------------
 
-    def _made(self) -> Reference:
+    def _made(self) -> ReferenceRun:
         request = self._request
         is_alone = request.reference is None
         self._tell("reference: one process" if is_alone else f"reference: {request.nproc} processes")
@@ -135,7 +135,7 @@ class Check:
         self._refuse_unrepeatable(trace, facts, lefts[Role.REPEAT])
         dtype = DTYPES.get(facts.mixed_precision, torch.float32) if Role.HALF in lefts else torch.float32
         half = lefts[Role.HALF].measured() if Role.HALF in lefts else ()
-        return Reference(trace, tolerance(trace, lefts[Role.DISTURBED].measured(), half, dtype), facts)
+        return ReferenceRun(trace, tolerance(trace, lefts[Role.DISTURBED].measured(), half, dtype), facts)
 
     def _trace_of(self, left: Left) -> Trace:
         paths = [left.folder / f"trace-{one.rank}.safetensors" for one in left.facts]
@@ -153,14 +153,14 @@ class Check:
             )
         raise CouldNotRun(said)
 
-    def _kept(self, path: Path) -> Reference:
+    def _kept(self, path: Path) -> ReferenceRun:
         trace = Trace(path)
         if "tolerance" not in trace.facts:
             raise ConfigError(f"{path} was not written by `lockstep check --record`. Record one.")
         facts = dict(trace.facts)
         limits = Tolerance.from_json(facts.pop("tolerance"))
         facts.pop("parts", None)
-        return Reference(trace, limits, ProcessFacts.of(facts))
+        return ReferenceRun(trace, limits, ProcessFacts.of(facts))
 
     # Runs -------------------------------------------------------------------------------------------------
 
@@ -182,12 +182,12 @@ class Check:
             **fields,  # type: ignore[arg-type]
         )
 
-    def _start(self, spec: RunSpec) -> Run:
+    def _start(self, spec: RunSpec) -> ScriptRun:
         request = self._request
         flags = ["--nproc", str(request.nproc), *request.flags]
-        return Run(spec, request.program, flags, timeout_s=request.timeout_s)
+        return ScriptRun(spec, request.program, flags, timeout_s=request.timeout_s)
 
-    def _facts(self, reference: Reference, left: Left) -> RunFacts:
+    def _facts(self, reference: ReferenceRun, left: Left) -> RunFacts:
         request, first = self._request, left.facts[0]
         ranks = tuple(RankFacts(one.rank, one.data_rank, one.coordinates) for one in left.facts)
         notes = dict.fromkeys((*reference.facts.notes, *first.notes))
@@ -207,7 +207,7 @@ class Check:
         )
 
 
-def keep(reference: Reference, path: Path) -> None:
+def keep(reference: ReferenceRun, path: Path) -> None:
     """Copy the trace of a reference to ``path``, with what rounding explains of it.
 
     Raises:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,7 +44,7 @@ class CouldNotRun(LockstepError):
 
 
 @dataclass(frozen=True)
-class Program:
+class CheckedProgram:
     """What is checked: ``words`` are the script, or the module, and its arguments."""
 
     words: tuple[str, ...]
@@ -69,7 +69,7 @@ class Left:
         return read_measured(sorted(self.folder.glob("measured-*.jsonl")))
 
 
-class Run:
+class ScriptRun:
     """One run of a script, in processes of its own, whose output goes to a file.
 
     Args:
@@ -82,7 +82,7 @@ class Run:
     def __init__(
         self,
         spec: RunSpec,
-        program: Program,
+        program: CheckedProgram,
         flags: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         timeout_s: float = 3600.0,
@@ -170,7 +170,7 @@ _TITLES = {
 }
 
 
-def all_of(runs: Sequence[Run]) -> list[Left]:
+def all_of(runs: Sequence[ScriptRun]) -> list[Left]:
     """Wait for runs that were started together; if one fails, the others are ended."""
     try:
         return [run.wait() for run in runs]
@@ -182,7 +182,3 @@ def all_of(runs: Sequence[Run]) -> list[Left]:
 def following(spec: RunSpec, role: Role, folder: Path, **changes: object) -> RunSpec:
     """The specification of another run of the same check."""
     return replace(spec, role=role, folder=str(folder / role.value), **changes)  # type: ignore[arg-type]
-
-
-Starter = Callable[[RunSpec], Run]
-"""Starts a run."""

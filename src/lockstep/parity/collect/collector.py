@@ -15,9 +15,9 @@ from lockstep.comm.tree import leaves
 from lockstep.data.loader import PreparedLoader
 from lockstep.model.changes import UncopiedHook
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parity.collect.outputs import Outputs
-from lockstep.parity.collect.place import Place
-from lockstep.parity.trace.items import Item, Kind
+from lockstep.parity.collect.outputs import ModuleOutputs
+from lockstep.parity.collect.place import BatchPlace
+from lockstep.parity.trace.items import ItemKind, TraceItem
 from lockstep.parity.trace.regions import ShardAxes, region
 from lockstep.parity.trace.rows import row_digests
 from lockstep.parity.trace.sinks import Sink
@@ -25,7 +25,7 @@ from lockstep.preparation.observers import ObservedRun, RunObserver
 from lockstep.torch_internals import autograd as torch_autograd
 
 
-class Collector(RunObserver):
+class RunCollector(RunObserver):
     """Of one process.
 
     Args:
@@ -40,9 +40,9 @@ class Collector(RunObserver):
         self._axes = ShardAxes()
         self._models: list[ParallelModel] = []
         self._run: ObservedRun | None = None
-        self.place: Place = Place()
+        self.place: BatchPlace = BatchPlace()
         self.made = 0
-        self._outputs = Outputs(sink, self._item, self._add)
+        self._outputs = ModuleOutputs(sink, self._item, self._add)
         self._backwards: Counter[tuple[object, ...]] = Counter()
         self._has_gradients = False
         self._was_clipped = False
@@ -51,7 +51,7 @@ class Collector(RunObserver):
         self._is_expected = False
         self._has_forward = False
 
-    def attach(self, run: ObservedRun, place: Place, axes: ShardAxes) -> None:
+    def attach(self, run: ObservedRun, place: BatchPlace, axes: ShardAxes) -> None:
         """The run has begun: where it stands, and which parts of a model this rank holds."""
         self._run = run
         self.place, self._axes = place, axes
@@ -68,8 +68,8 @@ class Collector(RunObserver):
     def model_prepared(self, model: ParallelModel) -> None:
         prefix = f"model_{len(self._models)}." if self._models else ""
         self._models.append(model)
-        model.module.register_forward_pre_hook(_BeforeForward(self))
-        model.module.register_forward_hook(_AfterForward(self))
+        model.module.register_forward_pre_hook(_BeforeModel(self))
+        model.module.register_forward_hook(_AfterModel(self))
         self._outputs.watch(model, prefix)
         self.place.prepared()
 
@@ -87,7 +87,7 @@ class Collector(RunObserver):
     def _batch_comes(self, batch: object) -> None:
         for path, value in leaves(batch).items():
             if isinstance(value, Tensor):
-                self._add(self._item(Kind.BATCH, "", path=path), row_digests(value))
+                self._add(self._item(ItemKind.BATCH, "", path=path), row_digests(value))
 
     def forward_comes(self) -> None:
         """A prepared model is called, to be trained."""
@@ -120,32 +120,32 @@ class Collector(RunObserver):
         where = (self.step, self.place.micro_batch, self.place.data_rank)
         call = self._backwards[where]
         self._backwards[where] += 1
-        self._add(self._item(Kind.LOSS, "", call), loss)
+        self._add(self._item(ItemKind.LOSS, "", call), loss)
 
     # A step -----------------------------------------------------------------------------------------------
 
     def before_clip(self) -> None:
         if not self._has_gradients:
             self._has_gradients = True
-            self._add_gradients(Kind.GRADIENT)
+            self._add_gradients(ItemKind.GRADIENT)
 
     def clipped(self, norm: Tensor | None) -> None:
         self._was_clipped = True
         if norm is not None:
-            self._add(Item(self.step, Kind.NORM, ""), norm)
+            self._add(TraceItem(self.step, ItemKind.NORM, ""), norm)
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self.before_clip()
         if self._was_clipped:
-            self._add_gradients(Kind.CLIPPED)
+            self._add_gradients(ItemKind.CLIPPED)
         for number, group in enumerate(optimizer.param_groups):
             rate = torch.as_tensor(group["lr"], dtype=torch.float64)
             name = f"group {number}" if len(optimizer.param_groups) > 1 else ""
-            self._add(Item(self.step, Kind.RATE, name), rate)
+            self._add(TraceItem(self.step, ItemKind.RATE, name), rate)
         for name, parameter in self._stepped(optimizer):
             if name not in self._known:
                 self._known.add(name)
-                self._add(Item(0, Kind.WEIGHT, name), parameter)
+                self._add(TraceItem(0, ItemKind.WEIGHT, name), parameter)
             self._before[name] = local(parameter).detach().clone()
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -153,22 +153,22 @@ class Collector(RunObserver):
             before = self._before.pop(name, None)
             if before is not None:
                 self._add_part(
-                    Item(self.step, Kind.UPDATE, name), local(parameter).detach() - before, parameter
+                    TraceItem(self.step, ItemKind.UPDATE, name), local(parameter).detach() - before, parameter
                 )
         self.place.before_buffers()
         if self.place.data_rank == 0 or self.place.has_all_ranks:
             for name, buffer in self._named("buffers"):
-                self._add(Item(self.step, Kind.BUFFER, name), buffer)
+                self._add(TraceItem(self.step, ItemKind.BUFFER, name), buffer)
         self.made += 1
         self._has_gradients = self._was_clipped = False
         self.place.stepped()
         if self.made >= self._steps:
             self._done(self.made)
 
-    def _add_gradients(self, kind: Kind) -> None:
+    def _add_gradients(self, kind: ItemKind) -> None:
         for name, parameter in reversed(list(self._named("parameters"))):
             if parameter.grad is not None:
-                self._add(Item(self.step, kind, name), parameter.grad)
+                self._add(TraceItem(self.step, kind, name), parameter.grad)
 
     def _stepped(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -185,25 +185,25 @@ class Collector(RunObserver):
 
     # To the sink ------------------------------------------------------------------------------------------
 
-    def _item(self, kind: Kind, name: str, call: int = 0, path: str = "") -> Item:
-        return Item(self.step, kind, name, self.place.micro_batch, self.place.data_rank, call, path)
+    def _item(self, kind: ItemKind, name: str, call: int = 0, path: str = "") -> TraceItem:
+        return TraceItem(self.step, kind, name, self.place.micro_batch, self.place.data_rank, call, path)
 
-    def _add(self, item: Item, tensor: Tensor, part: int = 0) -> None:
+    def _add(self, item: TraceItem, tensor: Tensor, part: int = 0) -> None:
         found = region(tensor, self._sink.expected_shape(item), self._axes, part)
         if found is not None:
             self._sink.add(item, local(tensor.detach()), *found)
 
-    def _add_part(self, item: Item, part: Tensor, whole: Tensor) -> None:
+    def _add_part(self, item: TraceItem, part: Tensor, whole: Tensor) -> None:
         """``part``: what this rank holds, laid out as that of ``whole``."""
         found = region(whole, self._sink.expected_shape(item), self._axes)
         if found is not None:
             self._sink.add(item, part, *found)
 
 
-class _BeforeForward(UncopiedHook):
+class _BeforeModel(UncopiedHook):
     """A forward pre-hook of a prepared model."""
 
-    def __init__(self, collector: Collector) -> None:
+    def __init__(self, collector: RunCollector) -> None:
         self._collector = collector
 
     def __call__(self, module: nn.Module, args: object) -> None:
@@ -211,10 +211,10 @@ class _BeforeForward(UncopiedHook):
             self._collector.forward_comes()
 
 
-class _AfterForward(UncopiedHook):
+class _AfterModel(UncopiedHook):
     """A forward hook of a prepared model."""
 
-    def __init__(self, collector: Collector) -> None:
+    def __init__(self, collector: RunCollector) -> None:
         self._collector = collector
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:

@@ -12,16 +12,16 @@ from lockstep.comm.tree import leaves
 from lockstep.model.changes import UncopiedHook
 from lockstep.model.contents import is_ours
 from lockstep.parallel.parallel_model import ParallelModel, PipelinedModel
-from lockstep.parity.trace.items import Item, Kind
+from lockstep.parity.trace.items import ItemKind, TraceItem
 from lockstep.parity.trace.regions import ShardAxes
 from lockstep.parity.trace.sinks import Sink
 from lockstep.torch_internals import autograd as torch_autograd
 
-AddPart = Callable[[Item, Tensor, int], None]
+AddPart = Callable[[TraceItem, Tensor, int], None]
 """Gets an item, what this rank has of it, and which micro-batch of a pipeline that is."""
 
 
-class Outputs:
+class ModuleOutputs:
     """Of the modules of all prepared models.
 
     Args:
@@ -31,7 +31,7 @@ class Outputs:
         factor: What the loss of this backward was multiplied by.
     """
 
-    def __init__(self, sink: Sink, item: Callable[..., Item], add: AddPart) -> None:
+    def __init__(self, sink: Sink, item: Callable[..., TraceItem], add: AddPart) -> None:
         self._sink = sink
         self._item = item
         self._add = add
@@ -51,7 +51,7 @@ class Outputs:
         part, is_cut = model.micro_batch, isinstance(model, PipelinedModel)
         if part is None:
             return
-        item = self._item(Kind.OUTPUT, name)
+        item = self._item(ItemKind.OUTPUT, name)
         batch = (item.step, item.micro_batch, item.data_rank)
         where = (batch, name, part)
         call = self._calls[where]
@@ -68,9 +68,9 @@ class Outputs:
                 self._cut_in = batch
             # In front of what is cut along the sequence each rank has an addend of the gradient.
             if tensor.requires_grad and (cuts or self.axes.cp[0] == 1 or self._cut_in == batch):
-                tensor.register_hook(_OnGradient(self, item._replace(kind=Kind.OUTPUT_GRADIENT), part))
+                tensor.register_hook(_OnGradient(self, item._replace(kind=ItemKind.OUTPUT_GRADIENT), part))
 
-    def gradient_comes(self, item: Item, gradient: Tensor, part: int) -> None:
+    def gradient_comes(self, item: TraceItem, gradient: Tensor, part: int) -> None:
         """The gradient of an output; ``part``: which micro-batch of a pipeline."""
         factor, shape = self.factor, self._sink.expected_shape(item)
         if self.axes.cuts_positions(tuple(gradient.shape), shape):
@@ -83,7 +83,7 @@ class Outputs:
 class _AfterModule(UncopiedHook):
     """A forward hook."""
 
-    def __init__(self, outputs: Outputs, name: str, model: ParallelModel) -> None:
+    def __init__(self, outputs: ModuleOutputs, name: str, model: ParallelModel) -> None:
         self._outputs = outputs
         self._name = name
         self._model = model
@@ -97,7 +97,7 @@ class _AfterModule(UncopiedHook):
 class _OnGradient:
     """A hook of an output: its gradient comes."""
 
-    def __init__(self, outputs: Outputs, item: Item, part: int) -> None:
+    def __init__(self, outputs: ModuleOutputs, item: TraceItem, part: int) -> None:
         self._outputs = outputs
         self._item = item
         self._part = part

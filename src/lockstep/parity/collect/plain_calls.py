@@ -7,13 +7,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lockstep.parity.collect.place import Place
+from lockstep.parity.collect.place import BatchPlace
 
 
 class BackwardSeer(Protocol):
     """Is told of each backward."""
 
-    place: Place
+    place: BatchPlace
 
     def plain_backward(self, loss: Tensor) -> float | None:
         """A backward begins: what it is to be multiplied by; None: the ``Accelerator`` has done it."""
@@ -32,7 +32,7 @@ def see_backward(seer: BackwardSeer) -> None:
     Tensor.backward = backward  # type: ignore[method-assign]
 
 
-def keep_gradients(module: nn.Module, place: Place) -> None:
+def keep_gradients(module: nn.Module, place: BatchPlace) -> None:
     """Let ``module.zero_grad`` wait where gradients of some ranks wait for those of others."""
     original = module.zero_grad
 

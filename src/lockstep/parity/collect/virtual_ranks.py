@@ -13,14 +13,14 @@ from lockstep.comm.tree import map_tensors
 from lockstep.data.loader import PreparedLoader
 from lockstep.errors import UsageError
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parity.collect.place import Place
+from lockstep.parity.collect.place import BatchPlace
 from lockstep.runtime.seed import rng_state, set_rng_state
 from lockstep.runtime.step import StepState
 
 INSTEAD = "Compare with several processes instead: --reference ddp."
 
 
-class SequentialRanks(Place):
+class SequentialRanks(BatchPlace):
     """The place of a reference that stands for several ranks.
 
     A prepared loader of one process hands out batches in the order in which the ranks are given them: the first to rank

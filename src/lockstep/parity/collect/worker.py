@@ -17,9 +17,9 @@ from lockstep.config.parallel import Parallel
 from lockstep.config.world import BatchSizes, axes_of
 from lockstep.parallel.determinism import without_dropout
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parity.collect.collector import Collector
+from lockstep.parity.collect.collector import RunCollector
 from lockstep.parity.collect.disturb import DisturbedInputs, disturb_weights
-from lockstep.parity.collect.place import Place
+from lockstep.parity.collect.place import BatchPlace
 from lockstep.parity.collect.plain_calls import keep_gradients, see_backward
 from lockstep.parity.collect.trainers import accumulate_more
 from lockstep.parity.collect.virtual_ranks import AccumulatedRanks, VirtualRanks
@@ -28,7 +28,7 @@ from lockstep.parity.judge.tolerance import Tolerance
 from lockstep.parity.spec import ProcessFacts, Role, RunSpec
 from lockstep.parity.trace.file import Trace
 from lockstep.parity.trace.regions import ShardAxes
-from lockstep.parity.trace.sinks import Comparison, Recording, Sink
+from lockstep.parity.trace.sinks import Recording, Sink, TraceComparison
 from lockstep.preparation.observers import ObservedRun, RunObserver
 from lockstep.runtime.seed import set_seed
 
@@ -38,7 +38,7 @@ NO_DROPOUT = (
 )
 
 
-class CheckedRun(Collector):
+class CheckedRun(RunCollector):
     """One process of a run.
 
     Args:
@@ -91,11 +91,11 @@ class CheckedRun(Collector):
         data_ranks, meshes, seed = self._facts.data_ranks, run.meshes, self._spec.seed
         if self._spec.is_alone and data_ranks > 1:
             common = (data_ranks, run.step, run.models, seed, self._splits_batches, self._data_ended)
-            place: Place = (
+            place: BatchPlace = (
                 AccumulatedRanks(*common) if self._accumulates else VirtualRanks(*common, run.optimizers)
             )
         else:
-            place = Place(meshes.data_rank, run.models, seed)
+            place = BatchPlace(meshes.data_rank, run.models, seed)
             sizes = {name: int(getattr(meshes.axes, name)) for name in AXES}
             self._facts = replace(
                 self._facts,
@@ -147,7 +147,7 @@ def _sink(spec: RunSpec, rank: int) -> Sink:
     if spec.trace is None:
         return Recording(folder / f"trace-{rank}.safetensors")
     allowed = None if spec.allowed is None else Tolerance.read(Path(spec.allowed))
-    return Comparison(Trace(Path(spec.trace)), folder, rank, allowed)
+    return TraceComparison(Trace(Path(spec.trace)), folder, rank, allowed)
 
 
 def main(argv: list[str]) -> None:

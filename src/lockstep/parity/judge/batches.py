@@ -8,9 +8,9 @@ from torch import Tensor
 
 from lockstep.parity.judge.case import Case
 from lockstep.parity.judge.words import count, indices, of_ranks
-from lockstep.parity.trace.items import Item, Kind
+from lockstep.parity.trace.items import ItemKind, TraceItem
 
-Row = tuple[int, ...]
+BatchRow = tuple[int, ...]
 
 
 def of_rows(case: Case) -> str:
@@ -18,7 +18,7 @@ def of_rows(case: Case) -> str:
 
     A row is a digest, or several numbers; rows follow one another along the first dimension.
     """
-    if case.item.kind is not Kind.BATCH or not case.held:
+    if case.item.kind is not ItemKind.BATCH or not case.held:
         return ""
     one = case.held[0]
     found, expected = rows_of(one.found), rows_of(one.expected)
@@ -52,18 +52,18 @@ def of_rows(case: Case) -> str:
     return f"{'; '.join(said)[:1].upper()}{'; '.join(said)[1:]}." if said else ""
 
 
-def rows_of(digests: Tensor) -> list[Row]:
+def rows_of(digests: Tensor) -> list[BatchRow]:
     """The digests of each row."""
     table = digests.reshape(digests.shape[0], -1) if digests.ndim else digests.reshape(1, 1)
     return [tuple(row) for row in table.tolist()]
 
 
-def _elsewhere(case: Case) -> dict[Row, Item]:
+def _elsewhere(case: Case) -> dict[BatchRow, TraceItem]:
     """The rows of all other batches of the trace, with where they are first read."""
-    places: dict[Row, Item] = {}
+    places: dict[BatchRow, TraceItem] = {}
     for item in case.trace:
         if (
-            item.kind is Kind.BATCH
+            item.kind is ItemKind.BATCH
             and item != case.item
             and item.path == case.item.path
             and item.name == case.item.name
@@ -73,16 +73,16 @@ def _elsewhere(case: Case) -> dict[Row, Item]:
     return places
 
 
-def _owner(case: Case, found: list[Row]) -> Item | None:
+def _owner(case: Case, found: list[BatchRow]) -> TraceItem | None:
     """The other batch of the trace that has the same rows."""
     for item in case.trace:
-        is_like = item.kind is Kind.BATCH and item != case.item and item.path == case.item.path
+        is_like = item.kind is ItemKind.BATCH and item != case.item and item.path == case.item.path
         if is_like and item.name == case.item.name and rows_of(case.trace.tensor(item)) == found:
             return item
     return None
 
 
-def _named(other: Item, item: Item) -> str:
+def _named(other: TraceItem, item: TraceItem) -> str:
     said = [f"step {other.step}"] if other.step != item.step else []
     said += [f"data rank {other.data_rank}"] if other.data_rank != item.data_rank else []
     said += [f"micro-batch {other.micro_batch}"] if other.micro_batch != item.micro_batch else []

@@ -8,7 +8,7 @@ import torch
 
 from lockstep.parity.judge.case import Case, Held
 from lockstep.parity.judge.words import count, listed, of_ranks
-from lockstep.parity.trace.items import Kind
+from lockstep.parity.trace.items import ItemKind
 
 
 def not_averaged(case: Case) -> str:
@@ -24,7 +24,7 @@ def not_averaged(case: Case) -> str:
     data_ranks = {case.facts.data_rank(one.rank) for one in copies}
     is_mean, is_sum = case.is_close(values.mean(0), expected), case.is_close(values.sum(0), expected)
     of_groups = torch.stack([group[0].found.double() for group in groups]).sum(0)
-    if case.item.kind is Kind.NORM and case.is_close((values**2).sum(0).sqrt(), expected):
+    if case.item.kind is ItemKind.NORM and case.is_close((values**2).sum(0).sqrt(), expected):
         return f"It looks as if each rank has the norm of its own shard: local norms of {count(len(copies), 'rank')}."
     if is_mean and (len(groups) == len(copies) or len(groups) == len(data_ranks)):
         return (

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lockstep.parity.judge.facts import RunFacts
 from lockstep.parity.trace.file import Trace
-from lockstep.parity.trace.items import Item
-from lockstep.parity.trace.measure import Sums, as_regions, compare
+from lockstep.parity.trace.items import TraceItem
+from lockstep.parity.trace.measure import DistanceSums, as_regions, compare
 
 CLOSE = 1e-3
 """A shape of a difference is named if what it leaves is at most this, relative to the norm of what was found, ..."""
@@ -47,7 +47,7 @@ class Case:
         allowed: The relative distance that rounding explains, times the multiple.
     """
 
-    item: Item
+    item: TraceItem
     held: tuple[Held, ...]
     agreeing: tuple[int, ...]
     allowed: float
@@ -59,9 +59,9 @@ class Case:
         return tuple(one.rank for one in self.held)
 
     @cached_property
-    def sums(self) -> Sums:
+    def sums(self) -> DistanceSums:
         """Over all parts that differ."""
-        return sum((compare(one.found, one.expected) for one in self.held), Sums())
+        return sum((compare(one.found, one.expected) for one in self.held), DistanceSums())
 
     @cached_property
     def near(self) -> float:
@@ -80,7 +80,7 @@ class Case:
 
     def all_close(self, what: Callable[[Held], Tensor | None]) -> bool:
         """Whether each part is what ``what`` says, all together."""
-        total = Sums()
+        total = DistanceSums()
         for one in self.held:
             expected = what(one)
             if expected is None or expected.shape != one.found.shape:
@@ -88,14 +88,14 @@ class Case:
             total += compare(one.found, expected)
         return not total.wrong and total.expected > 0 and total.apart <= self.near**2 * total.expected
 
-    def part_of(self, item: Item, held: Held) -> Tensor | None:
+    def part_of(self, item: TraceItem, held: Held) -> Tensor | None:
         """What the rank would hold of another item of the trace."""
         if item not in self.trace or self.trace.shape(item) != self.trace.shape(self.item):
             return None
         return part(self.trace, item, held.boxes)
 
 
-def part(trace: Trace, item: Item, boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
+def part(trace: Trace, item: TraceItem, boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
     """What a rank has of an item if it has these boxes of it; none: all."""
     regions = as_regions(boxes)
     if len(regions) < 2:

@@ -12,15 +12,15 @@ from lockstep.parity.judge.facts import RunFacts
 from lockstep.parity.judge.kinks import Kinks, are_switched
 from lockstep.parity.judge.patterns import recognise
 from lockstep.parity.judge.tolerance import Tolerance
-from lockstep.parity.judge.verdict import Fault, Finding, Ratio, Verdict
+from lockstep.parity.judge.verdict import Fault, Mismatch, ParityVerdict, Ratio
 from lockstep.parity.judge.words import count, indices
 from lockstep.parity.trace.file import Trace
-from lockstep.parity.trace.items import Item, Kind
-from lockstep.parity.trace.measure import Limit, Measured, Sums
+from lockstep.parity.trace.items import ItemKind, TraceItem
+from lockstep.parity.trace.measure import DistanceSums, Limit, Measured
 
 EXAMINED = 20
 """Findings, in order, that are looked at for what they look like."""
-NOT_IN_ALL_RUNS = (Kind.OUTPUT, Kind.OUTPUT_GRADIENT)
+NOT_IN_ALL_RUNS = (ItemKind.OUTPUT, ItemKind.OUTPUT_GRADIENT)
 """Kinds of which a strategy need not show all: a stage of a pipeline, or a fused layer, has other modules."""
 
 
@@ -30,14 +30,14 @@ def judge(
     measured: Iterable[Measured],
     facts: RunFacts,
     found: Mapping[int, Trace] | None = None,
-) -> Verdict:
+) -> ParityVerdict:
     """The verdict on a candidate.
 
     Args:
         measured: Of all its ranks.
-        found: By rank, the parts that its ``Comparison`` kept.
+        found: By rank, the parts that its ``TraceComparison`` kept.
     """
-    by_item: dict[Item, list[Measured]] = defaultdict(list)
+    by_item: dict[TraceItem, list[Measured]] = defaultdict(list)
     for one in measured:
         by_item[one.item].append(one)
     order = {item: item.order(trace.position(item)) for item in trace}
@@ -54,7 +54,7 @@ def judge(
             continue
         limit = kinks.widened(item, tolerance.get(item.key, Limit()))
         finding, ratio = _of_item(trace, item, by_item[item], limit)
-        is_gradient = finding is not None and item.kind is Kind.OUTPUT_GRADIENT
+        is_gradient = finding is not None and item.kind is ItemKind.OUTPUT_GRADIENT
         if finding and is_gradient and are_switched(_held(trace, by_item[item], found or {}), limit):
             kinks.add(item, finding.distance)
             continue
@@ -68,17 +68,17 @@ def judge(
     findings[:EXAMINED] = [
         _examined(trace, finding, by_item, facts, found or {}) for finding in findings[:EXAMINED]
     ]
-    return Verdict(facts, tolerance.multiple, tuple(ratios), tuple(findings), before, tuple(notes))
+    return ParityVerdict(facts, tolerance.multiple, tuple(ratios), tuple(findings), before, tuple(notes))
 
 
-def judge_repeat(trace: Trace, measured: Iterable[Measured], facts: RunFacts) -> Verdict:
+def judge_repeat(trace: Trace, measured: Iterable[Measured], facts: RunFacts) -> ParityVerdict:
     """The verdict on two runs of the reference, which must be equal to the last bit."""
     return judge(trace, Tolerance({}, 0), measured, facts)
 
 
 def _of_item(
-    trace: Trace, item: Item, parts: Sequence[Measured], limit: Limit
-) -> tuple[Finding | None, Ratio | None]:
+    trace: Trace, item: TraceItem, parts: Sequence[Measured], limit: Limit
+) -> tuple[Mismatch | None, Ratio | None]:
     """What ranks have of an item, put together: each element once, and of several copies the one that is furthest."""
     known = [one for one in parts if not one.is_missing]
     holders = tuple(sorted(one.rank for one in known))
@@ -88,12 +88,12 @@ def _of_item(
     if other:
         ranks = tuple(sorted(one.rank for one in other))
         shapes = (other[0].shape or (), trace.shape(item))
-        return Finding(item, Fault.SHAPE, ranks, holders, shapes=shapes), None
+        return Mismatch(item, Fault.SHAPE, ranks, holders, shapes=shapes), None
     copies: dict[object, list[Measured]] = defaultdict(list)
     for one in known:
         copies[one.boxes].append(one)
     furthest = [max(ones, key=lambda one: (one.sums.wrong, one.sums.apart)) for ones in copies.values()]
-    total = sum((one.sums for one in furthest), Sums())
+    total = sum((one.sums for one in furthest), DistanceSums())
     ratio, distance = limit.ratio(total), limit.distance(total)
     if ratio <= 1:
         return None, Ratio(item, ratio, distance)
@@ -101,8 +101,8 @@ def _of_item(
     usual = math.sqrt(total.expected / total.elements) if total.elements else 0.0
     alone = limit._replace(floor=max(limit.floor, usual))
     wrong = [one for one in known if alone.ratio(one.sums) > 1] or known
-    together = sum((one.sums for one in wrong), Sums())
-    finding = Finding(
+    together = sum((one.sums for one in wrong), DistanceSums())
+    finding = Mismatch(
         item,
         Fault.DIFFERS,
         tuple(sorted(one.rank for one in wrong)),
@@ -115,7 +115,7 @@ def _of_item(
     return finding, Ratio(item, ratio, distance)
 
 
-def _factor(sums: Sums, allowed: float) -> float | None:
+def _factor(sums: DistanceSums, allowed: float) -> float | None:
     """By which what is expected has to be multiplied to be what was found."""
     if sums.wrong or not sums.expected:
         return None
@@ -125,18 +125,18 @@ def _factor(sums: Sums, allowed: float) -> float | None:
     return factor if is_all else None
 
 
-def _steps(trace: Trace, by_item: Mapping[Item, object]) -> list[Finding]:
+def _steps(trace: Trace, by_item: Mapping[TraceItem, object]) -> list[Mismatch]:
     """Steps that only one run made."""
     expected, found = ({item.step for item in items if item.step} for items in (trace, by_item))
     return [
-        Finding(Item(step, Kind.BATCH, ""), Fault.STEP, distance=0.0 if step in found else math.inf)
+        Mismatch(TraceItem(step, ItemKind.BATCH, ""), Fault.STEP, distance=0.0 if step in found else math.inf)
         for step in sorted(expected ^ found)
     ]
 
 
 def _missing(
-    trace: Trace, by_item: Mapping[Item, Sequence[Measured]], apart_steps: set[int]
-) -> tuple[list[Finding], list[str]]:
+    trace: Trace, by_item: Mapping[TraceItem, Sequence[Measured]], apart_steps: set[int]
+) -> tuple[list[Mismatch], list[str]]:
     """What no rank has: findings; and notes on kinds that the candidate shows nowhere, or need not show."""
     shown = {item.kind for item in by_item}
     lacking = [item for item in trace if item not in by_item and item.step not in apart_steps]
@@ -152,7 +152,7 @@ def _missing(
         for kind, number in hidden.items()
     ]
     findings = [
-        Finding(item, Fault.MISSING)
+        Mismatch(item, Fault.MISSING)
         for item in lacking
         if item.kind in shown and item.kind not in NOT_IN_ALL_RUNS
     ]
@@ -160,8 +160,8 @@ def _missing(
 
 
 def _additions(
-    by_item: Mapping[Item, Sequence[Measured]], apart_steps: set[int]
-) -> list[tuple[Item, Sequence[Measured]]]:
+    by_item: Mapping[TraceItem, Sequence[Measured]], apart_steps: set[int]
+) -> list[tuple[TraceItem, Sequence[Measured]]]:
     return [
         (item, parts)
         for item, parts in by_item.items()
@@ -171,18 +171,18 @@ def _additions(
     ]
 
 
-def _added(item: Item, parts: Sequence[Measured]) -> Finding:
+def _added(item: TraceItem, parts: Sequence[Measured]) -> Mismatch:
     ranks = tuple(sorted(one.rank for one in parts if one.is_missing))
-    return Finding(item, Fault.ADDED, ranks, ranks)
+    return Mismatch(item, Fault.ADDED, ranks, ranks)
 
 
 def _examined(
     trace: Trace,
-    finding: Finding,
-    by_item: Mapping[Item, Sequence[Measured]],
+    finding: Mismatch,
+    by_item: Mapping[TraceItem, Sequence[Measured]],
     facts: RunFacts,
     found: Mapping[int, Trace],
-) -> Finding:
+) -> Mismatch:
     """With what the difference looks like."""
     if finding.fault is not Fault.DIFFERS:
         return finding
@@ -207,7 +207,7 @@ def _held(trace: Trace, parts: Sequence[Measured], found: Mapping[int, Trace]) -
     ]
 
 
-def _of_kinks(items: Sequence[Item]) -> list[str]:
+def _of_kinks(items: Sequence[TraceItem]) -> list[str]:
     if not items:
         return []
     names = sorted({f"`{item.name}`" for item in items})
@@ -218,7 +218,7 @@ def _of_kinks(items: Sequence[Item]) -> list[str]:
     ]
 
 
-def drifting(by_item: Mapping[Item, Sequence[Measured]]) -> list[str]:
+def drifting(by_item: Mapping[TraceItem, Sequence[Measured]]) -> list[str]:
     """A note on copies of which not all have the same bits."""
     items = [
         item

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.parity.judge.case import CLOSE, Case
 from lockstep.parity.judge.words import count, listed
-from lockstep.parity.trace.items import Item, Kind
+from lockstep.parity.trace.items import ItemKind, TraceItem
 
 MOST_ROWS = 2048
 MOST_COLUMNS = 256
@@ -39,7 +39,7 @@ def of_another_batch(case: Case) -> str:
     for other in others:
         if case.all_close(lambda one, other=other: case.part_of(other, one)):  # type: ignore[misc]
             return f"It is that of {_whose(other, item)}."
-    if others and item.kind is Kind.LOSS:
+    if others and item.kind is ItemKind.LOSS:
         of_data_ranks = [one for one in others if one.micro_batch == item.micro_batch]
         mean = torch.stack([case.trace.tensor(one).double() for one in [item, *of_data_ranks]]).mean(0)
         if of_data_ranks and case.all_close(lambda one: mean):
@@ -50,8 +50,8 @@ def of_another_batch(case: Case) -> str:
 def of_another_tensor(case: Case) -> str:
     """The value that another tensor of this step has; a clipped gradient as it was before."""
     item = case.item
-    if item.kind is Kind.CLIPPED:
-        before = item._replace(kind=Kind.GRADIENT)
+    if item.kind is ItemKind.CLIPPED:
+        before = item._replace(kind=ItemKind.GRADIENT)
         if case.all_close(lambda one: case.part_of(before, one)):
             return "It looks as if it was not clipped: it is the gradient from before."
     for other in others_like(case):
@@ -60,7 +60,7 @@ def of_another_tensor(case: Case) -> str:
     return ""
 
 
-def others_like(case: Case) -> Iterator[Item]:
+def others_like(case: Case) -> Iterator[TraceItem]:
     """Items of the same kind, step and shape under another name."""
     item, shape = case.item, case.trace.shape(case.item)
     seen = 0
@@ -134,7 +134,7 @@ def _moved(order: list[int], dim: int) -> str:
     return f"{count(changed, 'row') if dim == 0 else f'{changed} {along}'} of {number} are in another order"
 
 
-def _alike(case: Case) -> list[Item]:
+def _alike(case: Case) -> list[TraceItem]:
     """The item in other micro-batches of this step, on all data ranks."""
     item = case.item
     return [
@@ -146,19 +146,19 @@ def _alike(case: Case) -> list[Item]:
     ]
 
 
-def _whose(other: Item, item: Item) -> str:
+def _whose(other: TraceItem, item: TraceItem) -> str:
     said = [f"data rank {other.data_rank}"] if other.data_rank != item.data_rank else []
     said += [f"micro-batch {other.micro_batch}"] if other.micro_batch != item.micro_batch else []
     return ", ".join(said)
 
 
-def _stale(kind: Kind, is_before: bool) -> str:
-    if kind is Kind.RATE:
+def _stale(kind: ItemKind, is_before: bool) -> str:
+    if kind is ItemKind.RATE:
         return "the scheduler is " + ("a step behind" if is_before else "a step ahead")
     if not is_before:
         return "it is a step ahead"
-    if kind in (Kind.OUTPUT, Kind.LOSS):
+    if kind in (ItemKind.OUTPUT, ItemKind.LOSS):
         return "weights or a batch from before the last step were used"
-    if kind is Kind.BATCH:
+    if kind is ItemKind.BATCH:
         return "a batch was read twice"
     return "it was not computed anew"

@@ -8,7 +8,7 @@ from fractions import Fraction
 from lockstep.parity.judge.case import Case
 from lockstep.parity.judge.facts import RunFacts
 from lockstep.parity.judge.words import count, listed, value
-from lockstep.parity.trace.items import Item, Kind
+from lockstep.parity.trace.items import ItemKind, TraceItem
 
 MOST = 4096
 """The largest integer that is recognised as a factor, and the inverse of the smallest."""
@@ -51,7 +51,7 @@ def is_factor(case: Case) -> str:
     if factor is None:
         return ""
     close = min(max(case.allowed, 1e-3), 0.02)
-    if case.item.kind is Kind.NORM:
+    if case.item.kind is ItemKind.NORM:
         return _of_norm(simple(factor**2, 2 * close), case.facts)
     number = simple(factor, close)
     if number is None or number == 1:
@@ -60,13 +60,13 @@ def is_factor(case: Case) -> str:
         return "It looks as if its sign was turned."
     if number < 0:
         return f"It looks as if it was multiplied by {value(float(number))}."
-    if case.item.kind is Kind.RATE:
+    if case.item.kind is ItemKind.RATE:
         return _of_rate(number, case.facts)
     reasons = _reasons(number, case.item, case.facts)
     return f"It looks as if it was {listed(reasons, 'or')}." if reasons else ""
 
 
-def _reasons(number: Fraction, item: Item, facts: RunFacts) -> list[str]:
+def _reasons(number: Fraction, item: TraceItem, facts: RunFacts) -> list[str]:
     """What a factor may come from."""
     ranks, steps = facts.data_ranks, facts.accumulation_steps
     found: list[str] = []
@@ -110,7 +110,9 @@ def _reasons(number: Fraction, item: Item, facts: RunFacts) -> list[str]:
         if not found and facts.nproc == times:
             found.append(f"divided by all {times} ranks")
         return found or [f"divided by {times}"]
-    return [f"multiplied by {number.numerator}/{number.denominator}"] if item.kind is not Kind.UPDATE else []
+    return (
+        [f"multiplied by {number.numerator}/{number.denominator}"] if item.kind is not ItemKind.UPDATE else []
+    )
 
 
 def _of_norm(square: Fraction | None, facts: RunFacts) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from lockstep.parity.judge.case import Held
 from lockstep.parity.judge.tolerance import LARGE
-from lockstep.parity.trace.items import Item, Kind
+from lockstep.parity.trace.items import ItemKind, TraceItem
 from lockstep.parity.trace.measure import Limit, compare
 
 MOST = 3
@@ -47,20 +47,22 @@ class Kinks:
     """What follows from elements that were switched, as they are found in the order of the run."""
 
     def __init__(self) -> None:
-        self.items: list[Item] = []
+        self.items: list[TraceItem] = []
         self._of_step: dict[int, float] = {}
 
-    def add(self, item: Item, distance: float) -> None:
+    def add(self, item: TraceItem, distance: float) -> None:
         """A gradient that is ``distance`` off by elements that were switched."""
         self.items.append(item)
         self._of_step[item.step] = math.hypot(self._of_step.get(item.step, 0.0), distance)
 
-    def widened(self, item: Item, limit: Limit) -> Limit:
+    def widened(self, item: TraceItem, limit: Limit) -> Limit:
         """What is allowed of an item that comes after them."""
-        if not self._of_step or item.kind in (Kind.BATCH, Kind.RATE):
+        if not self._of_step or item.kind in (ItemKind.BATCH, ItemKind.RATE):
             return limit
         here = TIMES * self._of_step.get(item.step, 0.0)
         before = TIMES * math.hypot(*(far for step, far in self._of_step.items() if step < item.step))
         # Adam turns gradients that are that small relative to others around.
-        more = 2 * math.sqrt(before + (here if item.kind in (Kind.UPDATE, Kind.BUFFER) else 0.0)) + here
+        more = (
+            2 * math.sqrt(before + (here if item.kind in (ItemKind.UPDATE, ItemKind.BUFFER) else 0.0)) + here
+        )
         return limit._replace(relative=max(limit.relative, min(LARGE, limit.relative + more)))

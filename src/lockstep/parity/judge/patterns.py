@@ -21,7 +21,7 @@ from lockstep.parity.judge.displaced import (
 )
 from lockstep.parity.judge.factors import is_factor
 from lockstep.parity.judge.words import count, indices, of_ranks, size
-from lockstep.parity.trace.items import Item, Kind
+from lockstep.parity.trace.items import ItemKind, TraceItem
 
 ALIGNED = 0.99
 """Cosine of what is left and a term from which on the one is taken for the other."""
@@ -50,11 +50,11 @@ def zeros(case: Case) -> str:
         return ""
     ranks = case.ranks
     alone = f" on {of_ranks(ranks)}" if case.agreeing else ""
-    if case.item.kind is Kind.UPDATE:
+    if case.item.kind is ItemKind.UPDATE:
         return (
             f"It is zero{alone}: it looks as if the optimizer's step was skipped{alone}, or has no gradient."
         )
-    if case.item.kind in (Kind.GRADIENT, Kind.CLIPPED):
+    if case.item.kind in (ItemKind.GRADIENT, ItemKind.CLIPPED):
         return (
             f"It is zero{alone}: it looks as if it was never computed{alone}, or set to zero before the step."
         )
@@ -77,22 +77,22 @@ def missing_or_doubled_term(case: Case) -> str:
             continue
         factor = float(term.dot(left) / term.dot(term))
         is_whole = math.isclose(abs(factor), 1, rel_tol=2e-2)
-        if is_whole or (other.kind is Kind.WEIGHT and other.name == case.item.name):
+        if is_whole or (other.kind is ItemKind.WEIGHT and other.name == case.item.name):
             times = "" if is_whole else f"{size(abs(factor))} times "
             return f"It looks as if {times}{words} was {'added' if factor > 0 else 'left out'}."
     return ""
 
 
-def _terms(case: Case) -> Iterator[tuple[Item, str]]:
+def _terms(case: Case) -> Iterator[tuple[TraceItem, str]]:
     """Tensors that may be added or missing."""
     item = case.item
-    if item.kind in (Kind.GRADIENT, Kind.CLIPPED):
+    if item.kind in (ItemKind.GRADIENT, ItemKind.CLIPPED):
         yield (
             item._replace(step=item.step - 1),
             "the gradient of the step before (not set to zero in between)",
         )
-    if item.kind in (Kind.GRADIENT, Kind.CLIPPED, Kind.UPDATE):
-        yield item._replace(kind=Kind.WEIGHT, step=0), "the weight itself (weight decay)"
+    if item.kind in (ItemKind.GRADIENT, ItemKind.CLIPPED, ItemKind.UPDATE):
+        yield item._replace(kind=ItemKind.WEIGHT, step=0), "the weight itself (weight decay)"
     for other in others_like(case):
         yield other, f"the {other.kind.value} of `{other.name}`"
 

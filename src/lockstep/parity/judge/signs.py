@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from lockstep.parity.trace.file import Trace
-from lockstep.parity.trace.items import Item, Kind
+from lockstep.parity.trace.items import ItemKind, TraceItem
 from lockstep.parity.trace.measure import Measured
 
 SEEN = 0.1
@@ -33,20 +33,20 @@ class UnknownSigns:
     def __init__(
         self,
         trace: Trace,
-        disturbed: Mapping[Item, Measured],
-        floors: Mapping[tuple[int, Kind], float],
+        disturbed: Mapping[TraceItem, Measured],
+        floors: Mapping[tuple[int, ItemKind], float],
         multiple: float,
     ) -> None:
         self._disturbed = disturbed
         self._floors = floors
-        self._updates: dict[Item, float] = {}
+        self._updates: dict[TraceItem, float] = {}
         self._moved: dict[int, float] = defaultdict(float)
-        weights = {item.name: one.sums for item, one in disturbed.items() if item.kind is Kind.WEIGHT}
+        weights = {item.name: one.sums for item, one in disturbed.items() if item.kind is ItemKind.WEIGHT}
         elements = sum(sums.elements for sums in weights.values())
         usual = math.sqrt(sum(sums.expected for sums in weights.values()) / elements) if elements else 0.0
-        of_names: dict[str, list[Item]] = defaultdict(list)
+        of_names: dict[str, list[TraceItem]] = defaultdict(list)
         for item in trace:
-            if item.kind is Kind.UPDATE and trace.is_float(item):
+            if item.kind is ItemKind.UPDATE and trace.is_float(item):
                 of_names[item.name].append(item)
         for name, updates in of_names.items():
             for item, apart in self._apart(trace, sorted(updates), multiple):
@@ -56,17 +56,17 @@ class UnknownSigns:
                     size = weights[name].size(usual) or 1.0
                     self._moved[item.step] += (apart / size) ** 2
 
-    def of_update(self, item: Item) -> float:
+    def of_update(self, item: TraceItem) -> float:
         """How far an update may be off by them: a norm."""
         return self._updates.get(item, 0.0)
 
-    def later(self, item: Item) -> float:
+    def later(self, item: TraceItem) -> float:
         """How far what comes after those updates may be off by them: a relative distance.
 
         Weights that are off by more than one rounding step move an item by as many times more than the disturbance did
         in the first step.
         """
-        if item.step < 2 or item.kind is Kind.RATE:
+        if item.step < 2 or item.kind is ItemKind.RATE:
             return 0.0
         moved = math.sqrt(sum(moved for step, moved in self._moved.items() if step < item.step))
         in_first = self._disturbed.get(item._replace(step=1))
@@ -75,11 +75,13 @@ class UnknownSigns:
         spread = in_first.sums.relative(self._floors.get((1, item.kind), 0.0), wrong=1.0)
         return moved / (torch.finfo(torch.float32).eps / 2) * spread
 
-    def _apart(self, trace: Trace, updates: list[Item], multiple: float) -> Iterator[tuple[Item, float]]:
+    def _apart(
+        self, trace: Trace, updates: list[TraceItem], multiple: float
+    ) -> Iterator[tuple[TraceItem, float]]:
         """The norm of what gradients' rounding can change of the updates of one parameter, step by step."""
         largest_so_far: torch.Tensor | None = None
         for update in updates:
-            of_gradient = [update._replace(kind=kind) for kind in (Kind.CLIPPED, Kind.GRADIENT)]
+            of_gradient = [update._replace(kind=kind) for kind in (ItemKind.CLIPPED, ItemKind.GRADIENT)]
             gradient = next((item for item in of_gradient if item in trace and item in self._disturbed), None)
             if gradient is None or trace.shape(gradient) != trace.shape(update):
                 continue

@@ -27,8 +27,8 @@ import torch
 from lockstep.check.compare import LEAST_EPS, SMALLEST
 from lockstep.parity.judge.signs import UnknownSigns
 from lockstep.parity.trace.file import Trace
-from lockstep.parity.trace.items import Item, Kind
-from lockstep.parity.trace.measure import Limit, Measured, Sums
+from lockstep.parity.trace.items import ItemKind, TraceItem
+from lockstep.parity.trace.measure import DistanceSums, Limit, Measured
 
 MULTIPLE = 10
 """Times the spread: another order of a sum of n terms moves it by up to the root of log n more than one rounding step
@@ -56,10 +56,18 @@ SAMPLES = 8
 FLIPS = 1e-3
 """Part of the elements of integer outputs (the largest logit, chosen experts) that may be other ones."""
 
-_WITH_KINKS = (Kind.OUTPUT, Kind.OUTPUT_GRADIENT, Kind.GRADIENT, Kind.CLIPPED, Kind.UPDATE)
+_WITH_KINKS = (
+    ItemKind.OUTPUT,
+    ItemKind.OUTPUT_GRADIENT,
+    ItemKind.GRADIENT,
+    ItemKind.CLIPPED,
+    ItemKind.UPDATE,
+)
 _FLOORS = {
-    **dict.fromkeys((Kind.OUTPUT_GRADIENT, Kind.GRADIENT, Kind.CLIPPED, Kind.UPDATE), SMALLEST),
-    **dict.fromkeys((Kind.WEIGHT, Kind.OUTPUT, Kind.BUFFER), SMALLEST**2),
+    **dict.fromkeys(
+        (ItemKind.OUTPUT_GRADIENT, ItemKind.GRADIENT, ItemKind.CLIPPED, ItemKind.UPDATE), SMALLEST
+    ),
+    **dict.fromkeys((ItemKind.WEIGHT, ItemKind.OUTPUT, ItemKind.BUFFER), SMALLEST**2),
 }
 """Part of the usual size in a step that is taken for the size of smaller tensors, which may be zero (LoRA's second
 factor and its output)."""
@@ -133,7 +141,7 @@ def tolerance(
         for item in trace
         if item in by_rounding or item in in_half
     }
-    of_batches: dict[Item, float] = {}
+    of_batches: dict[TraceItem, float] = {}
     for item, spread in spreads.items():
         of_batches[_of_all_batches(item)] = max(spread, of_batches.get(_of_all_batches(item), 0.0))
     usual = _usual(spreads)
@@ -149,9 +157,9 @@ def tolerance(
             floor = floors.get((item.step, item.kind), 0.0)
             usual_here = usual.get((item.step, item.kind), 0.0)
             spread = _spread(item, of_batches.get(_of_all_batches(item)), usual_here, usual, least)
-            sums = runs[0].sums if runs else Sums(elements=math.prod(trace.shape(item)))
+            sums = runs[0].sums if runs else DistanceSums(elements=math.prod(trace.shape(item)))
             own = math.sqrt(sums.expected / sums.elements) if sums.elements else 0.0
-            if item.kind is Kind.UPDATE:
+            if item.kind is ItemKind.UPDATE:
                 of_weight = [run[weight].sums.apart for run in both if (weight := _weight(item)) in run]
                 spread = max(spread, math.sqrt(max(of_weight, default=0.0)) / (sums.size(floor) or 1.0))
             relative = _allowed(item.kind, spread, sums.elements, multiple)
@@ -165,14 +173,14 @@ def tolerance(
     return Tolerance(limits, multiple)
 
 
-def _allowed(kind: Kind, spread: float, elements: int, multiple: float) -> float:
+def _allowed(kind: ItemKind, spread: float, elements: int, multiple: float) -> float:
     """What is allowed of a tensor that rounding moves by ``spread``."""
-    if kind is Kind.RATE:
+    if kind is ItemKind.RATE:
         return multiple * spread
     return multiple * (1 + FEW / max(elements, 1)) * spread
 
 
-def _of_switched(shape: tuple[int, ...], kind: Kind) -> float:
+def _of_switched(shape: tuple[int, ...], kind: ItemKind) -> float:
     """What elements at kinks may come to, in half precision.
 
     Of a parameter's gradient one of them moves a whole row, by the share of one sample.
@@ -180,48 +188,48 @@ def _of_switched(shape: tuple[int, ...], kind: Kind) -> float:
     elements = math.prod(shape)
     if not kind.is_of_micro_batch and len(shape) > 1:
         elements = min(elements, SAMPLES * shape[0])
-    most = math.inf if kind is Kind.UPDATE and elements < MANY else LARGE
+    most = math.inf if kind is ItemKind.UPDATE and elements < MANY else LARGE
     return min(most, math.sqrt(SWITCHED / max(elements, 1)))
 
 
 def _spread(
-    item: Item,
+    item: TraceItem,
     own: float | None,
     usual: float,
-    of_kinds: Mapping[tuple[int, Kind], float],
+    of_kinds: Mapping[tuple[int, ItemKind], float],
     least: float,
 ) -> float:
     """What rounding explains of an item, of which the disturbed runs show ``own``."""
-    if item.kind is Kind.RATE:
+    if item.kind is ItemKind.RATE:
         return max(own or 0.0, OF_RATE / MULTIPLE)
-    if item.kind is Kind.LOSS:
-        usual = max(usual, of_kinds.get((item.step, Kind.OUTPUT), 0.0))
-    if item.kind is Kind.NORM:
-        usual = max(usual, of_kinds.get((item.step, Kind.GRADIENT), 0.0))
+    if item.kind is ItemKind.LOSS:
+        usual = max(usual, of_kinds.get((item.step, ItemKind.OUTPUT), 0.0))
+    if item.kind is ItemKind.NORM:
+        usual = max(usual, of_kinds.get((item.step, ItemKind.GRADIENT), 0.0))
     return max(own or 0.0, usual, least)
 
 
-def _floors(measured: Iterable[Measured]) -> dict[tuple[int, Kind], float]:
+def _floors(measured: Iterable[Measured]) -> dict[tuple[int, ItemKind], float]:
     """By step and kind, the root mean square that smaller tensors are taken to have."""
-    sizes: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    sizes: dict[tuple[int, ItemKind], list[float]] = defaultdict(list)
     for one in measured:
         if one.item.kind in _FLOORS and one.sums.expected:
             sizes[one.item.step, one.item.kind].append(math.sqrt(one.sums.expected / one.sums.elements))
     return {(step, kind): _FLOORS[kind] * median(found) for (step, kind), found in sizes.items()}
 
 
-def _usual(spreads: Mapping[Item, float]) -> dict[tuple[int, Kind], float]:
+def _usual(spreads: Mapping[TraceItem, float]) -> dict[tuple[int, ItemKind], float]:
     """The median spread of each kind in each step."""
-    found: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    found: dict[tuple[int, ItemKind], list[float]] = defaultdict(list)
     for item, spread in spreads.items():
         if math.isfinite(spread):
             found[item.step, item.kind].append(spread)
     return {place: median(values) for place, values in found.items()}
 
 
-def _of_integers(item: Item, runs: Iterable[Sums]) -> Limit:
+def _of_integers(item: TraceItem, runs: Iterable[DistanceSums]) -> Limit:
     """Rows of batches are what they are; what a module chooses can change by rounding."""
-    if item.kind is Kind.BATCH:
+    if item.kind is ItemKind.BATCH:
         return Limit()
     changed = max((sums.wrong / max(sums.elements, 1) for sums in runs), default=0.0)
     return Limit(math.inf, wrong=min(1.0, max(FLIPS, MULTIPLE * changed)))
@@ -232,11 +240,11 @@ def _wrong(runs: Iterable[Measured], multiple: float) -> float:
     return min(1.0, multiple * max((one.sums.wrong / max(one.sums.elements, 1) for one in runs), default=0.0))
 
 
-def _of_all_batches(item: Item) -> Item:
+def _of_all_batches(item: TraceItem) -> TraceItem:
     """One name for an item of all micro-batches of a step: each is a sample of what rounding does."""
     return item._replace(micro_batch=0, data_rank=-1)
 
 
-def _weight(update: Item) -> Item:
+def _weight(update: TraceItem) -> TraceItem:
     """What an update is a change of: the difference of two weights, each of which is rounded."""
-    return Item(0, Kind.WEIGHT, update.name)
+    return TraceItem(0, ItemKind.WEIGHT, update.name)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lockstep.parity.judge.facts import RunFacts
-from lockstep.parity.trace.items import Item, Kind
+from lockstep.parity.trace.items import ItemKind, TraceItem
 
 
 class Fault(Enum):
@@ -25,7 +25,7 @@ class Fault(Enum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class Mismatch:
     """One item that does not agree.
 
     Attributes:
@@ -40,7 +40,7 @@ class Finding:
         looks_like: A sentence, where the difference has a known shape.
     """
 
-    item: Item
+    item: TraceItem
     fault: Fault
     ranks: tuple[int, ...] = ()
     holders: tuple[int, ...] = ()
@@ -57,13 +57,13 @@ class Finding:
 class Ratio:
     """How far an item is, by how far it may be; ``distance`` itself relative to the norm of what is expected."""
 
-    item: Item
+    item: TraceItem
     ratio: float
     distance: float
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ParityVerdict:
     """What came of a comparison.
 
     Attributes:
@@ -77,7 +77,7 @@ class Verdict:
     facts: RunFacts
     multiple: float
     ratios: tuple[Ratio, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[Mismatch, ...]
     agree_before: int
     notes: tuple[str, ...] = ()
 
@@ -86,10 +86,10 @@ class Verdict:
         return not self.findings
 
     @property
-    def compared(self) -> dict[Kind, int]:
+    def compared(self) -> dict[ItemKind, int]:
         """How many items of each kind were compared."""
         found = Counter(one.item.kind for one in self.ratios)
-        return {kind: found[kind] for kind in Kind if found[kind]}
+        return {kind: found[kind] for kind in ItemKind if found[kind]}
 
     @property
     def largest(self) -> Ratio | None:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Mapping
 from html import escape
 
-from lockstep.parity.judge.verdict import Ratio, Verdict
+from lockstep.parity.judge.verdict import ParityVerdict, Ratio
 from lockstep.parity.judge.words import size
 from lockstep.parity.report.text import RIGHT, TITLES, remarks, rows, sentence
-from lockstep.parity.trace.items import Item, Kind
+from lockstep.parity.trace.items import ItemKind, TraceItem
 
 MOST_MODULES = 300
 """Rows of the picture; deeper modules are put together until there are no more."""
@@ -60,7 +60,7 @@ p.remark { color: var(--quiet); margin: .3rem 0; }
 """
 
 
-def to_html(verdict: Verdict) -> str:
+def to_html(verdict: ParityVerdict) -> str:
     """A complete document."""
     differs = "" if verdict.agrees else " differs"
     facts = verdict.facts
@@ -86,7 +86,7 @@ def heat(ratios: Iterable[Ratio], depth: int) -> dict[str, dict[tuple[int, str],
     """
     cells: dict[str, dict[tuple[int, str], float]] = {}
     for one in ratios:
-        if one.item.kind is Kind.WEIGHT:
+        if one.item.kind is ItemKind.WEIGHT:
             continue
         of_module = cells.setdefault(_module(one.item, depth), {})
         place = (one.item.step, one.item.kind.phase)
@@ -94,15 +94,15 @@ def heat(ratios: Iterable[Ratio], depth: int) -> dict[str, dict[tuple[int, str],
     return cells
 
 
-def _module(item: Item, depth: int) -> str:
-    if item.kind in (Kind.BATCH, Kind.LOSS, Kind.NORM, Kind.RATE):
+def _module(item: TraceItem, depth: int) -> str:
+    if item.kind in (ItemKind.BATCH, ItemKind.LOSS, ItemKind.NORM, ItemKind.RATE):
         return item.kind.value
-    is_of_module = item.kind in (Kind.OUTPUT, Kind.OUTPUT_GRADIENT)
+    is_of_module = item.kind in (ItemKind.OUTPUT, ItemKind.OUTPUT_GRADIENT)
     name = item.name if is_of_module else item.name.rpartition(".")[0]
     return ".".join(name.split(".")[:depth]) or "(model)"
 
 
-def _strip(verdict: Verdict) -> str:
+def _strip(verdict: ParityVerdict) -> str:
     depth = max((one.item.name.count(".") + 1 for one in verdict.ratios), default=1)
     while len(cells := heat(verdict.ratios, depth)) > MOST_MODULES and depth > 1:
         depth -= 1
@@ -144,7 +144,7 @@ def _legend() -> str:
     return f'<p class="legend">{shades}<span>{phases}</span></p>'
 
 
-def _table(verdict: Verdict) -> str:
+def _table(verdict: ParityVerdict) -> str:
     sides = ['class="right"' if title in RIGHT else "" for title in TITLES]
     head = "".join(f"<th {side}>{title}</th>" for title, side in zip(TITLES, sides, strict=True))
     body = "".join(

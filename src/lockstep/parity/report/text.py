@@ -11,25 +11,25 @@ from typing import Any
 
 from lockstep.parity.judge.facts import RunFacts
 from lockstep.parity.judge.tolerance import FEW, SWITCHED
-from lockstep.parity.judge.verdict import Fault, Finding, Ratio, Verdict
+from lockstep.parity.judge.verdict import Fault, Mismatch, ParityVerdict, Ratio
 from lockstep.parity.judge.words import count, of_ranks, size, value
-from lockstep.parity.trace.items import Item, Kind
+from lockstep.parity.trace.items import ItemKind, TraceItem
 
 FORMAT = "lockstep check 1"
 MOST_ROWS = 20
 TITLES = ("step", "phase", "tensor", "ranks", "found", "distance", "rounding explains", "looks like")
 RIGHT = ("step", "distance", "rounding explains")
 _MAKE_EQUAL = {
-    Kind.WEIGHT: "the initial weights: seed the generators before the model is made",
-    Kind.BATCH: "the data: seed the sampler and what augments it, and read nothing that changes",
-    Kind.OUTPUT: "this module: seed what it draws, or set torch.use_deterministic_algorithms(True)",
-    Kind.LOSS: "the loss: seed what it draws, or set torch.use_deterministic_algorithms(True)",
-    Kind.RATE: "the learning rate: it must not depend on time",
+    ItemKind.WEIGHT: "the initial weights: seed the generators before the model is made",
+    ItemKind.BATCH: "the data: seed the sampler and what augments it, and read nothing that changes",
+    ItemKind.OUTPUT: "this module: seed what it draws, or set torch.use_deterministic_algorithms(True)",
+    ItemKind.LOSS: "the loss: seed what it draws, or set torch.use_deterministic_algorithms(True)",
+    ItemKind.RATE: "the learning rate: it must not depend on time",
 }
 _KERNELS = "the kernels: set torch.use_deterministic_algorithms(True)"
 
 
-def sentence(verdict: Verdict) -> str:
+def sentence(verdict: ParityVerdict) -> str:
     """The answer."""
     facts = verdict.facts
     if verdict.agrees:
@@ -45,7 +45,7 @@ def sentence(verdict: Verdict) -> str:
     return " ".join(part for part in said if part)
 
 
-def sentence_of_repeat(verdict: Verdict) -> str:
+def sentence_of_repeat(verdict: ParityVerdict) -> str:
     """The answer where two runs of the reference were compared."""
     if verdict.agrees:
         return f"Two reference runs are equal bit for bit: {count(len(verdict.ratios), 'tensor')}."
@@ -56,12 +56,12 @@ def sentence_of_repeat(verdict: Verdict) -> str:
     )
 
 
-def place(item: Item) -> str:
+def place(item: TraceItem) -> str:
     """Step 1, backward."""
     return item.kind.phase if not item.step else f"step {item.step}, {item.kind.phase}"
 
 
-def named(item: Item, facts: RunFacts) -> str:
+def named(item: TraceItem, facts: RunFacts) -> str:
     """The gradient of `blocks.3.weight`."""
     where = [f"call {item.call + 1}"] if item.call else []
     if item.kind.is_of_micro_batch:
@@ -71,11 +71,11 @@ def named(item: Item, facts: RunFacts) -> str:
     path = f"[{item.path}]" if item.path else ""
     if not item.name:
         return f"the {item.kind.value}{path}{said}"
-    of = " " if item.kind in (Kind.BUFFER, Kind.WEIGHT) else " of "
+    of = " " if item.kind in (ItemKind.BUFFER, ItemKind.WEIGHT) else " of "
     return f"the {item.kind.value}{of}`{item.name}`{path}{said}"
 
 
-def described(finding: Finding, facts: RunFacts) -> str:
+def described(finding: Mismatch, facts: RunFacts) -> str:
     """What is wrong, as a clause."""
     if finding.fault is Fault.STEP:
         return f"only the {'candidate' if finding.distance == 0 else 'reference'} made this step"
@@ -92,7 +92,7 @@ def described(finding: Finding, facts: RunFacts) -> str:
     return f"{what}{ranks} {_differs(finding)}{explains}"
 
 
-def rows(verdict: Verdict, most: int = MOST_ROWS) -> list[tuple[str, ...]]:
+def rows(verdict: ParityVerdict, most: int = MOST_ROWS) -> list[tuple[str, ...]]:
     """The findings, first the first: cells below ``TITLES``."""
     return [
         (
@@ -109,7 +109,7 @@ def rows(verdict: Verdict, most: int = MOST_ROWS) -> list[tuple[str, ...]]:
     ]
 
 
-def remarks(verdict: Verdict) -> list[str]:
+def remarks(verdict: ParityVerdict) -> list[str]:
     """Sentences below the table."""
     said = []
     if len(verdict.findings) > MOST_ROWS:
@@ -130,7 +130,7 @@ def remarks(verdict: Verdict) -> list[str]:
     return [*said, *verdict.notes, *facts.notes]
 
 
-def to_json(verdict: Verdict) -> dict[str, Any]:
+def to_json(verdict: ParityVerdict) -> dict[str, Any]:
     """The report as JSON has it; infinite numbers are null.
 
     Keys:
@@ -163,7 +163,7 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _agreement(verdict: Verdict) -> str:
+def _agreement(verdict: ParityVerdict) -> str:
     facts, largest = verdict.facts, verdict.largest
     with_ = f" with {facts.candidate}" if facts.candidate else ""
     of = f"{count(facts.nproc, 'rank')} with {facts.reference}" if facts.reference else "one process"
@@ -185,12 +185,12 @@ def _agreement(verdict: Verdict) -> str:
     )
 
 
-def _before(verdict: Verdict) -> str:
+def _before(verdict: ParityVerdict) -> str:
     return "Everything before it agrees." if verdict.agree_before else "Nothing was compared before it."
 
 
-def _differs(finding: Finding) -> str:
-    if finding.item.kind is Kind.BATCH:
+def _differs(finding: Mismatch) -> str:
+    if finding.item.kind is ItemKind.BATCH:
         return "has other rows"
     if finding.numbers is not None and finding.factor is None:
         found, expected = finding.numbers
@@ -214,7 +214,7 @@ def _times(factor: float) -> str:
     return f"{digits} times the reference"
 
 
-def _found(finding: Finding) -> str:
+def _found(finding: Mismatch) -> str:
     if finding.fault is Fault.DIFFERS:
         return _differs(finding).removeprefix("is ").removeprefix("has ")
     if finding.fault is Fault.SHAPE and finding.shapes:
@@ -224,7 +224,7 @@ def _found(finding: Finding) -> str:
     return "on no rank" if finding.fault is Fault.MISSING else "not in the reference"
 
 
-def _ranks(finding: Finding) -> str:
+def _ranks(finding: Mismatch) -> str:
     if finding.ranks and set(finding.ranks) == set(finding.holders) and len(finding.ranks) > 1:
         return "all"
     return of_ranks(finding.ranks).removeprefix("ranks ").removeprefix("rank ") if finding.ranks else ""
@@ -234,7 +234,7 @@ def _shape(shape: Sequence[int]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
+def _finding(finding: Mismatch) -> dict[str, Any]:
     return {
         **_item(finding.item),
         "fault": finding.fault.value,
@@ -254,7 +254,7 @@ def _ratio(ratio: Ratio) -> dict[str, Any]:
     return {"item": _item(ratio.item), "ratio": _finite(ratio.ratio), "distance": _finite(ratio.distance)}
 
 
-def _item(item: Item) -> dict[str, Any]:
+def _item(item: TraceItem) -> dict[str, Any]:
     return {**item._asdict(), "kind": item.kind.value, "phase": item.kind.phase}
 
 

@@ -17,7 +17,7 @@ from lockstep.checkpoint.format.tensors import dtype_name
 from lockstep.comm.collectives import as_bytes
 from lockstep.comm.layout import ShardRegion
 from lockstep.errors import ConfigError
-from lockstep.parity.trace.items import Item
+from lockstep.parity.trace.items import TraceItem
 
 FORMAT = "lockstep trace 1"
 _COPY_BYTES = 16 << 20
@@ -36,10 +36,10 @@ class TraceWriter:
         self._entries: dict[str, dict[str, Any]] = {}
         self._end = 0
 
-    def __contains__(self, item: Item) -> bool:
+    def __contains__(self, item: TraceItem) -> bool:
         return item.key in self._entries
 
-    def add(self, item: Item, tensor: torch.Tensor) -> None:
+    def add(self, item: TraceItem, tensor: torch.Tensor) -> None:
         """Append a tensor of any shape, device and dtype; of an item that is there already nothing is written."""
         if item in self:
             return
@@ -86,13 +86,13 @@ class Trace:
         self._places = {key: place for place, key in enumerate(json.loads(about["order"]))}
 
     @cached_property
-    def _items(self) -> list[Item]:
-        return [Item.of(key) for key in self._places]
+    def _items(self) -> list[TraceItem]:
+        return [TraceItem.of(key) for key in self._places]
 
-    def __contains__(self, item: Item) -> bool:
+    def __contains__(self, item: TraceItem) -> bool:
         return item.key in self._places
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[TraceItem]:
         return iter(self._items)
 
     def __len__(self) -> int:
@@ -105,23 +105,23 @@ class Trace:
             header["__metadata__"]["facts"] = json.dumps({**self.facts, **facts})
             _write(path, header, file)
 
-    def position(self, item: Item) -> int:
+    def position(self, item: TraceItem) -> int:
         """When the run came to it."""
         return self._places[item.key]
 
-    def shape(self, item: Item) -> tuple[int, ...]:
+    def shape(self, item: TraceItem) -> tuple[int, ...]:
         return tuple(self._file.get_slice(item.key).get_shape())
 
-    def is_float(self, item: Item) -> bool:
+    def is_float(self, item: TraceItem) -> bool:
         """Whether its numbers are rounded."""
         return str(self._file.get_slice(item.key).get_dtype()).startswith(("F", "BF", "C"))
 
-    def tensor(self, item: Item) -> torch.Tensor:
+    def tensor(self, item: TraceItem) -> torch.Tensor:
         """All of it, in host memory."""
         tensor: torch.Tensor = self._file.get_tensor(item.key)
         return tensor
 
-    def part(self, item: Item, box: ShardRegion) -> torch.Tensor:
+    def part(self, item: TraceItem, box: ShardRegion) -> torch.Tensor:
         """The elements of a box."""
         if not box.shape:
             return self.tensor(item)

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 
-class Kind(str, Enum):
+class ItemKind(str, Enum):
     """What a tensor is; in the order in which a step makes them."""
 
     WEIGHT = "initial weight"
@@ -30,26 +30,26 @@ class Kind(str, Enum):
     @property
     def is_of_micro_batch(self) -> bool:
         """Whether there is one for each micro-batch, and not one for the step."""
-        return self in (Kind.BATCH, Kind.OUTPUT, Kind.LOSS, Kind.OUTPUT_GRADIENT)
+        return self in (ItemKind.BATCH, ItemKind.OUTPUT, ItemKind.LOSS, ItemKind.OUTPUT_GRADIENT)
 
 
 PHASES = {
-    Kind.WEIGHT: "before the first step",
-    Kind.BATCH: "data",
-    Kind.OUTPUT: "forward",
-    Kind.LOSS: "forward",
-    Kind.OUTPUT_GRADIENT: "backward",
-    Kind.GRADIENT: "backward",
-    Kind.NORM: "clipping",
-    Kind.CLIPPED: "clipping",
-    Kind.RATE: "optimizer",
-    Kind.UPDATE: "optimizer",
-    Kind.BUFFER: "optimizer",
+    ItemKind.WEIGHT: "before the first step",
+    ItemKind.BATCH: "data",
+    ItemKind.OUTPUT: "forward",
+    ItemKind.LOSS: "forward",
+    ItemKind.OUTPUT_GRADIENT: "backward",
+    ItemKind.GRADIENT: "backward",
+    ItemKind.NORM: "clipping",
+    ItemKind.CLIPPED: "clipping",
+    ItemKind.RATE: "optimizer",
+    ItemKind.UPDATE: "optimizer",
+    ItemKind.BUFFER: "optimizer",
 }
-_ORDER = {kind: place for place, kind in enumerate(Kind)}
+_ORDER = {kind: place for place, kind in enumerate(ItemKind)}
 
 
-class Item(NamedTuple):
+class TraceItem(NamedTuple):
     """The name of a tensor.
 
     Attributes:
@@ -62,7 +62,7 @@ class Item(NamedTuple):
     """
 
     step: int
-    kind: Kind
+    kind: ItemKind
     name: str
     micro_batch: int = 0
     data_rank: int = -1
@@ -75,16 +75,16 @@ class Item(NamedTuple):
         return json.dumps([self.step, self.kind.value, *self[2:]])
 
     @classmethod
-    def of(cls, key: str) -> Item:
+    def of(cls, key: str) -> TraceItem:
         """The item of a ``key``."""
         step, kind, *others = json.loads(key)
-        return cls(step, Kind(kind), *others)
+        return cls(step, ItemKind(kind), *others)
 
     def order(self, position: int) -> tuple[int, ...]:
         """Sorts items as one process would come to them. ``position``: that among items of its step and kind."""
         phase = _ORDER[self.kind]
         if self.kind.is_of_micro_batch:
-            backward = int(self.kind is Kind.OUTPUT_GRADIENT)
+            backward = int(self.kind is ItemKind.OUTPUT_GRADIENT)
             return self.step, 0, self.micro_batch, backward, position if backward else 0, phase, position
         return self.step, 1, 0, 0, 0, phase, position
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from lockstep.parity.trace.file import Trace, TraceWriter
-from lockstep.parity.trace.items import Item
+from lockstep.parity.trace.items import TraceItem
 from lockstep.parity.trace.measure import as_regions
 
 
@@ -19,7 +19,7 @@ def join_traces(paths: Sequence[Path], target: Path) -> Trace:
         paths: By rank.
     """
     traces = [Trace(path) for path in paths]
-    order: dict[Item, None] = {}
+    order: dict[TraceItem, None] = {}
     for trace in traces:
         order.update(dict.fromkeys(trace))
     writer = TraceWriter(target)
@@ -31,7 +31,7 @@ def join_traces(paths: Sequence[Path], target: Path) -> Trace:
     return Trace(target)
 
 
-def _whole(item: Item, traces: Sequence[Trace]) -> torch.Tensor | None:
+def _whole(item: TraceItem, traces: Sequence[Trace]) -> torch.Tensor | None:
     for trace in traces:
         if item.key not in trace.facts["parts"]:
             return trace.tensor(item)

@@ -15,14 +15,14 @@ import torch
 
 from lockstep.comm.collectives import as_bytes
 from lockstep.comm.layout import ShardRegion
-from lockstep.parity.trace.items import Item
+from lockstep.parity.trace.items import TraceItem
 
 _CHUNK = 1 << 22
 """Elements that are compared at once, in float64."""
 
 
 @dataclass(frozen=True)
-class Sums:
+class DistanceSums:
     """Over elements: of the squares of the difference, of what was found and of what was expected, and of products.
 
     ``wrong``: elements that are NaN, infinite or, of integers, other ones where the other run has none such.
@@ -35,9 +35,9 @@ class Sums:
     product: float = 0.0
     wrong: int = 0
 
-    def __add__(self, other: Sums) -> Sums:
+    def __add__(self, other: DistanceSums) -> DistanceSums:
         pairs = zip(asdict(self).values(), asdict(other).values(), strict=True)
-        return Sums(*(mine + theirs for mine, theirs in pairs))
+        return DistanceSums(*(mine + theirs for mine, theirs in pairs))
 
     def size(self, floor: float = 0.0) -> float:
         """The norm of what is expected, at least ``floor`` times the root of the elements."""
@@ -66,9 +66,9 @@ class Measured:
         is_missing: The trace has no such item.
     """
 
-    item: Item
+    item: TraceItem
     rank: int
-    sums: Sums
+    sums: DistanceSums
     boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     digest: int = 0
     shape: tuple[int, ...] | None = None
@@ -84,7 +84,7 @@ class Measured:
         fields = json.loads(line)
         boxes = tuple((tuple(offsets), tuple(shape)) for offsets, shape in fields.pop("boxes"))
         shape = None if fields["shape"] is None else tuple(fields["shape"])
-        sums, item = Sums(**fields.pop("sums")), Item.of(fields.pop("item"))
+        sums, item = DistanceSums(**fields.pop("sums")), TraceItem.of(fields.pop("item"))
         return replace(cls(item, fields["rank"], sums), **{**fields, "boxes": boxes, "shape": shape})
 
 
@@ -103,11 +103,11 @@ class Limit(NamedTuple):
     wrong: float = 0.0
     spread: float = 0.0
 
-    def distance(self, sums: Sums) -> float:
+    def distance(self, sums: DistanceSums) -> float:
         """In the unit of ``relative``."""
         return sums.relative(self.floor, self.wrong)
 
-    def ratio(self, sums: Sums) -> float:
+    def ratio(self, sums: DistanceSums) -> float:
         """The distance, by what is allowed; more than 1: it differs."""
         if sums.wrong > self.wrong * sums.elements:
             return math.inf
@@ -125,26 +125,28 @@ def read_measured(paths: Iterable[Path]) -> Iterator[Measured]:
                 yield Measured.from_json(line)
 
 
-def compare(found: torch.Tensor, expected: torch.Tensor) -> Sums:
+def compare(found: torch.Tensor, expected: torch.Tensor) -> DistanceSums:
     """The sums over two tensors of one shape, in host memory; integers differ or not, floats by how much."""
     if not (found.is_floating_point() or expected.is_floating_point()):
         unequal = int((found != expected).sum())
-        return Sums(found.numel(), unequal, found.numel(), found.numel(), found.numel() - unequal, unequal)
-    total = Sums()
+        return DistanceSums(
+            found.numel(), unequal, found.numel(), found.numel(), found.numel() - unequal, unequal
+        )
+    total = DistanceSums()
     mine, theirs = found.reshape(-1), expected.reshape(-1)
     for start in range(0, mine.numel(), _CHUNK):
         total += _sums(mine[start : start + _CHUNK].double(), theirs[start : start + _CHUNK].double())
     return total
 
 
-def _sums(found: torch.Tensor, expected: torch.Tensor) -> Sums:
+def _sums(found: torch.Tensor, expected: torch.Tensor) -> DistanceSums:
     same = (found == expected) | (found.isnan() & expected.isnan())
     finite = found.isfinite() & expected.isfinite()
     wrong = int((~same & ~finite).sum())
     if not bool(finite.all()):
         found, expected = found.where(finite, 0.0), expected.where(finite, 0.0)
     apart = found - expected
-    return Sums(
+    return DistanceSums(
         found.numel(),
         float(apart.dot(apart)),
         float(found.dot(found)),

@@ -11,8 +11,8 @@ import torch
 
 from lockstep.comm.layout import ShardRegion, whole_box
 from lockstep.parity.trace.file import Trace, TraceWriter, plain
-from lockstep.parity.trace.items import Item
-from lockstep.parity.trace.measure import Limit, Measured, Sums, as_pairs, compare, digest
+from lockstep.parity.trace.items import TraceItem
+from lockstep.parity.trace.measure import DistanceSums, Limit, Measured, as_pairs, compare, digest
 
 KEPT_BYTES = 256 << 20
 """Of tensors that differ, for a look at how."""
@@ -21,10 +21,12 @@ KEPT_BYTES = 256 << 20
 class Sink(Protocol):
     """Takes what this rank holds of each item."""
 
-    def add(self, item: Item, part: torch.Tensor, shape: Sequence[int], boxes: Sequence[ShardRegion]) -> None:
+    def add(
+        self, item: TraceItem, part: torch.Tensor, shape: Sequence[int], boxes: Sequence[ShardRegion]
+    ) -> None:
         """``part``: what this rank holds of a tensor of ``shape``, of which it is ``boxes``."""
 
-    def expected_shape(self, item: Item) -> tuple[int, ...] | None:
+    def expected_shape(self, item: TraceItem) -> tuple[int, ...] | None:
         """That of the whole tensor in the reference, where there is one to compare with."""
 
     def close(self, facts: Mapping[str, object]) -> None:
@@ -38,21 +40,23 @@ class Recording:
         self._writer = TraceWriter(path)
         self._parts: dict[str, object] = {}
 
-    def add(self, item: Item, part: torch.Tensor, shape: Sequence[int], boxes: Sequence[ShardRegion]) -> None:
+    def add(
+        self, item: TraceItem, part: torch.Tensor, shape: Sequence[int], boxes: Sequence[ShardRegion]
+    ) -> None:
         if item in self._writer:
             return
         self._writer.add(item, part)
         if tuple(part.shape) != tuple(shape):
             self._parts[item.key] = [tuple(shape), as_pairs(boxes)]
 
-    def expected_shape(self, item: Item) -> tuple[int, ...] | None:
+    def expected_shape(self, item: TraceItem) -> tuple[int, ...] | None:
         return None
 
     def close(self, facts: Mapping[str, object]) -> None:
         self._writer.close({**facts, "parts": self._parts})
 
 
-class Comparison:
+class TraceComparison:
     """Compares each part with a trace, and writes a line on it.
 
     Args:
@@ -72,7 +76,9 @@ class Comparison:
         self._kept = 0
         self._seen: set[tuple[object, ...]] = set()
 
-    def add(self, item: Item, part: torch.Tensor, shape: Sequence[int], boxes: Sequence[ShardRegion]) -> None:
+    def add(
+        self, item: TraceItem, part: torch.Tensor, shape: Sequence[int], boxes: Sequence[ShardRegion]
+    ) -> None:
         known = (item, as_pairs(boxes))
         if known in self._seen:
             return
@@ -91,7 +97,7 @@ class Comparison:
             if self._kept <= KEPT_BYTES:
                 self._found.add(item, values)
 
-    def expected_shape(self, item: Item) -> tuple[int, ...] | None:
+    def expected_shape(self, item: TraceItem) -> tuple[int, ...] | None:
         return self._trace.shape(item) if item in self._trace else None
 
     def close(self, facts: Mapping[str, object]) -> None:
@@ -100,17 +106,17 @@ class Comparison:
             self._found.close(facts)
 
     def _measured(
-        self, item: Item, values: torch.Tensor, shape: tuple[int, ...], boxes: Sequence[ShardRegion]
+        self, item: TraceItem, values: torch.Tensor, shape: tuple[int, ...], boxes: Sequence[ShardRegion]
     ) -> Measured:
         pairs = as_pairs(boxes)
         if item not in self._trace:
-            return Measured(item, self._rank, Sums(), pairs, digest(values), is_missing=True)
+            return Measured(item, self._rank, DistanceSums(), pairs, digest(values), is_missing=True)
         expected = self._trace.shape(item)
         if len(expected) == len(shape) + 1 and expected[-1] == 2:  # complex numbers are pairs
             shape = expected
         if expected != shape:
-            return Measured(item, self._rank, Sums(), pairs, digest(values), shape=shape)
-        total = Sums()
+            return Measured(item, self._rank, DistanceSums(), pairs, digest(values), shape=shape)
+        total = DistanceSums()
         for box in boxes or [whole_box(shape)]:
             if len(box.shape) < values.ndim:
                 box = ShardRegion((*box.offsets, 0), (*box.shape, 2), (*box.inside, 0))
