@@ -155,6 +155,8 @@ class Accelerator(
         del given["self"]
         self._arguments: dict[str, Any] = given | given.pop("further")
         process.watch_exceptions()
+        if (parallel, parallelism_config, fsdp_plugin, deepspeed_plugin, deepspeed_plugins) == (None,) * 5:
+            deepspeed_plugins = Accelerator._several_plugins()
         options = resolve_options(
             mixed_precision=mixed_precision,
             gradient_accumulation_steps=gradient_accumulation_steps,
@@ -223,6 +225,13 @@ class Accelerator(
     def latest(cls) -> Accelerator | None:
         """The latest ``Accelerator`` that still exists: what ``lockstep.state`` shows."""
         return next((found for made in reversed(cls._made) if (found := made()) is not None), None)
+
+    @classmethod
+    def _several_plugins(cls) -> dict[str, Any] | None:
+        """Those of the latest ``Accelerator``, which one that is made without any shares; None: it has not several."""
+        latest = cls.latest()
+        several = {} if latest is None else latest._options.deepspeed_plugins
+        return {name: plugin for name, (plugin, _) in several.items()} or None
 
     @classmethod
     def forget_all(cls) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import sys
 import warnings
 from collections.abc import Mapping, Set
 from typing import Any
@@ -196,7 +197,7 @@ def try_optimizer(optimizer: torch.optim.Optimizer, groups: list[CheckedGroup], 
     try:
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")
-            make: Any = type(optimizer)
+            make: Any = _class_of_torch(optimizer)
             probe = make([group for group in given if group["params"]])
             probe.load_state_dict(
                 copy.deepcopy(
@@ -220,6 +221,16 @@ def try_optimizer(optimizer: torch.optim.Optimizer, groups: list[CheckedGroup], 
                 f"{what}: steps with the saved state of {name} and its group's options give no number. Load another "
                 "checkpoint."
             )
+
+
+def _class_of_torch(optimizer: torch.optim.Optimizer) -> type:
+    """The class that can be made anew: that of an offloaded step is a subclass with the same name and module."""
+    return next(
+        kind
+        for kind in type(optimizer).__mro__
+        if kind.__module__.startswith("torch.optim.")
+        and getattr(sys.modules[kind.__module__], kind.__name__, None) is kind
+    )
 
 
 def _small(value: object, shape: tuple[int, ...]) -> object:

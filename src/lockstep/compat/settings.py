@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.compat.accelerate.sections import LAYOUT_KEYS, from_layout
 from lockstep.compat.deepspeed.config import finish, from_deepspeed
 from lockstep.compat.deepspeed.of_trainer import is_of_trainer
-from lockstep.compat.deepspeed.plugin import from_deepspeed_plugin, named_plugins, stages_of
+from lockstep.compat.deepspeed.plugin import DeepSpeedPlugin, from_deepspeed_plugin, named_plugins, stages_of
 from lockstep.compat.deepspeed.section import DEEPSPEED_KEYS, DEFAULT_STAGE, FILE_KEY
 from lockstep.compat.fsdp.plugin import check_fsdp_plugin, from_fsdp_plugin
 from lockstep.compat.fsdp.section import KEYS as FSDP_KEYS
@@ -57,11 +57,16 @@ def external_settings(
         )
     if parallelism_config is not None:
         found.append(from_parallelism_config(parallelism_config, alone=not found))
+    found_in_file: Mapping[str, SettingValue] = {}
     if config_file is not None:
         found.append(from_deepspeed(config_file))
+        found_in_file = found[-1].settings
     found.append(environment_settings())
     warnings = dict.fromkeys([text for part in found for text in part.warnings] + _unread_file())
     shown = None if plugin is None or is_of_trainer(plugin) else plugin
+    if plugin is None and config_file is not None and {"optimizer", "scheduler"} & found_in_file.keys():
+        # Scripts ask the plugin whether the file describes them, and pass placeholders if it does.
+        shown = DeepSpeedPlugin(config_file)
     settings = merge_settings(*(part.settings for part in found))
     return ExternalSettings(settings, tuple(warnings), shown, stages_of(plugins))
 

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from lockstep.checkpoint.format.documents import MANIFEST
 from lockstep.config.sources import export_environment
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.lazy import lazy_names
@@ -252,12 +254,43 @@ def merge_fsdp_weights(
 ) -> None:
     """Join the shards of ``save_fsdp_model`` in ``checkpoint_dir`` into one file in the folder ``output_path``.
 
-    ``model.safetensors``, or ``pytorch_model.bin`` without ``safe_serialization``. One process does it alone.
+    ``checkpoint_dir`` may be what ``save_state`` wrote, too. The file is ``model.safetensors``, or
+    ``pytorch_model.bin`` without ``safe_serialization``. One process does it alone.
 
     Raises:
         ValueError: ``checkpoint_dir`` is no sharded checkpoint; the message has folders in it that are.
     """
     folder, output = Path(checkpoint_dir), Path(output_path)
+    is_ours = (folder / MANIFEST).is_file()
+    state = _weights_of_checkpoint(folder) if is_ours else _joined_shards(folder, output)
+    output.mkdir(parents=True, exist_ok=True)
+    if safe_serialization:
+        from safetensors.torch import save_file
+
+        save_file(
+            {name: value.clone() for name, value in state.items()},
+            output / SAFE_WEIGHTS_NAME,
+            {"format": "pt"},
+        )
+    else:
+        torch.save(state, output / WEIGHTS_NAME)
+    if remove_checkpoint_dir:
+        shutil.rmtree(folder)
+
+
+def _weights_of_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """Of what ``save_state`` wrote."""
+    from safetensors.torch import load_file
+
+    from lockstep.checkpoint.weights.convert import open_weights, write_file
+
+    with TemporaryDirectory(dir=folder.parent) as aside:
+        write_file(open_weights(str(folder)), f"{aside}/{SAFE_WEIGHTS_NAME}", True)
+        return load_file(f"{aside}/{SAFE_WEIGHTS_NAME}")
+
+
+def _joined_shards(folder: Path, output: Path) -> dict[str, torch.Tensor]:
+    """Of what ``save_fsdp_model`` wrote."""
     if not (folder / ".metadata").is_file():
         inner = sorted(path.name for path in folder.glob("*") if (path / ".metadata").is_file())
         near = (
@@ -273,19 +306,8 @@ def merge_fsdp_weights(
         state = torch.load(joined, map_location="cpu", weights_only=True)
     finally:
         joined.unlink(missing_ok=True)
-    state = state.get("model", state)
-    if safe_serialization:
-        from safetensors.torch import save_file
-
-        save_file(
-            {name: value.clone() for name, value in state.items()},
-            output / SAFE_WEIGHTS_NAME,
-            {"format": "pt"},
-        )
-    else:
-        torch.save(state, output / WEIGHTS_NAME)
-    if remove_checkpoint_dir:
-        shutil.rmtree(folder)
+    found: dict[str, torch.Tensor] = state.get("model", state)
+    return found
 
 
 def enable_fsdp_ram_efficient_loading() -> None:

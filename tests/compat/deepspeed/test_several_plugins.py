@@ -104,8 +104,9 @@ def test_names_are_those_that_were_given() -> None:
     assert run.deepspeed_plugin is several[1] and run.parallel.zero == 3
     with pytest.raises(ValueError, match=r"no DeepSpeed plugin named 'teacher', but plugin_0, plugin_1"):
         run.state.select_deepspeed_plugin("teacher")
+    assert Accelerator(cpu=True).state.deepspeed_plugins == run.state.deepspeed_plugins
     with pytest.raises(ValueError, match=r"'first' was to be selected, but this Accelerator has none"):
-        Accelerator(cpu=True).state.select_deepspeed_plugin("first")
+        Accelerator(cpu=True, parallel={}).state.select_deepspeed_plugin("first")
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,9 @@ def _reshard(value: object, key: str) -> dict[str, object]:
         ) from None
 
 
+PREFETCH = NoEffect(
+    "backward always gathers one block ahead", ("backward_pre", "1", 1), read.word(PREFETCH_WORDS)
+)
 KEYS: Table = {
     "version": NoEffect("both versions are torch's fully_shard", ("1", "2", 1, 2), read.integer(1, 2)),
     "sharding_strategy": Used("", read.word(STRATEGY_WORDS)),
@@ -57,9 +60,9 @@ KEYS: Table = {
     ),
     "transformer_layer_cls_to_wrap": Used("blocks", read.names),
     "min_num_params": NoEffect(STRUCTURE, (0, "0", 100_000_000, "100000000", 1e8)),
-    "backward_prefetch": NoEffect(
-        "backward always gathers one block ahead", ("backward_pre", "1", 1), read.word(PREFETCH_WORDS)
-    ),
+    "backward_prefetch": PREFETCH,
+    # As older files, and Accelerate's guide, name it.
+    "backward_prefetch_policy": PREFETCH,
     "forward_prefetch": Used("forward_prefetch", read.switch),
     "offload_params": Used("offload", read.offload_all),
     "state_dict_type": NoEffect(
