@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -228,6 +229,21 @@ def test_what_other_libraries_ask_of_a_recipe() -> None:
 
 
 # Without torchao ------------------------------------------------------------------------------------------
+
+
+def test_a_gather_in_8_bits_that_is_asked_for_is_said_to_be_none() -> None:
+    pytest.importorskip("torchao")
+    from torchao.float8 import Float8LinearConfig
+
+    asked = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    for options in ({"enable_fsdp_float8_all_gather": True}, {"config": asked}):
+        with pytest.warns(UserWarning, match="enable_fsdp_float8_all_gather=True has no effect"):
+            AORecipeKwargs(**options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recipe = AORecipeKwargs()
+        recipe.config = config()
+        Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe])
 
 
 def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

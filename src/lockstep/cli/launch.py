@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from lockstep.cli.launch_options import LaunchCommand, dashes, misplaced, options
-from lockstep.compat.accelerate.flags import LATER_SWITCHES, check_refused, spread_settings
+from lockstep.compat.accelerate.flags import FP8_FLAGS, LATER_SWITCHES, check_refused, spread_settings
 from lockstep.compat.deepspeed.config import from_deepspeed
 from lockstep.compat.rules import Translation
 from lockstep.compat.settings import environment_settings
@@ -132,7 +132,9 @@ def _flags(ctx: click.Context, options: dict[str, object]) -> dict[str, SettingV
     given = {
         name: SettingValue(value, f"flag --{dashes(name)}")
         for name, value in options.items()
-        if value is not None and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if value is not None
+        and name not in FP8_FLAGS
+        and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
     for name, what in LATER_SWITCHES.items():
         if options[name]:

@@ -52,8 +52,8 @@ class AORecipeKwargs(KwargsHandler):
     """How torchao converts linear layers. What is None is read from ``ACCELERATE_FP8_*``, or is on.
 
     ``config``: a ``torchao.float8.Float8LinearConfig``, in place of ``pad_inner_dim`` (sizes that 16 does not divide
-    are padded) and ``enable_fsdp_float8_all_gather``, which changes nothing here: sharded weights are gathered in
-    bfloat16, and cast then.
+    are padded) and ``enable_fsdp_float8_all_gather``, which changes nothing here, with a warning where it is asked
+    for: sharded weights are gathered in bfloat16, and cast then.
     ``module_filter_func``: (linear layer, its name) -> whether it is converted; None: those of sizes that 16 divides,
     without the first and the last.
 
@@ -68,6 +68,12 @@ class AORecipeKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         _needs("AORecipeKwargs", "torchao")
+        if self.enable_fsdp_float8_all_gather or getattr(self.config, "enable_fsdp_float8_all_gather", False):
+            warnings.warn(
+                "enable_fsdp_float8_all_gather=True has no effect: sharded weights are gathered in bfloat16, and cast "
+                "then. Leave it out.",
+                stacklevel=3,
+            )
         if self.config is not None:
             return
         from torchao.float8 import Float8LinearConfig

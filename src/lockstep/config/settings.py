@@ -110,6 +110,8 @@ TOPICS: dict[str, tuple[Setting, ...]] = {
         _worker("mixed_precision", kinds.PRECISION, "LOCKSTEP_MIXED_PRECISION ACCELERATE_MIXED_PRECISION",
                 "Precision of autocast.", "--mixed-precision", default=PrecisionType.NO,
                 note="`no`, `fp16`, `bf16`, `fp8`"),
+        _worker("fp8_pad_inner_dim", kinds.SWITCH, "ACCELERATE_FP8_PAD_INNER_DIM", is_in_other_files=True,
+                note="true or false: whether fp8 pads sizes that 16 does not divide; read by `AORecipeKwargs`"),
         _worker("gradient_accumulation_steps", _STEPS,
                 "LOCKSTEP_GRADIENT_ACCUMULATION_STEPS ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
                 "Micro-batches in a step.", "--gradient-accumulation-steps", default=1, is_in_other_files=True),

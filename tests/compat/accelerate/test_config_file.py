@@ -93,6 +93,21 @@ def test_sections_of_other_libraries_choose_the_way_to_launch(tmp_path: Path) ->
     assert read("deepspeed_config: {deepspeed_multinode_launcher: slurm}\n").slurm is True
 
 
+@pytest.mark.parametrize("prefix", ["", "fp8_"])
+def test_a_section_of_fp8_is_that_of_torchao(prefix: str) -> None:
+    keys = {"backend": "AO", "enable_fsdp_float8_all_gather": "false", "pad_inner_dim": "false"}
+    section = "fp8_config: {" + ", ".join(f"{prefix}{key}: {value}" for key, value in keys.items()) + "}\n"
+    config = read("mixed_precision: fp8\n" + section)
+    assert (config.mixed_precision, config.fp8_pad_inner_dim) == ("fp8", False)
+    for written, said in (
+        ("backend: TE", "asks for fp8 by another package than torchao"),
+        ("backend: AO, margin: 2", "margin=2 asks for a setting of TransformerEngine"),
+        ("backend: AO, opt_level: O1", "asks for a setting of MS-AMP"),
+        ("backend: AO, pad_inner: true", "Did you mean 'pad_inner_dim'"),
+    ):
+        assert said in refusal(f"fp8_config: {{{written}}}\n")
+
+
 def test_every_key_of_accelerate_is_known() -> None:
     sections = [
         "downcast_bf16",

@@ -51,7 +51,7 @@ WORKS = words("""
     parallelism_config_sp_backend=deepspeed parallelism_config_sp_seq_length=64
     parallelism_config_sp_seq_length_is_variable=true parallelism_config_sp_attn_implementation=sdpa
     megatron_lm_tp_degree=1 fp8_backend=AO fp8_margin=0 fp8_format=HYBRID main_training_function=main
-    fp8_enable_fsdp_float8_all_gather=true=false fp8_pad_inner_dim=true
+    fp8_enable_fsdp_float8_all_gather=true=false fp8_pad_inner_dim=true=false
 """)
 IS_REFUSED = words("""
     tpu tpu_cluster tpu_use_sudo vm=name env=A=1 main_training_function=train downcast_bf16 use_megatron_lm

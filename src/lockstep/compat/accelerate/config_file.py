@@ -15,8 +15,10 @@ from pydantic import ValidationError
 
 from lockstep.compat.accelerate.sections import (
     DYNAMO_SECTION,
+    FP8_SECTION,
     MPI_SECTION,
     from_dynamo,
+    from_fp8,
     from_layout,
     from_mpirun,
 )
@@ -65,9 +67,6 @@ OTHER_KEYS: dict[str, Ignored | Later] = {
     "use_mps_device": Ignored("devices are found automatically"),
     "ipex_config": Ignored("torch itself now has these optimisations"),
     "megatron_lm_config": Later("Megatron-LM settings"),
-    "fp8_config": Later(
-        "settings of fp8 in a file", "Remove it, and pass AORecipeKwargs in kwargs_handlers."
-    ),
     "tpu_use_cluster": Later("training on TPU pods"),
     "tpu_use_sudo": Later("training on TPU pods"),
 }
@@ -94,6 +93,7 @@ SECTIONS = {
     "parallelism_config": ("a layout of ranks", None),
     MPI_SECTION: ("launching by mpirun", None),
     DYNAMO_SECTION: ("compilation", None),
+    FP8_SECTION: ("training in 8 bits", None),
 }
 
 READERS: dict[str, Callable[[dict[str, object], str], Translation]] = {
@@ -102,6 +102,7 @@ READERS: dict[str, Callable[[dict[str, object], str], Translation]] = {
     "parallelism_config": from_layout,
     MPI_SECTION: from_mpirun,
     DYNAMO_SECTION: from_dynamo,
+    FP8_SECTION: from_fp8,
 }
 
 ACCELERATE_ONLY = ("compute_environment", "distributed_type")
@@ -239,8 +240,9 @@ def _spread(file: YamlFile, config: RunConfig) -> Translation:
         parts.append(from_layout(given["parallelism_config"], where, alone=not parts))
     if MPI_SECTION in given:
         parts.append(from_mpirun(given[MPI_SECTION], file.at(MPI_SECTION)))
-    if DYNAMO_SECTION in given:
-        parts.append(from_dynamo(given[DYNAMO_SECTION], file.at(DYNAMO_SECTION)))
+    for key in (DYNAMO_SECTION, FP8_SECTION):
+        if key in given:
+            parts.append(READERS[key](given[key], file.at(key)))
     # Such a section asks for nothing, but a misspelt key may mean more.
     for key in written.keys() - given.keys():
         READERS[key](written[key], file.at(key))

@@ -21,7 +21,8 @@ FSDP_FLAGS = tuple(fsdp.PREFIX + key for key in fsdp.KEYS)
 DEEPSPEED_FLAGS = tuple(key for key in deepspeed.DEEPSPEED_KEYS if key not in SETTINGS)
 LAYOUT_FLAGS = tuple(sections.LAYOUT_PREFIX + key for key in sections.LAYOUT_KEYS)
 MPI_FLAGS = tuple(sections.MPI_KEYS)
-FOREIGN_FLAGS = (*FSDP_FLAGS, *DEEPSPEED_FLAGS, *LAYOUT_FLAGS, *MPI_FLAGS)
+FP8_FLAGS = ("fp8_backend", "fp8_pad_inner_dim", "fp8_enable_fsdp_float8_all_gather")
+FOREIGN_FLAGS = (*FSDP_FLAGS, *DEEPSPEED_FLAGS, *LAYOUT_FLAGS, *MPI_FLAGS, *FP8_FLAGS)
 FOREIGN_SWITCHES = ("use_fsdp", "use_deepspeed", "use_parallelism_config")
 # Refused by name, not as unknown: what does not exist here yet.
 LATER_SWITCHES = {"use_megatron_lm": "Megatron-LM settings", "tpu": "training on TPUs"}
@@ -40,10 +41,9 @@ _REFUSED: dict[tuple[str, str], str] = {
         megatron_lm_hidden_dropout megatron_lm_attention_softmax_in_fp32 megatron_lm_expert_tensor_parallel_size=1
         megatron_lm_calculate_per_token_loss megatron_lm_use_rotary_position_embeddings
     """,
-    ("settings of fp8 outside of the script", "Drop it, and pass AORecipeKwargs in kwargs_handlers."): """
-        fp8_backend=ao fp8_use_autocast_during_eval fp8_margin=0 fp8_interval=1 fp8_format=hybrid
-        fp8_amax_history_len=1024 fp8_amax_compute_algo=most_recent fp8_override_linear_precision=false,false,false
-        fp8_opt_level=o2 fp8_enable_fsdp_float8_all_gather=true fp8_pad_inner_dim=true
+    ("fp8 by another package than torchao", "Drop it."): """
+        fp8_use_autocast_during_eval fp8_margin=0 fp8_interval=1 fp8_format=hybrid fp8_amax_history_len=1024
+        fp8_amax_compute_algo=most_recent fp8_override_linear_precision=false,false,false fp8_opt_level=o2
     """,
     ("training on TPUs", "Drop it."): """
         tpu_cluster tpu_use_sudo vm env main_training_function=main downcast_bf16
@@ -94,6 +94,9 @@ def spread_settings(
     section = _given(options, MPI_FLAGS)
     if section:
         parts.append(sections.from_mpirun(section, "flags --mpirun-*"))
+    section = _given(options, FP8_FLAGS)
+    if section:
+        parts.append(sections.from_fp8(section, "flags --fp8-*"))
     if not parts:
         return {}, ()
     asked = merge_settings(*(part.settings for part in parts), _said_by_flags(given, machines))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from lockstep.compat.deepspeed.section import file_name
-from lockstep.compat.rules import Detail, NoEffect, Table, Translation, Used, translate
+from lockstep.compat.rules import Detail, NoEffect, Refused, Table, Translation, Used, translate
 from lockstep.config import readers as read
 from lockstep.config.settings import SETTINGS
 from lockstep.config.values import SettingValue
@@ -46,6 +46,38 @@ def from_dynamo(section: Mapping[str, object], where: str) -> Translation:
         ConfigError: a key is unknown, or has a value that is not allowed.
     """
     table = {**DYNAMO_KEYS, **{DYNAMO_PREFIX + key: rule for key, rule in DYNAMO_KEYS.items()}}
+    return translate(table, section, where)
+
+
+FP8_SECTION, FP8_PREFIX = "fp8_config", "fp8_"
+OF_TE, OF_MSAMP = "a setting of TransformerEngine", "a setting of MS-AMP"
+FP8_KEYS: Table = {
+    "backend": Refused("fp8 by another package than torchao", ("ao", "torchao", "no"), "Say AO."),
+    "pad_inner_dim": Used("fp8_pad_inner_dim", read.truth),
+    "enable_fsdp_float8_all_gather": NoEffect(
+        "sharded weights are gathered in bfloat16, and cast then", read=read.truth
+    ),
+    "use_autocast_during_eval": Refused(OF_TE),
+    "margin": Refused(OF_TE, (0, "0")),
+    "interval": Refused(OF_TE, (1, "1")),
+    "format": Refused(OF_TE, ("hybrid",)),
+    "amax_history_len": Refused(OF_TE, (1024, "1024")),
+    "amax_history_length": Refused(OF_TE, (1024, "1024")),
+    "amax_compute_algo": Refused(OF_TE, ("most_recent",)),
+    "amax_compute_algorithm": Refused(OF_TE, ("most_recent",)),
+    "override_linear_precision": Refused(OF_TE, ([False] * 3, "false,false,false")),
+    "opt_level": Refused(OF_MSAMP, ("o2",)),
+    "optimization_level": Refused(OF_MSAMP, ("o2",)),
+}
+
+
+def from_fp8(section: Mapping[str, object], where: str) -> Translation:
+    """The section ``fp8_config``: how linear layers compute in 8 bits; the prefix of its keys may be left out.
+
+    Raises:
+        ConfigError: a key is unknown, or asks for another package than torchao.
+    """
+    table = {**FP8_KEYS, **{FP8_PREFIX + key: rule for key, rule in FP8_KEYS.items()}}
     return translate(table, section, where)
 
 
