@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -93,7 +93,13 @@ class ParityCheck:
             allowed=str(allowed),
             is_alone=False,
         )
-        [left] = all_of([self._start(spec)])
+        failure: CouldNotRun | None = None
+        try:
+            [left] = all_of([self._start(spec)])
+        except CouldNotRun as error:
+            if error.left is None:
+                raise
+            left, failure = error.left, error
         _refuse_other_runs(reference.facts, left.facts[0], request)
         facts = self._facts(reference, left)
         found = {
@@ -101,7 +107,12 @@ class ParityCheck:
             for one in left.facts
             if (path := left.folder / f"found-{one.rank}.safetensors").exists()
         }
-        return judge(reference.trace, reference.tolerance, left.measured(), facts, found)
+        if failure is not None:
+            facts = replace(facts, notes=(*facts.notes, _that_failed(left)))
+        verdict = judge(reference.trace, reference.tolerance, left.measured(), facts, found, failure is None)
+        if failure is not None and verdict.agrees:
+            raise failure
+        return verdict
 
     # The reference ----------------------------------------------------------------------------------------
 
@@ -232,6 +243,14 @@ def _refuse_other_runs(reference: ProcessFacts, candidate: ProcessFacts, request
             f"The reference was made for mixed_precision={reference.mixed_precision!r}, but the candidate computes "
             f"with {candidate.mixed_precision!r}. Record again with --mixed-precision {candidate.mixed_precision}."
         )
+
+
+def _that_failed(left: Left) -> str:
+    """A note on a candidate that came to no end, which a difference before that may explain."""
+    failed = next((one for one in left.facts if one.failed), None)
+    if failed is None:
+        return "The candidate came to no end: what it had computed until then was compared."
+    return f"The candidate failed on rank {failed.rank}; what it had computed until then was compared. {failed.failed}"
 
 
 def _without_steps(facts: ProcessFacts, request: Request) -> str:

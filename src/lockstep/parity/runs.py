@@ -40,7 +40,9 @@ OUT_OF_MEMORY = (
 
 
 class CouldNotRun(LockstepError):
-    """A run that is needed for an answer has failed."""
+    """A run that is needed for an answer has failed. ``left``: what it has left, where it had begun."""
+
+    left: Left | None = None
 
 
 @dataclass(frozen=True)
@@ -118,14 +120,20 @@ class ScriptRun:
             code = self._process.wait(max(self._end_at - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
             self.end()
-            raise CouldNotRun(
+            raise self._could_not(
                 f"{self.title} has not made {self.spec.steps} steps in {self._timeout_s:g} s. Give it more with "
                 f"--timeout, or ask for fewer with --steps.{self._tail()}"
             ) from None
         facts = ProcessFacts.read_all(self.folder)
         if code or not facts:
-            raise CouldNotRun(self._failure(code))
+            raise self._could_not(self._failure(code))
         return Left(self.folder, tuple(facts))
+
+    def _could_not(self, why: str) -> CouldNotRun:
+        error = CouldNotRun(why)
+        if facts := ProcessFacts.read_all(self.folder):
+            error.left = Left(self.folder, tuple(facts))
+        return error
 
     def end(self) -> None:
         """End its processes, if they still run."""

@@ -71,6 +71,7 @@ class ProcessFacts:
         notes: Sentences on what was changed or seen.
         unrepeatable: What the script draws or reads that another run does not: (what, where).
         ended: Why there are no more steps.
+        failed: The error that ended the script.
     """
 
     rank: int = 0
@@ -84,6 +85,7 @@ class ProcessFacts:
     notes: tuple[str, ...] = ()
     unrepeatable: tuple[tuple[str, str], ...] = ()
     ended: str = ""
+    failed: str = ""
 
     @property
     def coordinates(self) -> dict[str, int]:

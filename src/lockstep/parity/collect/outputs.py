@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lockstep.comm.tree import leaves
 from lockstep.model.changes import UncopiedHook
 from lockstep.model.contents import is_ours
+from lockstep.parallel.expert.layer import MixtureOfExperts
 from lockstep.parallel.parallel_model import ParallelModel, PipelinedModel
 from lockstep.parity.trace.items import ItemKind, TraceItem
 from lockstep.parity.trace.regions import ShardAxes
@@ -43,7 +44,7 @@ class ModuleOutputs:
     def watch(self, model: ParallelModel, prefix: str) -> None:
         """Look on at the modules of a model, whose names begin with ``prefix``."""
         for name, module in model.plain.named_modules():
-            if not is_ours(module):
+            if not is_ours(module) or isinstance(module, MixtureOfExperts):
                 module.register_forward_hook(_AfterModule(self, f"{prefix}{name}".rstrip("."), model))
 
     def come(self, name: str, output: object, model: ParallelModel) -> None:

@@ -103,6 +103,7 @@ class CheckedRun(RunCollector):
                 axes={name: (size, meshes.rank_on(name)) for name, size in sizes.items() if size > 1},
             )
         self.attach(run, place, ShardAxes.of(meshes, self._cp_method))
+        self._facts.write(Path(self._spec.folder))  # for the case that it hangs, or dies
 
     def model_prepared(self, model: ParallelModel) -> None:
         if not self._drops_out:
@@ -127,6 +128,11 @@ class CheckedRun(RunCollector):
             ended="an epoch ends there with batches that do not go round all ranks",
         )
         self.end()
+
+    def fail(self, error: BaseException) -> None:
+        """Leave what was found until the script raised ``error``."""
+        self._facts = replace(self._facts, failed=f"{type(error).__name__}: {error}".strip().splitlines()[0])
+        self.finish()
 
     def finish(self) -> None:
         """Leave what was found."""
@@ -170,7 +176,11 @@ def main(argv: list[str]) -> None:
         _run(spec, program)
     except SystemExit as error:
         if error.code not in (None, 0):
+            run.fail(error)
             raise
+    except BaseException as error:
+        run.fail(error)
+        raise
     run.finish()
 
 

@@ -13,7 +13,7 @@ from lockstep.parity.judge.kinks import Kinks, are_switched
 from lockstep.parity.judge.patterns import recognise
 from lockstep.parity.judge.tolerance import Tolerance
 from lockstep.parity.judge.verdict import Fault, Mismatch, ParityVerdict, Ratio
-from lockstep.parity.judge.words import count, indices
+from lockstep.parity.judge.words import count, indices, of_ranks
 from lockstep.parity.trace.file import Trace
 from lockstep.parity.trace.items import ItemKind, TraceItem
 from lockstep.parity.trace.measure import DistanceSums, Limit, Measured
@@ -30,12 +30,14 @@ def judge(
     measured: Iterable[Measured],
     facts: RunFacts,
     found: Mapping[int, Trace] | None = None,
+    is_whole: bool = True,
 ) -> ParityVerdict:
     """The verdict on a candidate.
 
     Args:
         measured: Of all its ranks.
         found: By rank, the parts that its ``TraceComparison`` kept.
+        is_whole: Whether it came to its end; if not, nothing that it lacks differs.
     """
     by_item: dict[TraceItem, list[Measured]] = defaultdict(list)
     for one in measured:
@@ -43,9 +45,9 @@ def judge(
     order = {item: item.order(trace.position(item)) for item in trace}
     order |= {item: item.order(len(trace)) for item in by_item if item not in order}
 
-    findings = _steps(trace, by_item)
+    findings = _steps(trace, by_item) if is_whole else []
     apart_steps = {finding.item.step for finding in findings}
-    missing, notes = _missing(trace, by_item, apart_steps)
+    missing, notes = _missing(trace, by_item, apart_steps) if is_whole else ([], [])
     findings += missing
     ratios: list[Ratio] = []
     kinks = Kinks()
@@ -173,7 +175,10 @@ def _additions(
 
 def _added(item: TraceItem, parts: Sequence[Measured]) -> Mismatch:
     ranks = tuple(sorted(one.rank for one in parts if one.is_missing))
-    return Mismatch(item, Fault.ADDED, ranks, ranks)
+    said = ""
+    if item.kind is ItemKind.BATCH and item.micro_batch:
+        said = f"It looks as if the optimizer's step was skipped on {of_ranks(ranks)}, which read on in this step."
+    return Mismatch(item, Fault.ADDED, ranks, ranks, looks_like=said)
 
 
 def _examined(

@@ -87,10 +87,11 @@ def _terms(case: Case) -> Iterator[tuple[TraceItem, str]]:
     """Tensors that may be added or missing."""
     item = case.item
     if item.kind in (ItemKind.GRADIENT, ItemKind.CLIPPED):
-        yield (
-            item._replace(step=item.step - 1),
-            "the gradient of the step before (not set to zero in between)",
-        )
+        for kind in (ItemKind.GRADIENT, ItemKind.CLIPPED):  # the second is what clipping has left of it
+            yield (
+                item._replace(step=item.step - 1, kind=kind),
+                "the gradient of the step before (not set to zero in between)",
+            )
     if item.kind in (ItemKind.GRADIENT, ItemKind.CLIPPED, ItemKind.UPDATE):
         yield item._replace(kind=ItemKind.WEIGHT, step=0), "the weight itself (weight decay)"
     for other in others_like(case):

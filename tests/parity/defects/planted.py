@@ -1,0 +1,822 @@
+"""Defects, as they were reported of engines that train on many ranks: planted in the engine of this process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Planting = Callable[["Planted"], None]
+DEFECTS: dict[str, Planting] = {}
+
+
+class Planted:
+    """What a defect changes of a script, beside the engine: nothing, unless it sets one of these."""
+
+    def __init__(self) -> None:
+        self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.on_made: Callable[..., None] = lambda model, optimizer, scheduler: None
+        self.on_prepared: Callable[..., None] = lambda accelerator, model, optimizer: None
+
+    def made(self, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+        """What will be prepared was made."""
+        self.on_made(model, optimizer, scheduler)
+
+    def prepared(self, accelerator: Any, model: nn.Module, optimizer: Any) -> None:
+        """It was prepared."""
+        self.on_prepared(accelerator, model, optimizer)
+
+
+def plant(name: str) -> Planted:
+    """The defect of this name."""
+    planted = Planted()
+    DEFECTS[name](planted)
+    return planted
+
+
+def defect(planting: Planting) -> Planting:
+    """Known by the name of its function."""
+    DEFECTS[planting.__name__] = planting
+    return planting
+
+
+# DistributedDataParallel ---------------------------------------------------------------------------------
+
+
+def _with_hook(change: Callable[[Any], None]) -> None:
+    """Let DDP do with a bucket what ``change`` does, in the place of an average."""
+    from lockstep.parallel.ddp import apply
+
+    def hook(state: object, bucket: Any) -> Any:
+        change(bucket)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    hook.__annotations__.clear()  # DDP compares them with types
+    apply.gradient_hook = lambda options, group=None: (None, hook)
+
+
+def _average(tensor: Tensor, group: Any = None) -> None:
+    dist.all_reduce(tensor, group=group)
+    tensor.div_(dist.get_world_size(group))
+
+
+@defect
+def gradients_not_reduced(planted: Planted) -> None:
+    _with_hook(lambda bucket: None)
+
+
+@defect
+def gradients_summed(planted: Planted) -> None:
+    _with_hook(lambda bucket: dist.all_reduce(bucket.buffer()))
+
+
+@defect
+def gradients_divided_twice(planted: Planted) -> None:
+    def twice(bucket: Any) -> None:
+        _average(bucket.buffer())
+        bucket.buffer().div_(planted.ranks)
+
+    _with_hook(twice)
+
+
+@defect
+def gradients_of_half_the_ranks(planted: Planted) -> None:
+    groups: list[Any] = []
+
+    def half(bucket: Any) -> None:
+        if not groups:
+            groups.extend(dist.new_group([first, first + 1]) for first in range(0, planted.ranks, 2))
+        _average(bucket.buffer(), groups[planted.rank // 2])
+
+    _with_hook(half)
+
+
+@defect
+def one_parameter_not_reduced(planted: Planted) -> None:
+    def all_but_one(bucket: Any) -> None:
+        kept = [
+            (gradient, gradient.clone())
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
+            if parameter.shape == (24, 12)
+        ]
+        _average(bucket.buffer())
+        for gradient, own in kept:
+            gradient.copy_(own)
+
+    _with_hook(all_but_one)
+
+
+@defect
+def gradients_reduced_in_bf16(planted: Planted) -> None:
+    def rounded(bucket: Any) -> None:
+        half = bucket.buffer().bfloat16()
+        _average(half)
+        bucket.buffer().copy_(half)
+
+    _with_hook(rounded)
+
+
+@defect
+def first_ranks_gradients_broadcast(planted: Planted) -> None:
+    _with_hook(lambda bucket: dist.broadcast(bucket.buffer(), 0))
+
+
+@defect
+def one_rank_adds_nothing(planted: Planted) -> None:
+    def without_last(bucket: Any) -> None:
+        if planted.rank == planted.ranks - 1:
+            bucket.buffer().zero_()
+        _average(bucket.buffer())
+
+    _with_hook(without_last)
+
+
+@defect
+def two_gradients_of_a_bucket_swapped(planted: Planted) -> None:
+    def swapped(bucket: Any) -> None:
+        _average(bucket.buffer())
+        one, other = (gradient for gradient in bucket.gradients() if gradient.shape == (24, 24))
+        one_before = one.clone()
+        one.copy_(other)
+        other.copy_(one_before)
+
+    _with_hook(swapped)
+
+
+@defect
+def gradients_of_the_step_before(planted: Planted) -> None:
+    kept: dict[int, Tensor] = {}
+
+    def late(bucket: Any) -> None:
+        _average(bucket.buffer())
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            new = gradient.clone()
+            gradient.copy_(kept.get(id(parameter), new))
+            kept[id(parameter)] = new
+
+    _with_hook(late)
+
+
+# Accumulation, scale of the loss, weights of it ----------------------------------------------------------
+
+
+@defect
+def losses_not_divided_by_the_accumulation_steps(planted: Planted) -> None:
+    from lockstep.train.accumulation import Accumulation
+
+    scale = Accumulation.scale
+
+    def undivided(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return scale(self, loss, *args, **kwargs) * 2
+
+    Accumulation.scale = undivided
+
+
+@defect
+def one_micro_batch_too_few(planted: Planted) -> None:
+    def prepared(accelerator: Any, model: nn.Module, optimizer: Any) -> None:
+        backward = accelerator.backward
+
+        def forgets(loss: Tensor, **kwargs: Any) -> None:
+            if accelerator.sync_gradients:
+                for parameter in model.parameters():
+                    parameter.grad = None
+            backward(loss, **kwargs)
+
+        accelerator.backward = forgets
+
+    planted.on_prepared = prepared
+
+
+@defect
+def gradients_not_set_to_zero(planted: Planted) -> None:
+    def prepared(accelerator: Any, model: nn.Module, optimizer: Any) -> None:
+        optimizer.zero_grad = lambda *args, **kwargs: None
+
+    planted.on_prepared = prepared
+
+
+def _changed_before_clipping(change: Callable[[int, list[nn.Parameter]], None]) -> Planting:
+    """``change`` gets the step, from 1, and the parameters."""
+
+    def planting(planted: Planted) -> None:
+        steps = itertools.count(1)
+
+        def prepared(accelerator: Any, model: nn.Module, optimizer: Any) -> None:
+            clip = accelerator.clip_grad_norm_
+
+            def changed(parameters: Iterable[nn.Parameter], *args: Any) -> Tensor:
+                held = list(parameters)
+                change(next(steps), held)
+                return clip(held, *args)
+
+            accelerator.clip_grad_norm_ = changed
+
+        planted.on_prepared = prepared
+
+    return planting
+
+
+def _scaled(factor: float, first_step: int = 1) -> Planting:
+    def change(step: int, parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if step >= first_step and parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    return _changed_before_clipping(change)
+
+
+DEFECTS["scale_of_the_loss_left_in"] = _scaled(65536.0)
+DEFECTS["stale_scale_of_the_loss"] = _scaled(2.0, first_step=2)
+
+
+@defect
+def gradients_zero_on_one_rank(planted: Planted) -> None:
+    def change(step: int, parameters: list[nn.Parameter]) -> None:
+        if planted.rank == 1 and step == 2:
+            for parameter in parameters:
+                parameter.grad.zero_()  # type: ignore[union-attr]
+
+    _changed_before_clipping(change)(planted)
+
+
+@defect
+def weight_decay_in_the_gradient(planted: Planted) -> None:
+    def change(step: int, parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.grad.add_(parameter.detach(), alpha=0.1)  # type: ignore[union-attr]
+
+    _changed_before_clipping(change)(planted)
+
+
+@defect
+def weights_of_losses_not_summed(planted: Planted) -> None:
+    from lockstep.train import weighting
+
+    weighting.dist = _Changed(dist, all_reduce=lambda *args, **kwargs: None)
+
+
+class _Changed:
+    """A module with other functions of these names."""
+
+    def __init__(self, module: Any, **functions: Any) -> None:
+        self.__dict__.update(functions, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+# ZeRO ----------------------------------------------------------------------------------------------------
+
+
+def _reduce_scatter(change: Callable[..., None]) -> None:
+    """``change`` gets the collective's own function and its arguments."""
+    from lockstep.parallel.zero.exchange import ExchangeReduceScatter
+
+    original = ExchangeReduceScatter.__call__
+
+    def changed(
+        self: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        def reduce(given: Tensor, by: Any = op) -> None:
+            original(self, output_tensor, given, group, by, async_op)
+
+        return change(reduce, output_tensor, input_tensor, group)
+
+    ExchangeReduceScatter.__call__ = changed
+
+
+@defect
+def shards_not_reduced(planted: Planted) -> None:
+    def own(reduce: Any, output: Tensor, given: Tensor, group: Any) -> None:
+        output.copy_(given.chunk(group.size())[group.rank()])
+
+    _reduce_scatter(own)
+
+
+@defect
+def shards_summed(planted: Planted) -> None:
+    _reduce_scatter(lambda reduce, output, given, group: reduce(given, dist.ReduceOp.SUM))
+
+
+@defect
+def shards_divided_twice(planted: Planted) -> None:
+    def twice(reduce: Any, output: Tensor, given: Tensor, group: Any) -> None:
+        reduce(given)
+        output.div_(group.size())
+
+    _reduce_scatter(twice)
+
+
+@defect
+def shards_swapped(planted: Planted) -> None:
+    def swapped(reduce: Any, output: Tensor, given: Tensor, group: Any) -> None:
+        reduce(given.view(group.size(), -1).flip(0).reshape(-1))
+
+    _reduce_scatter(swapped)
+
+
+@defect
+def shards_reduced_in_bf16(planted: Planted) -> None:
+    def rounded(reduce: Any, output: Tensor, given: Tensor, group: Any) -> None:
+        reduce(given.bfloat16().to(given.dtype))
+        output.copy_(output.bfloat16())
+
+    _reduce_scatter(rounded)
+
+
+@defect
+def replicas_not_reduced(planted: Planted) -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    _fsdp_collectives.dist = _Changed(dist, all_reduce=lambda *args, **kwargs: None)
+
+
+@defect
+def weights_gathered_before_the_step(planted: Planted) -> None:
+    from lockstep.parallel.zero.exchange import BroadcastAllGather
+
+    original = BroadcastAllGather.__call__
+    first: dict[int, Tensor] = {}
+
+    def stale(self: Any, output_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, output_tensor, *args, **kwargs)
+        output_tensor.copy_(first.setdefault(id(self), output_tensor.clone()))
+        return result
+
+    BroadcastAllGather.__call__ = stale
+
+
+@defect
+def norm_of_one_shard(planted: Planted) -> None:
+    from lockstep.comm.dtensor import local
+    from lockstep.train import clipping
+
+    total = clipping.total_norm
+    clipping.total_norm = lambda gradients, *args: total([local(one) for one in gradients], *args)
+
+
+@defect
+def not_clipped_on_one_rank(planted: Planted) -> None:
+    from lockstep.train import clipping
+
+    if planted.rank == 1:
+        clipping.optimizer = _Changed(clipping.optimizer, scale_offloaded=lambda *args: None)
+
+
+# Optimizer -----------------------------------------------------------------------------------------------
+
+
+@defect
+def scheduler_steps_twice(planted: Planted) -> None:
+    from lockstep.train.scheduler import PreparedScheduler
+
+    made = PreparedScheduler.__init__
+
+    def twice(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.steps_per_call *= 2
+
+    PreparedScheduler.__init__ = twice
+
+
+@defect
+def rate_times_ranks(planted: Planted) -> None:
+    def made(model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= planted.ranks
+        scheduler.base_lrs = [rate * planted.ranks for rate in scheduler.base_lrs]
+
+    planted.on_made = made
+
+
+@defect
+def states_swapped(planted: Planted) -> None:
+    def swap(optimizer: Any, *_: object) -> None:
+        one, other = (state for p, state in optimizer.state.items() if p.shape == (24, 24))
+        if one["step"] == 1:
+            one["exp_avg"], other["exp_avg"] = other["exp_avg"], one["exp_avg"]
+
+    def made(model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+        optimizer.register_step_post_hook(swap)
+
+    planted.on_made = made
+
+
+def _around_steps(change: Callable[[Planted, nn.Module, Any, int], Callable[[], None] | None]) -> Planting:
+    """``change`` is called before a step, and what it returns after it."""
+
+    def planting(planted: Planted) -> None:
+        after: list[Callable[[], None] | None] = []
+
+        def made(model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+            steps = itertools.count(1)
+
+            def before(*_: object) -> None:
+                after.append(change(planted, model, optimizer, next(steps)))
+
+            def behind(*_: object) -> None:
+                undo = after.pop()
+                if undo is not None:
+                    undo()
+
+            optimizer.register_step_pre_hook(before)
+            optimizer.register_step_post_hook(behind)
+
+        planted.on_made = made
+
+    return planting
+
+
+def _parameters(optimizer: Any) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@defect
+def step_undone_on_one_rank(planted: Planted) -> None:
+    def change(planted: Planted, model: nn.Module, optimizer: Any, step: int) -> Callable[[], None] | None:
+        before = [parameter.detach().clone() for parameter in _parameters(optimizer)]
+
+        def undo() -> None:
+            for parameter, value in zip(_parameters(optimizer), before, strict=True):
+                parameter.detach().copy_(value)
+
+        return undo if planted.rank == 1 and step == 2 else None
+
+    _around_steps(change)(planted)
+
+
+@defect
+def step_skipped_on_one_rank(planted: Planted) -> None:
+    def prepared(accelerator: Any, model: nn.Module, optimizer: Any) -> None:
+        step, made = optimizer.step, itertools.count(1)
+
+        def skips(*args: Any) -> Any:
+            if not accelerator.sync_gradients or planted.rank != 1 or next(made) != 2:
+                return step(*args)
+            return None
+
+        optimizer.step = skips
+
+    planted.on_prepared = prepared
+
+
+@defect
+def no_weight_decay_on_one_rank(planted: Planted) -> None:
+    def made(model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+        if planted.rank == 1:
+            optimizer.param_groups[0]["weight_decay"] = 0.0
+
+    planted.on_made = made
+
+
+@defect
+def update_of_another_rank_missing(planted: Planted) -> None:
+    """Each rank steps half of the parameters, and rank 1's are not gathered."""
+
+    def change(planted: Planted, model: nn.Module, optimizer: Any, step: int) -> Callable[[], None]:
+        late = _parameters(optimizer)[-2:]
+        before = [parameter.detach().clone() for parameter in late]
+
+        def undo() -> None:
+            for parameter, value in zip(late, before, strict=True):
+                parameter.detach().copy_(value)
+
+        return undo if planted.rank == 0 else lambda: None
+
+    _around_steps(change)(planted)
+
+
+@defect
+def states_in_bf16(planted: Planted) -> None:
+    def change(planted: Planted, model: nn.Module, optimizer: Any, step: int) -> None:
+        for state in optimizer.state.values():
+            state["exp_avg_sq"].copy_(state["exp_avg_sq"].bfloat16())
+
+    _around_steps(change)(planted)
+
+
+@defect
+def weights_in_bf16(planted: Planted) -> None:
+    def change(planted: Planted, model: nn.Module, optimizer: Any, step: int) -> Callable[[], None]:
+        def round_all() -> None:
+            for parameter in _parameters(optimizer):
+                parameter.detach().copy_(parameter.detach().bfloat16())
+
+        return round_all
+
+    _around_steps(change)(planted)
+
+
+# Data, seeds, buffers ------------------------------------------------------------------------------------
+
+
+def _of_rows(rows: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    return [rows(part) for part in batch] if isinstance(batch, (list, tuple)) else rows(batch)
+
+
+def _with_batches(change: Callable[[Any], Any]) -> None:
+    """What a prepared loader reads, before anyone looks at it."""
+    from lockstep.data.loader import PreparedLoader
+
+    made = PreparedLoader.__init__
+
+    def changed(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        type(self).around = property(_around, lambda loader, around: vars(loader).update(looks_on=around))
+
+    def _around(loader: Any) -> Callable[..., Iterator[Any]]:
+        looks_on = vars(loader).get("looks_on") or (lambda _, batches: batches)
+        return lambda of, batches: looks_on(of, map(change, batches))
+
+    PreparedLoader.__init__ = changed
+
+
+@defect
+def sample_read_twice(planted: Planted) -> None:
+    def twice(rows: Tensor) -> Tensor:
+        return torch.cat([rows[:1], rows[:1], rows[2:]]) if planted.rank == 1 else rows
+
+    _with_batches(lambda batch: _of_rows(twice, batch))
+
+
+@defect
+def batch_read_by_two_ranks(planted: Planted) -> None:
+    def first_ranks(rows: Tensor) -> Tensor:
+        rows = rows.contiguous().clone()
+        dist.broadcast(rows, 0)
+        return rows
+
+    _with_batches(lambda batch: _of_rows(first_ranks, batch))
+
+
+@defect
+def rows_in_another_order(planted: Planted) -> None:
+    _with_batches(lambda batch: _of_rows(lambda rows: rows.flip(0) if planted.rank else rows, batch))
+
+
+@defect
+def batch_read_again(planted: Planted) -> None:
+    kept: list[Any] = []
+
+    def again(batch: Any) -> Any:
+        kept.append(batch)
+        return kept[3] if len(kept) == 5 and planted.rank == 0 else batch
+
+    _with_batches(again)
+
+
+@defect
+def other_weights_on_one_rank(planted: Planted) -> None:
+    def prepared(accelerator: Any, model: nn.Module, optimizer: Any) -> None:
+        if planted.rank == 1:
+            accelerator.unwrap_model(model).inner.weight.detach().add_(0.01)
+
+    planted.on_prepared = prepared
+
+
+@defect
+def other_weights_than_with_one_rank(planted: Planted) -> None:
+    torch.manual_seed(4)
+
+
+@defect
+def another_mask_of_dropout(planted: Planted) -> None:
+    def prepared(accelerator: Any, model: nn.Module, optimizer: Any) -> None:
+        if planted.rank == 1:
+            drop = accelerator.unwrap_model(model).drop
+            drop.register_forward_pre_hook(lambda *_: torch.manual_seed(17) and None)
+
+    planted.on_prepared = prepared
+
+
+@defect
+def no_dropout_on_one_rank(planted: Planted) -> None:
+    def prepared(accelerator: Any, model: nn.Module, optimizer: Any) -> None:
+        if planted.rank == 1:
+            accelerator.unwrap_model(model).drop.p = 0.0
+
+    planted.on_prepared = prepared
+
+
+@defect
+def statistics_averaged_over_ranks(planted: Planted) -> None:
+    def change(planted: Planted, model: nn.Module, optimizer: Any, step: int) -> None:
+        for name, buffer in model.named_buffers():
+            if "running" in name:
+                _average(buffer)
+
+    _around_steps(change)(planted)
+
+
+@defect
+def statistics_in_bf16(planted: Planted) -> None:
+    def change(planted: Planted, model: nn.Module, optimizer: Any, step: int) -> None:
+        for name, buffer in model.named_buffers():
+            if name.endswith("running_var"):
+                buffer.copy_(buffer.bfloat16())
+
+    _around_steps(change)(planted)
+
+
+@defect
+def statistics_counted_twice(planted: Planted) -> None:
+    def made(model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+        model.batch_norm.momentum = 0.19  # that of two updates by 0.1
+
+    planted.on_made = made
+
+
+@defect
+def recomputed_with_another_mask(planted: Planted) -> None:
+    from transformers import modeling_utils
+
+    checkpoint = modeling_utils.checkpoint
+    modeling_utils.checkpoint = lambda *args, **kwargs: checkpoint(*args, **kwargs, preserve_rng_state=False)
+
+
+# Tensor and sequence parallel ----------------------------------------------------------------------------
+
+
+def _function(name: str, side: str, change: Callable[..., Any]) -> None:
+    """``change`` in the place of one side of a communication, forward or backward."""
+    from lockstep.parallel.tensor import communication
+
+    cls = getattr(communication, name)
+    setattr(cls, side, staticmethod(change(getattr(cls, side))))
+
+
+@defect
+def parts_of_rows_not_summed(planted: Planted) -> None:
+    _function("_Reduce", "forward", lambda _: lambda ctx, x, mesh: x.clone())
+
+
+@defect
+def gradients_of_columns_not_summed(planted: Planted) -> None:
+    _function("_Copy", "backward", lambda _: lambda ctx, gradient: (gradient, None))
+
+
+@defect
+def gradients_of_rows_summed_again(planted: Planted) -> None:
+    def again(_: Any) -> Any:
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+            return gradient * planted.ranks, None
+
+        return backward
+
+    _function("_Reduce", "backward", again)
+
+
+@defect
+def gradients_of_norms_not_summed(planted: Planted) -> None:
+    from lockstep.parallel.tensor.modules import ParallelModuleSpec
+
+    ParallelModuleSpec.whole_value = lambda self, parameter: parameter.to_local()
+
+
+@defect
+def gradients_of_the_sequence_not_summed(planted: Planted) -> None:
+    def own(_: Any) -> Any:
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None, None]:
+            part = gradient.chunk(ctx.mesh.size(), ctx.dim)[ctx.mesh.get_local_rank()]
+            return part.contiguous(), None, None
+
+        return backward
+
+    _function("_GatherSequence", "backward", own)
+
+
+# Pipelines -----------------------------------------------------------------------------------------------
+
+
+def _deposit(change: Callable[..., Any]) -> None:
+    """``change`` gets the sum of a tied weight's gradients, in the place of its all-reduce."""
+    from lockstep.parallel.pipeline import gradients
+
+    gradients.dist = _Changed(dist, all_reduce=change)
+
+
+@defect
+def tied_gradient_lost(planted: Planted) -> None:
+    _deposit(lambda tensor, group: None)
+
+
+@defect
+def tied_gradient_doubled(planted: Planted) -> None:
+    def twice(tensor: Tensor, group: Any) -> None:
+        dist.all_reduce(tensor, group=group)
+        tensor.mul_(2)
+
+    _deposit(twice)
+
+
+@defect
+def micro_batches_of_stages_summed(planted: Planted) -> None:
+    from lockstep.parallel.pipeline import passes
+
+    original = passes.run
+
+    def undivided(schedule: Any, micro_batches: int, *args: Any, **kwargs: Any) -> Any:
+        return original(schedule, micro_batches, *args, **kwargs)
+
+    passes.run = undivided
+    from lockstep.parallel.pipeline.gradients import Deposit
+
+    add = Deposit.add
+
+    def more(self: Any, gradients: Any, parameters: Any, sums: bool, factor: Any = None) -> None:
+        add(self, gradients, parameters, sums, 2.0 if factor is None else factor * 2)
+
+    Deposit.add = more
+
+
+# Context parallel ----------------------------------------------------------------------------------------
+
+
+@defect
+def gradients_of_positions_not_averaged(planted: Planted) -> None:
+    _with_hook(lambda bucket: None)
+
+
+@defect
+def loss_of_own_positions_alone(planted: Planted) -> None:
+    from lockstep.parallel.context import layout
+
+    def alone(output: Tensor, given: Tensor, group: Any = None) -> None:
+        output.copy_(given.chunk(group.size())[group.rank()])
+
+    layout.reduce_scatter_tensor = alone
+
+
+@defect
+def positions_of_the_first_rank(planted: Planted) -> None:
+    from lockstep.parallel.context.region import _Splitter
+
+    leaf = _Splitter._leaf
+
+    def first(self: Any, name: str, value: Any) -> Any:
+        if "position_embeddings" not in name:
+            return leaf(self, name, value)
+        return self.layout.joined(self.layout.shard_of(value, 1), 1)[:, : value.shape[1] // self.layout.size]
+
+    _Splitter._leaf = first
+
+
+@defect
+def gradients_of_values_doubled(planted: Planted) -> None:
+    from lockstep.parallel.context import ring
+
+    folded = ring._folded
+    calls = itertools.count()
+    ring._folded = lambda gradient, groups: folded(gradient, groups) * (1 + next(calls) % 2)
+
+
+# Experts -------------------------------------------------------------------------------------------------
+
+
+@defect
+def gradients_of_experts_summed(planted: Planted) -> None:
+    from lockstep.parallel.expert import layer
+
+    layer.ScaledGradient = _Changed(layer.ScaledGradient, apply=lambda tensor, factor: tensor)
+
+
+@defect
+def gradient_of_the_balance_loss_not_summed(planted: Planted) -> None:
+    from lockstep.parallel.expert.collectives import SumOverRanks
+
+    SumOverRanks.backward = staticmethod(lambda ctx, gradient: (gradient, None))
+
+
+@defect
+def gradients_of_the_router_not_averaged(planted: Planted) -> None:
+    from lockstep.parallel import gradient_mean
+
+    def all_but_routers(message: Tensor, group: Any = None) -> None:
+        own = message.clone()
+        dist.all_reduce(message, group=group)
+        message[1024 : 1024 + 64] = own[1024 : 1024 + 64]
+
+    gradient_mean.dist = _Changed(dist, all_reduce=all_but_routers)
+
+
+@defect
+def tokens_at_other_experts(planted: Planted) -> None:
+    from dataclasses import replace
+
+    from lockstep.parallel.expert import layer
+
+    traffic = layer.traffic
+
+    def other(*args: Any) -> Any:
+        found = traffic(*args)
+        return replace(found, per_expert=found.per_expert[::-1])
+
+    layer.traffic = other
