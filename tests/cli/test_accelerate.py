@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from torch.distributed import checkpoint
 
 from cli.calling import call, check_refused
-from lockstep import Accelerator
 from lockstep.cli.accelerate import COMMANDS
 from lockstep.cli.accelerate_commands import launch_command, launch_command_parser, load_config_from_file
 from lockstep.compat.accelerate.config_file import load
@@ -391,12 +390,6 @@ def test_a_launch_by_a_function_returns_to_its_caller(
     config.write_text("compute_environment: LOCAL_MACHINE\nnum_proceses: 2\n")
     with pytest.raises(ValueError, match="num_proceses"):
         launch_command(launch_command_parser().parse_args(["--config_file", str(config), str(script), "0"]))
-
-
-def test_sequences_that_a_loader_would_cut_are_refused() -> None:
-    accelerator = Accelerator(cpu=True)
-    with pytest.raises(ConfigError, match="sp_size=.* is not used"):
-        accelerator.deepspeed_ulysses_dl_adapter(None, None)
 
 
 @pytest.mark.parametrize("further", ["", "parallel: zero=2\n"])

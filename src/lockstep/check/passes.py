@@ -21,6 +21,7 @@ from lockstep.check.observe import Observed
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.comm.tree import LossFunction, leaves, map_leaves, map_tensors
 from lockstep.parallel.autocast import AutocastForward
+from lockstep.parallel.context.dealt import IGNORED
 from lockstep.parallel.context.region import ContextRegion, regions_of
 from lockstep.parallel.pipeline.micro_batch import find_loss
 
@@ -116,18 +117,28 @@ SHARE = "num_items_in_batch"
 class Chunks:
     """Of one call of a model whose sequence the script splits."""
 
-    def __init__(self, region: ContextRegion) -> None:
+    def __init__(self, region: ContextRegion, dealt: dict[int, Tensor]) -> None:
         self._region = region
+        self._known = {**dealt, **(region.split or {})}
+        self._known_dims = {**dict.fromkeys(dealt, 1), **region.split_dims}
+        # A loader dealt them out: the script weighs the ranks' losses by the number of their labels.
+        self._weighs = len(dealt) > 0
+        self._labels: Tensor | None = None
         self._dims: dict[str, int] = {}
 
     @classmethod
-    def of(cls, model: nn.Module) -> Chunks | None:
+    def of(cls, model: nn.Module, batch: ComparedBatch) -> Chunks | None:
         """None where the model splits the sequence itself."""
-        return next((cls(region) for region in regions_of(model) if region.split is not None), None)
+        given = list(leaves((tuple(batch.args), batch.kwargs)).values())
+        for region in regions_of(model):
+            dealt = region.dealt_among(given)
+            if dealt or region.split is not None:
+                return cls(region, dealt)
+        return None
 
     def whole(self, batch: ComparedBatch) -> ComparedBatch:
         """With the whole of each tensor that is in ``buffers``."""
-        known, dims = self._region.split or {}, self._region.split_dims
+        known, dims = self._known, self._known_dims
 
         def replaced(path: str, leaf: object) -> object:
             if isinstance(leaf, Tensor) and id(leaf) in known:
@@ -161,6 +172,7 @@ class Chunks:
             return part
 
         parts = _scaled(_mapped(cut, batch), 1 / region.layout.size)
+        self._labels = parts.kwargs.get("shift_labels") if self._weighs else None
         region.split, region.split_dims = wholes, dims
         try:
             yield parts
@@ -174,7 +186,7 @@ class Chunks:
             if not isinstance(leaf, Tensor) or leaf.is_nested:
                 return leaf
             if leaf.ndim == 0 and leaf.is_floating_point():
-                return _mean_over(leaf, self._region.layout.group)
+                return _mean_over(self._weighed(leaf), self._region.layout.group)
             shape = shapes.get(path, ())
             other = [
                 dim for dim in range(leaf.ndim) if len(shape) == leaf.ndim and shape[dim] != leaf.shape[dim]
@@ -182,6 +194,17 @@ class Chunks:
             return self._region.layout.gather(leaf, other[0]) if len(other) == 1 else leaf
 
         return map_leaves(join, output)
+
+    def _weighed(self, loss: Tensor) -> Tensor:
+        """A rank's mean over its labels as its part in the mean over all, times the number of ranks. Collective."""
+        if self._labels is None:
+            return loss
+        group = self._region.layout.group
+        own = (self._labels != IGNORED).sum()
+        total = own.clone()
+        dist.all_reduce(total, group=group)
+        # Where a chunk has no label its mean is no number.
+        return torch.where(own > 0, loss, loss.new_zeros(())) * own / total * group.size()
 
 
 def _mapped(function: Callable[[str, Any], object], batch: ComparedBatch) -> ComparedBatch:

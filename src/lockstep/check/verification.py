@@ -141,7 +141,7 @@ class Verification:
         model = self._prepared.plain
         if not self._collector.is_ready(self._prepared):
             return  # gradients wait for more: next time
-        chunks = Chunks.of(model)
+        chunks = Chunks.of(model, batch)
         if chunks is not None:
             batch = chunks.whole(batch)
         reason = self._shared([self._why_not(chunks)])[0]

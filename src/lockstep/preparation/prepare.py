@@ -89,6 +89,7 @@ class Preparation:
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[PreparedLoader] = []
+        self._dealt: dict[int, PreparedLoader] = {}
         self._step_checks = StepChecks(
             step,
             replaces_parameters=options.parallel.replaces_parameters,
@@ -152,7 +153,23 @@ class Preparation:
             for i, item in enumerate(objects):
                 if isinstance(item, kind):
                     prepared[i] = make(item, placement[i])
+        if getattr(self._options.parallelism_config, "sp_enabled", False):
+            self._deal_out(prepared)
         return prepared
+
+    def _deal_out(self, prepared: list[object]) -> None:
+        """As DeepSpeed does for loaders that are prepared together with a model."""
+        from lockstep.parallel.context.dealt import deal_out
+
+        models = [item for item in prepared if isinstance(item, nn.Module)]
+        for loader in prepared if models else ():
+            if isinstance(loader, PreparedLoader) and id(loader) not in self._dealt:
+                self._dealt[id(loader)] = loader
+                loader.around = deal_out(models, loader.around)
+
+    def is_dealt_out(self, loader: object) -> bool:
+        """Whether a loader gives chunks of the sequence."""
+        return id(loader) in self._dealt
 
     def _with_described(self, objects: tuple[object, ...]) -> tuple[object, ...]:
         """The objects, with what a configuration describes in place of what stands for it."""

@@ -277,14 +277,17 @@ class TrainingMethods:
         return skip_first_batches(dataloader, num_batches)
 
     def deepspeed_ulysses_dl_adapter(self, dataloader: object, model: object) -> Any:
-        """Not offered: it cuts batches for DeepSpeed's engine.
+        """The loader, whose batches ``prepare`` cuts along the sequence where it gets it together with the model.
 
         Raises:
-            ConfigError: always.
+            ConfigError: with ``ParallelismConfig(sp_size=...)`` it was prepared apart from the model, as Trainer does.
         """
+        config = self._options.parallelism_config
+        if not getattr(config, "sp_enabled", False) or self._preparation.is_dealt_out(dataloader):
+            return dataloader
         raise ConfigError(
-            "ParallelismConfig(sp_size=...) asks for a loader that cuts sequences for DeepSpeed's engine, which is not "
-            "used here. Use cp_size, or write parallel='cp=2 cp_method=ulysses' in a loop of your own."
+            "The loader was prepared apart from the model, but with sp_size scripts that do so, such as Trainer, count "
+            "its batches once for each rank. Pass both to one prepare, or use cp_size."
         )
 
     def maybe_context_parallel(

@@ -7,14 +7,16 @@ is zero in other ranks' positions, that of what leaves is the sum of all ranks' 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.tree import map_leaves, map_tensors, tensor_leaves
+from lockstep.comm.tree import Args, Kwargs, map_leaves, map_tensors, tensor_leaves
 from lockstep.config.enums import CPMethod
 from lockstep.errors import LockstepError, UsageError
 from lockstep.model.changes import Subclassed
@@ -58,6 +60,8 @@ class ContextRegion:
     """The chunk of an attention mask that the caller did not pass: among ``split``, so that it is known as one."""
     split_length: int = 0
     """Positions of each rank within ``split_sequence``."""
+    dealt: dict[int, tuple[weakref.ref[Tensor], Tensor]] = field(default_factory=dict)
+    """Of the batch that a loader dealt out last: chunk and whole, [batch, sequence, ...], by the id of the chunk."""
     last_by_caller: bool = False
     """Whether the caller did in the last forward, to which backward belongs."""
     whole: bool = False
@@ -95,6 +99,39 @@ class ContextRegion:
         self.local_length, self.whole, self.attentions, self.is_inside = None, False, 0, False
         self.chain = None
 
+    @contextmanager
+    def on_dealt(self, model: str, args: Args, kwargs: Kwargs) -> Iterator[None]:
+        """Split as by ``split_sequence`` for a call with chunks that a loader dealt out.
+
+        Raises:
+            UsageError: no argument is one of them, though the call learns, or one is a copy of them.
+        """
+        if self.split is not None or not any(chunk() is not None for chunk, _ in self.dealt.values()):
+            yield
+            return
+        leaves = list(tensor_leaves((args, kwargs)).values())
+        known = self.dealt_among(leaves)
+        if not known:
+            chunks = [chunk() for chunk, _ in self.dealt.values()]
+            if torch.is_grad_enabled() or any(_equal(leaf, chunk) for leaf in leaves for chunk in chunks):
+                raise UsageError(
+                    f"{model} was called with none of the tensors that the loader gave, which are chunks of the "
+                    f"sequence ({self.layout.size} ranks). Pass them as they are, or evaluate under torch.no_grad()."
+                )
+            yield
+            return
+        self.split, self.split_dims = known, dict.fromkeys(known, 1)
+        self.split_length = next(iter(known.values())).shape[1] // self.layout.size
+        try:
+            yield
+        finally:
+            self.split = self.ones = None
+
+    def dealt_among(self, leaves: Iterable[object]) -> dict[int, Tensor]:
+        """Whole tensors by the id of their chunk, of the batch that was dealt out last; {}: none is among these."""
+        known = {key: whole for key, (chunk, whole) in self.dealt.items() if chunk() is not None}
+        return known if any(id(leaf) in known for leaf in leaves) else {}
+
     def between(self, model: str, error: Exception) -> str:
         """What to say of an error between blocks."""
         assert self.chain is not None  # an error inside of one
@@ -126,6 +163,10 @@ class ContextParallelModel(Subclassed):
     def __call__(self, *args: object, **kwargs: object) -> Any:
         call: Any = super().__call__  # type: ignore[misc]
         region: ContextRegion = self._region
+        with region.on_dealt(type(self).__name__, args, kwargs):
+            return self._call(region, call, args, kwargs)
+
+    def _call(self, region: ContextRegion, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         region.begin()
         mode: AbstractContextManager[object] = nullcontext()
         if region.split is not None and hasattr(getattr(self, "config", None), "_attn_implementation"):
@@ -195,6 +236,10 @@ class ContextParallelBlock(Subclassed):
         if not _in_backward():
             region.judge(self, call, mode)  # type: ignore[arg-type]  # a block, of which this is mixed in
         return output
+
+
+def _equal(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and one.shape == other.shape and torch.equal(one, other)
 
 
 def _in_backward() -> bool:
