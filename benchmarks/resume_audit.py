@@ -23,12 +23,11 @@ from common import Report, Trials, parse_for_trials
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
-from tests.distributed.pool import DistributedTestError, WorkerPool  # noqa: E402
-
 from checkpoint.audit.harness import examine, examine_killed, replace_workers  # noqa: E402
 from checkpoint.audit.judge import LOSS_TOLERANCE, PARAMETER_TOLERANCE, Verdict  # noqa: E402
 from checkpoint.audit.loaders import EPOCHS, KINDS  # noqa: E402
 from checkpoint.audit.trials import WORLDS, Trial, draw_trial  # noqa: E402
+from lockstep.testing.pool import DistributedTestError, WorkerPool  # noqa: E402
 
 STOPS, QUICK_STOPS, KILL_EVERY = 50, 5, 5
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.pool import WorkerPool
+from lockstep.testing.pool import WorkerPool
 from tests.warm_interpreter import WarmInterpreter
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.pool import RANK_VARIABLES, WorkerPool
+from lockstep.testing.pool import RANK_VARIABLES, WorkerPool
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BIN = Path(sys.executable).parent

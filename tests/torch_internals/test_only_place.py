@@ -34,7 +34,7 @@ ENGINES = (
     "torch._subclasses.fake_tensor",
 )
 # Names of named tuples, of Python, and of frames; below, words of file formats and foreign settings.
-OF_OTHERS = {"_fields", "_replace", "_exit", "_getframe", "_fn"}
+OF_OTHERS = {"_fields", "_replace", "_asdict", "_exit", "_getframe", "_fn"}
 WORDS = {
     "compat/checkpoints/": "names in files that others have written, which are read without importing anything",
     "compat/deepspeed/": "keys and classes of DeepSpeed",

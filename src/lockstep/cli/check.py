@@ -74,6 +74,11 @@ Exit codes: 0 the numbers agree, 1 they differ, 2 there is no answer, and why.
     help="Compare with a trace that was kept: after a new torch, machine or library.",
 )
 @click.option("--as-accelerate", is_flag=True, help="For the script, `import accelerate` means this library.")
+@click.option(
+    "--wrapped",
+    is_flag=True,
+    help="SCRIPT spreads its models itself: by torch's DDP or fully_shard, or by Accelerate.",
+)
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module.")
 @click.option("--config-file", help="Launch the candidate as this file says.")
 @click.option("--cpu", is_flag=True, help="Compute on CPUs only.")
@@ -101,6 +106,7 @@ def command(
     record: Path | None,
     against: Path | None,
     as_accelerate: bool,
+    wrapped: bool,
     module: bool,
     config_file: str | None,
     cpu: bool,
@@ -123,6 +129,11 @@ def command(
 
     if reference is not None and against is not None:
         raise click.UsageError("--reference and --against both say what to compare with. Give one of them.")
+    if wrapped and (reference, parallel, mixed_precision, as_accelerate) != (None, None, None, False):
+        raise click.UsageError(
+            "--wrapped is for scripts that spread their models themselves: --parallel, --reference, --mixed-precision "
+            "and --as-accelerate do nothing for them. Drop these."
+        )
     Program(script, arguments, module).command()  # refuses what is not there
     axes_of(_parallel(parallel), nproc)
     if reference is not None:
@@ -133,7 +144,7 @@ def command(
     ]
     with _folder(keep) as folder, _progress() as tell:
         request = Request(
-            program=CheckedProgram((script, *arguments), module, as_accelerate),
+            program=CheckedProgram((script, *arguments), module, as_accelerate, wrapped),
             folder=folder,
             nproc=nproc,
             parallel=parallel,

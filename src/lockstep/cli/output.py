@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+UNBROKEN = 1000
+"""Columns of what is not printed on a terminal."""
 
 
 @contextmanager
@@ -27,6 +35,24 @@ def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = ()) -> None:
     """Print a table, with the columns ``right`` set to the right. Not on a terminal, no line is broken."""
     from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = UNBROKEN
+    console.print(_table(titles, rows, right))
+
+
+def table_text(titles: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = ()) -> str:
+    """The same as text, without a line's end behind it."""
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=UNBROKEN, highlight=False, force_terminal=False)
+    with console.capture() as captured:
+        console.print(_table(titles, rows, right))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -35,10 +61,7 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]], right: Col
         table.add_column(title, justify="right" if title in right else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(escape(text)) for text in row))
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 1000
-    console.print(table)
+    return table
 
 
 def escape(text: str) -> str:

@@ -42,6 +42,20 @@ class WithoutChance(TorchFunctionMode):
         return result if settle is None else settle(result, args, kwargs)
 
 
+class WithoutDropout(TorchFunctionMode):
+    """Within it, functions drop nothing; layers' own code does, see ``without_dropout``."""
+
+    def __torch_function__(
+        self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        if func in _ARGUMENTS:
+            args, kwargs = _with_argument(args, kwargs, *_ARGUMENTS[func])
+        elif func in _RECURRENT:
+            args = _without_recurrent_dropout(args)
+        return func(*args, **kwargs)
+
+
 class BeforeWrites(TorchFunctionMode):
     """Within it, ``note(tensor)`` is called before a function changes ``tensor`` in place."""
 

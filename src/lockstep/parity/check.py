@@ -14,13 +14,26 @@ from lockstep.parity.judge.facts import RankFacts, RunFacts
 from lockstep.parity.judge.tolerance import Tolerance, tolerance
 from lockstep.parity.judge.verdict import ParityVerdict
 from lockstep.parity.report.text import sentence_of_repeat
-from lockstep.parity.runs import CheckedProgram, CouldNotRun, Left, ScriptRun, all_of, following
+from lockstep.parity.runs import (
+    CheckedProgram,
+    CouldNotRun,
+    Left,
+    RunStarter,
+    ScriptRun,
+    StartedRun,
+    all_of,
+    following,
+)
 from lockstep.parity.spec import ProcessFacts, Role, RunSpec
 from lockstep.parity.trace.file import Trace
 from lockstep.parity.trace.items import ItemKind
 from lockstep.parity.trace.joined import join_traces
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+TOLD = (
+    "The script computes its learning rate from the number of processes: the reference told it of {count} "
+    "(accelerator.num_processes, and len() of loaders)."
+)
 DRAWN = {ItemKind.BATCH, ItemKind.WEIGHT, ItemKind.OUTPUT, ItemKind.LOSS, ItemKind.RATE}
 
 
@@ -66,11 +79,19 @@ class ParityCheck:
 
     Args:
         tell: Gets a few words on what is being done.
+        start: Starts a run; None: in processes of its own.
     """
 
-    def __init__(self, request: Request, tell: Callable[[str], None] = lambda what: None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        tell: Callable[[str], None] = lambda what: None,
+        start: RunStarter | None = None,
+    ) -> None:
         self._request = request
+        self._starter = start or self._processes
         self._tell = tell
+        self._runs = 0
 
     def verdict(self) -> ParityVerdict:
         """Compare.
@@ -81,13 +102,37 @@ class ParityCheck:
         """
         request = self._request
         reference = self._kept(request.against) if request.against is not None else self._made()
+        verdict = self._compared(reference)
+        if self._depends_on_ranks(reference, verdict):
+            told = self._made(tells_ranks=True)
+            second = self._compared(told, notes=(TOLD.format(count=request.nproc),))
+            if not _differs_in_rate(second):
+                reference, verdict = told, second
+            elif reference.facts.sets_rate:
+                raise CouldNotRun(
+                    "The script sets its learning rate without a scheduler, by what it counts: on one process there "
+                    f"are {reference.facts.data_ranks} times as many batches. Compare with several processes instead: "
+                    "--reference ddp."
+                )
         if request.record is not None:
             keep(reference, request.record)
+        return verdict
+
+    def _depends_on_ranks(self, reference: ReferenceRun, verdict: ParityVerdict) -> bool:
+        """Whether the script may compute its learning rate from the number of processes."""
+        is_plain = self._request.reference is None and self._request.against is None
+        return is_plain and reference.facts.data_ranks > 1 and _differs_in_rate(verdict)
+
+    def _compared(self, reference: ReferenceRun, notes: tuple[str, ...] = ()) -> ParityVerdict:
+        """The candidate, beside a reference."""
+        request = self._request
         self._tell(f"candidate: {request.nproc} processes")
-        allowed = request.folder / "allowed.json"
+        folder = self._folder()
+        allowed = folder.with_suffix(".json")
         reference.tolerance.write(allowed)
         spec = self._spec(
             Role.CANDIDATE,
+            folder,
             steps=reference.facts.made,
             trace=str(reference.trace.path),
             allowed=str(allowed),
@@ -101,7 +146,7 @@ class ParityCheck:
                 raise
             left, failure = error.left, error
         _refuse_other_runs(reference.facts, left.facts[0], request)
-        facts = self._facts(reference, left)
+        facts = self._facts(reference, left, notes)
         found = {
             one.rank: Trace(path)
             for one in left.facts
@@ -116,15 +161,16 @@ class ParityCheck:
 
     # The reference ----------------------------------------------------------------------------------------
 
-    def _made(self) -> ReferenceRun:
+    def _made(self, tells_ranks: bool = False) -> ReferenceRun:
         request = self._request
         is_alone = request.reference is None
         self._tell("reference: one process" if is_alone else f"reference: {request.nproc} processes")
         spec = self._spec(
             Role.REFERENCE,
+            self._folder(),
             is_alone=is_alone,
+            tells_ranks=tells_ranks,
             parallel=request.parallel if is_alone else request.reference,
-            mixed_precision=request.mixed_precision if is_alone else "no",
         )
         [left] = all_of([self._start(spec)])
         facts = left.facts[0]
@@ -133,13 +179,13 @@ class ParityCheck:
             raise CouldNotRun(_without_steps(facts, request))
         again = {"trace": str(trace.path), "steps": left.made}
         roles = [Role.REPEAT, Role.DISTURBED]
-        if is_alone and facts.mixed_precision != "no":
+        if facts.mixed_precision != "no":
             roles.append(Role.HALF)
         self._tell("reference: what rounding changes")
         lefts = dict(
             zip(
                 roles,
-                all_of([self._start(following(spec, role, request.folder, **again)) for role in roles]),
+                all_of([self._start(following(spec, role, self._folder(), **again)) for role in roles]),
                 strict=True,
             )
         )
@@ -159,9 +205,7 @@ class ParityCheck:
         said = sentence_of_repeat(verdict)
         sources = {what: where for one in (facts, *repeat.facts) for what, where in one.unrepeatable}
         if sources and verdict.findings[0].item.kind in DRAWN:
-            said += (
-                " The script uses " + ", ".join(f"{what} ({where})" for what, where in sources.items()) + "."
-            )
+            said += " It uses " + ", ".join(f"{what} ({where})" for what, where in sources.items()) + "."
         raise CouldNotRun(said)
 
     def _kept(self, path: Path) -> ReferenceRun:
@@ -175,7 +219,12 @@ class ParityCheck:
 
     # Runs -------------------------------------------------------------------------------------------------
 
-    def _spec(self, role: Role, **changes: object) -> RunSpec:
+    def _folder(self) -> Path:
+        """Of the next run."""
+        self._runs += 1
+        return self._request.folder / f"run-{self._runs}"
+
+    def _spec(self, role: Role, folder: Path, **changes: object) -> RunSpec:
         request = self._request
         fields = {
             "steps": request.steps,
@@ -185,23 +234,27 @@ class ParityCheck:
         }
         return RunSpec(
             role=role,
-            folder=str(request.folder / role.value),
+            folder=str(folder),
             seed=request.seed,
             ranks=request.nproc,
             as_accelerate=request.program.as_accelerate,
             is_module=request.program.is_module,
+            wrapped=request.program.wrapped,
             **fields,  # type: ignore[arg-type]
         )
 
-    def _start(self, spec: RunSpec) -> ScriptRun:
+    def _start(self, spec: RunSpec) -> StartedRun:
+        return self._starter(spec)
+
+    def _processes(self, spec: RunSpec) -> ScriptRun:
         request = self._request
         flags = ["--nproc", str(request.nproc), *request.flags]
         return ScriptRun(spec, request.program, flags, timeout_s=request.timeout_s)
 
-    def _facts(self, reference: ReferenceRun, left: Left) -> RunFacts:
+    def _facts(self, reference: ReferenceRun, left: Left, further: tuple[str, ...]) -> RunFacts:
         request, first = self._request, left.facts[0]
         ranks = tuple(RankFacts(one.rank, one.data_rank, one.coordinates) for one in left.facts)
-        notes = dict.fromkeys((*reference.facts.notes, *first.notes))
+        notes = dict.fromkeys((*reference.facts.notes, *first.notes, *further))
         if reference.facts.made < request.steps and reference.facts.ended:
             notes[f"Steps end after {reference.facts.made}: {reference.facts.ended}."] = None
         return RunFacts(
@@ -238,11 +291,15 @@ def _refuse_other_runs(reference: ProcessFacts, candidate: ProcessFacts, request
             f"candidate has {candidate.data_ranks}. Record again with --nproc {request.nproc}, or check with as many "
             "ranks as then."
         )
-    if reference.mixed_precision != candidate.mixed_precision and request.reference is None:
+    if reference.mixed_precision != candidate.mixed_precision:
         raise CouldNotRun(
             f"The reference was made for mixed_precision={reference.mixed_precision!r}, but the candidate computes "
             f"with {candidate.mixed_precision!r}. Record again with --mixed-precision {candidate.mixed_precision}."
         )
+
+
+def _differs_in_rate(verdict: ParityVerdict) -> bool:
+    return bool(verdict.findings) and verdict.findings[0].item.kind is ItemKind.RATE
 
 
 def _that_failed(left: Left) -> str:
@@ -260,7 +317,10 @@ def _without_steps(facts: ProcessFacts, request: Request) -> str:
             "each epoch, or check with fewer processes."
         )
     script = request.program.words[0]
+    seen = "when accelerator.prepare() gets them; of a script that spreads its models itself with --wrapped"
+    if request.program.wrapped:
+        seen = "when a model with parameters of an optimizer is called"
     return (
         f"{script} ended before its first optimizer step. Check a script, with arguments with which it trains; models "
-        "and optimizers are seen when accelerator.prepare() gets them."
+        f"and optimizers are seen {seen}."
     )

@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from lockstep.config.sources import inherited_environment
 from lockstep.errors import LockstepError
@@ -28,6 +29,11 @@ OF_LAUNCHERS = (
     "MASTER_PORT",
 )
 """Variables that would make a process one of several."""
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | {
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
+"""What a script that spreads its models itself asks for, of a process that is alone."""
 LAST_LINES = 12
 GRACE_S = 10.0
 OUT_OF_MEMORY = (
@@ -52,6 +58,7 @@ class CheckedProgram:
     words: tuple[str, ...]
     is_module: bool = False
     as_accelerate: bool = False
+    wrapped: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,16 @@ class Left:
     def measured(self) -> Iterator[Measured]:
         """What all its ranks have compared."""
         return read_measured(sorted(self.folder.glob("measured-*.jsonl")))
+
+
+class StartedRun(Protocol):
+    """A run that was started."""
+
+    def wait(self) -> Left:
+        """What it has left. Raises CouldNotRun."""
+
+    def end(self) -> None:
+        """End its processes, if they still run."""
 
 
 class ScriptRun:
@@ -97,6 +114,8 @@ class ScriptRun:
         path = spec.write(self.folder / "spec.json")
         environ = {name: value for name, value in inherited_environment().items() if name not in OF_LAUNCHERS}
         command = [sys.executable, "-m", WORKER, str(path), *program.words]
+        if spec.is_alone and spec.wrapped:
+            environ |= ALONE
         if not spec.is_alone:
             command = [sys.executable, "-m", "lockstep.cli.main", "launch", *flags, *command[1:]]
         with self._log.open("wb") as log:
@@ -148,7 +167,7 @@ class ScriptRun:
     @property
     def title(self) -> str:
         """For messages."""
-        return _TITLES[self.spec.role]
+        return TITLES[self.spec.role]
 
     def _failure(self, code: int) -> str:
         text = self._log.read_text("utf-8", "replace")
@@ -169,7 +188,7 @@ class ScriptRun:
         return "\n  ".join(["\nIts last lines:", *lines]) if lines else ""
 
 
-_TITLES = {
+TITLES = {
     Role.REFERENCE: "The reference",
     Role.REPEAT: "The second run of the reference",
     Role.DISTURBED: "The disturbed run of the reference",
@@ -178,7 +197,7 @@ _TITLES = {
 }
 
 
-def all_of(runs: Sequence[ScriptRun]) -> list[Left]:
+def all_of(runs: Sequence[StartedRun]) -> list[Left]:
     """Wait for runs that were started together; if one fails, the others are ended."""
     try:
         return [run.wait() for run in runs]
@@ -189,4 +208,8 @@ def all_of(runs: Sequence[ScriptRun]) -> list[Left]:
 
 def following(spec: RunSpec, role: Role, folder: Path, **changes: object) -> RunSpec:
     """The specification of another run of the same check."""
-    return replace(spec, role=role, folder=str(folder / role.value), **changes)  # type: ignore[arg-type]
+    return replace(spec, role=role, folder=str(folder), **changes)  # type: ignore[arg-type]
+
+
+RunStarter = Callable[[RunSpec], StartedRun]
+"""Starts a run."""

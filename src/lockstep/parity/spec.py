@@ -32,6 +32,8 @@ class RunSpec:
         parallel: The words for models; None: those of the script.
         mixed_precision: Likewise.
         is_alone: Whether one process, plain and in fp32, stands for all ranks.
+        wrapped: Whether the script spreads its models itself, without an ``Accelerator`` of this library.
+        tells_ranks: Whether it tells the script of as many processes, and of as short loaders, as the candidate has.
     """
 
     role: Role
@@ -46,6 +48,8 @@ class RunSpec:
     as_accelerate: bool = False
     is_module: bool = False
     is_alone: bool = True
+    tells_ranks: bool = False
+    wrapped: bool = False
 
     def write(self, path: Path) -> Path:
         path.write_text(json.dumps(asdict(self)), "utf-8")
@@ -71,6 +75,7 @@ class ProcessFacts:
         notes: Sentences on what was changed or seen.
         unrepeatable: What the script draws or reads that another run does not: (what, where).
         ended: Why there are no more steps.
+        sets_rate: Whether the script changes learning rates without a scheduler.
         failed: The error that ended the script.
     """
 
@@ -85,6 +90,7 @@ class ProcessFacts:
     notes: tuple[str, ...] = ()
     unrepeatable: tuple[tuple[str, str], ...] = ()
     ended: str = ""
+    sets_rate: bool = False
     failed: str = ""
 
     @property

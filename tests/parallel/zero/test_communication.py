@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from lockstep import Accelerator
+from lockstep.testing.pool import WorkerPool
 from lockstep.utils import Parallel
 from parallel.blocks_and_root import BlocksAndRoot
-from tests.distributed.pool import WorkerPool
 from tests.marks import again
 
 WIDTH, BLOCKS = 64, 3

@@ -46,6 +46,8 @@ class RunCollector(RunObserver):
         self._backwards: Counter[tuple[object, ...]] = Counter()
         self._has_gradients = False
         self._was_clipped = False
+        self._rates: dict[tuple[int, int], float] = {}
+        self.rates_changed = False
         self._before: dict[str, Tensor] = {}
         self._known: set[str] = set()
         self._is_expected = False
@@ -78,6 +80,8 @@ class RunCollector(RunObserver):
         self.place.prepared()
 
     def optimizer_prepared(self, optimizer: Optimizer) -> None:
+        for number, group in enumerate(optimizer.param_groups):
+            self._rates[id(optimizer), number] = float(group["lr"])
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         self.place.prepared()
@@ -85,9 +89,10 @@ class RunCollector(RunObserver):
     # A micro-batch ----------------------------------------------------------------------------------------
 
     def _batch_comes(self, batch: object) -> None:
-        for path, value in leaves(batch).items():
-            if isinstance(value, Tensor):
-                self._add(self._item(ItemKind.BATCH, "", path=path), row_digests(value))
+        tensors = {path: value for path, value in leaves(batch).items() if isinstance(value, Tensor)}
+        for path, value in tensors.items():
+            self._add(self._item(ItemKind.BATCH, "", path=path), row_digests(value))
+        self._outputs.batch_comes([tuple(value.shape) for value in tensors.values()])
 
     def forward_comes(self) -> None:
         """A prepared model is called, to be trained."""
@@ -142,6 +147,8 @@ class RunCollector(RunObserver):
         for number, group in enumerate(optimizer.param_groups):
             rate = torch.as_tensor(group["lr"], dtype=torch.float64)
             name = f"group {number}" if len(optimizer.param_groups) > 1 else ""
+            known = self._rates.get((id(optimizer), number))
+            self.rates_changed = self.rates_changed or known != float(rate)
             self._add(TraceItem(self.step, ItemKind.RATE, name), rate)
         for name, parameter in self._stepped(optimizer):
             if name not in self._known:
@@ -190,7 +197,7 @@ class RunCollector(RunObserver):
         return TraceItem(self.step, kind, name, self.place.micro_batch, self.place.data_rank, call, path)
 
     def _add(self, item: TraceItem, tensor: Tensor, part: int = 0) -> None:
-        found = region(tensor, self._sink.expected_shape(item), self._axes, part)
+        found = region(tensor, self._sink.expected_shape(item), self._axes, part, self._outputs.rows)
         if found is not None:
             self._sink.add(item, local(tensor.detach()), *found)
 

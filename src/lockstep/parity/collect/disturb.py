@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.dtensor import local
 from lockstep.comm.tree import map_tensors
 
 SEED = 0x5EED
@@ -26,7 +27,7 @@ def disturb_weights(model: nn.Module) -> None:
     """Move each float parameter by one rounding step, in place; exact zeros stay."""
     generator = torch.Generator().manual_seed(SEED)
     for parameter in model.parameters():
-        values = parameter.data
+        values = local(parameter).detach()
         if values.dtype in (torch.float32, torch.float64):
             values.copy_(torch.where(values == 0, values, disturbed(values, generator)))
 

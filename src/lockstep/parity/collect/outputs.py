@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.comm.tree import leaves
 from lockstep.model.changes import UncopiedHook
@@ -29,6 +31,7 @@ class ModuleOutputs:
         item: Makes items of the micro-batch that is being trained on.
 
     Attributes:
+        rows: Of the batch that is being trained on; 1: not known.
         factor: What the loss of this backward was multiplied by.
     """
 
@@ -37,9 +40,17 @@ class ModuleOutputs:
         self._item = item
         self._add = add
         self._calls: Counter[tuple[object, ...]] = Counter()
+        self._hooked = WeakTensorKeyDictionary()
         self._cut_in: tuple[int, ...] | None = None
+        self._first_sizes: set[int] = set()
         self.axes = ShardAxes()
+        self.rows = 1
         self.factor: Tensor | float = 1.0
+
+    def batch_comes(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        """A batch of tensors of these shapes will be trained on."""
+        self.rows = next((shape[0] for shape in shapes if shape), 1)
+        self._first_sizes = {prod(shape[:dims]) for shape in shapes for dims in range(1, len(shape) + 1)}
 
     def watch(self, model: ParallelModel, prefix: str) -> None:
         """Look on at the modules of a model, whose names begin with ``prefix``."""
@@ -63,13 +74,27 @@ class ModuleOutputs:
             if is_cut and not tensor.ndim:
                 continue  # of one micro-batch of a pipeline alone, such as its loss
             item = item._replace(call=call, path=path)
+            if (is_cut or self.axes.cp[0] > 1) and not self._is_of_rows(item):
+                continue
             self._add(item, tensor, part)
             cuts = self.axes.cuts_positions(tuple(tensor.shape), self._sink.expected_shape(item))
             if cuts:
                 self._cut_in = batch
+            if tensor in self._hooked:
+                continue  # passed on: elsewhere it may be another tensor, with a part of the gradient
+            self._hooked[tensor] = None
+            if is_cut and tuple(tensor.shape) == self._sink.expected_shape(item):
+                continue  # of all rows, such as a bias of positions: a micro-batch has an addend of the gradient
             # In front of what is cut along the sequence each rank has an addend of the gradient.
             if tensor.requires_grad and (cuts or self.axes.cp[0] == 1 or self._cut_in == batch):
                 tensor.register_hook(_OnGradient(self, item._replace(kind=ItemKind.OUTPUT_GRADIENT), part))
+
+    def _is_of_rows(self, item: TraceItem) -> bool:
+        """Whether a part of the batch has that part of an output; what goes to an expert has any rows."""
+        expected = self._sink.expected_shape(item)
+        if not expected or not self._first_sizes:
+            return True
+        return expected[0] == 1 or expected[0] in self._first_sizes
 
     def gradient_comes(self, item: TraceItem, gradient: Tensor, part: int) -> None:
         """The gradient of an output; ``part``: which micro-batch of a pipeline."""

@@ -48,7 +48,8 @@ class BatchPlace:
 
     def prepared(self) -> None:
         """An object was prepared: what a run draws after it does not depend on what preparing has drawn."""
-        self._seed_for(0, -2)
+        if not self._all_handed:
+            self._seed_for(0, -2)
 
     def watch(self, loader: PreparedLoader) -> None:
         """Count the batches of a loader."""
@@ -96,6 +97,10 @@ class BatchPlace:
     # Batches ----------------------------------------------------------------------------------------------
 
     def _batches_of(self, loader: PreparedLoader, batches: Iterator[Any]) -> Iterator[Any]:
+        return self.batches(batches)
+
+    def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of a loader, counted."""
         self._handed = self._trained
         for batch in batches:
             if self._is_trained_on():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.parity.collect.place import BatchPlace
 
@@ -19,8 +23,8 @@ class BackwardSeer(Protocol):
         """A backward begins: what it is to be multiplied by; None: the ``Accelerator`` has done it."""
 
 
-def see_backward(seer: BackwardSeer) -> None:
-    """Tell of each ``Tensor.backward``, to the end of the process; divide it where it is one rank's of several."""
+def see_backward(seer: BackwardSeer) -> Callable[[], None]:
+    """Tell of each ``Tensor.backward``; divide it where it is one rank's of several. Returns what ends this."""
     original = Tensor.backward
 
     def backward(self: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -29,7 +33,11 @@ def see_backward(seer: BackwardSeer) -> None:
             gradient = torch.full_like(self, factor) if gradient is None else gradient * factor
         return original(self, gradient, *args, **kwargs)
 
+    def end() -> None:
+        Tensor.backward = original  # type: ignore[method-assign]
+
     Tensor.backward = backward  # type: ignore[method-assign]
+    return end
 
 
 def keep_gradients(module: nn.Module, place: BatchPlace) -> None:
@@ -41,3 +49,37 @@ def keep_gradients(module: nn.Module, place: BatchPlace) -> None:
             original(set_to_none)
 
     module.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def step_schedulers_when(times: Callable[[bool], int]) -> Callable[[], None]:
+    """Have schedulers step so many ``times`` whenever they are asked to, until what is returned is called.
+
+    ``times`` is told whether Accelerate asks, which lets a scheduler step once for each process.
+    """
+    kinds = {LRScheduler, ReduceLROnPlateau, *_kinds_of(LRScheduler)}
+    steps = {kind: vars(kind)["step"] for kind in kinds if "step" in vars(kind)}
+    for kind, step in steps.items():
+        setattr(kind, "step", _repeated(times, step))  # noqa: B010  # mypy refuses methods
+
+    def restore() -> None:
+        for kind, step in steps.items():
+            setattr(kind, "step", step)  # noqa: B010
+
+    return restore
+
+
+def _kinds_of(kind: type) -> Iterator[type]:
+    other: type
+    for other in type.__subclasses__(kind):
+        yield other
+        yield from _kinds_of(other)
+
+
+def _repeated(times: Callable[[bool], int], step: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(step)
+    def repeated(*args: Any, **kwargs: Any) -> None:
+        is_accelerates = sys._getframe(1).f_globals.get("__name__") == "accelerate.scheduler"
+        for _ in range(times(is_accelerates)):
+            step(*args, **kwargs)
+
+    return repeated

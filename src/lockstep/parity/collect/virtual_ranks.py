@@ -62,10 +62,18 @@ class SequentialRanks(BatchPlace):
             _load_buffers(self._models, self._buffers_of_first)
 
     def _batches_of(self, loader: PreparedLoader, batches: Iterator[Any]) -> Iterator[Any]:
-        self._handed = self._trained
-        for batch in self._parts(batches):
+        return self.batches(self._whole_rounds(loader, self._parts(batches)))
+
+    def _whole_rounds(self, loader: PreparedLoader, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
             if self._is_trained_on():
                 self._check_round(loader)
+            yield batch
+
+    def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        self._handed = self._trained
+        for batch in batches:
+            if self._is_trained_on():
                 self._hand_out(batch)
             yield batch
         self._seed_for(self._all_handed // self.ranks, -1)
@@ -125,6 +133,9 @@ class VirtualRanks(SequentialRanks):
     Args:
         step: Of the script's ``Accelerator``.
         optimizers: The prepared ones: a list that grows.
+
+    Attributes:
+        schedulers_asked: How often any scheduler was asked to step, after the first backward.
     """
 
     def __init__(
@@ -142,7 +153,9 @@ class VirtualRanks(SequentialRanks):
         self._batches_per_step: int | None = None
         self._asked: list[object] = []
         self._has_gradients = False
+        self._has_begun = False
         self._has_loader = False
+        self.schedulers_asked = 0
         self._generators: list[dict[str, object]] = [{}] * ranks
         step.virtual_ranks = ranks
         step.turns = self
@@ -172,13 +185,14 @@ class VirtualRanks(SequentialRanks):
             return  # accumulate() has said it
         if self._has_loader:
             steps = self._batches_per_step
-            self._state.sync_gradients = steps is not None and self._handed == steps * self.ranks
+            number = self._trained + 1 if self._is_ahead else self._handed
+            self._state.sync_gradients = steps is not None and number == steps * self.ranks
         else:
             self._state.sync_gradients = self.data_rank == self.ranks - 1
 
     def backward_begins(self) -> None:
         super().backward_begins()
-        self._has_gradients = True
+        self._has_gradients = self._has_begun = True
 
     def stepped(self) -> None:
         super().stepped()
@@ -188,10 +202,21 @@ class VirtualRanks(SequentialRanks):
         """Gradients that some ranks have brought wait for those of the others."""
         return not self._has_gradients
 
+    def schedules(self, for_each_process: bool) -> int:
+        """A scheduler is asked to step, as by each rank in its turn: how often it does."""
+        self.schedulers_asked += self._has_begun
+        last = self.ranks - 1 if self._has_loader else 0  # without one, the turn has gone on by then
+        if not self._has_begun:
+            return 1
+        if for_each_process:  # at each of its steps
+            return self.ranks if self._state.sync_gradients else 0
+        return int(self.data_rank == last)
+
     def step(self, optimizer: object, step_if_due: Callable[[], Any]) -> Any:
         """See ``Turns``."""
-        if self._has_loader and self._batches_per_step is None and self._handed:
-            self._batches_per_step = self._handed
+        number = self._trained if self._is_ahead else self._handed
+        if self._has_loader and self._batches_per_step is None and number:
+            self._batches_per_step = number
         result = step_if_due()
         self._asked.append(optimizer)
         if not self._has_loader and len(self._asked) >= len(self._optimizers):

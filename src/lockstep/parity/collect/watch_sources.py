@@ -30,6 +30,11 @@ class SourceWatch:
         """(what, file:line) of each."""
         return tuple(self._found.items())
 
+    def restart(self, folder: str) -> None:
+        """Watch for another run, of files in ``folder``."""
+        self._folder = os.path.realpath(folder)
+        self._found.clear()
+
     def install(self) -> None:
         """Watch from now on, to the end of the process."""
         self._wrap(np.random, "default_rng", "numpy.random.default_rng() without a seed", _is_unseeded)

@@ -52,7 +52,7 @@ def sentence_of_repeat(verdict: ParityVerdict) -> str:
     first = verdict.findings[0]
     return (
         f"Two reference runs already differ at {place(first.item)}: {described(first, verdict.facts)}. "
-        f"Make the script deterministic, beginning with {_MAKE_EQUAL.get(first.item.kind, _KERNELS)}."
+        f"Make the run deterministic, beginning with {_MAKE_EQUAL.get(first.item.kind, _KERNELS)}."
     )
 
 

@@ -37,7 +37,7 @@ class ShardAxes:
 
 
 def region(
-    tensor: torch.Tensor, expected: tuple[int, ...] | None, axes: ShardAxes, part: int = 0
+    tensor: torch.Tensor, expected: tuple[int, ...] | None, axes: ShardAxes, part: int = 0, rows: int = 1
 ) -> tuple[tuple[int, ...], list[ShardRegion]] | None:
     """Shape of the whole, and the boxes of it that this rank's part of ``tensor`` is; None: that cannot be told.
 
@@ -45,6 +45,7 @@ def region(
         tensor: Of any shape; a DTensor, or this rank's part of a plain one.
         expected: The shape of the whole in the reference; None: it has none.
         part: Which micro-batch of a pipeline.
+        rows: Of the batch, whose positions may follow one another in the first dimension: [rows * positions, ...].
     """
     if is_dtensor(tensor):
         try:
@@ -59,14 +60,16 @@ def region(
     ]
     ranges: list[list[Range]] = [[(0, size)] for size in shape]
     for dim in cut:
-        held = _held(shape[dim], expected[dim], dim, len(shape), axes, part)
+        held = _held(shape[dim], expected[dim], dim, len(shape), axes, part, rows)
         if held is None:
             return shape, [whole_box(shape)]
         ranges[dim] = held
     return expected, boxes_of_ranges(ranges)
 
 
-def _held(mine: int, whole: int, dim: int, dims: int, axes: ShardAxes, part: int) -> list[Range] | None:
+def _held(
+    mine: int, whole: int, dim: int, dims: int, axes: ShardAxes, part: int, rows: int
+) -> list[Range] | None:
     """Which ``mine`` of ``whole`` indices this rank has along a dimension, in its order; None: no axis cuts so."""
     is_first, is_last = dim == 0, dim == dims - 1
     if not mine or whole % mine:
@@ -74,10 +77,23 @@ def _held(mine: int, whole: int, dim: int, dims: int, axes: ShardAxes, part: int
     parts = whole // mine
     if is_first and axes.pp > 1 and part < parts:  # a micro-batch of a pipeline, however many there are
         return [(mine * part, mine)]
-    size, rank = axes.cp
+    size = axes.cp[0]
     if size == parts and (not is_last or axes.tp[0] != parts):
-        if not axes.has_head_and_tail:
-            return [(mine * rank, mine)]
-        head, tail = mine - mine // 2, mine // 2
-        return [(head * rank, head), (size * head + (size - 1 - rank) * tail, tail)]
+        if is_first and mine % rows == 0:
+            length = whole // rows
+            return [
+                (row * length + start, count)
+                for row in range(rows)
+                for start, count in _positions(mine // rows, axes)
+            ]
+        return _positions(mine, axes)
     return [(mine * axes.tp[1], mine)] if axes.tp[0] == parts else None
+
+
+def _positions(mine: int, axes: ShardAxes) -> list[Range]:
+    """Which ``mine`` positions of a sequence this rank has."""
+    size, rank = axes.cp
+    if not axes.has_head_and_tail:
+        return [(mine * rank, mine)]
+    head, tail = mine - mine // 2, mine // 2
+    return [(head * rank, head), (size * head + (size - 1 - rank) * tail, tail)]

@@ -16,14 +16,15 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.worker import Report, Task, serve
+from lockstep.config.sources import export_environment, inherited_environment, restore_environment
+from lockstep.testing.pool_worker import Module, Report, Task, serve
 
 MAX_WORKERS = 4
 MOST_THREADS = 100
@@ -49,6 +50,7 @@ PRELOADED = [
     "lockstep.accelerator",
     "lockstep.observe.hang.process",
     "lockstep.preparation.prepare",
+    "lockstep.testing.training",
 ]
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -92,7 +94,7 @@ class Worker:
         """The Python stacks of all of its threads, also while it is blocked in C."""
         if not self.process.is_alive():
             return "(the process is gone)\n"
-        os.kill(self.pid, signal.SIGUSR1)
+        os.kill(self.pid, signal.SIGQUIT)
         deadline, size = time.monotonic() + patience_s, 0
         while time.monotonic() < deadline:
             time.sleep(0.05)
@@ -120,21 +122,35 @@ class Worker:
 
 
 class WorkerPool:
-    """Runs functions on several ranks at once. See :meth:`run`."""
+    """Runs functions on several ranks at once. See :meth:`run`.
 
-    def __init__(self, max_workers: int = MAX_WORKERS) -> None:
+    Args:
+        preload: Modules that the server imports beside torch, if this pool is the first to start it.
+    """
+
+    def __init__(self, max_workers: int = MAX_WORKERS, preload: Sequence[str] = ()) -> None:
         self.max_workers = max_workers
+        self.preload = preload
         self.workers: list[Worker] = []
         self.directory = Path(tempfile.mkdtemp(prefix="worker-pool-"))
         self.started = 0
 
     def run(
-        self, fn: Callable[..., Any], world_size: int, /, *args: Any, timeout_s: float = 60.0, **kwargs: Any
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        /,
+        *args: Any,
+        timeout_s: float = 60.0,
+        title: str | None = None,
+        modules: Sequence[Module] = (),
+        **kwargs: Any,
     ) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on ranks 0 .. world_size-1; the results, in rank order.
 
         ``fn`` is a function at the top level of a module. The environment tells it where it is, as
-        under torchrun; it starts its own process group, which is ended afterwards.
+        under torchrun; it starts its own process group, which is ended afterwards. ``title`` is its name
+        in messages; ``modules`` those that hold what its arguments refer to.
 
         Raises:
             DistributedTestError: a rank raised (its traceback is shown, the first to fail first),
@@ -143,19 +159,21 @@ class WorkerPool:
         if not 1 <= world_size <= self.max_workers:
             raise ValueError(f"world_size is {world_size}, but the pool has 1 to {self.max_workers} workers.")
         call = pickle.dumps((fn, args, kwargs))
-        module = (fn.__module__, getattr(sys.modules[fn.__module__], "__file__", None))
+        of_call = (module_of(fn), *modules)
         port = free_port()
         ranks = self.ready(world_size)
         for rank, worker in enumerate(ranks):
             values = (rank, world_size, rank, world_size, "127.0.0.1", port)
             environment = dict(zip(RANK_VARIABLES, map(str, values), strict=True))
-            worker.send(Task(call, module, list(sys.path), environment))
+            worker.send(Task(call, of_call, list(sys.path), environment))
             if rank == 0 and world_size > 1:
                 time.sleep(HEAD_START_S)
         reports, stacks = self.collect(ranks, timeout_s)
         failed = [r for r in range(world_size) if r in stacks or (p := reports.get(r)) is None or p.traceback]
         if failed:
-            message = explain(fn, ranks, reports, stacks, timeout_s)
+            message = explain(
+                title or f"{fn.__module__}.{fn.__qualname__}", ranks, reports, stacks, timeout_s
+            )
             # Those that failed are not trusted with the next test, and the others keep their ranks for life.
             self.end_workers()
             raise DistributedTestError(message)
@@ -191,7 +209,7 @@ class WorkerPool:
             self.workers.remove(worker)
         if any(worker.threads() > MOST_THREADS for worker in self.workers):
             self.end_workers()
-        with server_environment():
+        with server_environment(self.preload):
             while len(self.workers) < count:
                 self.workers.append(Worker(self.directory / str(self.started)))
                 self.started += 1
@@ -208,18 +226,21 @@ class WorkerPool:
 
 
 @contextmanager
-def server_environment() -> Iterator[None]:
+def server_environment(preload: Sequence[str] = ()) -> Iterator[None]:
     """Have the forkserver, if it starts now, start with one thread and what takes seconds to import."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    before = dict(os.environ)
-    for name in RANK_VARIABLES:
-        os.environ.pop(name, None)
-    os.environ.update(SERVER_ENVIRONMENT)
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOADED, *preload])
+    before = inherited_environment()
+    restore_environment({name: value for name, value in before.items() if name not in RANK_VARIABLES})
+    export_environment(SERVER_ENVIRONMENT)
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        restore_environment(before)
+
+
+def module_of(fn: Callable[..., Any]) -> Module:
+    """The name and the file of the module that defines a function."""
+    return fn.__module__, getattr(sys.modules[fn.__module__], "__file__", None)
 
 
 def free_port() -> int:
@@ -230,14 +251,13 @@ def free_port() -> int:
 
 
 def explain(
-    fn: Callable[..., Any],
+    name: str,
     ranks: list[Worker],
     reports: dict[int, Report],
     stacks: dict[int, str],
     timeout_s: float,
 ) -> str:
     """The failure as text: first the rank that failed first, last those that only waited."""
-    name = f"{fn.__module__}.{fn.__qualname__}"
     raised = sorted((report.time, rank) for rank, report in reports.items() if report.traceback)
     dead = [rank for rank in range(len(ranks)) if rank not in reports and rank not in stacks]
     parts = []

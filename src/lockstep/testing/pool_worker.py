@@ -24,15 +24,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from lockstep.config.sources import export_environment, inherited_environment, restore_environment
+
+Module = tuple[str, "str | None"]
+"""Its name, and its file."""
 LEFT_GROUPS: deque[object] = deque(maxlen=3)
 
 
 @dataclass(frozen=True)
 class Task:
-    """One call on one rank. ``call`` is the pickled (fn, args, kwargs); ``module`` its (name, file)."""
+    """One call on one rank. ``call`` is the pickled (fn, args, kwargs); ``modules`` define what it refers to."""
 
     call: bytes
-    module: tuple[str, str | None]
+    modules: tuple[Module, ...]
     path: list[str]
     environment: dict[str, str]
 
@@ -55,7 +59,7 @@ def serve(connection: Connection, log_path: str, stacks_path: str) -> None:
     os.dup2(log, 2)
     stacks = open(stacks_path, "w")  # noqa: SIM115 - lives as long as the process
     # The handler is written in C: it also answers when the main thread is inside a collective.
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.register(signal.SIGQUIT, file=stacks, all_threads=True)
     multiprocessing.set_start_method("fork", force=True)  # for loaders, as in a script
     import torch
 
@@ -95,10 +99,11 @@ def die_with_parent() -> None:
 
 def run(task: Task) -> Report:
     """Run one task in its environment; every exception, SystemExit too, becomes a report."""
-    os.environ.update(task.environment)
+    export_environment(task.environment)
     sys.path[:] = task.path
     try:
-        import_module(*task.module)
+        for module in task.modules:
+            import_module(*module)
         fn, args, kwargs = pickle.loads(task.call)
         seed_all(0)
         return Report(pickle.dumps(fn(*args, **kwargs)), None, time.time())
@@ -108,7 +113,7 @@ def run(task: Task) -> Report:
 
 
 def import_module(name: str, file: str | None) -> None:
-    """Make the test's module importable under the name that pytest gave it."""
+    """Make a test's module importable under the name that pytest gave it."""
     if name in sys.modules:
         return
     try:
@@ -117,7 +122,8 @@ def import_module(name: str, file: str | None) -> None:
         if file is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # something that the module itself imports is missing
         spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)
@@ -157,15 +163,14 @@ def snapshot() -> Callable[[], None]:
     """Remember the process's settings; the returned function ends the process group and restores them."""
     import torch
 
-    environment = dict(os.environ)
+    environment = inherited_environment()
     directory, path, argv = os.getcwd(), list(sys.path), list(sys.argv)
     excepthook = sys.excepthook
     dtype = torch.get_default_dtype()
 
     def restore() -> None:
         end_process_group()
-        os.environ.clear()
-        os.environ.update(environment)
+        restore_environment(environment)
         os.chdir(directory)
         sys.path[:], sys.argv[:] = path, argv
         sys.excepthook = excepthook

@@ -1,0 +1,92 @@
+"""One process of a run: its facts, the sink of its tensors, and its end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parity.collect.collector import RunCollector
+from lockstep.parity.collect.disturb import DisturbedInputs, disturb_weights
+from lockstep.parity.collect.plain_calls import keep_gradients
+from lockstep.parity.collect.virtual_ranks import VirtualRanks
+from lockstep.parity.collect.watch_sources import SourceWatch
+from lockstep.parity.judge.tolerance import Tolerance
+from lockstep.parity.spec import ProcessFacts, Role, RunSpec
+from lockstep.parity.trace.file import Trace
+from lockstep.parity.trace.sinks import Recording, Sink, TraceComparison
+
+
+class ProcessRun(RunCollector):
+    """Collects what a specification asks for.
+
+    Args:
+        rank: Of this process, as the launcher says; 0 where it is alone.
+
+    Attributes:
+        restores: What undoes changes of classes, for a process that lives on.
+    """
+
+    def __init__(self, spec: RunSpec, rank: int, sources: SourceWatch) -> None:
+        self._spec = spec
+        self._sources = sources
+        self._rank = rank
+        self._facts = ProcessFacts(rank=rank)
+        self.restores: list[Callable[[], None]] = []
+        super().__init__(_sink(spec, rank), spec.steps, self.all_steps_made)
+
+    def model_prepared(self, model: ParallelModel) -> None:
+        if self._spec.role is Role.DISTURBED:
+            disturb_weights(model.plain)
+            model.module.register_forward_pre_hook(DisturbedInputs(), with_kwargs=True)
+        if self.place.has_all_ranks:
+            keep_gradients(model.module, self.place)
+        super().model_prepared(model)
+
+    def note(self, sentence: str) -> None:
+        """Have the report say it."""
+        if sentence not in self._facts.notes:
+            self._facts = replace(self._facts, notes=(*self._facts.notes, sentence))
+
+    def _data_ended(self) -> NoReturn:
+        self._facts = replace(
+            self._facts,
+            ended="an epoch ends there with batches that do not go round all ranks",
+        )
+        self.end()
+
+    def all_steps_made(self, made: int) -> None:
+        """The run has come to its end."""
+        self.end()
+
+    def fail(self, error: BaseException) -> None:
+        """Leave what was found until the script raised ``error``."""
+        self._facts = replace(self._facts, failed=f"{type(error).__name__}: {error}".strip().splitlines()[0])
+        self.finish()
+
+    def finish(self) -> None:
+        """Leave what was found."""
+        place = self.place
+        sets_rate = isinstance(place, VirtualRanks) and not place.schedulers_asked and self.rates_changed
+        facts = replace(self._facts, made=self.made, unrepeatable=self._sources.found, sets_rate=sets_rate)
+        self._sink.close(facts.to_json())
+        facts.write(Path(self._spec.folder))
+
+    def end(self) -> NoReturn:
+        """Leave what was found, and end this process: other ranks may do without it, as none is in a collective."""
+        self.finish()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _sink(spec: RunSpec, rank: int) -> Sink:
+    folder = Path(spec.folder)
+    if spec.trace is None:
+        return Recording(folder / f"trace-{rank}.safetensors")
+    allowed = None if spec.allowed is None else Tolerance.read(Path(spec.allowed))
+    return TraceComparison(Trace(Path(spec.trace)), folder, rank, allowed)

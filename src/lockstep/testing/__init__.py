@@ -1,0 +1,31 @@
+"""Tests of one's own models: does a strategy compute on many ranks what one process computes?"""
+
+from typing import TYPE_CHECKING
+
+from lockstep.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from lockstep.parity.runs import CouldNotRun
+    from lockstep.testing.parity import ParityWorkers, check_parity, compare_parity
+    from lockstep.testing.report import ParityError, ParityReport
+
+__all__ = [
+    "CouldNotRun",
+    "ParityError",
+    "ParityReport",
+    "ParityWorkers",
+    "check_parity",
+    "compare_parity",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "CouldNotRun": "lockstep.parity.runs",
+        "ParityError": "lockstep.testing.report",
+        "ParityReport": "lockstep.testing.report",
+        "ParityWorkers": "lockstep.testing.parity",
+        "check_parity": "lockstep.testing.parity",
+        "compare_parity": "lockstep.testing.parity",
+    },
+)

@@ -1,0 +1,246 @@
+"""``check_parity``: what ``lockstep check`` proves of a script, proved of a model in a test."""
+
+from __future__ import annotations
+
+import atexit
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from lockstep.errors import UsageError
+from lockstep.parity.check import ParityCheck, Request
+from lockstep.parity.judge.facts import RunFacts
+from lockstep.parity.judge.words import of_ranks
+from lockstep.parity.report.text import named, place
+from lockstep.parity.runs import TITLES, CheckedProgram, CouldNotRun, Left
+from lockstep.parity.spec import ProcessFacts, RunSpec
+from lockstep.parity.trace.measure import read_measured
+from lockstep.testing.case import MAX_PROCESSES, ParityCase, function_of
+from lockstep.testing.pool import DistributedTestError, WorkerPool, module_of
+from lockstep.testing.report import ParityReport
+from lockstep.testing.training import run_case
+
+if TYPE_CHECKING:
+    from lockstep.config.parallel import Parallel
+
+
+class ParityWorkers:
+    """Processes with torch in memory, in which one case after another is checked; a context manager.
+
+    They start when they are first needed, have no GPU and one thread each, and end with this object or this process.
+
+    Args:
+        timeout_s: After which a run of a case is ended, and its ranks are named.
+        preload: Modules to import once for all of them, such as ``["transformers"]``, beside torch. Only the first
+            pool of a process can have them.
+    """
+
+    def __init__(self, *, timeout_s: float = 120.0, preload: Sequence[str] = ()) -> None:
+        self.timeout_s = timeout_s
+        self._pool = WorkerPool(MAX_PROCESSES, preload)
+        atexit.register(self._pool.close)  # multiprocessing would otherwise wait for them at exit
+
+    def __enter__(self) -> ParityWorkers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.close()
+        atexit.unregister(self._pool.close)
+
+    def compare_parity(
+        self,
+        make: Callable[[], object],
+        *,
+        parallel: str | Parallel = "ddp",
+        nproc: int = 2,
+        steps: int = 3,
+        mixed_precision: str = "no",
+        gradient_accumulation_steps: int = 1,
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+        reference: str | Parallel | None = None,
+    ) -> ParityReport:
+        """As the function of this name, in these processes."""
+        case = ParityCase.of(
+            make,
+            parallel=parallel,
+            nproc=nproc,
+            steps=steps,
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            max_grad_norm=max_grad_norm,
+            seed=seed,
+            reference=reference,
+        )
+        with tempfile.TemporaryDirectory(prefix="lockstep-parity-") as folder:
+            request = Request(
+                program=CheckedProgram((f"make() ({case.name})",)),
+                folder=Path(folder),
+                nproc=case.nproc,
+                parallel=case.parallel,
+                mixed_precision=case.mixed_precision,
+                steps=case.steps,
+                seed=case.seed,
+                reference=case.reference,
+                timeout_s=self.timeout_s,
+            )
+            check = ParityCheck(request, start=lambda spec: _PoolRun(self._pool, case, spec, self.timeout_s))
+            return ParityReport(check.verdict())
+
+    def check_parity(
+        self,
+        make: Callable[[], object],
+        *,
+        parallel: str | Parallel = "ddp",
+        nproc: int = 2,
+        steps: int = 3,
+        mixed_precision: str = "no",
+        gradient_accumulation_steps: int = 1,
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+        reference: str | Parallel | None = None,
+    ) -> ParityReport:
+        """As the function of this name, in these processes."""
+        __tracebackhide__ = True  # pytest then shows the test's own line
+        report = self.compare_parity(
+            make,
+            parallel=parallel,
+            nproc=nproc,
+            steps=steps,
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            max_grad_norm=max_grad_norm,
+            seed=seed,
+            reference=reference,
+        )
+        report.raise_if_differs()
+        return report
+
+
+def compare_parity(
+    make: Callable[[], object],
+    *,
+    parallel: str | Parallel = "ddp",
+    nproc: int = 2,
+    steps: int = 3,
+    mixed_precision: str = "no",
+    gradient_accumulation_steps: int = 1,
+    max_grad_norm: float | None = None,
+    seed: int = 0,
+    reference: str | Parallel | None = None,
+) -> ParityReport:
+    """Train what ``make`` makes on ``nproc`` ranks and in one process, on CPUs, and compare every tensor of the runs.
+
+    Compared are batches, outputs of modules, their gradients, the loss, parameters' gradients, the norm and clipped
+    gradients, learning rates, updates and buffers. How far they may be apart is computed: from what changes in one
+    process when weights and inputs are off by one rounding step.
+
+    Args:
+        make: Returns ``model, optimizer, batches, loss``, and the same ones each time. A function at the top level of
+            a module, as other processes import it; ``functools.partial`` gives it arguments. ``batches``: a list of
+            batches or a DataLoader, as one process would read them; of several ranks, rank 0 gets the first, rank 1
+            the second, and so on. ``loss(model, batch)`` returns a 0-d tensor; None: ``model(**batch).loss``.
+        parallel: How the ranks spread the model, as ``Accelerator`` takes it: ``"zero=3"``, ``"ddp tp=2"``.
+        nproc: How many ranks.
+        steps: Optimizer steps to compare.
+        mixed_precision: "no", "bf16" or "fp16" for the ranks; the one process computes in fp32.
+        gradient_accumulation_steps: Batches of each rank in one step.
+        max_grad_norm: Clips gradients to this norm.
+        seed: Of all runs; generators are seeded before ``make`` is called.
+        reference: How another run on ``nproc`` ranks spreads the model, in the place of the one process.
+
+    Raises:
+        ConfigError: an argument is not allowed.
+        UsageError: ``make`` cannot be imported, or returns something else.
+        CouldNotRun: there is no answer: a run has failed, hung, or is not the same when it is repeated.
+    """
+    with ParityWorkers() as workers:
+        return workers.compare_parity(
+            make,
+            parallel=parallel,
+            nproc=nproc,
+            steps=steps,
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            max_grad_norm=max_grad_norm,
+            seed=seed,
+            reference=reference,
+        )
+
+
+def check_parity(
+    make: Callable[[], object],
+    *,
+    parallel: str | Parallel = "ddp",
+    nproc: int = 2,
+    steps: int = 3,
+    mixed_precision: str = "no",
+    gradient_accumulation_steps: int = 1,
+    max_grad_norm: float | None = None,
+    seed: int = 0,
+    reference: str | Parallel | None = None,
+) -> ParityReport:
+    """As ``compare_parity``; where a tensor differs, ``ParityError`` is raised, whose message is the report."""
+    __tracebackhide__ = True
+    with ParityWorkers() as workers:
+        return workers.check_parity(
+            make,
+            parallel=parallel,
+            nproc=nproc,
+            steps=steps,
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            max_grad_norm=max_grad_norm,
+            seed=seed,
+            reference=reference,
+        )
+
+
+class _PoolRun:
+    """One run of a case in warm processes."""
+
+    def __init__(self, pool: WorkerPool, case: ParityCase, spec: RunSpec, timeout_s: float) -> None:
+        self._pool, self._case, self._spec, self._timeout_s = pool, case, spec, timeout_s
+        self._folder = Path(spec.folder)
+
+    def wait(self) -> Left:
+        """Make it. Raises CouldNotRun, or UsageError for what ``make`` has returned."""
+        self._folder.mkdir(parents=True)
+        try:
+            refused, *_ = self._pool.run(
+                run_case,
+                1 if self._spec.is_alone else self._spec.ranks,
+                self._case,
+                self._spec,
+                timeout_s=self._timeout_s,
+                title=TITLES[self._spec.role],
+                modules=[module_of(function_of(self._case.make))],
+            )
+        except DistributedTestError as error:
+            raise CouldNotRun(f"{error}{self._progress()}") from None
+        if refused is not None:
+            raise UsageError(refused)
+        return Left(self._folder, tuple(ProcessFacts.read_all(self._folder)))
+
+    def end(self) -> None:
+        """It has ended."""
+
+    def _progress(self) -> str:
+        """Where each rank stood, as far as that can be seen, and which is behind."""
+        measured = [list(read_measured([path])) for path in sorted(self._folder.glob("measured-*.jsonl"))]
+        last = {of_rank[-1].rank: (of_rank[-1].item, len(of_rank)) for of_rank in measured if of_rank}
+        if not last:
+            return ""
+        said = [f"rank {rank}: {place(item)}, {named(item, RunFacts())}" for rank, (item, _) in last.items()]
+        counts = [count for _, count in last.values()]
+        behind = [rank for rank, (_, count) in last.items() if count == min(counts) < max(counts)]
+        begins = f"Behind the others: {of_ranks(behind)}. " if behind else ""
+        return f"\n{begins}Compared last by {'; '.join(said)}."

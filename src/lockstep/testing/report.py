@@ -1,0 +1,62 @@
+"""What came of a check, as a test shows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.cli.output import table_text
+from lockstep.parity.judge.verdict import Mismatch, ParityVerdict
+from lockstep.parity.report import text
+
+
+class ParityError(AssertionError):
+    """A strategy does not compute what the reference computes. ``report`` says where."""
+
+    def __init__(self, report: ParityReport) -> None:
+        super().__init__(str(report))
+        self.report = report
+
+
+class ParityReport:
+    """What came of a check; as text the answer, a table of what differs and remarks, as ``lockstep check`` prints them.
+
+    Attributes:
+        verdict: All of it.
+    """
+
+    def __init__(self, verdict: ParityVerdict) -> None:
+        self.verdict = verdict
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every tensor that was compared agrees."""
+        return self.verdict.agrees
+
+    @property
+    def sentence(self) -> str:
+        """The answer: what agrees, or the first tensor that does not, and what that looks like."""
+        return text.sentence(self.verdict)
+
+    @property
+    def findings(self) -> tuple[Mismatch, ...]:
+        """What differs, in the order of the run."""
+        return self.verdict.findings
+
+    def raise_if_differs(self) -> None:
+        """Raises ParityError, whose message is this report, unless everything agrees."""
+        __tracebackhide__ = True  # pytest then shows the test's own line
+        if not self.agrees:
+            raise ParityError(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as ``lockstep check --json`` writes it."""
+        return text.to_json(self.verdict)
+
+    def __str__(self) -> str:
+        parts = [self.sentence]
+        if self.findings:
+            parts += ["", table_text(text.TITLES, text.rows(self.verdict), right=text.RIGHT), ""]
+        return "\n".join([*parts, *text.remarks(self.verdict)])
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.sentence}>"

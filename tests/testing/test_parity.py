@@ -1,0 +1,266 @@
+"""`check_parity`: models that are trained alike, planted defects that are named, and what cannot be checked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from lockstep.errors import ConfigError, LockstepError, UsageError
+from lockstep.parity.trace.items import ItemKind
+from lockstep.testing import (
+    CouldNotRun,
+    ParityError,
+    ParityReport,
+    ParityWorkers,
+    check_parity,
+    compare_parity,
+)
+from tests.testing import defects
+from tests.testing.models import MODELS, mlp, of_loader
+
+pytest_plugins = ["lockstep.testing.fixtures"]
+
+DATA = ("ddp", "zero=1", "zero=2", "zero=3")
+CELLS = [
+    *[("mlp", words) for words in (*DATA, "tp=2", "pp=2")],
+    *[("cnn", words) for words in DATA],
+    *[("lstm", words) for words in DATA],
+    *[("llama", words) for words in (*DATA, "tp=2", "pp=2", "cp=2")],
+    *[("mixtral", words) for words in (*DATA, "tp=2", "pp=2", "cp=2")],
+    *[("t5", words) for words in (*DATA, "tp=2", "pp=2")],
+]
+
+
+@pytest.mark.parametrize(("model", "words"), CELLS)
+def test_a_model_is_trained_alike(parity_workers: ParityWorkers, model: str, words: str) -> None:
+    report = parity_workers.compare_parity(MODELS[model], parallel=words, steps=2, max_grad_norm=1.0)
+    assert report.agrees, str(report)
+    compared = report.verdict.compared
+    assert all(compared[kind] for kind in ItemKind if kind is not ItemKind.BUFFER)
+    assert report.verdict.facts.steps_compared == 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_accumulation_steps": 2},
+        {"mixed_precision": "bf16"},
+        {"reference": "zero=1", "parallel": "zero=3"},
+        {"nproc": 1},
+        {"nproc": 4, "parallel": "zero=2 tp=2", "steps": 1},
+        {"seed": 3, "parallel": "zero=3"},
+    ],
+    ids=str,
+)
+def test_settings_of_a_run(check_parity: Callable[..., ParityReport], settings: dict[str, object]) -> None:
+    report = check_parity(mlp, **{"steps": 2, **settings})
+    facts = report.verdict.facts
+    assert facts.nproc == settings.get("nproc", 2)
+    assert facts.accumulation_steps == settings.get("gradient_accumulation_steps", 1)
+    assert facts.dtype == settings.get("mixed_precision", "fp32")
+    assert facts.reference == settings.get("reference", "")
+
+
+# name of the defect -> the first tensor that differs: its kind, its name, and what is said of it
+PLANTED: dict[Callable[[], object], tuple[ItemKind, str, str]] = {
+    defects.gradient_times_ranks: (ItemKind.OUTPUT_GRADIENT, "1", "2.00 times the reference"),
+    defects.summed_not_averaged: (ItemKind.UPDATE, "0.weight", "2.00 times the reference"),
+    defects.rate_times_ranks: (ItemKind.RATE, "", "2.00 times the reference"),
+    defects.batch_read_twice: (ItemKind.BATCH, "", "it looks as if a batch was read twice"),
+    defects.local_norm: (ItemKind.LOSS, "", "2.00 times the reference"),
+}
+
+
+@pytest.mark.parametrize("make", PLANTED, ids=lambda make: make.__name__)
+def test_a_planted_defect_is_named(parity_workers: ParityWorkers, make: Callable[[], object]) -> None:
+    kind, name, said = PLANTED[make]
+    with pytest.raises(ParityError) as raised:
+        parity_workers.check_parity(make, steps=2)
+    report = raised.value.report
+    assert (report.findings[0].item.kind, report.findings[0].item.name) == (kind, name)
+    assert said in report.sentence
+    assert str(raised.value) == str(report)
+    assert report.sentence in str(report)
+
+
+def test_a_defect_is_returned_by_the_one_and_raised_by_the_other(parity_workers: ParityWorkers) -> None:
+    report = parity_workers.compare_parity(defects.rate_times_ranks, steps=1)
+    assert not report.agrees
+    with pytest.raises(ParityError, match="learning rate"):
+        report.raise_if_differs()
+    assert isinstance(ParityError(report), AssertionError)
+    assert report.to_json()["sentence"] == report.sentence
+
+
+def test_a_case_after_a_defect_agrees_again(parity_workers: ParityWorkers) -> None:
+    pids = [worker.pid for worker in parity_workers._pool.workers]
+    for make, agrees in ((mlp, True), (defects.summed_not_averaged, False), (mlp, True)):
+        assert parity_workers.compare_parity(make, steps=1).agrees is agrees
+    assert [worker.pid for worker in parity_workers._pool.workers][: len(pids)] == pids
+
+
+def test_the_functions_start_processes_of_their_own() -> None:
+    assert check_parity(mlp, steps=1).agrees
+    assert not compare_parity(defects.rate_times_ranks, steps=1).agrees
+
+
+def local() -> Callable[[], object]:
+    def make() -> object:
+        return mlp()
+
+    return make
+
+
+REFUSED: list[tuple[object, dict[str, object], type[LockstepError], str]] = [
+    (lambda: mlp(), {}, UsageError, r"make is a lambda, .* Define it with def at the top level of a module"),
+    (local(), {}, UsageError, "make is defined inside of a function, .* functools.partial"),
+    (mlp(), {}, UsageError, r"make is a tuple, but must be a function .* Pass the function itself"),
+    (mlp, {"steps": 0}, ConfigError, "steps=0 .* at least 1|steps.* from 1 to"),
+    (mlp, {"nproc": 0}, ConfigError, "nproc"),
+    (mlp, {"nproc": 2.5}, ConfigError, "nproc"),
+    (mlp, {"nproc": 3, "parallel": "tp=2"}, ConfigError, r"3 / 2 is not whole"),
+    (mlp, {"parallel": "zero3"}, ConfigError, "Did you mean 'zero'"),
+    (mlp, {"parallel": "zero=4"}, ConfigError, "zero"),
+    (mlp, {"mixed_precision": "bf61"}, ConfigError, "Did you mean 'bf16'"),
+    (mlp, {"gradient_accumulation_steps": 0}, ConfigError, "gradient_accumulation_steps"),
+    (mlp, {"max_grad_norm": -1.0}, ConfigError, "max_grad_norm is -1.0, but must be a positive number"),
+    (mlp, {"max_grad_norm": "all"}, ConfigError, "max_grad_norm is 'all'"),
+    (mlp, {"seed": -1}, ConfigError, "seed"),
+    (mlp, {"reference": "tp=2"}, ConfigError, "trains on 2 batches at a time, but reference='tp=2' on 1"),
+    (mlp, {"reference": "zeroo=1"}, ConfigError, "Did you mean 'zero'"),
+    (
+        mlp,
+        {"steps": 5},
+        UsageError,
+        "has 8 batches, but 5 steps take 10, as 2 ranks have batches of their own",
+    ),
+    (
+        mlp,
+        {"gradient_accumulation_steps": 2},
+        UsageError,
+        "has 8 batches, but 3 steps x 2 micro-batches take 12",
+    ),
+    (
+        defects.three_values,
+        {},
+        UsageError,
+        "has returned 3 values. It has to return model, optimizer, batches and",
+    ),
+    (defects.nothing, {}, UsageError, "has returned a value of type NoneType"),
+    (defects.model_by_another_name, {}, UsageError, "The model .* is a str, but must be a torch.nn.Module"),
+    (defects.optimizer_as_a_list, {}, UsageError, "The optimizer .* is a list"),
+    (defects.batches_as_an_iterator, {}, UsageError, "The batches .* is a list_iterator, but must be a list"),
+    (defects.loss_as_a_word, {}, UsageError, "The loss .* is a str, but must be a function"),
+    (
+        defects.loss_as_a_number,
+        {},
+        UsageError,
+        "The loss .* a value of type float, but must return a 0-d tensor",
+    ),
+    (defects.loss_of_rows, {}, UsageError, r"a tensor of shape \[4\] and torch.float32"),
+    (
+        defects.tuples_without_loss,
+        {},
+        UsageError,
+        r"model\(\*\*batch\).loss is meant, but a batch is a (tuple|list)",
+    ),
+    (defects.short_stream, {}, UsageError, "end after 1 of 3 steps on 2 ranks"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "error", "sentence"),
+    REFUSED,
+    ids=lambda value: getattr(value, "__name__", str(value))[:40],
+)
+def test_bad_input_is_refused(
+    parity_workers: ParityWorkers,
+    make: Callable[[], object],
+    settings: dict[str, object],
+    error: type[LockstepError],
+    sentence: str,
+) -> None:
+    with pytest.raises(error, match=sentence):
+        parity_workers.compare_parity(make, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_of_a_shuffled_loader(parity_workers: ParityWorkers, workers: int) -> None:
+    assert parity_workers.check_parity(partial(of_loader, workers), parallel="zero=2").agrees
+
+
+def test_nothing_is_left_in_a_process(parity_workers: ParityWorkers) -> None:
+    before = parity_workers._pool.run(what_is_changed, 2)
+    parity_workers.check_parity(mlp, steps=1)
+    with pytest.raises(UsageError):
+        parity_workers.check_parity(defects.loss_as_a_number, steps=1)
+    assert parity_workers._pool.run(what_is_changed, 2) == before
+
+
+def what_is_changed() -> tuple[int, str, bool]:
+    observers = sys.modules["lockstep.preparation.observers"].RunObserver.registered
+    return len(observers), torch.Tensor.backward.__module__, torch.distributed.is_initialized()
+
+
+def test_a_partial_gives_arguments(parity_workers: ParityWorkers) -> None:
+    assert parity_workers.compare_parity(partial(chosen, "mlp"), steps=1).agrees
+
+
+def chosen(name: str) -> object:
+    return MODELS[name]()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            defects.fails_on_rank_1,
+            ("The candidate failed first on rank 1 of 2", "planted in make", "defects.py"),
+        ),
+        (defects.fails_in_loss_on_rank_1, ("The candidate failed first on rank 1 of 2", "planted in loss")),
+        (defects.fails_everywhere, ("The reference failed first on rank 0 of 1", "planted everywhere")),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_failure_comes_back_with_its_rank(
+    parity_workers: ParityWorkers, make: Callable[[], object], said: tuple[str, ...]
+) -> None:
+    with pytest.raises(CouldNotRun) as raised:
+        parity_workers.compare_parity(make)
+    assert all(one in str(raised.value) for one in (*said, "Traceback")), str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            defects.other_weights_each_time,
+            "already differ at before the first step: the initial weight `0.bias`",
+        ),
+        (defects.unseeded_data, "numpy.random.default_rng() without a seed (defects.py:"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_does_not_repeat_is_no_failure_of_parity(
+    parity_workers: ParityWorkers, make: Callable[[], object], said: str
+) -> None:
+    with pytest.raises(CouldNotRun, match="Two reference runs already differ") as raised:
+        parity_workers.compare_parity(make)
+    assert said in str(raised.value)
+
+
+def test_a_hung_rank_is_ended_and_named() -> None:
+    with ParityWorkers() as workers:
+        assert workers.compare_parity(mlp, steps=1).agrees  # starts them
+        workers.timeout_s = 6
+        with pytest.raises(CouldNotRun) as raised:
+            workers.compare_parity(defects.hangs_on_rank_1)
+        assert "The candidate did not end within 6 s" in str(raised.value)
+        assert "named_sleep" in str(raised.value)
+        assert "Behind the others: rank 1. Compared last by rank 0: step 1, backward" in str(raised.value)
+        workers.timeout_s = 120
+        assert workers.compare_parity(mlp, steps=1).agrees
