@@ -70,7 +70,7 @@ Exit codes: 0 the numbers agree, 1 they differ, 2 there is no answer, and why.
 )
 @click.option(
     "--against",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    type=click.Path(path_type=Path, dir_okay=False),
     help="Compare with a trace that was kept: after a new torch, machine or library.",
 )
 @click.option("--as-accelerate", is_flag=True, help="For the script, `import accelerate` means this library.")

@@ -51,10 +51,10 @@ def keep_gradients(module: nn.Module, place: BatchPlace) -> None:
     module.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
-def step_schedulers_when(times: Callable[[bool], int]) -> Callable[[], None]:
+def step_schedulers_when(times: Callable[[str], int]) -> Callable[[], None]:
     """Have schedulers step so many ``times`` whenever they are asked to, until what is returned is called.
 
-    ``times`` is told whether Accelerate asks, which lets a scheduler step once for each process.
+    ``times`` is told the module that asks.
     """
     kinds = {LRScheduler, ReduceLROnPlateau, *_kinds_of(LRScheduler)}
     steps = {kind: vars(kind)["step"] for kind in kinds if "step" in vars(kind)}
@@ -75,11 +75,11 @@ def _kinds_of(kind: type) -> Iterator[type]:
         yield from _kinds_of(other)
 
 
-def _repeated(times: Callable[[bool], int], step: Callable[..., Any]) -> Callable[..., Any]:
+def _repeated(times: Callable[[str], int], step: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(step)
     def repeated(*args: Any, **kwargs: Any) -> None:
-        is_accelerates = sys._getframe(1).f_globals.get("__name__") == "accelerate.scheduler"
-        for _ in range(times(is_accelerates)):
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        for _ in range(times(caller)):
             step(*args, **kwargs)
 
     return repeated

@@ -49,6 +49,7 @@ class SequentialRanks(BatchPlace):
         self._state = step
         self._splits_batches = splits_batches
         self._data_ended = data_ended
+        self._is_in_loop = False
         self._buffers_before: list[dict[str, Tensor]] = []
         self._buffers_of_first: list[dict[str, Tensor]] = []
 
@@ -71,11 +72,14 @@ class SequentialRanks(BatchPlace):
             yield batch
 
     def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        self._handed = self._trained
-        for batch in batches:
-            if self._is_trained_on():
-                self._hand_out(batch)
-            yield batch
+        self._handed, self._is_in_loop = self._trained, True
+        try:
+            for batch in batches:
+                if self._is_trained_on():
+                    self._hand_out(batch)
+                yield batch
+        finally:
+            self._is_in_loop = False
         self._seed_for(self._all_handed // self.ranks, -1)
 
     def _parts(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -202,15 +206,16 @@ class VirtualRanks(SequentialRanks):
         """Gradients that some ranks have brought wait for those of the others."""
         return not self._has_gradients
 
-    def schedules(self, for_each_process: bool) -> int:
-        """A scheduler is asked to step, as by each rank in its turn: how often it does."""
-        self.schedulers_asked += self._has_begun
-        last = self.ranks - 1 if self._has_loader else 0  # without one, the turn has gone on by then
-        if not self._has_begun:
+    def schedules(self, caller: str) -> int:
+        """How often a scheduler steps that each rank asks in its turn; ``caller``: the module that asks."""
+        if not self._has_begun or (self._has_loader and not self._is_in_loop):
+            return 1  # when it is made, or once for each epoch
+        self.schedulers_asked += 1
+        if caller == "lockstep.train.scheduler":  # which has waited for the step
             return 1
-        if for_each_process:  # at each of its steps
+        if caller == "accelerate.scheduler":  # once for each process, at each of its steps
             return self.ranks if self._state.sync_gradients else 0
-        return int(self.data_rank == last)
+        return int(self.schedulers_asked % self.ranks == 0)
 
     def step(self, optimizer: object, step_if_due: Callable[[], Any]) -> Any:
         """See ``Turns``."""

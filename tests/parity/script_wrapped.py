@@ -1,0 +1,33 @@
+"""A script with torch's own DDP or fully_shard, and no ``Accelerator``."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+ranks = dist.get_world_size()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 4))
+data = TensorDataset(torch.randn(96, 8), torch.randint(0, 4, (96,)))
+sampler = DistributedSampler(data, shuffle=True)
+loader = DataLoader(data, batch_size=4, sampler=sampler)
+spread = fully_shard(model) if "fully_shard" in sys.argv else DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(spread.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
+for number, (x, y) in enumerate(loader):
+    loss = nn.functional.cross_entropy(spread(x), y) / 2
+    loss.backward()
+    if number % 2 == 0:
+        continue
+    if "doubled" in sys.argv and ranks > 1:
+        model[3].weight.grad.mul_(2)
+    nn.utils.clip_grad_norm_(spread.parameters(), 1.0)
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()

@@ -1,0 +1,117 @@
+"""``lockstep check`` as people call it: its answers, its exit codes, and scripts that cannot be checked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+COMMAND = [sys.executable, "-m", "lockstep.cli.main", "check"]
+
+
+def check(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, output and messages."""
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=240, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def script(name: str) -> str:
+    return str(HERE / f"script_{name}.py")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("wrapped",),
+        pytest.param(("wrapped", "fully_shard"), marks=pytest.mark.exhaustive),
+        ("accelerate",),
+    ],
+    ids=" ".join,
+)
+def test_scripts_of_others_agree(words: tuple[str, ...]) -> None:
+    if "accelerate" in words:
+        pytest.importorskip("accelerate")
+    code, said, errors = check("--wrapped", script(words[0]), *words[1:])
+    assert code == 0, said + errors
+    assert said.startswith("2 ranks compute what one process computes")
+    assert "of 3 steps agree" in said
+
+
+def test_a_gradient_that_is_doubled_is_named(tmp_path: Path) -> None:
+    path, page = tmp_path / "report.json", tmp_path / "report.html"
+    code, said, errors = check(
+        "--wrapped", "--json", str(path), "--html", str(page), script("wrapped"), "doubled"
+    )
+    assert code == 1, said + errors
+    first = "step 1, backward: the gradient of `3.weight` is 2.00 times the reference"
+    assert said.startswith(first)
+    assert (
+        "Everything before it agrees. It looks as if it was summed over 2 ranks in place of averaged." in said
+    )
+    report = json.loads(path.read_text("utf-8"))
+    assert report["agrees"] is False
+    assert report["sentence"].startswith(first)
+    assert (
+        report["findings"][0] | {"name": "3.weight", "kind": "gradient", "step": 1} == report["findings"][0]
+    )
+    assert "3.weight" in page.read_text("utf-8")
+
+
+def test_a_trace_is_kept_and_compared_with(tmp_path: Path) -> None:
+    trace = str(tmp_path / "kept.trace")
+    assert check("--nproc", "1", "--record", trace, script("odd"), "plain")[0] == 0
+    code, said, errors = check("--nproc", "1", "--against", trace, script("odd"), "plain")
+    assert code == 0, said + errors
+    code, said, errors = check("--nproc", "2", "--against", trace, script("odd"), "plain")
+    assert code == 2
+    assert "was recorded for 1 ranks with batches of their own" in errors
+
+
+def test_a_rate_by_the_number_of_processes_is_told() -> None:
+    code, said, errors = check("--parallel", "zero=1", script("odd"), "told")
+    assert code == 0, said + errors
+    assert "The script computes its learning rate from the number of processes" in said
+
+
+@pytest.mark.parametrize(
+    ("which", "sentence"),
+    [
+        ("no_step", "ended before its first optimizer step"),
+        pytest.param("raises", "ValueError: there is no data", marks=pytest.mark.exhaustive),
+        ("unseeded", "numpy.random.default_rng() without a seed (script_odd.py:22)"),
+        pytest.param("time", "It uses time.time() (script_odd.py:25)", marks=pytest.mark.exhaustive),
+        pytest.param("short", "batches that do not go round all ranks", marks=pytest.mark.exhaustive),
+        ("twice", "then trains again on the same batch"),
+        pytest.param("by_hand", "sets its learning rate without a scheduler", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_what_cannot_be_checked_is_said(which: str, sentence: str) -> None:
+    code, said, errors = check("--parallel", "ddp", script("odd"), which)
+    assert (code, said) == (2, ""), said + errors
+    assert sentence in errors
+
+
+def test_a_run_that_hangs_is_ended() -> None:
+    code, _, errors = check("--timeout", "10", script("odd"), "hangs")
+    assert code == 2
+    assert "The reference has not made 3 steps in 10 s." in errors
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--nproc", "3", "--parallel", "tp=2"], "spreads one model over 2 processes"),
+        (["--parallel", "zerro=3"], "zero"),
+        (["--wrapped", "--parallel", "ddp"], "--wrapped is for scripts that spread their models themselves"),
+        (["--reference", "ddp", "--against", __file__], "both say what to compare with"),
+        (["--against", __file__], "cannot be read as a trace"),
+    ],
+)
+def test_wrong_flags_are_refused_before_anything_runs(flags: list[str], sentence: str) -> None:
+    code, _, errors = check(*flags, script("odd"), "plain")
+    assert code == 2
+    assert sentence in " ".join(errors.split())
