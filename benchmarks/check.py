@@ -1,0 +1,182 @@
+"""``lockstep check`` on runs that are right: how many it calls wrong, and what looking on costs.
+
+    python benchmarks/check.py                  # all pairs, then the cost; 2 cores, about 25 minutes
+    python benchmarks/check.py --quick
+
+A pair is a model, a way to train it and a strategy, on 2 or 4 processes, whose every tensor of 3 steps is compared with
+one process's. Each reference is made once for all strategies with as many batches. What Lockstep refuses to train so is
+listed and not counted. An alarm is a pair that is said to differ.
+
+The cost: a Llama is trained with 2 processes, by ``lockstep launch`` and as a candidate. Times are medians of steps of
+rank 0 by the clock, memory the largest resident set of a rank; both have the start of torch behind them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import common
+
+sys.path.insert(0, str(common.BENCHMARKS.parent))  # the runs without a start of their own are the tests'
+
+from tests.parity.forks import ForkedCheck, ForkServer
+
+from lockstep.errors import LockstepError
+from lockstep.parity.check import Request
+from lockstep.parity.report.text import sentence
+from lockstep.parity.runs import CheckedProgram, CouldNotRun
+
+SCRIPT = common.BENCHMARKS / "check_training.py"
+MODELS = ("mlp", "cnn", "lstm", "llama", "gpt2", "t5", "bert", "mixtral", "qwen2_moe", "vit")
+OF_TWO = (
+    "ddp",
+    "zero=1",
+    "zero=2",
+    "zero=3",
+    "zero=3 activation=full",
+    "ddp activation=full",
+    "zero=2 offload=optimizer",
+)
+SPLIT = ("tp=2", "tp=2 sequence_parallel", "pp=2", "cp=2")
+OF_FOUR = (("zero=3 tp=2",), ("zero=3 replicate=2", "zero=1"))
+REFUSED = re.compile(r"(UsageError|ConfigError|StructureError|\w+Error): ")
+
+
+class Setting(NamedTuple):
+    """How a model is trained."""
+
+    optimizer: str
+    accumulation: int
+    clip: float
+    precision: str
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return (
+            f"--optimizer={self.optimizer}",
+            f"--accumulation={self.accumulation}",
+            f"--clip={self.clip}",
+        )
+
+
+SETTINGS = (
+    Setting("adamw", 2, 0.5, "no"),
+    Setting("sgd", 1, 0.0, "bf16"),
+    Setting("adafactor", 1, 0.5, "no"),
+    Setting("adamw", 1, 0.0, "bf16"),
+)
+
+
+class Group(NamedTuple):
+    """Pairs of one reference."""
+
+    model: str
+    setting: Setting
+    nproc: int
+    strategies: Sequence[str]
+
+
+def groups(quick: bool) -> Iterator[Group]:
+    models = MODELS[:4] if quick else MODELS
+    for number, setting in enumerate(SETTINGS[:1] if quick else SETTINGS):
+        for model in models:
+            yield Group(model, setting, 2, OF_TWO)
+            yield Group(model, setting, 2, SPLIT)
+            if number < 2:
+                for strategies in OF_FOUR:
+                    yield Group(model, setting, 4, strategies)
+
+
+class Pairs:
+    """Checks pairs, one after another."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        models = [f"transformers.models.{name}.modeling_{name}" for name in MODELS[3:]]
+        self._server = ForkServer(models)
+        self._number = 0
+
+    def check(self, group: Group) -> Iterator[dict[str, str]]:
+        """One row for each strategy."""
+        trace = self._folder / f"{self._number}.trace"
+        for strategy in group.strategies:
+            yield {
+                "model": group.model,
+                **{name: str(value) for name, value in group.setting._asdict().items()},
+                "nproc": str(group.nproc),
+                "strategy": strategy,
+                **self._outcome(group, strategy, trace),
+            }
+        trace.unlink(missing_ok=True)
+
+    def _outcome(self, group: Group, strategy: str, trace: Path) -> dict[str, str]:
+        self._number += 1
+        is_first = not trace.exists()
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            request = Request(
+                CheckedProgram((str(SCRIPT), group.model, *group.setting.words)),
+                Path(folder),
+                nproc=group.nproc,
+                parallel=strategy,
+                mixed_precision=group.setting.precision,
+                record=trace if is_first else None,
+                against=None if is_first else trace,
+                timeout_s=120,
+            )
+            start = time.monotonic()
+            try:
+                verdict = ForkedCheck(request, self._server).verdict()
+            except LockstepError as error:
+                return _failure(error)
+            ratio = verdict.largest.ratio if verdict.largest is not None else 0.0
+            return {
+                "outcome": "agrees" if verdict.agrees else "ALARM",
+                "said": sentence(verdict),
+                "largest": f"{ratio:.3g}",
+                "seconds": f"{time.monotonic() - start:.1f}",
+            }
+
+    def close(self) -> None:
+        self._server.close()
+
+
+def _failure(error: LockstepError) -> dict[str, str]:
+    lines = [line for line in str(error).splitlines() if REFUSED.search(line)]
+    line = lines[-1] if lines else str(error).strip().splitlines()[-1]
+    is_refusal = not isinstance(error, CouldNotRun) or "lockstep.errors." in line
+    return {"outcome": "refused" if is_refusal else "FAILED", "said": line[-300:]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="four models, one setting")
+    parser.add_argument("--only", nargs="+", default=[], help="models")
+    parser.add_argument("--minutes", type=float, default=60.0, help="after which no further pair begins")
+    parser.add_argument("--output", type=Path, help="JSON file (results/check.json)")
+    chosen = parser.parse_args()
+    end_at = time.monotonic() + 60 * chosen.minutes
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="check-") as folder:
+        pairs = Pairs(Path(folder))
+        for group in groups(chosen.quick):
+            if chosen.only and group.model not in chosen.only or time.monotonic() > end_at:
+                continue
+            for row in pairs.check(group):
+                found.append(row)
+                print(" ".join(f"{row.get(key, '')}" for key in ROW), flush=True)
+        pairs.close()
+    print(Counter(row["outcome"] for row in found))
+
+
+ROW = ("outcome", "model", "optimizer", "accumulation", "precision", "nproc", "strategy", "seconds", "largest", "said")
+
+if __name__ == "__main__":
+    main()
