@@ -156,7 +156,9 @@ def _failure(error: LockstepError) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="four models, one setting")
     parser.add_argument("--only", nargs="+", default=[], help="models")
     parser.add_argument("--minutes", type=float, default=60.0, help="after which no further pair begins")
@@ -167,7 +169,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="check-") as folder:
         pairs = Pairs(Path(folder))
         for group in groups(chosen.quick):
-            if chosen.only and group.model not in chosen.only or time.monotonic() > end_at:
+            if (chosen.only and group.model not in chosen.only) or time.monotonic() > end_at:
                 continue
             for row in pairs.check(group):
                 found.append(row)
@@ -176,7 +178,18 @@ def main() -> None:
     print(Counter(row["outcome"] for row in found))
 
 
-ROW = ("outcome", "model", "optimizer", "accumulation", "precision", "nproc", "strategy", "seconds", "largest", "said")
+ROW = (
+    "outcome",
+    "model",
+    "optimizer",
+    "accumulation",
+    "precision",
+    "nproc",
+    "strategy",
+    "seconds",
+    "largest",
+    "said",
+)
 
 if __name__ == "__main__":
     main()

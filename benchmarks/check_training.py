@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
+import resource
+import time
 from typing import Any
 
 import torch
@@ -127,9 +131,7 @@ def transformer(name: str, width: int = WIDTH, layers: int = 2, vocabulary: int 
         sizes = {"moe_intermediate_size": width, "shared_expert_intermediate_size": width}
         return t.Qwen2MoeForCausalLM(t.Qwen2MoeConfig(**like_llama, **moe, **sizes, num_experts=4))
     return t.ViTForImageClassification(
-        t.ViTConfig(
-            image_size=IMAGE, patch_size=4, num_labels=CLASSES, hidden_dropout_prob=0.1, **like_bert
-        )
+        t.ViTConfig(image_size=IMAGE, patch_size=4, num_labels=CLASSES, hidden_dropout_prob=0.1, **like_bert)
     )
 
 
@@ -138,7 +140,9 @@ TRANSFORMERS = ("llama", "gpt2", "t5", "bert", "mixtral", "qwen2_moe", "vit")
 OF_IMAGES = ("cnn", "mlp", "vit")
 
 
-def samples(name: str, count: int, length: int = LENGTH, vocabulary: int = VOCABULARY) -> list[dict[str, Tensor]]:
+def samples(
+    name: str, count: int, length: int = LENGTH, vocabulary: int = VOCABULARY
+) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(11)
     if name in OF_IMAGES:
         images = torch.randn(count, 3, IMAGE, IMAGE, generator=generator)
@@ -162,14 +166,28 @@ def main() -> None:
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--clip", type=float, default=0.0)
+    parser.add_argument(
+        "--size", type=int, nargs=3, default=[WIDTH, 2, VOCABULARY], help="width, layers, tokens"
+    )
+    parser.add_argument("--length", type=int, default=LENGTH)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument(
+        "--times", help="add a line for each step to this file: when it began, and the peak of memory"
+    )
     chosen = parser.parse_args()
     torch.manual_seed(5)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=chosen.accumulation)
-    model = OWN[chosen.model]() if chosen.model in OWN else transformer(chosen.model)
+    model = OWN[chosen.model]() if chosen.model in OWN else transformer(chosen.model, *chosen.size)
     optimizer = optimizer_of(chosen.optimizer, model.parameters())
-    loader = DataLoader(samples(chosen.model, 128), batch_size=4, shuffle=True)
+    found = samples(chosen.model, 64 * chosen.batch_size, chosen.length, chosen.size[2])
+    loader = DataLoader(found, batch_size=chosen.batch_size, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model.train(), optimizer, loader)
-    for batch in loader:
+    for batch in itertools.islice(loader, chosen.steps):
+        if chosen.times and accelerator.is_main_process:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            with open(chosen.times, "a") as file:
+                file.write(json.dumps([time.monotonic(), peak * 1024]) + "\n")
         with accelerator.accumulate(model):
             accelerator.backward(model(**batch)["loss"])
             if chosen.clip and accelerator.sync_gradients:

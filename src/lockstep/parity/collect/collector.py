@@ -160,9 +160,8 @@ class RunCollector(RunObserver):
         for name, parameter in self._stepped(optimizer):
             before = self._before.pop(name, None)
             if before is not None:
-                self._add_part(
-                    TraceItem(self.step, ItemKind.UPDATE, name), local(parameter).detach() - before, parameter
-                )
+                update = before.neg_().add_(local(parameter).detach())
+                self._add_part(TraceItem(self.step, ItemKind.UPDATE, name), update, parameter)
         self.place.before_buffers()
         if self.place.data_rank == 0 or self.place.has_all_ranks:
             for name, buffer in self._named("buffers"):

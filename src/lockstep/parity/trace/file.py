@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lockstep.checkpoint.format.tensors import dtype_name
+from lockstep.checkpoint.format.tensors import DTYPES, dtype_name
 from lockstep.comm.collectives import as_bytes
 from lockstep.comm.layout import ShardRegion
 from lockstep.errors import ConfigError
@@ -72,12 +73,17 @@ class Trace:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file: Any = safe_open(path, framework="pt").__enter__()
-            about = self._file.metadata() or {}
+            with safe_open(path, framework="pt") as file:  # which checks that the header is right
+                about = file.metadata() or {}
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                self._entries: dict[str, dict[str, Any]] = json.loads(file.read(length))
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, SafetensorError) as error:
             raise ConfigError(
                 f"{path} cannot be read as a trace: {error}. Write one with --record."
             ) from None
+        self._begin = 8 + length
         if about.get("format") != FORMAT:
             raise ConfigError(
                 f"{path} is no trace of a run ({FORMAT}). Write one with `lockstep check --record`."
@@ -110,16 +116,29 @@ class Trace:
         return self._places[item.key]
 
     def shape(self, item: TraceItem) -> tuple[int, ...]:
-        return tuple(self._file.get_slice(item.key).get_shape())
+        return tuple(self._entries[item.key]["shape"])
 
     def is_float(self, item: TraceItem) -> bool:
         """Whether its numbers are rounded."""
-        return str(self._file.get_slice(item.key).get_dtype()).startswith(("F", "BF", "C"))
+        return str(self._entries[item.key]["dtype"]).startswith(("F", "BF", "C"))
 
     def tensor(self, item: TraceItem) -> torch.Tensor:
-        """All of it, in host memory."""
-        tensor: torch.Tensor = self._file.get_tensor(item.key)
-        return tensor
+        """All of it: memory that is mapped from the file, which nobody changes."""
+        entry = self._entries[item.key]
+        dtype, (begin, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
+        if begin == end:
+            return torch.empty(entry["shape"], dtype=dtype)
+        flat = torch.frombuffer(self._data, dtype=torch.uint8, count=end - begin, offset=self._begin + begin)
+        if (self._begin + begin) % dtype.itemsize:
+            flat = flat.clone()
+        return flat.view(dtype).reshape(entry["shape"])
+
+    def release(self, item: TraceItem) -> None:
+        """Let go of the memory of an item, until it is read again."""
+        begin, end = (self._begin + place for place in self._entries[item.key]["data_offsets"])
+        begin -= begin % mmap.PAGESIZE
+        if end > begin and hasattr(mmap, "MADV_DONTNEED"):
+            self._data.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def part(self, item: TraceItem, box: ShardRegion) -> torch.Tensor:
         """The elements of a box."""
@@ -128,8 +147,7 @@ class Trace:
         ranges = tuple(
             slice(start, start + count) for start, count in zip(box.offsets, box.shape, strict=True)
         )
-        part: torch.Tensor = self._file.get_slice(item.key)[ranges]
-        return part
+        return self.tensor(item)[ranges]
 
 
 def _write(path: Path, header: Mapping[str, object], data: BinaryIO) -> None:

@@ -17,8 +17,8 @@ from lockstep.comm.collectives import as_bytes
 from lockstep.comm.layout import ShardRegion
 from lockstep.parity.trace.items import TraceItem
 
-_CHUNK = 1 << 22
-"""Elements that are compared at once, in float64."""
+_CHUNK = 1 << 17
+"""Elements that are compared at once, in float64: as many as fit into a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +140,16 @@ def compare(found: torch.Tensor, expected: torch.Tensor) -> DistanceSums:
 
 
 def _sums(found: torch.Tensor, expected: torch.Tensor) -> DistanceSums:
+    sums = _finite_sums(found, expected)
+    if math.isfinite(sums.apart + sums.found + sums.expected):
+        return sums
     same = (found == expected) | (found.isnan() & expected.isnan())
     finite = found.isfinite() & expected.isfinite()
     wrong = int((~same & ~finite).sum())
-    if not bool(finite.all()):
-        found, expected = found.where(finite, 0.0), expected.where(finite, 0.0)
+    return replace(_finite_sums(found.where(finite, 0.0), expected.where(finite, 0.0)), wrong=wrong)
+
+
+def _finite_sums(found: torch.Tensor, expected: torch.Tensor) -> DistanceSums:
     apart = found - expected
     return DistanceSums(
         found.numel(),
@@ -152,7 +157,6 @@ def _sums(found: torch.Tensor, expected: torch.Tensor) -> DistanceSums:
         float(found.dot(found)),
         float(expected.dot(expected)),
         float(found.dot(expected)),
-        wrong,
     )
 
 
