@@ -1,14 +1,11 @@
-"""``lockstep check`` on runs that are right: how many it calls wrong, and what looking on costs.
+"""``lockstep check`` on runs that are right: how many does it call wrong?
 
-    python benchmarks/check.py                  # all pairs, then the cost; 2 cores, about 25 minutes
+    python benchmarks/check.py                  # all pairs; 2 cores, about 25 minutes
     python benchmarks/check.py --quick
 
 A pair is a model, a way to train it and a strategy, on 2 or 4 processes, whose every tensor of 3 steps is compared with
 one process's. Each reference is made once for all strategies with as many batches. What Lockstep refuses to train so is
 listed and not counted. An alarm is a pair that is said to differ.
-
-The cost: a Llama is trained with 2 processes, by ``lockstep launch`` and as a candidate. Times are medians of steps of
-rank 0 by the clock, memory the largest resident set of a rank; both have the start of torch behind them.
 """
 
 from __future__ import annotations
@@ -164,6 +161,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="after which no further pair begins")
     parser.add_argument("--output", type=Path, help="JSON file (results/check.json)")
     chosen = parser.parse_args()
+    report = common.Report("check", "lockstep check on runs that are right")
     end_at = time.monotonic() + 60 * chosen.minutes
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="check-") as folder:
@@ -175,7 +173,24 @@ def main() -> None:
                 found.append(row)
                 print(" ".join(f"{row.get(key, '')}" for key in ROW), flush=True)
         pairs.close()
-    print(Counter(row["outcome"] for row in found))
+    _report(report, found, chosen)
+
+
+def _report(report: common.Report, found: list[dict[str, Any]], chosen: argparse.Namespace) -> None:
+    by_model = {model: Counter(row["outcome"] for row in found if row["model"] == model) for model in MODELS}
+    outcomes = ("agrees", "ALARM", "refused", "FAILED")
+    table = [
+        [model, *(str(counts[name]) for name in outcomes)] for model, counts in by_model.items() if counts
+    ]
+    total = Counter(row["outcome"] for row in found)
+    report.finish(
+        ["model", *outcomes],
+        [*table, ["all", *(str(total[name]) for name in outcomes)]],
+        {"outcomes": dict(total), "pairs": found},
+        {"minutes": chosen.minutes, "only": chosen.only, "quick": chosen.quick},
+        chosen.output,
+        ["FAILED: the run itself raised an error, of torch or of Lockstep, that is no refusal."],
+    )
 
 
 ROW = (

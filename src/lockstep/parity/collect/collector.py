@@ -195,8 +195,8 @@ class RunCollector(RunObserver):
     def _item(self, kind: ItemKind, name: str, call: int = 0, path: str = "") -> TraceItem:
         return TraceItem(self.step, kind, name, self.place.micro_batch, self.place.data_rank, call, path)
 
-    def _add(self, item: TraceItem, tensor: Tensor, part: int = 0) -> None:
-        found = region(tensor, self._sink.expected_shape(item), self._axes, part, self._outputs.rows)
+    def _add(self, item: TraceItem, tensor: Tensor, part: int = 0, pieces: int = 1) -> None:
+        found = region(tensor, self._sink.expected_shape(item), self._axes, part, self._outputs.rows, pieces)
         if found is not None:
             self._sink.add(item, local(tensor.detach()), *found)
 

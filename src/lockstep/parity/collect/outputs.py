@@ -19,9 +19,10 @@ from lockstep.parity.trace.items import ItemKind, TraceItem
 from lockstep.parity.trace.regions import ShardAxes
 from lockstep.parity.trace.sinks import Sink
 from lockstep.torch_internals import autograd as torch_autograd
+from lockstep.torch_internals import modules as torch_modules
 
-AddPart = Callable[[TraceItem, Tensor, int], None]
-"""Gets an item, what this rank has of it, and which micro-batch of a pipeline that is."""
+AddPart = Callable[[TraceItem, Tensor, int, int], None]
+"""Gets an item, what this rank has of it, which micro-batch of a pipeline that is, and of how many pieces it is."""
 
 
 class ModuleOutputs:
@@ -58,8 +59,8 @@ class ModuleOutputs:
             if not is_ours(module) or isinstance(module, MixtureOfExperts):
                 module.register_forward_hook(_AfterModule(self, f"{prefix}{name}".rstrip("."), model))
 
-    def come(self, name: str, output: object, model: ParallelModel) -> None:
-        """A module of ``model`` has returned ``output``."""
+    def come(self, name: str, output: object, model: ParallelModel, pieces: int = 1) -> None:
+        """A module of ``model`` has returned ``output``, whose features are so many ``pieces``."""
         part, is_cut = model.micro_batch, isinstance(model, PipelinedModel)
         if part is None:
             return
@@ -76,7 +77,7 @@ class ModuleOutputs:
             item = item._replace(call=call, path=path)
             if (is_cut or self.axes.cp[0] > 1) and not self._is_of_rows(item):
                 continue
-            self._add(item, tensor, part)
+            self._add(item, tensor, part, pieces)
             cuts = self.axes.cuts_positions(tuple(tensor.shape), self._sink.expected_shape(item))
             if cuts:
                 self._cut_in = batch
@@ -87,7 +88,9 @@ class ModuleOutputs:
                 continue  # of all rows, such as a bias of positions: a micro-batch has an addend of the gradient
             # In front of what is cut along the sequence each rank has an addend of the gradient.
             if tensor.requires_grad and (cuts or self.axes.cp[0] == 1 or self._cut_in == batch):
-                tensor.register_hook(_OnGradient(self, item._replace(kind=ItemKind.OUTPUT_GRADIENT), part))
+                tensor.register_hook(
+                    _OnGradient(self, item._replace(kind=ItemKind.OUTPUT_GRADIENT), part, pieces)
+                )
 
     def _is_of_rows(self, item: TraceItem) -> bool:
         """Whether a part of the batch has that part of an output; what goes to an expert has any rows."""
@@ -96,14 +99,14 @@ class ModuleOutputs:
             return True
         return expected[0] == 1 or expected[0] in self._first_sizes
 
-    def gradient_comes(self, item: TraceItem, gradient: Tensor, part: int) -> None:
+    def gradient_comes(self, item: TraceItem, gradient: Tensor, part: int, pieces: int) -> None:
         """The gradient of an output; ``part``: which micro-batch of a pipeline."""
         factor, shape = self.factor, self._sink.expected_shape(item)
         if self.axes.cuts_positions(tuple(gradient.shape), shape):
             # Each of these ranks computes the whole loss, and the mean over them is taken of parameters' gradients.
             factor = factor * self.axes.cp[0]
         is_plain = isinstance(factor, (int, float)) and factor == 1
-        self._add(item, gradient if is_plain else gradient / factor, part)
+        self._add(item, gradient if is_plain else gradient / factor, part, pieces)
 
 
 class _AfterModule(UncopiedHook):
@@ -117,19 +120,26 @@ class _AfterModule(UncopiedHook):
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         # A block that is computed once more in backward was seen in its forward.
         if torch.is_grad_enabled() and not torch_autograd.is_in_backward():
-            self._outputs.come(self._name, output, self._model)
+            self._outputs.come(self._name, output, self._model, _pieces(module))
 
 
 class _OnGradient:
     """A hook of an output: its gradient comes."""
 
-    def __init__(self, outputs: ModuleOutputs, item: TraceItem, part: int) -> None:
+    def __init__(self, outputs: ModuleOutputs, item: TraceItem, part: int, pieces: int) -> None:
         self._outputs = outputs
         self._item = item
         self._part = part
+        self._pieces = pieces
 
     def __call__(self, gradient: Tensor) -> None:
-        self._outputs.gradient_comes(self._item, gradient, self._part)
+        self._outputs.gradient_comes(self._item, gradient, self._part, self._pieces)
+
+
+def _pieces(module: nn.Module) -> int:
+    """Of how many pieces the features of a layer are, such as a fused query, key and value that tp splits."""
+    placements = getattr(torch_modules.parameters_of(module).get("weight"), "placements", ())
+    return int(getattr(placements[-1], "split_factor", 1)) if placements else 1
 
 
 def _has_values(tensor: Tensor) -> bool:

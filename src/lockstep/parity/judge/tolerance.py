@@ -51,6 +51,8 @@ SWITCHED = 32
 """Elements that are on one side of a kink (a ReLU, a maximum, Adam's sign) in one run and on the other in the other, in
 half precision, where one in a thousand is that close to it: they move a tensor of n elements by the root of this by n.
 In fp32 they are so few that the judge looks at each."""
+REROUTED = 4
+"""Positions that go to another expert, in half precision, where a model has experts."""
 SAMPLES = 8
 """That share a row of a gradient, at least."""
 FLIPS = 1e-3
@@ -71,6 +73,7 @@ _FLOORS = {
 }
 """Part of the usual size in a step that is taken for the size of smaller tensors, which may be zero (LoRA's second
 factor and its output)."""
+_OF_MODULES = (ItemKind.OUTPUT, ItemKind.OUTPUT_GRADIENT)
 UNLIMITED = Limit(math.inf, wrong=1.0)
 
 
@@ -146,11 +149,17 @@ def tolerance(
         of_batches[_of_all_batches(item)] = max(spread, of_batches.get(_of_all_batches(item), 0.0))
     usual = _usual(spreads)
     unknown = UnknownSigns(trace, by_rounding, floors, multiple)
+    rows = _rows(trace)
+    chooses = any(item.kind is ItemKind.OUTPUT and _is_chosen(trace.shape(item), rows) for item in trace)
     limits = {}
     for item in trace:
         runs = [run[item] for run in both if item in run]
         if any(one.shape is not None for one in runs):
             limits[item.key] = UNLIMITED  # its shape depends on numbers that are rounded
+        elif is_half and item.kind in _OF_MODULES and _is_chosen(trace.shape(item), rows):
+            limits[item.key] = (
+                UNLIMITED  # rounding sends some of its rows elsewhere, and moves all behind them
+            )
         elif not trace.is_float(item):
             limits[item.key] = _of_integers(item, [one.sums for one in runs])
         else:
@@ -165,12 +174,27 @@ def tolerance(
             relative = _allowed(item.kind, spread, sums.elements, multiple)
             if is_half and item.kind in _WITH_KINKS:
                 relative = max(relative, _of_switched(trace.shape(item), item.kind))
+                if chooses and item.kind in _OF_MODULES and len(trace.shape(item)) > 1:
+                    positions = math.prod(trace.shape(item)[:-1])
+                    relative = max(relative, min(LARGE, math.sqrt(REROUTED / positions)))
             relative += unknown.later(item)
             relative = max(relative, unknown.of_update(item) / (sums.size(floor) or 1.0))
             if sums.elements >= MANY:
                 relative = min(relative, max(LARGE, TIMES_LARGE * spread))
             limits[item.key] = Limit(relative, max(floor, own), _wrong(runs, multiple), spread)
     return Tolerance(limits, multiple)
+
+
+def _rows(trace: Trace) -> set[int]:
+    """How many rows tensors have of which each belongs to a sample, or to a position of one."""
+    batches = {trace.shape(item)[0] for item in trace if item.kind is ItemKind.BATCH}
+    shapes = (trace.shape(item) for item in trace if item.kind is ItemKind.OUTPUT)
+    return batches | {shape[0] * shape[1] for shape in shapes if len(shape) > 2 and shape[0] in batches}
+
+
+def _is_chosen(shape: tuple[int, ...], rows: set[int]) -> bool:
+    """Whether the rows of a tensor are those that went to an expert: none for each sample or position."""
+    return len(shape) == 2 and bool(rows) and shape[0] not in rows and shape[0] > 1
 
 
 def _allowed(kind: ItemKind, spread: float, elements: int, multiple: float) -> float:

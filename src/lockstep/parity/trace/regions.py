@@ -37,7 +37,12 @@ class ShardAxes:
 
 
 def region(
-    tensor: torch.Tensor, expected: tuple[int, ...] | None, axes: ShardAxes, part: int = 0, rows: int = 1
+    tensor: torch.Tensor,
+    expected: tuple[int, ...] | None,
+    axes: ShardAxes,
+    part: int = 0,
+    rows: int = 1,
+    pieces: int = 1,
 ) -> tuple[tuple[int, ...], list[ShardRegion]] | None:
     """Shape of the whole, and the boxes of it that this rank's part of ``tensor`` is; None: that cannot be told.
 
@@ -46,6 +51,7 @@ def region(
         expected: The shape of the whole in the reference; None: it has none.
         part: Which micro-batch of a pipeline.
         rows: Of the batch, whose positions may follow one another in the first dimension: [rows * positions, ...].
+        pieces: Of the features, of each of which a rank has its part: 3 of a fused query, key and value.
     """
     if is_dtensor(tensor):
         try:
@@ -63,7 +69,8 @@ def region(
         held = _held(shape[dim], expected[dim], dim, len(shape), axes, part, rows)
         if held is None:
             return shape, [whole_box(shape)]
-        ranges[dim] = held
+        is_packed = pieces > 1 and dim == len(shape) - 1 and len(held) == 1 and shape[dim] % pieces == 0
+        ranges[dim] = _packed(held[0], expected[dim], pieces) if is_packed else held
     return expected, boxes_of_ranges(ranges)
 
 
@@ -88,6 +95,12 @@ def _held(
             ]
         return _positions(mine, axes)
     return [(mine * axes.tp[1], mine)] if axes.tp[0] == parts else None
+
+
+def _packed(held: Range, whole: int, pieces: int) -> list[Range]:
+    """The same part of each of so many pieces of ``whole`` indices."""
+    start, count = held
+    return [(piece * whole // pieces + start // pieces, count // pieces) for piece in range(pieces)]
 
 
 def _positions(mine: int, axes: ShardAxes) -> list[Range]:
