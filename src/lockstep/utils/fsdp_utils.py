@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.format.documents import MANIFEST
 from lockstep.config.sources import export_environment
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.lazy import lazy_names
@@ -260,6 +259,8 @@ def merge_fsdp_weights(
     Raises:
         ValueError: ``checkpoint_dir`` is no sharded checkpoint; the message has folders in it that are.
     """
+    from lockstep.checkpoint.format.documents import MANIFEST
+
     folder, output = Path(checkpoint_dir), Path(output_path)
     is_ours = (folder / MANIFEST).is_file()
     state = _weights_of_checkpoint(folder) if is_ours else _joined_shards(folder, output)
