@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep.nn import MixtureOfExperts
 
 WIDTH, CLASSES, ROWS, LENGTH, VOCABULARY = 16, 10, 4, 8, 64
 BATCHES = 8
@@ -54,6 +57,34 @@ def cnn() -> Made:
         nn.Linear(16, CLASSES),
     ]
     return made(nn.Sequential(*layers), (ROWS, 3, 8, 8))
+
+
+class Mixture(nn.Module):
+    """Tokens of all ranks share the experts' room, or a loss that is of all of them."""
+
+    def __init__(self, capacity_factor: float | None) -> None:
+        super().__init__()
+        self.experts = MixtureOfExperts(WIDTH, 24, num_experts=4, capacity_factor=capacity_factor)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.experts(x))
+
+
+def mixture(capacity_factor: float | None = None) -> Made:
+    return made(Mixture(capacity_factor), (ROWS, LENGTH, WIDTH), (ROWS, LENGTH))
+
+
+def balanced(which: Callable[[nn.Module], Tensor]) -> Made:
+    """``which``: of the losses of a mixture."""
+    model, optimizer, batches, _ = mixture()
+    return model, optimizer, batches, partial(with_loss_of_experts, which)
+
+
+def with_loss_of_experts(
+    which: Callable[[nn.Module], Tensor], model: nn.Module, batch: tuple[Tensor, Tensor]
+) -> Tensor:
+    return cross_entropy(model, batch) + 0.1 * which(model)
 
 
 class Recurrent(nn.Module):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigError, LockstepError, UsageError
+from lockstep.nn import load_balance_loss, router_z_loss
 from lockstep.parity.trace.items import ItemKind
 from lockstep.testing import (
     CouldNotRun,
@@ -20,7 +21,7 @@ from lockstep.testing import (
     compare_parity,
 )
 from tests.testing import defects
-from tests.testing.models import MODELS, mlp, of_loader
+from tests.testing.models import MODELS, balanced, cnn, mixture, mlp, of_loader
 
 pytest_plugins = ["lockstep.testing.fixtures"]
 
@@ -251,6 +252,35 @@ def test_what_does_not_repeat_is_no_failure_of_parity(
     with pytest.raises(CouldNotRun, match="Two reference runs already differ") as raised:
         parity_workers.compare_parity(make)
     assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "parallel", "said"),
+    [
+        (partial(mixture, 1.0), "ddp", "`experts` is a MixtureOfExperts with capacity_factor=1"),
+        (partial(balanced, load_balance_loss), "ep=2", "trains with the load-balance loss of `experts`"),
+        (partial(balanced, router_z_loss), "ddp", "trains with the z-loss of `experts`"),
+        (cnn, "zero=1 sync_batchnorm", "With sync_batchnorm `1` takes its statistics"),
+    ],
+    ids=["capacity", "balance", "z", "sync_batchnorm"],
+)
+def test_what_needs_all_batches_at_once_has_several_processes_as_its_reference(
+    parity_workers: ParityWorkers, make: Callable[[], object], parallel: str, said: str
+) -> None:
+    with pytest.raises(CouldNotRun) as raised:
+        parity_workers.compare_parity(make, parallel=parallel, steps=1)
+    why, _, reference = str(raised.value).partition("Compare with several processes instead: --reference ")
+    assert said in why
+    assert "Traceback" not in why
+    reference = reference.rstrip(".").strip('"')
+    assert parity_workers.compare_parity(make, parallel=parallel, steps=1, reference=reference).agrees
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "ep=2"])
+def test_a_mixture_whose_routing_is_local_has_one_process_as_its_reference(
+    parity_workers: ParityWorkers, parallel: str
+) -> None:
+    assert parity_workers.compare_parity(mixture, parallel=parallel, steps=1).agrees
 
 
 def test_a_hung_rank_is_ended_and_named() -> None:

@@ -174,6 +174,8 @@ class ParityCheck:
         )
         [left] = all_of([self._start(spec)])
         facts = left.facts[0]
+        if facts.refused:
+            raise CouldNotRun(facts.refused)
         trace = self._trace_of(left)
         if not left.made:
             raise CouldNotRun(_without_steps(facts, request))

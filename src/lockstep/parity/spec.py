@@ -77,6 +77,7 @@ class ProcessFacts:
         ended: Why there are no more steps.
         sets_rate: Whether the script changes learning rates without a scheduler.
         failed: The error that ended the script.
+        refused: Why one process cannot stand for several ranks, and what to do.
     """
 
     rank: int = 0
@@ -92,6 +93,7 @@ class ProcessFacts:
     ended: str = ""
     sets_rate: bool = False
     failed: str = ""
+    refused: str = ""
 
     @property
     def coordinates(self) -> dict[str, int]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 from lockstep.config.parallel import Parallel
 from lockstep.config.settings import SETTINGS
@@ -21,6 +21,19 @@ from lockstep.testing.pool import module_of
 MAX_PROCESSES = 64
 MAX_STEPS = 1000
 LARGEST_SEED = 2**32 - 1
+
+
+class CaseSettings(TypedDict, total=False):
+    """How a case is trained and compared: the arguments of ``check_parity`` beside ``make``; see there."""
+
+    parallel: str | Parallel
+    nproc: int
+    steps: int
+    mixed_precision: str
+    gradient_accumulation_steps: int
+    max_grad_norm: float | None
+    seed: int
+    reference: str | Parallel | None
 
 
 @dataclass(frozen=True)

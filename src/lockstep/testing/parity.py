@@ -17,13 +17,13 @@ from lockstep.parity.report.text import named, place
 from lockstep.parity.runs import TITLES, CheckedProgram, CouldNotRun, Left
 from lockstep.parity.spec import ProcessFacts, RunSpec
 from lockstep.parity.trace.measure import read_measured
-from lockstep.testing.case import MAX_PROCESSES, ParityCase, function_of
+from lockstep.testing.case import MAX_PROCESSES, CaseSettings, ParityCase, function_of
 from lockstep.testing.pool import DistributedTestError, WorkerPool, module_of
 from lockstep.testing.report import ParityReport
 from lockstep.testing.training import run_case
 
 if TYPE_CHECKING:
-    from lockstep.config.parallel import Parallel
+    from typing_extensions import Unpack
 
 
 class ParityWorkers:
@@ -55,31 +55,9 @@ class ParityWorkers:
         self._pool.close()
         atexit.unregister(self._pool.close)
 
-    def compare_parity(
-        self,
-        make: Callable[[], object],
-        *,
-        parallel: str | Parallel = "ddp",
-        nproc: int = 2,
-        steps: int = 3,
-        mixed_precision: str = "no",
-        gradient_accumulation_steps: int = 1,
-        max_grad_norm: float | None = None,
-        seed: int = 0,
-        reference: str | Parallel | None = None,
-    ) -> ParityReport:
+    def compare_parity(self, make: Callable[[], object], **settings: Unpack[CaseSettings]) -> ParityReport:
         """As the function of this name, in these processes."""
-        case = ParityCase.of(
-            make,
-            parallel=parallel,
-            nproc=nproc,
-            steps=steps,
-            mixed_precision=mixed_precision,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            max_grad_norm=max_grad_norm,
-            seed=seed,
-            reference=reference,
-        )
+        case = ParityCase.of(make, **settings)
         with tempfile.TemporaryDirectory(prefix="lockstep-parity-") as folder:
             request = Request(
                 program=CheckedProgram((f"make() ({case.name})",)),
@@ -95,48 +73,15 @@ class ParityWorkers:
             check = ParityCheck(request, start=lambda spec: _PoolRun(self._pool, case, spec, self.timeout_s))
             return ParityReport(check.verdict())
 
-    def check_parity(
-        self,
-        make: Callable[[], object],
-        *,
-        parallel: str | Parallel = "ddp",
-        nproc: int = 2,
-        steps: int = 3,
-        mixed_precision: str = "no",
-        gradient_accumulation_steps: int = 1,
-        max_grad_norm: float | None = None,
-        seed: int = 0,
-        reference: str | Parallel | None = None,
-    ) -> ParityReport:
+    def check_parity(self, make: Callable[[], object], **settings: Unpack[CaseSettings]) -> ParityReport:
         """As the function of this name, in these processes."""
         __tracebackhide__ = True  # pytest then shows the test's own line
-        report = self.compare_parity(
-            make,
-            parallel=parallel,
-            nproc=nproc,
-            steps=steps,
-            mixed_precision=mixed_precision,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            max_grad_norm=max_grad_norm,
-            seed=seed,
-            reference=reference,
-        )
+        report = self.compare_parity(make, **settings)
         report.raise_if_differs()
         return report
 
 
-def compare_parity(
-    make: Callable[[], object],
-    *,
-    parallel: str | Parallel = "ddp",
-    nproc: int = 2,
-    steps: int = 3,
-    mixed_precision: str = "no",
-    gradient_accumulation_steps: int = 1,
-    max_grad_norm: float | None = None,
-    seed: int = 0,
-    reference: str | Parallel | None = None,
-) -> ParityReport:
+def compare_parity(make: Callable[[], object], **settings: Unpack[CaseSettings]) -> ParityReport:
     """Train what ``make`` makes on ``nproc`` ranks and in one process, on CPUs, and compare every tensor of the runs.
 
     Compared are batches, outputs of modules, their gradients, the loss, parameters' gradients, the norm and clipped
@@ -148,14 +93,18 @@ def compare_parity(
             a module, as other processes import it; ``functools.partial`` gives it arguments. ``batches``: a list of
             batches or a DataLoader, as one process would read them; of several ranks, rank 0 gets the first, rank 1
             the second, and so on. ``loss(model, batch)`` returns a 0-d tensor; None: ``model(**batch).loss``.
-        parallel: How the ranks spread the model, as ``Accelerator`` takes it: ``"zero=3"``, ``"ddp tp=2"``.
-        nproc: How many ranks.
-        steps: Optimizer steps to compare.
-        mixed_precision: "no", "bf16" or "fp16" for the ranks; the one process computes in fp32.
-        gradient_accumulation_steps: Batches of each rank in one step.
-        max_grad_norm: Clips gradients to this norm.
-        seed: Of all runs; generators are seeded before ``make`` is called.
-        reference: How another run on ``nproc`` ranks spreads the model, in the place of the one process.
+        settings: By name:
+
+            - ``parallel``: how the ranks spread the model, as ``Accelerator`` takes it: ``"zero=3"``, ``"ddp tp=2"``.
+              Default: ``"ddp"``.
+            - ``nproc``: how many ranks; 2.
+            - ``steps``: optimizer steps to compare; 3.
+            - ``mixed_precision``: "no" (the default), "bf16" or "fp16" for the ranks; the one process computes in
+              fp32.
+            - ``gradient_accumulation_steps``: batches of each rank in one step; 1.
+            - ``max_grad_norm``: clips gradients to this norm; None: no clipping.
+            - ``seed``: of all runs; generators are seeded before ``make`` is called. 0.
+            - ``reference``: how another run on ``nproc`` ranks spreads the model, in the place of the one process.
 
     Raises:
         ConfigError: an argument is not allowed.
@@ -163,45 +112,14 @@ def compare_parity(
         CouldNotRun: there is no answer: a run has failed, hung, or is not the same when it is repeated.
     """
     with ParityWorkers() as workers:
-        return workers.compare_parity(
-            make,
-            parallel=parallel,
-            nproc=nproc,
-            steps=steps,
-            mixed_precision=mixed_precision,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            max_grad_norm=max_grad_norm,
-            seed=seed,
-            reference=reference,
-        )
+        return workers.compare_parity(make, **settings)
 
 
-def check_parity(
-    make: Callable[[], object],
-    *,
-    parallel: str | Parallel = "ddp",
-    nproc: int = 2,
-    steps: int = 3,
-    mixed_precision: str = "no",
-    gradient_accumulation_steps: int = 1,
-    max_grad_norm: float | None = None,
-    seed: int = 0,
-    reference: str | Parallel | None = None,
-) -> ParityReport:
+def check_parity(make: Callable[[], object], **settings: Unpack[CaseSettings]) -> ParityReport:
     """As ``compare_parity``; where a tensor differs, ``ParityError`` is raised, whose message is the report."""
     __tracebackhide__ = True
     with ParityWorkers() as workers:
-        return workers.check_parity(
-            make,
-            parallel=parallel,
-            nproc=nproc,
-            steps=steps,
-            mixed_precision=mixed_precision,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            max_grad_norm=max_grad_norm,
-            seed=seed,
-            reference=reference,
-        )
+        return workers.check_parity(make, **settings)
 
 
 class _PoolRun:

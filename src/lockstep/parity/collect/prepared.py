@@ -14,9 +14,10 @@ from lockstep.parity.collect.chance import switch_dropout_off
 from lockstep.parity.collect.place import BatchPlace
 from lockstep.parity.collect.plain_calls import step_schedulers_when
 from lockstep.parity.collect.process import ProcessRun
+from lockstep.parity.collect.spanning import refuse_shared_routing, refuse_synchronised_statistics
 from lockstep.parity.collect.told import tell_length, tell_of_ranks
 from lockstep.parity.collect.trainers import accumulate_more
-from lockstep.parity.collect.virtual_ranks import AccumulatedRanks, VirtualRanks
+from lockstep.parity.collect.virtual_ranks import AccumulatedRanks, RanksInTurn, VirtualRanks
 from lockstep.parity.spec import Role
 from lockstep.parity.trace.regions import ShardAxes
 from lockstep.preparation.observers import ObservedRun
@@ -44,6 +45,7 @@ class PreparedRun(ProcessRun):
             accumulation=options.accumulation.num_steps or 1,
         )
         self._cp_method = parallel.cp_method
+        self._synchronises, self._shares_routing = parallel.sync_batchnorm, axes.pp == 1
         self._splits_batches = bool(options.loaders.split_batches)
         self._drops_out = not axes.splits_model
         if not self._drops_out:
@@ -69,9 +71,11 @@ class PreparedRun(ProcessRun):
     def begins(self, run: ObservedRun) -> None:
         data_ranks, meshes, seed = self._facts.data_ranks, run.meshes, self._spec.seed
         if self._spec.is_alone and data_ranks > 1:
-            common = (data_ranks, run.step, run.models, seed, self._splits_batches, self._data_ended)
+            turns = RanksInTurn(
+                data_ranks, run.step, run.models, seed, self._splits_batches, self._data_ended, self.refuse
+            )
             place: BatchPlace = (
-                AccumulatedRanks(*common) if self._accumulates else VirtualRanks(*common, run.optimizers)
+                AccumulatedRanks(turns) if self._accumulates else VirtualRanks(turns, run.optimizers)
             )
         else:
             place = BatchPlace(meshes.data_rank, run.models, seed)
@@ -94,4 +98,8 @@ class PreparedRun(ProcessRun):
     def model_prepared(self, model: ParallelModel) -> None:
         if not self._drops_out:
             switch_dropout_off(model)
+        if self.place.has_all_ranks:
+            refuse_synchronised_statistics(model, self._synchronises, self.refuse)
+            if self._shares_routing:
+                refuse_shared_routing(model, self.refuse)
         super().model_prepared(model)

@@ -28,8 +28,11 @@ class ProcessRun(RunCollector):
         rank: Of this process, as the launcher says; 0 where it is alone.
 
     Attributes:
+        instead: What to do where one process cannot stand for several ranks.
         restores: What undoes changes of classes, for a process that lives on.
     """
+
+    instead = "Compare with several processes instead: --reference ddp."
 
     def __init__(self, spec: RunSpec, rank: int, sources: SourceWatch) -> None:
         self._spec = spec
@@ -57,6 +60,15 @@ class ProcessRun(RunCollector):
             self._facts,
             ended="an epoch ends there with batches that do not go round all ranks",
         )
+        self.end()
+
+    def refuse(self, why: str, instead: str | None = None) -> NoReturn:
+        """One process cannot stand for several ranks here: the check has no answer, but this sentence.
+
+        Args:
+            instead: What to do; None: what helps every script of this kind.
+        """
+        self._facts = replace(self._facts, refused=f"{why} {instead or self.instead}")
         self.end()
 
     def all_steps_made(self, made: int) -> None:

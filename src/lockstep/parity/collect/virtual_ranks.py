@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,13 +12,33 @@ from torch import Tensor
 
 from lockstep.comm.tree import map_tensors
 from lockstep.data.loader import PreparedLoader
-from lockstep.errors import UsageError
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parity.collect.place import BatchPlace
 from lockstep.runtime.seed import rng_state, set_rng_state
 from lockstep.runtime.step import StepState
 
-INSTEAD = "Compare with several processes instead: --reference ddp."
+
+@dataclass(frozen=True)
+class RanksInTurn:
+    """What one process that stands for several ranks has to know of its run.
+
+    Attributes:
+        ranks: At least 2.
+        step: Of the script's ``Accelerator``.
+        models: The prepared ones: a list that grows.
+        seed: Of the run.
+        splits_batches: Loaders give global batches, of which each rank has a slice.
+        data_ended: Called where some ranks would have a batch that others do not have, or a shorter one.
+        refuse: Ends the run, with a sentence on why one process cannot stand for several ranks.
+    """
+
+    ranks: int
+    step: StepState
+    models: Sequence[ParallelModel]
+    seed: int
+    splits_batches: bool
+    data_ended: Callable[[], None]
+    refuse: Callable[[str], None]
 
 
 class SequentialRanks(BatchPlace):
@@ -26,29 +47,15 @@ class SequentialRanks(BatchPlace):
     A prepared loader of one process hands out batches in the order in which the ranks are given them: the first to rank
     0, the second to rank 1, ... So many in turn are one micro-batch of all ranks. With each of them the generators are
     seeded as the rank seeds its own, and the buffers are those of rank 0, as under DistributedDataParallel.
-
-    Args:
-        ranks: At least 2.
-        splits_batches: Loaders give global batches, of which each rank has a slice.
-        data_ended: Called where some ranks would have a batch that others do not have, or a shorter one.
     """
 
     has_all_ranks = True
 
-    def __init__(
-        self,
-        ranks: int,
-        step: StepState,
-        models: Sequence[ParallelModel],
-        seed: int,
-        splits_batches: bool,
-        data_ended: Callable[[], None],
-    ) -> None:
-        super().__init__(0, models, seed)
-        self.ranks = ranks
-        self._state = step
-        self._splits_batches = splits_batches
-        self._data_ended = data_ended
+    def __init__(self, turns: RanksInTurn) -> None:
+        super().__init__(0, turns.models, turns.seed)
+        self.ranks = turns.ranks
+        self._state = turns.step
+        self._turns = turns
         self._is_in_loop = False
         self._buffers_before: list[dict[str, Tensor]] = []
         self._buffers_of_first: list[dict[str, Tensor]] = []
@@ -84,7 +91,7 @@ class SequentialRanks(BatchPlace):
 
     def _parts(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            if not self._splits_batches or not self._is_trained_on():
+            if not self._turns.splits_batches or not self._is_trained_on():
                 yield batch
                 continue
             for rank in range(self.ranks):
@@ -100,8 +107,8 @@ class SequentialRanks(BatchPlace):
         counts, size = self._state.counts, loader.batch_size
         is_short = counts is not None and size is not None and counts.rows[0] < size
         is_last = self._handed % self.ranks == self.ranks - 1
-        if is_short or not (is_last or self._splits_batches):
-            self._data_ended()
+        if is_short or not (is_last or self._turns.splits_batches):
+            self._turns.data_ended()
 
     def _begin(self, number: int, of_all: int) -> None:
         self._turn_to(number % self.ranks)
@@ -135,24 +142,14 @@ class VirtualRanks(SequentialRanks):
     optimizers to step, and each rank has its own stream of random numbers.
 
     Args:
-        step: Of the script's ``Accelerator``.
         optimizers: The prepared ones: a list that grows.
 
     Attributes:
         schedulers_asked: How often any scheduler was asked to step, after the first backward.
     """
 
-    def __init__(
-        self,
-        ranks: int,
-        step: StepState,
-        models: Sequence[ParallelModel],
-        seed: int,
-        splits_batches: bool,
-        data_ended: Callable[[], None],
-        optimizers: Sequence[object],
-    ) -> None:
-        super().__init__(ranks, step, models, seed, splits_batches, data_ended)
+    def __init__(self, turns: RanksInTurn, optimizers: Sequence[object]) -> None:
+        super().__init__(turns)
         self._optimizers = optimizers
         self._batches_per_step: int | None = None
         self._asked: list[object] = []
@@ -160,9 +157,9 @@ class VirtualRanks(SequentialRanks):
         self._has_begun = False
         self._has_loader = False
         self.schedulers_asked = 0
-        self._generators: list[dict[str, object]] = [{}] * ranks
-        step.virtual_ranks = ranks
-        step.turns = self
+        self._generators: list[dict[str, object]] = [{}] * turns.ranks
+        turns.step.virtual_ranks = turns.ranks
+        turns.step.turns = self
 
     def prepared(self) -> None:
         super().prepared()
@@ -174,15 +171,11 @@ class VirtualRanks(SequentialRanks):
         super()._hand_out(batch)
 
     def forward_begins(self) -> None:
-        """A prepared model is called, to be trained.
-
-        Raises:
-            UsageError: an optimizer was asked to step since the batch came.
-        """
+        """A prepared model is called, to be trained. Refuses where an optimizer was asked to step on this batch."""
         if self._asked:
-            raise UsageError(
+            self._turns.refuse(
                 f"The script steps an optimizer ({type(self._asked[0]).__name__}) and then trains again on the same "
-                f"batch, which one process cannot do for {self.ranks} ranks one after another. {INSTEAD}"
+                f"batch, which one process cannot do for {self.ranks} ranks one after another."
             )
         super().forward_begins()
         if self._state.is_in_window:

@@ -28,7 +28,8 @@ from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parity.collect.place import BatchPlace
 from lockstep.parity.collect.plain_calls import step_schedulers_when
 from lockstep.parity.collect.process import ProcessRun
-from lockstep.parity.collect.virtual_ranks import VirtualRanks
+from lockstep.parity.collect.spanning import refuse_synchronised_statistics
+from lockstep.parity.collect.virtual_ranks import RanksInTurn, VirtualRanks
 from lockstep.parity.collect.watch_sources import SourceWatch
 from lockstep.parity.spec import Role, RunSpec
 from lockstep.runtime.step import StepState
@@ -37,6 +38,10 @@ from lockstep.torch_internals import autograd as torch_autograd
 
 class WrappedRun(ProcessRun):
     """One process of it: what torch is asked to do is seen from the construction on, to the end of the process."""
+
+    instead = (
+        "Scripts that spread their models themselves have no other reference: check this one without it."
+    )
 
     def __init__(self, spec: RunSpec, rank: int, sources: SourceWatch) -> None:
         super().__init__(spec, rank, sources)
@@ -48,9 +53,10 @@ class WrappedRun(ProcessRun):
         ranks = spec.ranks if spec.is_alone else 1
         self._facts = replace(self._facts, data_ranks=spec.ranks, data_rank=rank)
         if ranks > 1:
-            self.place = VirtualRanks(
-                ranks, self._state, self._models, spec.seed, False, self._data_ended, self._optimizers
+            turns = RanksInTurn(
+                ranks, self._state, self._models, spec.seed, False, self._data_ended, self.refuse
             )
+            self.place = VirtualRanks(turns, self._optimizers)
             step_schedulers_when(self.place.schedules)
         else:
             self.place = BatchPlace(rank, self._models, spec.seed)
@@ -82,8 +88,13 @@ class WrappedRun(ProcessRun):
         if self._depth == 1 and torch.is_grad_enabled() and not self._is_known(module):
             held = {id(p) for one in self._optimizers for group in one.param_groups for p in group["params"]}
             if any(id(parameter) in held for parameter in module.parameters()):
-                self.model_prepared(ParallelModel(module))
+                self._prepared(ParallelModel(module))
                 self.forward_comes()  # its own hooks are those that this call began with
+
+    def _prepared(self, model: ParallelModel) -> None:
+        if self.place.has_all_ranks:
+            refuse_synchronised_statistics(model, False, self.refuse)
+        self.model_prepared(model)
 
     def _after_module(self, module: nn.Module, args: object, output: object) -> None:
         if not torch_autograd.is_in_backward():
