@@ -29,6 +29,7 @@ from lockstep.config.merge import ExternalSettings
 from lockstep.config.options import fit_to_world, parallel_fields, resolve_options
 from lockstep.config.options_view import OptionsView
 from lockstep.config.parallel import Parallel
+from lockstep.config.sources import control_endpoint
 from lockstep.errors import StateResetError
 from lockstep.observe import hang
 from lockstep.observe.methods import TrackingMethods
@@ -46,6 +47,7 @@ from lockstep.train.loss_scale import LossScaler
 
 if TYPE_CHECKING:
     from lockstep.data.loader import PreparedLoader
+    from lockstep.observe.measures.measures import Measures
     from lockstep.parallel.materialize import InitWeights
     from lockstep.train.optimizer import PreparedOptimizer
     from lockstep.train.scheduler import PreparedScheduler
@@ -89,6 +91,9 @@ class Accelerator(
         parallel: How models are spread: a line such as ``"zero=3 activation=full"``, a mapping, or a ``Parallel``.
         watch: Whether this process is watched for hangs and stop signals, see below (None: as flag, environment and
             file say, else yes).
+        run_dir: Folder for what the run measures, see ``measures`` (None: as flag, environment and file say, else
+            ``run`` in ``project_dir``, if there is one); "no": nothing is written.
+        log_measures: ``log`` gives the measures to trackers as well, under names that begin with ``lockstep/``.
         further: Fields of ``Parallel`` one by one (``zero=3``, ``blocks=rule``). Options of Accelerate that do not
             exist here are refused by name.
 
@@ -149,6 +154,8 @@ class Accelerator(
         *,
         parallel: str | Parallel | Mapping[str, object] | None = None,
         watch: bool | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+        log_measures: bool = False,
         **further: object,
     ) -> None:
         given = dict(locals())
@@ -179,6 +186,8 @@ class Accelerator(
             project_config=project_config,
             kwargs_handlers=kwargs_handlers,
             watch=watch,
+            run_dir=run_dir,
+            log_measures=log_measures,
             external=_external_settings,
         )
         for observer in RunObserver.registered:
@@ -267,7 +276,33 @@ class Accelerator(
             self.device_placement,
             self.step_scheduler_with_optimizer,
             lambda: self._accumulation.ranks_step_together,
+            self.measures,
         )
+
+    @cached_property
+    def measures(self) -> Measures:
+        """What this run does: seconds of a step by part, samples and tokens a second, FLOPs, memory; see ``Measures``.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = torch.nn.Linear(4, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            loader = accelerator.prepare(torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=8))
+            for batch in loader:
+                accelerator.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            print(accelerator.measures.samples_per_second, accelerator.measures.seconds)
+            ```
+        """
+        from lockstep.observe.measures.measures import Measures
+
+        endpoint = control_endpoint()
+        return Measures(self.runtime, self._step, self._options, endpoint is not None and endpoint.round > 0)
 
     def _change_options(self, **changes: Any) -> None:
         self._options = replace(self._options, **changes)
@@ -281,6 +316,7 @@ class Accelerator(
             self._preparation.optimizers,
             self.meshes,
             self._preparation.gradients.forget,
+            self.measures,
         )
 
     @property
@@ -427,6 +463,12 @@ class Accelerator(
 
     clear = free_memory
 
+    def wait_for_everyone(self) -> None:
+        """Return when every rank has called this."""
+        part = self._step.clock.enter("wait")
+        super().wait_for_everyone()
+        self._step.clock.enter(part)
+
     def end_training(self) -> None:
         """Finish the trackers, and steps and a save in the background, and wait for all ranks.
 
@@ -435,6 +477,8 @@ class Accelerator(
         self._watch.ending()
         self._preparation.offload.finish()
         self._trackers.finish()
+        if "measures" in vars(self):
+            self.measures.finish("end_training")
         if "_checkpointer" in vars(self):  # it was used
             self._checkpointer.close()
         self.wait_for_everyone()

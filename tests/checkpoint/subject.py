@@ -41,7 +41,9 @@ class Subject:
     def __init__(self, project: Path) -> None:
         torch.manual_seed(0)
         configuration = ProjectConfiguration(str(project), automatic_checkpoint_naming=True)
-        self.accelerator = Accelerator(cpu=True, mixed_precision="fp16", project_config=configuration)
+        self.accelerator = Accelerator(
+            cpu=True, mixed_precision="fp16", project_config=configuration, run_dir="no"
+        )
         model = nn.Sequential(
             nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, CLASSES)
         )

@@ -41,7 +41,7 @@ NONSENSE = (
 
 # variable -> what must be there for it to be read
 VARIABLES: dict[str, dict[str, str]] = {
-    **{name: {} for one in OF_WORKERS.values() for name in one.variables},
+    **{name: {} for one in OF_WORKERS.values() for name in one.variables if one.name != "run_dir"},
     "LOCKSTEP_CONFIG_FILE": {},
     "ACCELERATE_USE_FSDP": {},
     "ACCELERATE_USE_DEEPSPEED": {},
@@ -66,7 +66,11 @@ VARIABLES: dict[str, dict[str, str]] = {
 # what a launcher passes on to a process, and a launch of its own does not read
 OF_A_PROCESS = {*PLACE, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", *CONTROL, "LOCKSTEP_RESTART"}
 # any text may be a folder
-FREE = {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH"}
+FREE = {
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
+    "LOCKSTEP_RUN_DIR",
+}
 # without effect here, whatever they say
 WITHOUT_EFFECT = {
     "ACCELERATE_DEEPSPEED_ZERO3_INIT",

@@ -186,7 +186,12 @@ def _checked(state: Document, checkpoint: Checkpoint) -> Document:
 
 
 def _check_form(state: Document) -> None:
-    _has(state, "the window", {"window": dict, "layouts": list, "models": list})
+    counted = (
+        {"steps": int} if isinstance(state, dict) and "steps" in state else {}
+    )  # of earlier versions: not
+    _has(state, "the window", {"window": dict, "layouts": list, "models": list, **counted})
+    if not 0 <= state.get("steps", 0) < 2**48:
+        raise ValueError(f"{state['steps']} steps")
     _has(
         state["window"],
         "window",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from lockstep.config.enums import DynamoBackend
@@ -85,6 +86,8 @@ class Options:
     - ``deepspeed_plugins``: where there are several, each with its stage of ZeRO.
     - ``watch``: look for hangs and stop signals; ``grace_s``: from such a signal to the end of the process.
     - ``cpu_affinity``: run each process on the cores beside its GPU.
+    - ``run_dir``: where rank 0 writes what it measures; None: nowhere. ``log_measures``: trackers get it, too.
+    - ``said``: the settings that were said, by name, each with its source.
     - ``config_warnings``: what a configuration asks for in vain, to be said once by one process.
     """
 
@@ -116,6 +119,9 @@ class Options:
     watch: bool = OF_WORKERS["watch"].default
     grace_s: float = OF_WORKERS["grace"].default
     cpu_affinity: bool = False
+    run_dir: Path | None = None
+    log_measures: bool = False
+    said: Mapping[str, SettingValue] = field(default_factory=dict)
 
 
 def resolve_options(
@@ -138,6 +144,8 @@ def resolve_options(
     deepspeed_plugins: object = None,
     parallelism_config: object = None,
     watch: bool | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    log_measures: bool = False,
     external: Callable[..., ExternalSettings],
 ) -> Options:
     """Merge code, environment and defaults; plugins and DeepSpeed configurations must agree with these.
@@ -170,6 +178,7 @@ def resolve_options(
             "cpu": cpu or None,
             "parallel": parallel,
             "watch": watch,
+            "run_dir": None if run_dir is None else os.fspath(run_dir),
             "dynamo_backend": dynamo_plugin.backend if dynamo_plugin is not None else dynamo_backend,
             "dynamo_use_regional_compilation": getattr(dynamo_plugin, "use_regional_compilation", None),
         }
@@ -234,7 +243,23 @@ def resolve_options(
         watch=settings["watch"].value,
         grace_s=settings["grace"].value,
         cpu_affinity=settings["cpu_affinity"].value,
+        run_dir=_run_dir(settings["run_dir"].value, project.project_dir),
+        log_measures=log_measures,
+        said={
+            name: said
+            for name, said in (settings | asked).items()
+            if said.source != "default" and said.value is not None
+        },
     )
+
+
+def _run_dir(said: str | None, project_dir: str | os.PathLike[str] | None) -> Path | None:
+    """The folder that was said, else ``run`` in the project's; None: "no", or a place that is not in a file system."""
+    if said is None and project_dir is not None:
+        said = os.path.join(os.fspath(project_dir), "run")
+    if said is None or said == "no" or "://" in said:
+        return None
+    return Path(os.path.abspath(os.path.expanduser(said)))
 
 
 SCALER_FIELDS = tuple(item.name for item in fields(GradScalerKwargs))

@@ -212,6 +212,9 @@ TOPICS: dict[str, tuple[Setting, ...]] = {
         Setting("debug", kinds.SWITCH, "Set TORCH_DISTRIBUTED_DEBUG=DETAIL.", "--debug", False),
     ),
     "Output": (
+        _worker("run_dir", kinds.FOLDER, "LOCKSTEP_RUN_DIR",
+                "Folder for what the run measures, or no (default: run in the project_dir).", "--run-dir",
+                note="a folder, or `no`"),
         _flag("log_dir", kinds.FOLDER, "Write each rank's output to rank-N.out and rank-N.err here.", "--log-dir"),
         _flag("tee", kinds.SWITCH, "With --log-dir: show the output as well.", "-t --tee"),
     ),

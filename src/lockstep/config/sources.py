@@ -139,6 +139,31 @@ def unknown_variables(environ: Environ | None = None) -> tuple[str, ...]:
 
 CONFIG_VARIABLE = "LOCKSTEP_CONFIG_FILE"
 
+TELLING = (
+    "LOCKSTEP_",
+    "ACCELERATE_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "TORCHINDUCTOR_",
+    "PYTORCH_",
+    "OMP_",
+    "MKL_",
+    "CUDA_",
+)
+SECRETS = ("SECRET", "TOKEN", "PASSWORD", "KEY")
+
+
+def telling_variables(environ: Environ | None = None) -> dict[str, str]:
+    """The variables that change how a run computes or communicates, without those that name a secret."""
+    environ = os.environ if environ is None else environ
+    return {
+        name: plain(value, 500)
+        for name, value in sorted(environ.items())
+        if name.startswith(TELLING) and not any(word in name for word in SECRETS)
+    }
+
+
 # -- other reads of the environment --------------------------------------------------------------------
 
 

@@ -342,7 +342,12 @@ class PreparedLoader(DataLoader[Any]):
                 iteration.digest = digest
                 if iteration.drawing is not None:
                     iteration.drawing.shown = states
-                placed = batch if device is None else send_to_device(batch, device, non_blocking)
+                if device is None:
+                    placed = batch
+                else:
+                    self._parts.step.clock.enter("to_device")
+                    placed = send_to_device(batch, device, non_blocking)
+                self._parts.step.clock.batch_comes(placed)
                 if behind:
                     yield from until_used(placed, behind, self._parts.step.clock, self._parts.rank)
                     behind = 0
@@ -350,6 +355,7 @@ class PreparedLoader(DataLoader[Any]):
                     yield placed
                 if not last:  # behind the last one, the script has more to do before the step is complete
                     self._parts.step.clock.batch_wanted()
+            self._parts.step.clock.enter("other")
             iteration.behind = None
             if number and not progress.end_of_data:
                 self._check_length(f"only {number}")

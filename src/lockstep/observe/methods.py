@@ -20,6 +20,7 @@ from lockstep.observe.trackers.base import GeneralTracker
 from lockstep.runtime.process import Runtime
 
 if TYPE_CHECKING:
+    from lockstep.observe.measures.measures import Measures
     from lockstep.observe.trackers.run import TrackerSet
 
 TRACE_NAME = "profile_{rank}.json"
@@ -110,6 +111,11 @@ class TrackingMethods:
     _options: Options
     _log_with: object = None
 
+    if TYPE_CHECKING:
+
+        @property
+        def measures(self) -> Measures: ...
+
     @cached_property
     def _trackers(self) -> TrackerSet:
         return trackers.TrackerSet(self._log_with, self._options.project.logging_dir, self.runtime.is_main)
@@ -145,6 +151,9 @@ class TrackingMethods:
             accelerator.end_training()
             ```
         """
+        self.measures.logged(values)
+        if self._options.log_measures:
+            values = self.measures.numbers() | values
         self._trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:

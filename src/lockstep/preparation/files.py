@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from lockstep.runtime.step import StepState
 if TYPE_CHECKING:
     from lockstep.checkpoint.checkpointer import Checkpointer
     from lockstep.observe.hang.process import ProcessWatch
+    from lockstep.observe.measures.measures import Measures
     from lockstep.preparation.prepare import Preparation
     from lockstep.preparation.window import AccumulationState
 
@@ -42,6 +44,7 @@ class FileMethods:
     _watch: ProcessWatch
     _registered: list[object]
     _preemption_hook: Callable[[], str] | None = None
+    _save_began = 0.0
 
     if TYPE_CHECKING:  # each made when it is first used
 
@@ -51,6 +54,8 @@ class FileMethods:
         def _preparation(self) -> Preparation: ...
         @property
         def _window(self) -> AccumulationState: ...
+        @property
+        def measures(self) -> Measures: ...
         @property
         def is_main_process(self) -> bool: ...
         def end_training(self) -> None: ...
@@ -212,7 +217,17 @@ class FileMethods:
             if self.is_main_process:
                 warn_of_pickles("save_state")
             add_files = self._pickled_weights(output_dir)
-        return save(self._checkpointer, output_dir, contents, self._settings(), blocking, add_files)
+        self._save_began = time.perf_counter()
+        part = self._step.clock.enter("save")
+        try:
+            return save(self._checkpointer, output_dir, contents, self._settings(), blocking, add_files)
+        finally:
+            self._step.clock.enter(part)
+
+    def _committed(self, path: str) -> None:
+        """A checkpoint is complete; told to rank 0 by the thread that wrote it."""
+        self._watch.committed(path)
+        self.measures.saved(path, time.perf_counter() - self._save_began)
 
     def _pickled_weights(self, output_dir: str | os.PathLike[str] | None) -> Callable[[str], None]:
         """What writes ``pytorch_model.bin`` of every model into a checkpoint. Collective."""
@@ -264,13 +279,16 @@ class FileMethods:
             refuse_options("load_state", options, known={"map_location"})
             return self._contents()
 
-        return load(self._checkpointer, input_dir, contents)
+        began = time.perf_counter()
+        path = load(self._checkpointer, input_dir, contents)
+        self.measures.loaded(path, self._window.loaded_steps, time.perf_counter() - began)
+        return path
 
     @cached_property
     def _checkpointer(self) -> Checkpointer:
         from lockstep.checkpoint.checkpointer import Checkpointer  # with pydantic, which a run may never need
 
-        return Checkpointer(self.runtime, self._communicator, self._options.project, self._watch.committed)
+        return Checkpointer(self.runtime, self._communicator, self._options.project, self._committed)
 
     def _settings(self) -> dict[str, object]:
         """How the run is set up, as checkpoints tell it."""

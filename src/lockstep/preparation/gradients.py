@@ -16,11 +16,12 @@ from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import UsageError
 from lockstep.model.changes import UncopiedHook
 from lockstep.observe.damage.checks import DamageWatch
-from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parallel.parallel_model import ParallelModel, ReplicatedModel
 from lockstep.preparation.backward_watch import BackwardWatch
 from lockstep.preparation.checks import check_called
 from lockstep.preparation.shards import ParameterRegistry
-from lockstep.runtime.step import StepState
+from lockstep.runtime.step import StepClock, StepState
+from lockstep.torch_internals.autograd import at_end_of_backward
 from lockstep.torch_internals.dtensor_operators import keep_plain_gradients
 from lockstep.torch_internals.tensors import is_view, version
 
@@ -34,6 +35,7 @@ class Gradients:
         scales_loss: Losses are scaled, as with fp16.
         damage: Looks for damage in each backward, if that is asked for.
         ranks_step_together: Whether all ranks make this step with averaged gradients, unlike in asynchronous training.
+        clock: Learns when averages are waited for.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class Gradients:
         scales_loss: bool,
         damage: DamageWatch | None,
         ranks_step_together: Callable[[], bool],
+        clock: StepClock,
     ) -> None:
         self._models = models
+        self._clock = clock
         self._shards = shards
         self._world_size = world_size
         self._damage = damage
@@ -79,6 +83,7 @@ class Gradients:
             keep_plain_gradients(loss)
         for model in self._models:
             model.backward_begins()
+        waits = loss.register_hook(self._await_averages) if self._waits_at_end() else None
         try:
             with nullcontext() if self._damage is None else self._damage.backward(loss):
                 self.watch.backward(partial(loss.backward, **kwargs))
@@ -93,9 +98,25 @@ class Gradients:
                     "model's forward, or use parallel='ddp'."
                 ) from error
             raise
+        finally:
+            if waits is not None:
+                waits.remove()
+        if self._world_size > 1:
+            self._clock.enter("communication")
         self._average()
         if self._world_size > 1 and self._ranks_step_together():
             self._own.after_backward()
+
+    def _waits_at_end(self) -> bool:
+        """Whether what follows a backward's last gradient is DDP's wait for averages."""
+        return self._world_size > 1 and any(isinstance(model, ReplicatedModel) for model in self._models)
+
+    def _await_averages(self, _: torch.Tensor) -> None:
+        # Called before DDP asks for its own end, so that this comes first.
+        at_end_of_backward(self._wait_begins)
+
+    def _wait_begins(self) -> None:
+        self._clock.enter("communication")
 
     def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Raise UsageError where a step would go wrong by gradients that are not averages."""

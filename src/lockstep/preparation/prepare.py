@@ -21,6 +21,7 @@ from lockstep.data.prepare import prepare_loader
 from lockstep.errors import ArgumentError, UsageError
 from lockstep.observe.damage.checks import DamageWatch
 from lockstep.observe.log import get_logger
+from lockstep.observe.measures.measures import Measures
 from lockstep.parallel.materialize import InitWeights
 from lockstep.parallel.parallel_model import ParallelModel, PipelinedModel
 from lockstep.parallel.parallelize import ModelOptions, parallelize
@@ -66,7 +67,8 @@ class Preparation:
         rng_types: list[str] | None,
         device_placement: bool,
         step_scheduler_with_optimizer: bool,
-        ranks_step_together: Callable[[], bool] = lambda: True,
+        ranks_step_together: Callable[[], bool],
+        measures: Measures,
     ) -> None:
         self._options = options
         self._runtime = runtime
@@ -89,6 +91,8 @@ class Preparation:
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[PreparedLoader] = []
+        self._measures = measures
+        measures.objects_are(self.models, self.optimizers)
         self._dealt: dict[int, PreparedLoader] = {}
         self._step_checks = StepChecks(
             step,
@@ -112,6 +116,7 @@ class Preparation:
             scales_loss=scaler is not None,
             damage=self._damage,
             ranks_step_together=ranks_step_together,
+            clock=step.clock,
         )
         self.verifications = Verifications(
             options, runtime, meshes, communicator, self._shards.reshard, self.gradients.watch.unnoticed
@@ -233,6 +238,8 @@ class Preparation:
         if whole is not None:
             self._wholes[len(self.models)] = whole
         self.models.append(prepared)
+        if not evaluation_mode:
+            self._measures.model_prepared(prepared)
         for observer in RunObserver.registered if not evaluation_mode else ():
             observer.model_prepared(prepared)
         return prepared.module
@@ -289,7 +296,7 @@ class Preparation:
             else None,
             other_stages=self.other_stages,
             before_step=self._before_step,
-            after_clip=_tell_of_clipping if RunObserver.registered else None,
+            after_clip=self._clipped,
         )
         optimizer.register_step_post_hook(_after_step(self.gradients.watch))
         self._seen.add(optimizer, prepared)
@@ -360,13 +367,19 @@ class Preparation:
         self, parameters: list[torch.Tensor], max_norm: float, norm_type: float, window_ended: bool
     ) -> torch.Tensor:
         """See ``clipping.clip_norm``: over all ranks that hold parameters."""
-        observers = RunObserver.registered if window_ended else []
-        for observer in observers:
+        for observer in RunObserver.registered if window_ended else []:
             observer.before_clip()
+        part = self._step.clock.enter("optimizer")
         norm = clip_norm(parameters, max_norm, norm_type, window_ended, self.other_stages())
-        for observer in observers:
-            observer.clipped(norm)
+        self._step.clock.enter(part)
+        if window_ended:
+            self._clipped(norm)
         return norm
+
+    def _clipped(self, norm: torch.Tensor) -> None:
+        self._measures.clipped(norm)
+        for observer in RunObserver.registered:
+            observer.clipped(norm)
 
     def override_even_batches(self, even_batches: bool) -> None:
         """Set it on all loaders that can still be changed, and warn about the others."""
@@ -422,11 +435,6 @@ class Preparation:
         if self._runtime.world_size > 1:
             check_trained(optimizer, self.parameters_at_rest())
         self.offload.take_over(optimizer)
-
-
-def _tell_of_clipping(norm: torch.Tensor) -> None:
-    for observer in RunObserver.registered:
-        observer.clipped(norm)
 
 
 def _after_step(watch: BackwardWatch) -> Callable[[Optimizer, object, object], None]:

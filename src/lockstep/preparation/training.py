@@ -26,6 +26,7 @@ from lockstep.train import clipping
 from lockstep.train.accumulation import Accumulation, trigger_sync
 
 if TYPE_CHECKING:
+    from lockstep.observe.measures.measures import Measures
     from lockstep.preparation.prepare import Preparation
     from lockstep.train.loss_scale import LossScaler
 
@@ -46,6 +47,8 @@ class TrainingMethods:
         def _preparation(self) -> Preparation: ...
         @property
         def _accumulation(self) -> Accumulation: ...
+        @property
+        def measures(self) -> Measures: ...
 
     def backward(
         self, loss: torch.Tensor, *, weight: torch.Tensor | float | None = None, **kwargs: object
@@ -79,12 +82,14 @@ class TrainingMethods:
         self._preparation.gradients.check_backward(loss)
         self._step.clock.backward_begins()
         scaled = self._accumulation.scale(loss, weight, self._preparation.gradients)
+        self.measures.backward_begins(loss, weight)
         if self._scaler is not None:
             scaled = self._scaler.scale(scaled)
         for observer in RunObserver.registered:
             scale = 1.0 if self._scaler is None else self._scaler.scaler.get_scale()
             observer.backward_begins(loss, self._accumulation.loss_factor * scale)
         self._preparation.gradients.backward(scaled, **kwargs)
+        self._step.clock.enter("other")
 
     def train_step(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import CheckpointError, UsageError
+from lockstep.observe.measures.measures import Measures
 from lockstep.parallel.accumulated import (
     Accumulated,
     accumulated,
@@ -42,6 +43,10 @@ class AccumulationState:
     Args:
         models: Prepared, in the order of the checkpoint. This and ``optimizers`` may be lists that still grow.
         meshes: The ranks over which gradients are averaged, and those that hold different weights.
+        measures: Counts the steps of the run.
+
+    Attributes:
+        loaded_steps: How many steps the loaded state had behind it; None: not known, or none was loaded.
     """
 
     def __init__(
@@ -51,12 +56,15 @@ class AccumulationState:
         optimizers: list[PreparedOptimizer],
         meshes: DeviceMeshes,
         before_load: Callable[[], None] = lambda: None,
+        measures: Measures | None = None,
     ) -> None:
         self._accumulation = accumulation
         self._models = models
         self._optimizers = optimizers
         self._meshes = meshes
         self._before_load = before_load
+        self._measures = measures
+        self.loaded_steps: int | None = None
 
     def watch(self) -> None:
         """Notice from now on when the optimizers step; those that were watched before still are."""
@@ -80,6 +88,7 @@ class AccumulationState:
             "window": self._accumulation.state_dict(),
             "layouts": self._layouts(),
             "models": [vars(each) for each in found],
+            "steps": 0 if self._measures is None else self._measures.step,
         }
 
     def places(self) -> dict[str, torch.Tensor]:
@@ -130,6 +139,7 @@ class AccumulationState:
         """
         self.check(states)
         self._before_load()
+        self.loaded_steps = states[0].get("steps")  # not in files of earlier versions
         unchanged = self.is_unchanged(states)
         for model in self._models:
             clear(model)

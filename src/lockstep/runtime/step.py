@@ -11,6 +11,13 @@ from typing import Any, Protocol
 RECENT_STEPS = 50
 
 
+class StepParts(Protocol):
+    """Which part of a step the main thread is in."""
+
+    def enter(self, part: str) -> str:
+        """Another part begins; returns the one that it was in."""
+
+
 class StepClock:
     """Counts batches, backward passes and optimizer steps, and finds the boundaries between steps.
 
@@ -20,7 +27,8 @@ class StepClock:
 
     ``ticks`` grows with everything that gets done. ``durations_s`` are those of the latest steps, from boundary to
     boundary; ``local_s`` how long each took from its boundary to its backward pass, when other ranks are not waited
-    for by plain data parallelism.
+    for by plain data parallelism. ``parts``, once there is one, learns in which part of a step the main thread is;
+    ``at_batch`` is called with each batch that a prepared loader hands out, ``at_step`` at each boundary.
     """
 
     def __init__(self) -> None:
@@ -30,25 +38,44 @@ class StepClock:
         self.durations_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self.local_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self.at_boundary: Callable[[int], None] | None = None
+        self.parts: StepParts | None = None
+        self.at_batch: list[Callable[[object], None]] = []
+        self.at_step: list[Callable[[], None]] = []
         self._stepped = False
         self._began: float | None = None
         self._forward_s = 0.0
         self._asked: float | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "at_boundary": None}  # a copy counts, but stops nothing
+        # a copy counts, but stops nothing, and nobody looks on
+        return {**self.__dict__, "at_boundary": None, "parts": None, "at_batch": [], "at_step": []}
+
+    def enter(self, part: str) -> str:
+        """The main thread begins another part of a step; returns the one that it was in."""
+        return "other" if self.parts is None else self.parts.enter(part)
 
     def batch_wanted(self) -> None:
         """The loop asks a prepared loader for its next batch."""
         self.ticks += 1
         if not self._stepped:
             self._asked = self._asked or time.perf_counter()
-            return
-        self._stepped = False
-        self.boundary()
+        else:
+            self._stepped = False
+            self.boundary()
+        if self.parts is not None:
+            self.parts.enter("data")
+
+    def batch_comes(self, batch: object) -> None:
+        """A prepared loader hands out this one."""
+        for look in self.at_batch:
+            look(batch)
+        if self.parts is not None:
+            self.parts.enter("other")
 
     def boundary(self) -> None:
         """A step is complete."""
+        for tell in self.at_step:
+            tell()
         now = time.perf_counter()
         if self._began is not None:
             self.durations_s.append(now - self._began)
@@ -66,6 +93,8 @@ class StepClock:
         if self._asked is not None:
             self._forward_s += time.perf_counter() - self._asked
             self._asked = None
+        if self.parts is not None:
+            self.parts.enter("backward")
 
     def stepped(self) -> None:
         """An optimizer made a step."""

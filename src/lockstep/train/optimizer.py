@@ -119,9 +119,11 @@ class PreparedOptimizer(Optimizer):
         """Clear gradients, except inside an accumulation window."""
         turns = self._step_state.turns
         if self._step_state.sync_gradients if turns is None else turns.clears():
+            part = self._step_state.clock.enter("optimizer")
             self.optimizer.zero_grad(set_to_none)
             if self._after_zero_grad is not None:
                 self._after_zero_grad()
+            self._step_state.clock.enter(part)
 
     def step(self, closure: object = None) -> Any:
         """Step, except inside an accumulation window or, with fp16, on infinite gradients.
@@ -137,10 +139,12 @@ class PreparedOptimizer(Optimizer):
         if not self._step_state.sync_gradients:
             return None
         self._step_state.stepping = True
+        self._step_state.clock.enter("optimizer")
         try:
             return self._step(closure)
         finally:
             self._step_state.stepping = False
+            self._step_state.clock.enter("other")
 
     def _step(self, closure: Any) -> Any:
         self._step_state.clock.stepped()
