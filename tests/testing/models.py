@@ -33,6 +33,11 @@ def mlp() -> Made:
     return made(nn.Sequential(*layers), (ROWS, WIDTH))
 
 
+def mlp_adafactor() -> Made:
+    model, _, batches, loss = mlp()
+    return model, torch.optim.Adafactor(model.parameters(), lr=1e-2), batches, loss
+
+
 def of_loader(workers: int = 0) -> Any:
     """Drawn in another order each epoch, from a dataset whose items are rows."""
     model, optimizer, batches, loss = mlp()
@@ -153,6 +158,7 @@ def t5() -> Made:
 
 MODELS: dict[str, Callable[[], Made]] = {
     "mlp": mlp,
+    "mlp_adafactor": mlp_adafactor,
     "cnn": cnn,
     "lstm": lstm,
     "llama": llama,

@@ -33,6 +33,7 @@ CELLS = [
     *[("llama", words) for words in (*DATA, "tp=2", "pp=2", "cp=2")],
     *[("mixtral", words) for words in (*DATA, "tp=2", "pp=2", "cp=2")],
     *[("t5", words) for words in (*DATA, "tp=2", "pp=2")],
+    *[("mlp_adafactor", words) for words in ("zero=1", "zero=3", "tp=2")],  # it steps on whole parameters
 ]
 
 

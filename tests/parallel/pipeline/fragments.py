@@ -186,6 +186,16 @@ def notes(block: Any, x: Tensor, *args: Any) -> Tensor:
     return x
 
 
+def collected_by_hook(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    """As transformers collects the logits of routers: out of the blocks, past what they return."""
+    inner: list[Tensor] = []
+    hooks = [block.up.register_forward_hook(lambda *given: inner.append(given[2])) for block in model.blocks]
+    loss = ce(model, run(model, model.embed(ids)), labels)
+    for hook in hooks:
+        hook.remove()
+    return loss + 0.1 * torch.cat([one.to(loss.device) for one in inner]).square().mean()
+
+
 def in_tuple(model: Any, x: Tensor, labels: Tensor, **_: Any) -> Any:
     z = model.head(x)
     return F.cross_entropy(z.flatten(0, 1), labels.flatten(), reduction="sum"), z
@@ -378,6 +388,9 @@ FRAGMENTS: dict[str, Fragment] = {
     ),
     "counter of the model": Fragment(root_count, root=attribute("calls", 0)),
     "counter of the model, padded": Fragment(root_count, root=attribute("calls", 0), padded=True),
+    "collected by hooks": Fragment(
+        forward=collected_by_hook, says=("neither returns nor keeps", "output_router_logits"), fast=True
+    ),
     "a note": Fragment(block=attribute("noted", None), hook=notes),
     "batch norm": Fragment(
         block=batch_norm, hook=normed, at=AT, says=("'blocks.2.bn'", "GroupNorm"), fast=True

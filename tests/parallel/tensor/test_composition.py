@@ -82,6 +82,8 @@ def various() -> dict[str, Any]:
     with pytest.raises(UsageError, match="7 positions cannot be split over tp=2"):
         model(tokens[:, :7])
     model(tokens)  # it works again
+    with pytest.raises(UsageError, match="'blocks.0' was called without a tensor of shape .batch, sequence"):
+        model.blocks[0](torch.ones(4, problem.WIDTH))
     twin = copy.deepcopy(model)
     assert twin.token.weight is not model.token.weight
     assert torch.equal(problem.whole(twin(tokens)), problem.whole(model(tokens)))

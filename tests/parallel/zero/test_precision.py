@@ -339,9 +339,11 @@ def images(rank: int) -> torch.Tensor:
     return torch.randn(6, 3, 5, 5, generator=torch.Generator().manual_seed(rank))
 
 
-def train_normalised(precision: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
+def train_normalised(
+    precision: str, blocks: str
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
     """Gradients, buffers, and what the model says in evaluation."""
-    accelerator = accelerator_of("zero=3 reduce=fp32", precision)
+    accelerator = accelerator_of(f"zero=3 reduce=fp32 blocks={blocks}", precision)
     model = accelerator.prepare(make_normalised())
     accelerator.backward(model(images(accelerator.process_index)).square().mean())
     accelerator.unscale_gradients()
@@ -353,8 +355,9 @@ def train_normalised(precision: str) -> tuple[dict[str, torch.Tensor], dict[str,
     return found, {n: b.clone() for n, b in model.named_buffers()}, outputs
 
 
+@pytest.mark.parametrize("blocks", ["Sequential", "Conv2d,BatchNorm2d"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_batch_norm_equals_plain_autocast(run_distributed, precision: str) -> None:
+def test_batch_norm_equals_plain_autocast(run_distributed, precision: str, blocks: str) -> None:
     model, total = make_normalised(), {}
     for rank in (1, 0):  # running statistics are those of rank 0
         model.load_state_dict(make_normalised().state_dict())
@@ -366,7 +369,7 @@ def test_batch_norm_equals_plain_autocast(run_distributed, precision: str) -> No
     model.eval()
     with torch.no_grad(), torch.autocast("cpu", oracle.DTYPES[precision]):
         outputs = model(images(9)).float()
-    results = run_distributed(train_normalised, 2, precision)
+    results = run_distributed(train_normalised, 2, precision, blocks)
     for found, _, evaluated in results:
         assert problem.difference(found, total) < 1e-5
         assert evaluated.dtype is torch.float32

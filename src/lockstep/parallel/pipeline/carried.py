@@ -147,8 +147,10 @@ class Values(TorchFunctionMode):
                 self._of.pop(id(instead), None)
                 self._note(instead, Source("function", self._block, ITSELF, name, number))
                 self._of[id(changed)] = self._of[id(instead)]
+            passed_on = set(map(id, given.values()))  # as by to(), where nothing is to be changed
             for path, leaf in tensor_leaves(out).items():
-                self._note(leaf, Source("function", self._block, path, name, number))
+                if id(leaf) not in passed_on:
+                    self._note(leaf, Source("function", self._block, path, name, number))
         return out
 
     def _taken(self, changed: Tensor, args: Args, kwargs: Kwargs) -> Any:

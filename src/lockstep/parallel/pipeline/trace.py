@@ -334,7 +334,8 @@ class Tracer(TorchDispatchMode):
         return UsageError(
             f"The forward of {self._where()} uses a tensor of shape {tuple(tensor.shape)} that was made inside of a "
             "block of an earlier stage of the pipeline and that this block neither returns nor keeps as an attribute "
-            "(a hook took it, or a container that blocks share). Let the block return it: x, aux = block(x)."
+            "(a hook took it, or a container that blocks share). Let the block return it: x, aux = block(x). For "
+            "transformers, set output_router_logits, output_attentions and output_hidden_states to False."
         )
 
     def _kept_elsewhere(self, name: str) -> UsageError:

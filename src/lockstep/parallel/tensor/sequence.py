@@ -37,7 +37,7 @@ class SequenceBlock(ParallelHook):
     ) -> tuple[Args, Kwargs]:
         if self.is_first and self.group.sequence:
             place, hidden = first_tensor(args, kwargs)
-            if place is None or hidden.dim() < 2:
+            if place is None or hidden.dim() < 3:
                 raise UsageError(
                     f"'{self.name}' was called without a tensor of shape [batch, sequence, width], which "
                     "sequence_parallel would split. Turn sequence_parallel off."

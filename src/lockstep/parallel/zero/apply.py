@@ -269,16 +269,12 @@ def _shard_group(module: nn.Module, members: list[nn.Module], options: ShardOpti
 
         _check_columns(before.values(), zero_placement, mesh.size(-1))
         arguments["shard_placement_fn"] = zero_placement
-    compute = DTYPES.get(options.mixed_precision)
+    # Kernels of batch normalisation want their weights in the type of the running statistics.
+    compute = None if isinstance(module, torch_modules.BatchNorm) else DTYPES.get(options.mixed_precision)
     # Without a word gradients are reduced in the type of the computation, which torch from 2.15 on does only if told.
     reduce = DTYPES[parallel.reduce] if parallel.reduce else compute
     if compute is not None:
-        # Kernels of batch normalisation want their weights in the type of the running statistics.
-        norms: list[nn.Module] = [
-            member
-            for member in members
-            if isinstance(member, torch_modules.BatchNorm) and member is not module
-        ]
+        norms: list[nn.Module] = [member for member in members if isinstance(member, torch_modules.BatchNorm)]
         if any(True for norm in norms for _ in norm.parameters()):
             fully_shard(norms, mp_policy=MixedPrecisionPolicy(), **arguments)
             for norm in norms:

@@ -23,6 +23,7 @@ from lockstep.parity.trace.rows import row_digests
 from lockstep.parity.trace.sinks import Sink
 from lockstep.preparation.observers import ObservedRun, RunObserver
 from lockstep.torch_internals import autograd as torch_autograd
+from lockstep.train.whole.step import on_shards
 
 
 class RunCollector(RunObserver):
@@ -141,6 +142,16 @@ class RunCollector(RunObserver):
             self._add(TraceItem(self.step, ItemKind.NORM, ""), norm)
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        with on_shards(optimizer):
+            self._step_begins(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        with on_shards(optimizer):
+            self._step_ends(optimizer)
+        if self.made >= self._steps:
+            self._done(self.made)
+
+    def _step_begins(self, optimizer: Optimizer) -> None:
         self.before_clip()
         if self._was_clipped:
             self._add_gradients(ItemKind.CLIPPED)
@@ -156,7 +167,7 @@ class RunCollector(RunObserver):
                 self._add(TraceItem(0, ItemKind.WEIGHT, name), parameter)
             self._before[name] = local(parameter).detach().clone()
 
-    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    def _step_ends(self, optimizer: Optimizer) -> None:
         for name, parameter in self._stepped(optimizer):
             before = self._before.pop(name, None)
             if before is not None:
@@ -169,8 +180,6 @@ class RunCollector(RunObserver):
         self.made += 1
         self._has_gradients = self._was_clipped = False
         self.place.stepped()
-        if self.made >= self._steps:
-            self._done(self.made)
 
     def _add_gradients(self, kind: ItemKind) -> None:
         for name, parameter in reversed(list(self._named("parameters"))):

@@ -150,7 +150,9 @@ def tolerance(
     usual = _usual(spreads)
     unknown = UnknownSigns(trace, by_rounding, floors, multiple)
     rows = _rows(trace)
-    chooses = any(item.kind is ItemKind.OUTPUT and _is_chosen(trace.shape(item), rows) for item in trace)
+    outputs = {(item.name, trace.shape(item)) for item in trace if item.kind is ItemKind.OUTPUT}
+    chooses = any(_is_chosen(shape, rows) for _, shape in outputs)
+    choices = _choices(outputs) if chooses else set()
     limits = {}
     for item in trace:
         runs = [run[item] for run in both if item in run]
@@ -160,6 +162,8 @@ def tolerance(
             limits[item.key] = (
                 UNLIMITED  # rounding sends some of its rows elsewhere, and moves all behind them
             )
+        elif is_half and (item.name, trace.shape(item)) in choices and item.kind is ItemKind.OUTPUT_GRADIENT:
+            limits[item.key] = UNLIMITED  # of the weights of what was chosen: in such a row another expert's
         elif not trace.is_float(item):
             limits[item.key] = _of_integers(item, [one.sums for one in runs])
         else:
@@ -195,6 +199,15 @@ def _rows(trace: Trace) -> set[int]:
 def _is_chosen(shape: tuple[int, ...], rows: set[int]) -> bool:
     """Whether the rows of a tensor are those that went to an expert: none for each sample or position."""
     return len(shape) == 2 and bool(rows) and shape[0] not in rows and shape[0] > 1
+
+
+def _choices(outputs: set[tuple[str, tuple[int, ...]]]) -> set[tuple[str, tuple[int, ...]]]:
+    """Of modules (name, shape) that return [positions, experts], what they return with fewer columns beside it."""
+    widest: dict[tuple[str, int], int] = {}
+    for name, shape in outputs:
+        if len(shape) == 2:
+            widest[name, shape[0]] = max(shape[1], widest.get((name, shape[0]), 0))
+    return {(name, shape) for name, shape in outputs if len(shape) == 2 and shape[1] < widest[name, shape[0]]}
 
 
 def _allowed(kind: ItemKind, spread: float, elements: int, multiple: float) -> float:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -73,6 +74,12 @@ def whole_step_of(optimizer: Optimizer) -> WholeStep | None:
     """The ``WholeStep`` of an optimizer that has one."""
     found = vars(optimizer).get("_whole_step")
     return found if isinstance(found, WholeStep) else None
+
+
+def on_shards(optimizer: Optimizer) -> AbstractContextManager[None]:
+    """For hooks of a step: inside, an optimizer that steps on whole parameters holds shards again. Collective there."""
+    whole = whole_step_of(optimizer)
+    return whole.suspended() if whole is not None and whole.runs else nullcontext()
 
 
 class WholeStep:
@@ -196,12 +203,17 @@ class WholeStep:
         def closure(*args: object, **kwargs: object) -> object:
             if not self.runs:
                 return argument(*args, **kwargs)
-            self._suspend()
-            result = argument(*args, **kwargs)
-            self._resume()
-            return result
+            with self.suspended():
+                return argument(*args, **kwargs)
 
         return closure
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """In a step: the optimizer holds shards inside. What raises there ends the step. Collective."""
+        self._suspend()
+        yield
+        self._resume()
 
     # The parts of a step -------------------------------------------------------------------------------
 
