@@ -1,11 +1,11 @@
 """``lockstep check`` on runs that are right: how many does it call wrong?
 
-    python benchmarks/check.py                  # all pairs; 2 cores, about 25 minutes
+    python benchmarks/check.py                  # all pairs; 2 cores, about 20 minutes
     python benchmarks/check.py --quick
 
 A pair is a model, a way to train it and a strategy, on 2 or 4 processes, whose every tensor of 3 steps is compared with
 one process's. Each reference is made once for all strategies with as many batches. What Lockstep refuses to train so is
-listed and not counted. An alarm is a pair that is said to differ.
+listed and not counted. An alarm is a pair that is said to differ. Then: what a step costs while it is looked at.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import common
+from check_cost import StepCost, cost
+from check_training import OWN, TRANSFORMERS
 
 sys.path.insert(0, str(common.BENCHMARKS.parent))  # the runs without a start of their own are the tests'
 
@@ -32,7 +34,7 @@ from lockstep.parity.report.text import sentence
 from lockstep.parity.runs import CheckedProgram, CouldNotRun
 
 SCRIPT = common.BENCHMARKS / "check_training.py"
-MODELS = ("mlp", "cnn", "lstm", "llama", "gpt2", "t5", "bert", "mixtral", "qwen2_moe", "vit")
+MODELS = (*OWN, *TRANSFORMERS)
 OF_TWO = (
     "ddp",
     "zero=1",
@@ -43,6 +45,7 @@ OF_TWO = (
     "zero=2 offload=optimizer",
 )
 SPLIT = ("tp=2", "tp=2 sequence_parallel", "pp=2", "cp=2")
+COSTS = ("ddp", "zero=2", "zero=3", "tp=2")
 OF_FOUR = (("zero=3 tp=2",), ("zero=3 replicate=2", "zero=1"))
 REFUSED = re.compile(r"(UsageError|ConfigError|StructureError|\w+Error): ")
 
@@ -95,9 +98,10 @@ def groups(quick: bool) -> Iterator[Group]:
 class Pairs:
     """Checks pairs, one after another."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, seed: int) -> None:
         self._folder = folder
-        models = [f"transformers.models.{name}.modeling_{name}" for name in MODELS[3:]]
+        self._seed = f"--seed={seed}"
+        models = [f"transformers.models.{name}.modeling_{name}" for name in TRANSFORMERS]
         self._server = ForkServer(models)
         self._number = 0
 
@@ -119,7 +123,7 @@ class Pairs:
         is_first = not trace.exists()
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             request = Request(
-                CheckedProgram((str(SCRIPT), group.model, *group.setting.words)),
+                CheckedProgram((str(SCRIPT), group.model, self._seed, *group.setting.words)),
                 Path(folder),
                 nproc=group.nproc,
                 parallel=strategy,
@@ -158,6 +162,8 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="four models, one setting")
     parser.add_argument("--only", nargs="+", default=[], help="models")
+    parser.add_argument("--seed", type=int, default=5, help="of weights and data (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="of the cost of a step (default %(default)s)")
     parser.add_argument("--minutes", type=float, default=60.0, help="after which no further pair begins")
     parser.add_argument("--output", type=Path, help="JSON file (results/check.json)")
     chosen = parser.parse_args()
@@ -165,7 +171,7 @@ def main() -> None:
     end_at = time.monotonic() + 60 * chosen.minutes
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="check-") as folder:
-        pairs = Pairs(Path(folder))
+        pairs = Pairs(Path(folder), chosen.seed)
         for group in groups(chosen.quick):
             if (chosen.only and group.model not in chosen.only) or time.monotonic() > end_at:
                 continue
@@ -173,10 +179,13 @@ def main() -> None:
                 found.append(row)
                 print(" ".join(f"{row.get(key, '')}" for key in ROW), flush=True)
         pairs.close()
-    _report(report, found, chosen)
+        costs = [cost(words, chosen.rounds, Path(folder)) for words in COSTS] if chosen.rounds else []
+    _report(report, found, costs, chosen)
 
 
-def _report(report: common.Report, found: list[dict[str, Any]], chosen: argparse.Namespace) -> None:
+def _report(
+    report: common.Report, found: list[dict[str, Any]], costs: list[StepCost], chosen: argparse.Namespace
+) -> None:
     by_model = {model: Counter(row["outcome"] for row in found if row["model"] == model) for model in MODELS}
     outcomes = ("agrees", "ALARM", "refused", "FAILED")
     table = [
@@ -186,10 +195,17 @@ def _report(report: common.Report, found: list[dict[str, Any]], chosen: argparse
     report.finish(
         ["model", *outcomes],
         [*table, ["all", *(str(total[name]) for name in outcomes)]],
-        {"outcomes": dict(total), "pairs": found},
-        {"minutes": chosen.minutes, "only": chosen.only, "quick": chosen.quick},
+        {"outcomes": dict(total), "costs": [one._asdict() for one in costs], "pairs": found},
+        {"seed": chosen.seed, "rounds": chosen.rounds, "only": chosen.only, "quick": chosen.quick},
         chosen.output,
-        ["FAILED: the run itself raised an error, of torch or of Lockstep, that is no refusal."],
+        [
+            "FAILED: the run itself raised an error, of torch or of Lockstep, that is no refusal.",
+            *(
+                f"{one.strategy}: a step that is looked at takes {one.step_ratio:.2f} times the step alone "
+                f"({one.plain_s:.2f} s), and a rank's peak of memory is {one.memory_ratio:.2f} times as large."
+                for one in costs
+            ),
+        ],
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import resource
 import time
 from typing import Any
@@ -70,6 +71,48 @@ class Perceptron(nn.Module):
         return {"loss": F.cross_entropy(self.head(x), labels)}
 
 
+class Residual(nn.Module):
+    """Two residual blocks of convolutions with batch normalisation, as ResNet's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 12, 3, padding=1, bias=False)
+        self.layers = nn.ModuleList(Bottleneck(12) for _ in range(2))
+        self.fc = nn.Linear(12, CLASSES)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.stem(pixel_values)
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": F.cross_entropy(self.fc(x.mean((2, 3))), labels)}
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        self.bn1, self.bn2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))))
+
+
+class Encoder(nn.Module):
+    """torch's own transformer layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.encoder(self.embed(input_ids) + self.positions))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -125,6 +168,9 @@ def transformer(name: str, width: int = WIDTH, layers: int = 2, vocabulary: int 
         return t.BertForMaskedLM(
             t.BertConfig(vocab_size=vocabulary, max_position_embeddings=LENGTH, **like_bert)
         )
+    if name == "gpt_neox":
+        sizes = {"vocab_size": vocabulary, "hidden_dropout": 0.1, "max_position_embeddings": LENGTH}
+        return t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**sizes, **like_bert))
     if name == "mixtral":
         return t.MixtralForCausalLM(t.MixtralConfig(**like_llama, **moe, num_local_experts=4))
     if name == "qwen2_moe":
@@ -135,15 +181,15 @@ def transformer(name: str, width: int = WIDTH, layers: int = 2, vocabulary: int 
     )
 
 
-OWN = {"cnn": ConvNet, "lstm": Recurrent, "mlp": Perceptron}
-TRANSFORMERS = ("llama", "gpt2", "t5", "bert", "mixtral", "qwen2_moe", "vit")
-OF_IMAGES = ("cnn", "mlp", "vit")
+OWN = {"cnn": ConvNet, "resnet": Residual, "lstm": Recurrent, "mlp": Perceptron, "encoder": Encoder}
+TRANSFORMERS = ("llama", "gpt2", "gpt_neox", "t5", "bert", "mixtral", "qwen2_moe", "vit")
+OF_IMAGES = ("cnn", "resnet", "mlp", "vit")
 
 
 def samples(
-    name: str, count: int, length: int = LENGTH, vocabulary: int = VOCABULARY
+    name: str, count: int, length: int = LENGTH, vocabulary: int = VOCABULARY, seed: int = 11
 ) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(11)
+    generator = torch.Generator().manual_seed(seed)
     if name in OF_IMAGES:
         images = torch.randn(count, 3, IMAGE, IMAGE, generator=generator)
         classes = torch.randint(CLASSES, (count,), generator=generator)
@@ -172,22 +218,24 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=LENGTH)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=5, help="of weights and data")
     parser.add_argument(
-        "--times", help="add a line for each step to this file: when it began, and the peak of memory"
+        "--times",
+        help="add a line for each step to this file: process, when it began, and the peak of memory",
     )
     chosen = parser.parse_args()
-    torch.manual_seed(5)
+    torch.manual_seed(chosen.seed)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=chosen.accumulation)
     model = OWN[chosen.model]() if chosen.model in OWN else transformer(chosen.model, *chosen.size)
     optimizer = optimizer_of(chosen.optimizer, model.parameters())
-    found = samples(chosen.model, 64 * chosen.batch_size, chosen.length, chosen.size[2])
+    found = samples(chosen.model, 64 * chosen.batch_size, chosen.length, chosen.size[2], 6 + chosen.seed)
     loader = DataLoader(found, batch_size=chosen.batch_size, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model.train(), optimizer, loader)
     for batch in itertools.islice(loader, chosen.steps):
         if chosen.times and accelerator.is_main_process:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             with open(chosen.times, "a") as file:
-                file.write(json.dumps([time.monotonic(), peak * 1024]) + "\n")
+                file.write(json.dumps([os.getpid(), time.monotonic(), peak * 1024]) + "\n")
         with accelerator.accumulate(model):
             accelerator.backward(model(**batch)["loss"])
             if chosen.clip and accelerator.sync_gradients:
