@@ -24,9 +24,10 @@ $(VENV)/.benchmark: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[benchmark]'
 	touch $@
 
-demo: $(VENV)/.base  ## train a GPT on Python's own source with 2 processes, save it, sample from it
+demo: $(VENV)/.base  ## train a GPT on Python's own source with 2 processes, save it, sample from it, show its report
 	$(BIN)/lockstep launch --nproc 2 examples/gpt/train.py --out runs/demo
 	$(BIN)/python examples/gpt/sample.py runs/demo --prompt "def "
+	$(BIN)/lockstep report runs/demo
 
 test: $(VENV)/.test  ## everything that must hold: style, types, layers, tests, docs
 	$(MAKE) --no-print-directory --jobs 3 check docs unit

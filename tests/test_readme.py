@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.report.runs import CRASHED, write_run
 from tests.warm_interpreter import WarmInterpreter
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +40,8 @@ def commands() -> list[str]:
 
 MAKE = [command for command in commands() if command.startswith("make ")]
 PIP = [command for command in commands() if command.startswith("pip ")]
-RUN = [command for command in commands() if command not in MAKE + PIP]
+REPORT = [command for command in commands() if command.startswith("lockstep report ")]
+RUN = [command for command in commands() if command not in MAKE + PIP + REPORT]
 
 
 def run(command: list[str], folder: Path) -> str:
@@ -71,6 +73,15 @@ def test_the_digits_commands_print_the_same_result(tmp_path: Path) -> None:
     shown = {run(command.split(), tmp_path) for command in RUN if "--dry-run" not in command}
     assert len(shown) == 1
     assert "accuracy" in shown.pop()
+
+
+def test_the_report_of_a_run_says_how_it_ended(tmp_path: Path) -> None:
+    (command,) = REPORT
+    project = tmp_path / command.split()[-1]
+    write_run(project / "run", CRASHED)
+    text = run(command.split(), tmp_path)
+    assert "How it ended\n  Rank 3 failed after step 620: RuntimeError" in text
+    assert (project / "run" / "report.html").is_file()
 
 
 @pytest.mark.parametrize("command", [command for command in RUN if "--dry-run" in command])

@@ -23,6 +23,7 @@ COMMANDS = {
     "estimate": ("lockstep.cli.estimate", "Count a model, and what fits where."),
     "checkpoint": ("lockstep.cli.checkpoint", "Verify, show, merge and convert checkpoints."),
     "check": ("lockstep.cli.check", "Prove that a script computes on many ranks what it computes on one."),
+    "report": ("lockstep.cli.report", "Say what a run did, why it was slow and why it stopped."),
     "schedule": ("lockstep.cli.schedule", "Show a pipeline schedule and count its bubble."),
     "test": ("lockstep.cli.test", "Check on this machine that distributed training is right."),
     "accelerate": ("lockstep.cli.accelerate", "The commands of accelerate, with its options."),
@@ -47,6 +48,7 @@ Examples:
   lockstep env --no-torch
   lockstep estimate model.py:Model --memory 24GB
   lockstep check --nproc 2 --parallel zero=3 train.py
+  lockstep report runs/gpt
   lockstep checkpoint verify run/checkpoints
   lockstep test --nproc 2
 """

@@ -1,0 +1,1 @@
+"""Charts and pieces of pages: little code of our own, which loads nothing."""

@@ -1,0 +1,60 @@
+"""Files of JSON lines that a run may still write, or was killed while it wrote."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# reads a line in a third of the time of json.loads
+from pydantic_core import from_json
+
+BLOCK = 1 << 17
+"""Bytes that are read at a time: so many that what becomes of them stays in the processor's caches."""
+LONGEST_LINE = 1 << 26
+
+
+def json_lines(path: Path) -> Iterator[list[dict[str, Any]]]:
+    """The objects of a file, block by block and in order; lines that hold no whole object are left out.
+
+    A file that is not there, or is no plain file, has none.
+    """
+    if not _is_plain(path):
+        return
+    with open(path, "rb") as file:
+        rest: list[bytes] = []
+        while block := file.read(BLOCK):
+            whole, newline, tail = block.rpartition(b"\n")
+            if newline:
+                yield _objects(b"".join([*rest, whole]))
+                rest = []
+            rest.append(tail)
+            if len(rest) > LONGEST_LINE // BLOCK:
+                rest = [b"#"]  # no object, and so left out
+        if any(rest):
+            yield _objects(b"".join(rest))
+
+
+def _is_plain(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode) and os.access(path, os.R_OK)
+    except (OSError, ValueError):  # ValueError: a NUL in the name
+        return False
+
+
+def _objects(block: bytes) -> list[dict[str, Any]]:
+    return [found for line in block.split(b"\n") if line and type(found := _value(line)) is dict]
+
+
+def _value(line: bytes) -> Any:
+    try:
+        return from_json(line)
+    except ValueError:
+        pass
+    try:
+        # some byte of a text may not be UTF-8
+        return from_json(line.decode("utf-8", "replace"))
+    except ValueError:
+        return None

@@ -1,0 +1,342 @@
+"""The numbers of a run: what sentences, tables and JSON are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.report.attempts import Attempt, RunStatus, attempts_of, status_of
+from lockstep.report.columns import MEMORY, PARTS, BoolArray, FloatArray, number
+from lockstep.report.communication import expected_bytes
+from lockstep.report.events import RunEvent, named
+from lockstep.report.goodput import WallTime, wall_time
+from lockstep.report.read import RunHistory
+from lockstep.report.started import predicted_memory
+
+NEWEST = 100
+"""Steps over which the last value of a curve is averaged."""
+SLOW_RANK = 1.1
+"""A rank is slow if its steps take so many times those of the median rank."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Of one quantity over the steps that count. ``last``: the mean of the last ``NEWEST`` values. ``not_finite``:
+    steps at which it was written and is no finite number, and ``first_not_finite`` the first of them."""
+
+    first: float
+    last: float
+    least: float
+    least_step: float
+    greatest: float
+    greatest_step: float
+    not_finite: int
+    first_not_finite: float
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a step. ``low``, ``high``, ``worst``: one in ten is below, one in ten above, one in a hundred above.
+    ``early`` and ``late``: medians of the first and of the last fifth of the steps on as many ranks as the last one.
+    ``shares``: of the whole time, by ``columns.PARTS``. ``exposed``, ``hidden``: communication that the step waits for,
+    and that it does not."""
+
+    mean: float
+    median: float
+    low: float
+    high: float
+    worst: float
+    early: float
+    late: float
+    shares: Mapping[str, float]
+    exposed: float
+    hidden: float
+
+
+@dataclass(frozen=True)
+class RunNumbers:
+    """All of a run; NaN and None: not known.
+
+    ``steps``: optimizer steps that count, ``again``: those that were done and thrown away. ``bytes_per_step``: by axis,
+    that this rank sends. ``memory``: bytes at the highest peak, by category and with ``peak``. ``slow_ranks``: how many
+    times the median rank's time each of them takes. ``recomputation``: FLOPs that the hardware does for each one of the
+    model. ``peak_share``: of the accelerators' peak (MFU), ``hardware_share`` with what is computed twice (HFU).
+    """
+
+    status: RunStatus
+    ended_by: RunEvent | None
+    attempts: tuple[Attempt, ...]
+    first_time: float
+    last_time: float
+    time: WallTime | None
+    steps: int
+    again: int
+    first_step: float
+    last_step: float
+    samples: float
+    tokens: float
+    epoch: float
+    loss: Curve | None
+    gradient_norm: Curve | None
+    step_times: StepTimes | None
+    samples_per_second: float
+    tokens_per_second: float
+    peak_share: float
+    hardware_share: float
+    recomputation: float
+    memory: Mapping[str, float]
+    memory_predicted: Mapping[str, float]
+    bytes_per_step: Mapping[str, float]
+    bytes_expected: float
+    rank_seconds: tuple[float, ...]
+    slow_ranks: Mapping[int, float]
+    checkpoints: tuple[RunEvent, ...]
+    hangs: tuple[RunEvent, ...]
+    damage: tuple[RunEvent, ...]
+    spikes: tuple[RunEvent, ...]
+    skipped: int
+
+    @property
+    def started(self) -> RunEvent | None:
+        """How the run started last."""
+        return next((one.started for one in reversed(self.attempts) if one.started), None)
+
+    @property
+    def world_sizes(self) -> list[int]:
+        """One after the other, without repeats."""
+        sizes = [int(one.world_size) for one in self.attempts if math.isfinite(one.world_size)]
+        return [size for place, size in enumerate(sizes) if not place or sizes[place - 1] != size]
+
+
+def numbers_of(run: RunHistory, now: float) -> RunNumbers:
+    """``now``: seconds since 1970, by which a run that goes on is told from one that fell silent."""
+    attempts = attempts_of(run)
+    status, ended_by = status_of(run, attempts, now)
+    steps, kept = run.steps, run.steps.kept
+    seconds = float(np.nansum(steps.total[kept]))
+    model, hardware = float(np.nansum(steps.model_flops[kept])), float(np.nansum(steps.hardware_flops[kept]))
+    capacity = _capacity(run, attempts, kept)
+    samples, tokens = float(np.nansum(steps.samples[kept])), float(np.nansum(steps.tokens[kept]))
+    epochs = steps.epoch[kept & np.isfinite(steps.epoch)]
+    rank_seconds = _rank_seconds(run, attempts)
+    spikes = named(run.events, "spike")
+    known = [one for one in attempts if math.isfinite(one.first)]
+    started = next((one.started for one in reversed(attempts) if one.started), None)
+    kept_steps = steps.step[kept]
+    return RunNumbers(
+        status=status,
+        ended_by=ended_by,
+        attempts=tuple(attempts),
+        first_time=min((one.first for one in known), default=math.nan),
+        last_time=max((one.last for one in known), default=math.nan),
+        time=wall_time(run, attempts),
+        steps=int(kept.sum()),
+        again=int((~kept).sum()),
+        first_step=float(kept_steps[0]) if len(kept_steps) else math.nan,
+        last_step=float(kept_steps[-1]) if len(kept_steps) else math.nan,
+        samples=samples,
+        tokens=tokens,
+        epoch=float(epochs[-1]) if len(epochs) else math.nan,
+        loss=_curve(steps.step, steps.loss, kept & steps.written["loss"]),
+        gradient_norm=_curve(steps.step, steps.gradient_norm, kept & steps.written["gradient_norm"]),
+        step_times=_step_times(run, attempts, kept),
+        samples_per_second=_ratio(samples, seconds),
+        tokens_per_second=_ratio(tokens, seconds),
+        peak_share=_ratio(model, capacity),
+        hardware_share=_ratio(hardware, capacity),
+        recomputation=_ratio(hardware, model),
+        memory=_peak_memory(run),
+        memory_predicted=predicted_memory(started),
+        bytes_per_step={
+            axis: column.values[-1] for axis, column in steps.bytes_sent.items() if column.values
+        },
+        bytes_expected=expected_bytes(started),
+        rank_seconds=rank_seconds,
+        slow_ranks=_slow(rank_seconds),
+        checkpoints=tuple(named(run.events, "checkpoint")),
+        hangs=tuple(named(run.events, "hang")),
+        damage=tuple(named(run.events, "damage")),
+        spikes=tuple(spikes),
+        skipped=sum(len(event.items("skipped")) for event in spikes),
+    )
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 and part > 0 else math.nan
+
+
+def _capacity(run: RunHistory, attempts: list[Attempt], kept: BoolArray) -> float:
+    """FLOPs that all devices could have done in the steps that count."""
+    rows = kept & np.isfinite(run.steps.model_flops)
+    return sum(
+        float(np.nansum(run.steps.total[rows & attempt.rows])) * attempt.peak_flops
+        for attempt in attempts
+        if (rows & attempt.rows).any()
+    )
+
+
+def _curve(step: FloatArray, values: FloatArray, rows: BoolArray) -> Curve | None:
+    if not rows.any():
+        return None
+    step, values = step[rows], values[rows]
+    finite = np.isfinite(values)
+    broken = step[~finite]
+    if not finite.any():
+        unknown = (math.nan,) * 6
+        return Curve(*unknown, not_finite=len(broken), first_not_finite=float(broken[0]))
+    at, known = step[finite], values[finite]
+    least, greatest = int(known.argmin()), int(known.argmax())
+    return Curve(
+        first=float(known[0]),
+        last=float(known[-min(NEWEST, max(len(known) // 10, 1)) :].mean()),
+        least=float(known[least]),
+        least_step=float(at[least]),
+        greatest=float(known[greatest]),
+        greatest_step=float(at[greatest]),
+        not_finite=len(broken),
+        first_not_finite=float(broken[0]) if len(broken) else math.nan,
+    )
+
+
+def _step_times(run: RunHistory, attempts: list[Attempt], kept: BoolArray) -> StepTimes | None:
+    steps = run.steps
+    rows = kept & np.isfinite(steps.total)
+    if not rows.any():
+        return None
+    total = steps.total[rows]
+    whole = float(total.sum())
+    alike = steps.total[rows & _like_last(attempts)]
+    fifth = max(len(alike) // 5, 1)
+    sums = {part: float(np.nansum(steps.parts[part][rows])) for part in PARTS}
+    low, median, high, worst = (float(one) for one in np.percentile(total, (10, 50, 90, 99)))
+    return StepTimes(
+        mean=whole / len(total),
+        median=median,
+        low=low,
+        high=high,
+        worst=worst,
+        early=float(np.median(alike[:fifth])),
+        late=float(np.median(alike[-fifth:])),
+        shares={part: value / whole for part, value in sums.items() if value > 0} if whole > 0 else {},
+        exposed=sums["communication"],
+        hidden=float(np.nansum(steps.hidden[rows])),
+    )
+
+
+def _like_last(attempts: list[Attempt]) -> BoolArray:
+    """Rows of the starts that had as many ranks as the last that made a step."""
+    stepped = [one for one in attempts if one.rows.any()]
+    sizes = [str(one.world_size) for one in stepped]
+    rows = [one.rows for one, size in zip(stepped, sizes, strict=True) if size == sizes[-1]]
+    return np.logical_or.reduce(rows)
+
+
+def _peak_memory(run: RunHistory) -> dict[str, float]:
+    """The line with the greatest ``peak`` that any has."""
+    columns = run.steps.memory
+    if not columns:
+        return {}
+    count = len(run.steps)
+    held = {name: columns[name].held(count) for name in (*MEMORY, "peak") if name in columns}
+    if "peak" not in held:
+        held["peak"] = np.nansum(np.vstack(list(held.values())), axis=0) if held else np.zeros(0)
+    if not np.isfinite(held["peak"]).any():
+        return {}
+    row = int(np.nanargmax(held["peak"]))
+    return {name: float(values[row]) for name, values in held.items() if np.isfinite(values[row])}
+
+
+def _rank_seconds(run: RunHistory, attempts: list[Attempt]) -> tuple[float, ...]:
+    """Mean time of a step of each rank, of the world that the run had last."""
+    times = run.steps.rank_times
+    if not times:
+        return ()
+    sizes = [int(one.world_size) for one in attempts if math.isfinite(one.world_size)]
+    size = next((one for one in reversed(sizes) if one in times), max(times))
+    return tuple(float(one) for one in times[size].means)
+
+
+def _slow(seconds: tuple[float, ...]) -> dict[int, float]:
+    known = [one for one in seconds if math.isfinite(one) and one > 0]
+    if len(known) < 2:
+        return {}
+    # the lower median, so that of two ranks the slower one is slow
+    usual = sorted(known)[(len(known) - 1) // 2]
+    return {rank: one / usual for rank, one in enumerate(seconds) if one > SLOW_RANK * usual}
+
+
+def to_json(numbers: RunNumbers) -> dict[str, object]:
+    """With plain values only; what is not known is null.
+
+    ``status``, ``started``, ``last_sign`` (seconds since 1970), ``starts``, ``world_sizes``, ``steps``,
+    ``steps_again``, ``first_step``, ``last_step``, ``samples``, ``tokens``, ``epoch``, ``loss``, ``gradient_norm``,
+    ``step_seconds``, ``shares`` (of a step's time), ``hidden_communication_share``, ``samples_per_second``,
+    ``tokens_per_second``, ``mfu``, ``hfu``, ``recomputation``, ``wall_seconds``, ``goodput``, ``lost_seconds``,
+    ``memory_bytes``, ``memory_predicted_bytes``, ``bytes_per_step``, ``bytes_per_step_expected``, ``rank_seconds``,
+    ``slow_ranks``, ``checkpoints``, ``hangs``, ``damage``, ``spikes``, ``batches_skipped``.
+    """
+    times, wall = numbers.step_times, numbers.time
+    return {
+        "status": numbers.status.value,
+        "started": _known(numbers.first_time),
+        "last_sign": _known(numbers.last_time),
+        "starts": len(numbers.attempts),
+        "world_sizes": numbers.world_sizes,
+        "steps": numbers.steps,
+        "steps_again": numbers.again,
+        "first_step": _known(numbers.first_step),
+        "last_step": _known(numbers.last_step),
+        "samples": _known(numbers.samples),
+        "tokens": _known(numbers.tokens),
+        "epoch": _known(numbers.epoch),
+        "loss": _curve_json(numbers.loss),
+        "gradient_norm": _curve_json(numbers.gradient_norm),
+        "step_seconds": None if times is None else {
+            name: _known(getattr(times, name)) for name in ("mean", "median", "low", "high", "worst", "early", "late")
+        },
+        "shares": {} if times is None else {part: _known(share) for part, share in times.shares.items()},
+        "hidden_communication_share": None if times is None else _known(
+            _ratio(times.hidden, times.hidden + times.exposed)
+        ),
+        "samples_per_second": _known(numbers.samples_per_second),
+        "tokens_per_second": _known(numbers.tokens_per_second),
+        "mfu": _known(numbers.peak_share),
+        "hfu": _known(numbers.hardware_share),
+        "recomputation": _known(numbers.recomputation),
+        "wall_seconds": None if wall is None else _known(wall.wall),
+        "goodput": None if wall is None else _known(wall.goodput),
+        "lost_seconds": {} if wall is None else {name: _known(value) for name, value in wall.lost.items()},
+        "memory_bytes": {name: _known(value) for name, value in numbers.memory.items()},
+        "memory_predicted_bytes": dict(numbers.memory_predicted),
+        "bytes_per_step": {axis: _known(value) for axis, value in numbers.bytes_per_step.items()},
+        "bytes_per_step_expected": _known(numbers.bytes_expected),
+        "rank_seconds": [_known(one) for one in numbers.rank_seconds],
+        "slow_ranks": {str(rank): _known(factor) for rank, factor in numbers.slow_ranks.items()},
+        "checkpoints": len(numbers.checkpoints),
+        "hangs": [event.sentence for event in numbers.hangs],
+        "damage": [event.sentence for event in numbers.damage],
+        "spikes": len(numbers.spikes),
+        "batches_skipped": numbers.skipped,
+    }  # fmt: skip
+
+
+def _known(value: float) -> float | None:
+    """None for what JSON has no number for."""
+    value = number(value)
+    return value if math.isfinite(value) else None
+
+
+def plain_value(value: object) -> object:
+    """The same inside of tuples; texts and whole numbers as they are."""
+    if isinstance(value, tuple):
+        return [plain_value(one) for one in value]
+    return _known(value) if isinstance(value, float) else value
+
+
+def _curve_json(curve: Curve | None) -> dict[str, float | None] | None:
+    if curve is None:
+        return None
+    return {name: _known(value) for name, value in vars(curve).items()}

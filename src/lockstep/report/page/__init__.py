@@ -1,0 +1,1 @@
+"""The page: its sections, in the order in which they stand."""

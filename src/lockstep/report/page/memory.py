@@ -1,0 +1,81 @@
+"""Memory: over the run, over one step, and beside what was predicted."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lockstep.report.columns import MEMORY, bounded
+from lockstep.report.draw.charts import PlotLine, line_chart, stacked_chart
+from lockstep.report.draw.html import columns, paragraph, section, table
+from lockstep.report.events import RunEvent, named
+from lockstep.report.numbers import RunNumbers
+from lockstep.report.read import RunHistory
+from lockstep.report.words import bytes_text, digits, duration, plain_text
+
+COLOURS = {"weights": 0, "gradients": 1, "optimizer": 2, "activations": 3, "other": 9}
+
+
+def memory(run: RunHistory, numbers: RunNumbers) -> str:
+    charts = [_over_run(run), *(_over_step(event) for event in named(run.events, "memory")[-1:])]
+    compared = predicted(numbers)
+    if not any((*charts, compared)):
+        return section("Memory", paragraph("Memory was not measured in this run."))
+    return section("Memory", columns(*(one for one in charts if one)), compared)
+
+
+def _over_run(run: RunHistory) -> str:
+    steps = run.steps
+    count = len(steps)
+    held = [(name, steps.memory[name].held(count)[steps.kept]) for name in MEMORY if name in steps.memory]
+    known = [(name, values, COLOURS[name]) for name, values in held if np.isfinite(values).any()]
+    at = steps.step[steps.kept]
+    if known:
+        return stacked_chart("At the peak of a step", at, known, "bytes", note="rank 0")
+    if "peak" in steps.memory:
+        line = PlotLine("peak", at, steps.memory["peak"].held(count)[steps.kept])
+        return line_chart("Peak of a step", [line], "bytes", from_zero=True, note="rank 0")
+    return ""
+
+
+def _over_step(event: RunEvent) -> str:
+    rows = [one for one in event.items("points") if type(one) is list and len(one) >= 2]
+    points = [(bounded(one[0]), bounded(one[1]), one[2] if len(one) > 2 else "") for one in rows]
+    points = [one for one in points if np.isfinite(one[0]) and np.isfinite(one[1])]
+    if len(points) < 2:
+        return ""
+    points.sort(key=lambda one: one[0])
+    x, y = (np.array([one[place] for one in points], dtype=float) for place in (0, 1))
+    at = f"step {event.step:.0f}" if np.isfinite(event.step) else ""
+    highest = points[int(y.argmax())]
+    label = f" at {plain_text(highest[2], 80)}" if highest[2] else ""
+    said = f"Highest: {bytes_text(highest[1])} after {duration(highest[0])}{label}."
+    chart = line_chart(
+        "Over one step",
+        [PlotLine("memory", x, y, colour=3)],
+        "bytes",
+        from_zero=True,
+        x_kind="seconds",
+        x_title="time",
+        note=at,
+        smooth=False,
+    )
+    return f"<div>{chart}{paragraph(said, 'quiet')}</div>"
+
+
+def predicted(numbers: RunNumbers) -> str:
+    """What a plan said beside what was measured; empty where there was no plan."""
+    if not numbers.memory_predicted:
+        return ""
+    rows = []
+    for name, expected in numbers.memory_predicted.items():
+        measured = numbers.memory.get(name)
+        rows.append(
+            (
+                name,
+                bytes_text(expected),
+                bytes_text(measured) if measured is not None else "not measured",
+                digits(measured / expected) if measured is not None and expected > 0 else "",
+            )
+        )
+    titles = ("at the peak", "predicted", "measured", "ratio")
+    return f"<h3>Predicted and measured</h3>{table(titles, rows, right=titles[1:])}"

@@ -1,0 +1,92 @@
+"""A run's folder, or what there is of it: steps, events, and which checkpoints are still on disk.
+
+Nothing that such a file may hold makes reading fail: a line that is cut or garbled is left out, what is missing is not
+known, what is not known here is passed over.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.config.values import plain
+from lockstep.errors import ConfigError
+from lockstep.report.columns import ColumnReader, StepColumns
+from lockstep.report.events import RunEvent, event_of, named
+from lockstep.report.lines import json_lines
+from lockstep.report.words import plain_text
+
+MEASURES, EVENTS = "measures.jsonl", "events.jsonl"
+INNER = "run"
+"""The folder of a project that holds a run's files."""
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """What a run's folder says. ``on_disk``: by the path of a checkpoint whether it is there; unknown ones are left
+    out."""
+
+    name: str
+    path: Path
+    steps: StepColumns
+    events: tuple[RunEvent, ...]
+    on_disk: Mapping[str, bool]
+
+    @property
+    def has_steps(self) -> bool:
+        return len(self.steps) > 0
+
+
+def read_run(path: str | Path) -> RunHistory:
+    """Read the folder of a run, or that of a project in which it is.
+
+    Raises:
+        ConfigError: it holds neither of the two files.
+    """
+    folder = _run_folder(Path(path))
+    reader = ColumnReader()
+    for block in json_lines(folder / MEASURES):
+        reader.add(block)
+    events = tuple(
+        event
+        for block in json_lines(folder / EVENTS)
+        for line in block
+        if (event := event_of(line)) is not None
+    )
+    return RunHistory(_name(folder), folder, reader.columns(), events, _on_disk(folder, events))
+
+
+def _run_folder(path: Path) -> Path:
+    if path.name in (MEASURES, EVENTS) and path.is_file():
+        return path.parent
+    for folder in (path, path / INNER):
+        if any((folder / name).is_file() for name in (MEASURES, EVENTS)):
+            return folder
+    reason = "is not there" if not os.path.lexists(path) else f"holds neither {MEASURES} nor {EVENTS}"
+    raise ConfigError(
+        f"{plain(path, 200)} {reason}, so it is no run's folder. Name one that a run has written: <project_dir>/{INNER}"
+        ", or what run_dir says."
+    )
+
+
+def _name(folder: Path) -> str:
+    """By which people tell runs apart: of ``runs/gpt/run`` it is ``gpt``."""
+    resolved = folder.resolve()
+    return plain_text((resolved.parent if resolved.name == INNER else resolved).name, 80) or "run"
+
+
+def _on_disk(folder: Path, events: tuple[RunEvent, ...]) -> dict[str, bool]:
+    found = {}
+    for text in {event.text("path") for event in named(events, "checkpoint")} - {""}:
+        named_path = Path(text)
+        beside = folder.parent / "checkpoints" / named_path.name
+        try:
+            if named_path.is_dir() or beside.is_dir():
+                found[text] = True
+            elif named_path.parent.is_dir() or beside.parent.is_dir():
+                found[text] = False
+        except (OSError, ValueError):  # a name that is too long, or has a NUL
+            continue
+    return found

@@ -1,0 +1,241 @@
+"""A run in sentences: what it did, why it was slow, why it stopped."""
+
+from __future__ import annotations
+
+import math
+
+from lockstep.parity.judge.words import count, listed
+from lockstep.report.attempts import RunStatus
+from lockstep.report.events import named
+from lockstep.report.goodput import LOST
+from lockstep.report.numbers import RunNumbers, StepTimes
+from lockstep.report.words import bytes_text, date, digits, duration, percent, short, whole
+
+COMPUTE = ("forward", "backward")
+WORTH_SAYING = 0.05
+"""The least share of a step's time that is called the reason why it is slow."""
+SLOWER = 1.1
+REASONS = {
+    "data": (
+        "waiting for data",
+        "Read ahead with more workers (num_workers), or prepare samples beforehand.",
+    ),
+    "to_device": (
+        "copying batches to the device",
+        "Use pin_memory=True in the loader and non_blocking=True where batches move.",
+    ),
+    "communication": (
+        "communication that nothing hides",
+        "Accumulate gradients over more micro-batches, average them in bf16, or spread the model over fewer machines.",
+    ),
+    "optimizer": ("the optimizer", "Try the fused form of the optimizer (fused=True)."),
+    "inference": (
+        "calls of models without gradients",
+        "Evaluate less often, on fewer samples, or with larger batches.",
+    ),
+    "save": ("saving", "Save in the background (save_state(blocking=False)), or less often."),
+    "wait": ("waiting for other ranks", "Look for a rank that is slow or has more work than the others."),
+    "other": (
+        "what the script does outside of the loop's calls",
+        "Look for logging, evaluation and .item() in each step.",
+    ),
+}
+"""Part of a step -> its name in a sentence, and what to do."""
+ENDS = {"exit": "the process came to its end", "end_training": "the script called end_training"}
+"""Reasons that are words of the program."""
+
+
+def chapters(numbers: RunNumbers) -> list[tuple[str, list[str]]]:
+    """(title, sentences), each a whole statement; those that cannot be made are left out."""
+    return [
+        ("What it did", [what_it_did(numbers), *how_it_learnt(numbers)]),
+        ("How fast", why_it_was_slow(numbers)),
+        ("How it ended" if numbers.status is not RunStatus.RUNNING else "Now", [why_it_stopped(numbers)]),
+    ]
+
+
+def sentences(numbers: RunNumbers) -> list[str]:
+    """All of them, in that order."""
+    return [sentence for _, said in chapters(numbers) for sentence in said]
+
+
+def what_it_did(numbers: RunNumbers) -> str:
+    if not numbers.steps:
+        return "No optimizer step was written."
+    said = f"{count(numbers.steps, 'optimizer step')}"
+    seen = [
+        f"{short(number)} {name}"
+        for name, number in (("samples", numbers.samples), ("tokens", numbers.tokens))
+        if number
+    ]
+    if seen:
+        said += f", {listed(seen)}"
+    if numbers.time is not None:
+        said += f" in {duration(numbers.time.wall)}"
+    if ranks := numbers.world_sizes:
+        said += f" on {_ranks(ranks)}"
+    if math.isfinite(numbers.epoch):
+        said += f"; epoch {whole(numbers.epoch)} at the end"
+    return f"{said}."
+
+
+def _ranks(sizes: list[int]) -> str:
+    shown = [str(size) for size in sizes]
+    if len(shown) > 8:
+        shown = [*shown[:4], "...", *shown[-3:]]
+    return count(sizes[0], "rank") if len(sizes) == 1 else f"{', then '.join(shown)} ranks"
+
+
+def how_it_learnt(numbers: RunNumbers) -> list[str]:
+    found, loss = [], numbers.loss
+    if loss is not None and math.isfinite(loss.first):
+        found.append(
+            f"The loss went from {digits(loss.first, 4)} to {digits(loss.last, 4)}; the lowest was "
+            f"{digits(loss.least, 4)} at step {whole(loss.least_step)}."
+        )
+    for name, curve in (("loss", loss), ("gradient norm", numbers.gradient_norm)):
+        if curve is not None and curve.not_finite:
+            found.append(
+                f"The {name} was no finite number in {count(curve.not_finite, 'step')}, first in step "
+                f"{whole(curve.first_not_finite)}."
+            )
+    if numbers.spikes:
+        skipped = f"; {count(numbers.skipped, 'batch', 'batches')} skipped" if numbers.skipped else ""
+        found.append(f"{count(len(numbers.spikes), 'spike')} of loss or gradient norm{skipped}.")
+    for event in numbers.damage[-3:]:
+        found.append(f"Damage: {event.sentence.rstrip('.')}.")
+    return found
+
+
+def why_it_was_slow(numbers: RunNumbers) -> list[str]:
+    times = numbers.step_times
+    found = [] if times is None else [_speed(numbers, times), _largest_part(times), _uneven(times)]
+    found += [_slow_ranks(numbers), _lost(numbers)]
+    if numbers.peak_share > 1 or numbers.hardware_share > 1:
+        found.append(
+            f"The FLOPs come to {percent(max(numbers.peak_share, numbers.hardware_share))} of the devices' peak, which "
+            "cannot be: the peak or the count is wrong."
+        )
+    return [sentence for sentence in found if sentence]
+
+
+def _speed(numbers: RunNumbers, times: StepTimes) -> str:
+    said = f"A step takes {duration(times.median)}"
+    rates = [
+        f"{short(rate)} {name}/s"
+        for name, rate in (("samples", numbers.samples_per_second), ("tokens", numbers.tokens_per_second))
+        if math.isfinite(rate)
+    ]
+    if rates:
+        said += f": {listed(rates)}"
+    if 0 < numbers.peak_share <= 1:
+        said += f", {percent(numbers.peak_share)} of the devices' peak (MFU)"
+    computing = sum(times.shares.get(part, 0.0) for part in COMPUTE)
+    if computing:
+        said += f". Forward and backward are {percent(computing)} of it"
+    return f"{said}."
+
+
+def _largest_part(times: StepTimes) -> str:
+    others = {part: share for part, share in times.shares.items() if part in REASONS}
+    if not others:
+        return ""
+    part = max(others, key=lambda name: others[name])
+    what, advice = REASONS[part]
+    if others[part] < WORTH_SAYING:
+        return f"Beside them the largest part is {what}, {percent(others[part])}: little to gain there."
+    return f"Beside them the largest part is {what}, {percent(others[part])}. {advice}"
+
+
+def _uneven(times: StepTimes) -> str:
+    if times.late > SLOWER * times.early:
+        return (
+            f"Steps became slower: {duration(times.early)} in the first fifth of them, {duration(times.late)} in the "
+            "last."
+        )
+    if times.worst > 2 * times.median:
+        return (
+            f"Steps are uneven: one in a hundred takes {duration(times.worst)} or longer, "
+            f"{digits(times.worst / times.median, 2)} times the usual."
+        )
+    return ""
+
+
+def _slow_ranks(numbers: RunNumbers) -> str:
+    slow = sorted(numbers.slow_ranks.items(), key=lambda one: -one[1])
+    if not slow:
+        return ""
+    shown = [f"rank {rank} ({digits(factor, 2)} times the usual)" for rank, factor in slow[:3]]
+    if len(slow) > 3:
+        shown.append(f"{len(slow) - 3} more")
+    return f"The others wait for {listed(shown)}."
+
+
+def _lost(numbers: RunNumbers) -> str:
+    wall = numbers.time
+    if wall is None or not math.isfinite(wall.goodput):
+        return ""
+    worst = sorted(wall.lost.items(), key=lambda one: -one[1])[:3]
+    worst = [(name, seconds) for name, seconds in worst if seconds > 0.005 * wall.wall]
+    said = f"{percent(wall.goodput)} of the time on the clock went into steps that count (goodput)"
+    if worst:
+        said += f"; the rest mostly to {listed([f'{LOST[name]} ({duration(seconds)})' for name, seconds in worst])}"
+    again = f" {count(numbers.again, 'step')} were done twice." if numbers.again else ""
+    return f"{said}.{again}"
+
+
+def why_it_stopped(numbers: RunNumbers) -> str:
+    """One sentence that is always there."""
+    event, said = numbers.ended_by, ""
+    reason = event.sentence.rstrip(".") if event is not None else ""
+    reason = ENDS.get(reason, reason)
+    at = f" after step {whole(numbers.last_step)}" if math.isfinite(numbers.last_step) else ""
+    if numbers.status is RunStatus.FINISHED:
+        said = f"It ended{at}{f': {reason}' if reason else ''}."
+    elif numbers.status is RunStatus.STOPPED:
+        said = f"It was stopped{at}{f': {reason}' if reason else ''}."
+    elif numbers.status is RunStatus.FAILED and event is not None:
+        rank = event.number("rank")
+        who = f"Rank {whole(rank)}" if math.isfinite(rank) else "The run"
+        what = "found damage" if event.name == "damage" else "failed"
+        said = f"{who} {what}{at}{f': {reason}' if reason else ''}.{_hung_before(numbers)}"
+    elif numbers.status is RunStatus.HANGS:
+        said = f"It stands still{at}{f': {reason}' if reason else ''}."
+    elif numbers.status is RunStatus.RUNNING:
+        said = f"It runs; the last step was {whole(numbers.last_step)}, on {date(numbers.last_time)}."
+    elif numbers.status is RunStatus.SILENT:
+        said = (
+            f"It ended without a word{at}: the last sign of it is of {date(numbers.last_time)}. The process was killed"
+            ", or its machine is gone."
+        )
+    else:
+        said = "It has not made a step yet."
+    return said
+
+
+def _hung_before(numbers: RunNumbers) -> str:
+    """What the watch said of the last start, where an error may only follow from it."""
+    hangs = named(numbers.attempts[-1].events, "hang") if numbers.attempts else []
+    return f" Before that it stood still: {hangs[-1].sentence.rstrip('.')}." if hangs else ""
+
+
+def headline(numbers: RunNumbers) -> list[tuple[str, str]]:
+    """(name, value) of the few numbers that people ask for first."""
+    times, wall = numbers.step_times, numbers.time
+    rows = [
+        ("steps", whole(numbers.steps) if numbers.steps else ""),
+        ("loss", digits(numbers.loss.last, 4) if numbers.loss else ""),
+        ("a step", duration(times.median) if times else ""),
+        ("tokens/s", short(numbers.tokens_per_second) if math.isfinite(numbers.tokens_per_second) else ""),
+        (
+            "samples/s",
+            short(numbers.samples_per_second)
+            if math.isfinite(numbers.samples_per_second) and not math.isfinite(numbers.tokens_per_second)
+            else "",
+        ),
+        ("MFU", percent(numbers.peak_share) if math.isfinite(numbers.peak_share) else ""),
+        ("goodput", percent(wall.goodput) if wall and math.isfinite(wall.goodput) else ""),
+        ("on the clock", duration(wall.wall) if wall else ""),
+        ("peak memory", bytes_text(numbers.memory["peak"]) if "peak" in numbers.memory else ""),
+    ]
+    return [(name, value) for name, value in rows if value]

@@ -1,0 +1,98 @@
+"""Times, sizes and rates as people read them."""
+
+from __future__ import annotations
+
+import math
+from datetime import datetime, timezone
+
+_UNITS = ((60, "min", 1, "s", 60), (3600, "h", 60, "min", 24), (86400, "d", 3600, "h", math.inf))
+"""Seconds, name, and those of the smaller unit that is said with it; from how many on the next one is taken."""
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+LONGEST = 4000
+"""Characters of a text that is shown; what is longer is cut."""
+
+
+def duration(seconds: float) -> str:
+    """412 ms; 4.2 s; 3 min 20 s; 2 h 5 min; 6 d 4 h."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 0:
+        return f"-{duration(-seconds)}"
+    if round(seconds) >= 60:
+        for unit, name, below, smaller, most in _UNITS:
+            whole, rest = divmod(round(seconds / below), unit // below)
+            if whole < most:
+                return f"{whole} {name} {rest} {smaller}" if rest else f"{whole} {name}"
+    if seconds >= 1:
+        return f"{digits(seconds)} s"
+    if seconds >= 1e-3:
+        return f"{digits(seconds * 1e3)} ms"
+    return f"{digits(seconds * 1e6)} µs" if seconds else "0 s"
+
+
+def bytes_text(count: float) -> str:
+    """512 B; 1.25 GB, of 10^9 bytes."""
+    for unit, name in _BYTES:
+        if abs(count) >= unit:
+            return f"{digits(count / unit)} {name}"
+    return f"{digits(count)} B"
+
+
+def short(number: float) -> str:
+    """12.3k, 4.5M, 1.2B; small numbers as they are."""
+    for unit, name in _PREFIXES:
+        if abs(number) >= unit * (10 if unit == 1e3 else 1):
+            return f"{digits(number / unit)}{name}"
+    return whole(number) if float(number).is_integer() else digits(number)
+
+
+def whole(number: float) -> str:
+    """1,234."""
+    return f"{round(number):,}" if math.isfinite(number) else "?"
+
+
+def digits(number: float, significant: int = 3) -> str:
+    """A number with so many significant digits: 2.31, 0.0003, 3e-7, 1,250."""
+    if math.isnan(number):
+        return "NaN"
+    if math.isinf(number):
+        return "infinity" if number > 0 else "-infinity"
+    if number == 0:
+        return "0"
+    size = math.floor(math.log10(abs(number)))
+    if -5 < size < 7:
+        text = f"{round(number, significant - 1 - size):,.{max(significant - 1 - size, 0)}f}"
+        return text.rstrip("0").rstrip(".") if "." in text else text
+    mantissa, _, exponent = f"{number:.{significant - 1}e}".partition("e")
+    mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+    return f"{mantissa}e{int(exponent)}"
+
+
+def percent(share: float) -> str:
+    """43 %; 4.3 %; 0.04 %."""
+    return f"{digits(share * 100, 2 if abs(share) < 0.995 else 3)} %" if math.isfinite(share) else "?"
+
+
+def date(seconds: float) -> str:
+    """A time since 1970 in UTC, to the minute."""
+    try:
+        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    except (ValueError, OverflowError, OSError):
+        return "?"
+
+
+def plain_text(value: object, limit: int = LONGEST) -> str:
+    """Any value on one line, without control characters, cut at ``limit`` characters."""
+    text = value if isinstance(value, str) else _repr(value)
+    text = "".join(
+        one if one.isprintable() else " " if one in "\n\t" else "?" for one in text[: limit + 1].strip()
+    )
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def _repr(value: object) -> str:
+    try:
+        return str(value)
+    except (ValueError, RecursionError):  # integers of thousands of digits
+        return "?"

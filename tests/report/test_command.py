@@ -1,0 +1,116 @@
+"""``lockstep report`` as people call it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.calling import call, check_refused
+from tests.report.runs import CRASHED, END, Start, Synthetic, write_run
+
+SMALL = Synthetic(starts=(Start(1, 30, ends=END),))
+
+
+def test_it_prints_the_summary_and_writes_the_page_beside_the_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "gpt" / "run", CRASHED)
+    code, out, err = call(capsys, "report", tmp_path / "gpt")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "What it did"
+    assert lines[1].startswith("  620 optimizer steps")
+    assert "Rank 3 failed after step 620: RuntimeError: CUDA error" in out
+    assert lines[-1] == str(folder / "report.html")
+    assert (folder / "report.html").read_text("utf-8").endswith("</html>\n")
+    assert sorted(path.name for path in folder.iterdir()) == ["events.jsonl", "measures.jsonl", "report.html"]
+
+
+def test_output_says_where_the_page_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "run", SMALL)
+    code, out, _ = call(capsys, "report", folder, "-o", tmp_path / "page.html")
+    assert code == 0 and out.endswith(f"{tmp_path / 'page.html'}\n")
+    assert (tmp_path / "page.html").is_file() and not (folder / "report.html").exists()
+
+
+def test_several_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [write_run(tmp_path / name, SMALL) for name in ("before", "after")]
+    code, out, _ = call(capsys, "report", *folders)
+    assert code == 0
+    assert out.startswith(
+        "What differs\n  All settings that were written are the same.\n  before and after have the same"
+    )
+    assert out.endswith(f"{folders[0] / 'comparison.html'}\n")
+
+
+def test_json_has_the_numbers_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "run", SMALL)
+    code, out, _ = call(capsys, "report", "--json", folder)
+    said = json.loads(out)
+    assert code == 0
+    assert list(said) == ["format", "runs", "comparison"]
+    assert said["format"] == "lockstep report 1" and said["comparison"] is None
+    (run,) = said["runs"]
+    assert (run["status"], run["steps"], run["samples"]) == ("finished", 30, 30 * 512)
+    assert not (folder / "report.html").exists()
+    call(capsys, "report", "--json", folder, "-o", tmp_path / "page.html")
+    assert (tmp_path / "page.html").is_file()
+
+
+def test_every_key_of_the_json_is_documented() -> None:
+    from lockstep.report.columns import ColumnReader
+    from lockstep.report.numbers import numbers_of, to_json
+    from lockstep.report.read import RunHistory
+
+    reader = ColumnReader()
+    reader.add([{"step": 1}])
+    keys = to_json(numbers_of(RunHistory("", Path(), reader.columns(), (), {}), 0.0))
+    assert [key for key in keys if f"``{key}``" not in (to_json.__doc__ or "")] == []
+
+
+def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check_refused(capsys, ["report", str(tmp_path)], "holds neither measures.jsonl nor events.jsonl")
+    check_refused(capsys, ["report", str(tmp_path / "nothing")], "is not there, so it is no run's folder")
+    folder = write_run(tmp_path / "run", SMALL)
+    check_refused(capsys, ["report", str(folder), "-o", str(tmp_path)], "is a folder. Name a file")
+    missing = tmp_path / "missing" / "page.html"
+    check_refused(
+        capsys, ["report", str(folder), "-o", str(missing)], "cannot be written: No such file or directory"
+    )
+    check_refused(capsys, ["report", str(folder), "-o", "a\0b"], "Name another file with -o.")
+    assert not list(tmp_path.glob("**/.*"))
+
+
+def test_a_page_that_is_there_is_replaced_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "run", SMALL)
+    page = folder / "report.html"
+    page.write_text("older")
+    with open(page) as reader:
+        call(capsys, "report", folder)
+        assert reader.read() == "older"
+    assert page.read_text("utf-8").startswith("<!doctype html>")
+
+
+def test_the_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "report", "--help")
+    assert code == 0
+    assert "lockstep report runs/before runs/after" in out and "Exit codes" in out
+
+
+def test_it_imports_no_torch(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", SMALL)
+    code = (
+        "import sys; from lockstep.cli.main import main\n"
+        f"try: main(['report', {str(folder)!r}, {str(folder)!r}])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "print([name for name in ('torch', 'pydantic') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
