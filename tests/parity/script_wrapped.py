@@ -1,6 +1,7 @@
 """A script with torch's own DDP or fully_shard, and no ``Accelerator``."""
 
 import sys
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -12,16 +13,19 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 dist.init_process_group("gloo")
 ranks = dist.get_world_size()
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 4))
+model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 4), nn.BatchNorm1d(4))
 data = TensorDataset(torch.randn(96, 8), torch.randint(0, 4, (96,)))
 sampler = DistributedSampler(data, shuffle=True)
 loader = DataLoader(data, batch_size=4, sampler=sampler)
-spread = fully_shard(model) if "fully_shard" in sys.argv else DistributedDataParallel(model)
+is_ddp = "fully_shard" not in sys.argv
+shares = "own_buffers" not in sys.argv
+spread = DistributedDataParallel(model, broadcast_buffers=shares) if is_ddp else fully_shard(model)
 optimizer = torch.optim.AdamW(spread.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
 for number, (x, y) in enumerate(loader):
-    loss = nn.functional.cross_entropy(spread(x), y) / 2
-    loss.backward()
+    with spread.no_sync() if "no_sync" in sys.argv and number % 2 == 0 else nullcontext():
+        loss = nn.functional.cross_entropy(spread(x), y) / 2
+        loss.backward()
     if number % 2 == 0:
         continue
     if "doubled" in sys.argv and ranks > 1:

@@ -26,7 +26,8 @@ def script(name: str) -> str:
 @pytest.mark.parametrize(
     "words",
     [
-        ("wrapped",),
+        ("wrapped", "no_sync"),
+        pytest.param(("wrapped", "own_buffers"), marks=pytest.mark.exhaustive),
         pytest.param(("wrapped", "fully_shard"), marks=pytest.mark.exhaustive),
         ("accelerate",),
     ],

@@ -21,7 +21,7 @@ from lockstep.testing import (
     compare_parity,
 )
 from tests.testing import defects
-from tests.testing.models import MODELS, balanced, cnn, mixture, mlp, of_loader
+from tests.testing.models import MODELS, balanced, cnn, mixture, mlp, moving_scale, of_loader
 
 pytest_plugins = ["lockstep.testing.fixtures"]
 
@@ -65,6 +65,18 @@ def test_settings_of_a_run(check_parity: Callable[..., ParityReport], settings: 
     assert facts.accumulation_steps == settings.get("gradient_accumulation_steps", 1)
     assert facts.dtype == settings.get("mixed_precision", "fp32")
     assert facts.reference == settings.get("reference", "")
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "zero=3"])
+def test_each_rank_has_buffers_of_its_own(parity_workers: ParityWorkers, parallel: str) -> None:
+    """Ranks take those of rank 0 before the first micro-batch of a step, or the last, and use them in forward."""
+    report = parity_workers.compare_parity(
+        moving_scale, parallel=parallel, gradient_accumulation_steps=2, steps=2
+    )
+    assert report.agrees, str(report)
+    buffers = [one.item for one in report.verdict.ratios if one.item.kind is ItemKind.BUFFER]
+    assert {item.data_rank for item in buffers if item.name == "1.scale"} == {0, 1}
+    assert {item.data_rank for item in buffers if item.name == "2.num_batches_tracked"} == {-1}
 
 
 # name of the defect -> the first tensor that differs: its kind, its name, and what is said of it

@@ -77,6 +77,7 @@ class ProcessFacts:
         ended: Why there are no more steps.
         sets_rate: Whether the script changes learning rates without a scheduler.
         failed: The error that ended the script.
+        broadcast: Before which forwards ranks take rank 0's buffers, as ``BufferBroadcast`` has it; "": not known.
         refused: Why one process cannot stand for several ranks, and what to do.
     """
 
@@ -93,6 +94,7 @@ class ProcessFacts:
     ended: str = ""
     sets_rate: bool = False
     failed: str = ""
+    broadcast: str = ""
     refused: str = ""
 
     @property

@@ -627,6 +627,32 @@ def statistics_in_bf16(planted: Planted) -> None:
 
 
 @defect
+def statistics_of_one_rank_rounded(planted: Planted) -> None:
+    if planted.rank == 1:
+        DEFECTS["statistics_in_bf16"](planted)
+
+
+@defect
+def statistics_never_broadcast(planted: Planted) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from lockstep.parallel.zero import sharding
+
+    DistributedDataParallel.will_sync_module_buffers = lambda self: False  # type: ignore[method-assign]
+    sharding.broadcast_buffers = lambda *args: None
+
+
+@defect
+def statistics_of_the_first_rank_at_each_step(planted: Planted) -> None:
+    def change(planted: Planted, model: nn.Module, optimizer: Any, step: int) -> None:
+        for name, buffer in model.named_buffers():
+            if "running" in name:
+                dist.broadcast(buffer, 0)
+
+    _around_steps(change)(planted)
+
+
+@defect
 def statistics_counted_twice(planted: Planted) -> None:
     def made(model: nn.Module, optimizer: Any, scheduler: Any) -> None:
         model.batch_norm.momentum = 0.19  # that of two updates by 0.1

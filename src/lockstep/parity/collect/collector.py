@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +32,10 @@ class RunCollector(RunObserver):
     Args:
         steps: Optimizer steps after which ``done`` is called.
         done: Ends the run; gets the number of steps that were made.
+
+    Attributes:
+        compares_own_buffers: Whether ranks take those of rank 0 when they do in the reference; if not, those of rank
+            0 alone are compared.
     """
 
     def __init__(self, sink: Sink, steps: int, done: Callable[[int], None]) -> None:
@@ -53,6 +57,7 @@ class RunCollector(RunObserver):
         self._known: set[str] = set()
         self._is_expected = False
         self._has_forward = False
+        self.compares_own_buffers = True
 
     def attach(self, run: ObservedRun, place: BatchPlace, axes: ShardAxes) -> None:
         """The run has begun: where it stands, and which parts of a model this rank holds."""
@@ -69,9 +74,9 @@ class RunCollector(RunObserver):
     # What is prepared -------------------------------------------------------------------------------------
 
     def model_prepared(self, model: ParallelModel) -> None:
-        prefix = f"model_{len(self._models)}." if self._models else ""
+        prefix = _prefix(len(self._models))
         self._models.append(model)
-        model.module.register_forward_pre_hook(_BeforeModel(self))
+        model.module.register_forward_pre_hook(_BeforeModel(self, model))
         model.module.register_forward_hook(_AfterModel(self))
         self._outputs.watch(model, prefix)
         self.place.prepared()
@@ -95,10 +100,10 @@ class RunCollector(RunObserver):
             self._add(self._item(ItemKind.BATCH, "", path=path), row_digests(value))
         self._outputs.batch_comes([tuple(value.shape) for value in tensors.values()])
 
-    def forward_comes(self) -> None:
-        """A prepared model is called, to be trained."""
+    def forward_comes(self, model: ParallelModel) -> None:
+        """A prepared ``model`` is called, to be trained."""
         self._outputs.factor = 1.0  # a pipeline differentiates the script's own loss inside of this call
-        self.place.forward_begins()
+        self.place.forward_begins(model)
 
     def forward_ends(self) -> None:
         """It has returned: a backward may follow."""
@@ -173,31 +178,49 @@ class RunCollector(RunObserver):
             if before is not None:
                 update = before.neg_().add_(local(parameter).detach())
                 self._add_part(TraceItem(self.step, ItemKind.UPDATE, name), update, parameter)
-        self.place.before_buffers()
-        if self.place.data_rank == 0 or self.place.has_all_ranks:
-            for name, buffer in self._named("buffers"):
-                self._add(TraceItem(self.step, ItemKind.BUFFER, name), buffer)
+        for number, model in enumerate(self._models):
+            of_ranks = self.place.buffers_of_ranks(model)
+            for name in next(iter(of_ranks.values())):
+                copies = {rank: buffers[name] for rank, buffers in of_ranks.items() if name in buffers}
+                for item, values in self._of_buffer(f"{_prefix(number)}{name}", copies):
+                    self._add(item, values)
         self.made += 1
         self._has_gradients = self._was_clipped = False
         self.place.stepped()
 
     def _add_gradients(self, kind: ItemKind) -> None:
-        for name, parameter in reversed(list(self._named("parameters"))):
+        for name, parameter in reversed(list(self._parameters())):
             if parameter.grad is not None:
                 self._add(TraceItem(self.step, kind, name), parameter.grad)
 
     def _stepped(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return ((name, p) for name, p in self._named("parameters") if id(p) in held)
+        return ((name, p) for name, p in self._parameters() if id(p) in held)
 
-    def _named(self, what: str) -> Iterator[tuple[str, Any]]:
+    def _of_buffer(self, name: str, of_ranks: Mapping[int, Tensor]) -> Iterator[tuple[TraceItem, Tensor]]:
+        """A buffer's items: one of each data rank, or one of all where ranks are known to have equal ones."""
+        of_all = TraceItem(self.step, ItemKind.BUFFER, name)
+        first, *others = of_ranks.values()
+        if self._is_expected_of(of_all) or (others and all(torch.equal(first, one) for one in others)):
+            yield of_all, first
+            return
+        is_of_first_alone = self._is_expected_of(of_all._replace(data_rank=0))
+        for rank, values in of_ranks.items():
+            if rank > 0 and not self.compares_own_buffers:
+                return
+            item = of_all._replace(data_rank=rank)
+            if self._is_expected_of(item) or not is_of_first_alone:
+                yield item, values
+
+    def _is_expected_of(self, item: TraceItem) -> bool:
+        return self._sink.expected_shape(item) is not None
+
+    def _parameters(self) -> Iterator[tuple[str, Any]]:
         if self._run is not None:
             next(iter(self._run.parameters_at_rest()), None)
         for number, model in enumerate(self._models):
-            prefix = f"model_{number}." if number else ""
-            found = model.named_parameters() if what == "parameters" else model.plain.named_buffers()
-            for name, tensor in found:
-                yield f"{prefix}{name}", tensor
+            for name, tensor in model.named_parameters():
+                yield f"{_prefix(number)}{name}", tensor
 
     # To the sink ------------------------------------------------------------------------------------------
 
@@ -216,15 +239,21 @@ class RunCollector(RunObserver):
             self._sink.add(item, part, *found)
 
 
+def _prefix(number: int) -> str:
+    """Of names in a model."""
+    return f"model_{number}." if number else ""
+
+
 class _BeforeModel(UncopiedHook):
     """A forward pre-hook of a prepared model."""
 
-    def __init__(self, collector: RunCollector) -> None:
+    def __init__(self, collector: RunCollector, model: ParallelModel) -> None:
         self._collector = collector
+        self._model = model
 
     def __call__(self, module: nn.Module, args: object) -> None:
         if torch.is_grad_enabled() and not torch_autograd.is_in_backward():
-            self._collector.forward_comes()
+            self._collector.forward_comes(self._model)
 
 
 class _AfterModel(UncopiedHook):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from lockstep.data.loader import PreparedLoader
 from lockstep.parallel.parallel_model import ParallelModel
@@ -57,8 +59,8 @@ class BatchPlace:
 
     # What the run tells -----------------------------------------------------------------------------------
 
-    def forward_begins(self) -> None:
-        """A prepared model is called, to be trained."""
+    def forward_begins(self, model: ParallelModel) -> None:
+        """A prepared ``model`` is called, to be trained."""
         if self._awaits_backward and self._handed - self._trained > 1:
             self._is_ahead = True
         if self._is_ahead and self._begun != self._all_trained:
@@ -91,8 +93,9 @@ class BatchPlace:
         """By what the script divides losses because this process has the batches of so many ranks."""
         return 1
 
-    def before_buffers(self) -> None:
-        """The buffers of the models are about to be read."""
+    def buffers_of_ranks(self, model: ParallelModel) -> Mapping[int, Mapping[str, Tensor]]:
+        """The buffers of a model, by name, as each data rank has them; of ranks of which they are known."""
+        return {self.data_rank: dict(model.plain.named_buffers())}
 
     # Batches ----------------------------------------------------------------------------------------------
 

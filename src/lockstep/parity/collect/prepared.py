@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+
+from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config.options import Options
 from lockstep.config.parallel import Parallel
@@ -14,13 +18,15 @@ from lockstep.parity.collect.chance import switch_dropout_off
 from lockstep.parity.collect.place import BatchPlace
 from lockstep.parity.collect.plain_calls import step_schedulers_when
 from lockstep.parity.collect.process import ProcessRun
+from lockstep.parity.collect.rank_buffers import BufferBroadcast, Sharing
 from lockstep.parity.collect.spanning import refuse_shared_routing, refuse_synchronised_statistics
 from lockstep.parity.collect.told import tell_length, tell_of_ranks
 from lockstep.parity.collect.trainers import accumulate_more
-from lockstep.parity.collect.virtual_ranks import AccumulatedRanks, RanksInTurn, VirtualRanks
+from lockstep.parity.collect.virtual_ranks import AccumulatedRanks, RanksInTurn, SequentialRanks, VirtualRanks
 from lockstep.parity.spec import Role
 from lockstep.parity.trace.regions import ShardAxes
 from lockstep.preparation.observers import ObservedRun
+from lockstep.torch_internals import modules as torch_modules
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")
 NO_DROPOUT = (
@@ -51,7 +57,11 @@ class PreparedRun(ProcessRun):
         if not self._drops_out:
             self.note(NO_DROPOUT.format(words=parallel))
         parallel = replace(parallel, verify="off") if hasattr(parallel, "verify") else parallel
-        self._accumulates = spec.is_alone and axes.data > 1 and accumulate_more(axes.data)
+        self._window = accumulate_more(axes.data) if spec.is_alone and axes.data > 1 else 0
+        self._broadcast = _broadcast(parallel, options)
+        self._facts = replace(self._facts, broadcast=self._broadcast.value)
+        known = self._sink.facts.get("broadcast", self._broadcast.value)
+        self.compares_own_buffers = known == self._broadcast.value or self._facts.accumulation == 1
         if spec.tells_ranks:
             self.restores.append(tell_of_ranks(spec.ranks))
         if not spec.is_alone:
@@ -75,7 +85,7 @@ class PreparedRun(ProcessRun):
                 data_ranks, run.step, run.models, seed, self._splits_batches, self._data_ended, self.refuse
             )
             place: BatchPlace = (
-                AccumulatedRanks(turns) if self._accumulates else VirtualRanks(turns, run.optimizers)
+                AccumulatedRanks(turns, self._window) if self._window else VirtualRanks(turns, run.optimizers)
             )
         else:
             place = BatchPlace(meshes.data_rank, run.models, seed)
@@ -102,4 +112,45 @@ class PreparedRun(ProcessRun):
             refuse_synchronised_statistics(model, self._synchronises, self.refuse)
             if self._shares_routing:
                 refuse_shared_routing(model, self.refuse)
+        if isinstance(self.place, SequentialRanks):
+            self._share_buffers(model, self.place)
         super().model_prepared(model)
+
+    def _share_buffers(self, model: ParallelModel, place: SequentialRanks) -> None:
+        sharing, no_sync = Sharing(self._broadcast), model.no_sync
+        if isinstance(model.module, DistributedDataParallel):  # the script's own
+            sharing = Sharing(BufferBroadcast.UNKNOWN)
+        elif self._broadcast is BufferBroadcast.WITH_AVERAGE:
+            sharing = Sharing(self._broadcast, _is_synchronised(model))
+        place.buffers.share(model, sharing)
+        if self._window:
+            return
+
+        def noted(inside_window: bool = False) -> AbstractContextManager[object]:
+            if not inside_window:
+                place.buffers.share(model, Sharing(BufferBroadcast.UNKNOWN))
+            return no_sync(inside_window)
+
+        model.no_sync = noted  # type: ignore[method-assign]
+
+
+def _broadcast(parallel: Parallel, options: Options) -> BufferBroadcast:
+    """Before which forwards ranks that train so take the buffers of rank 0."""
+    if parallel.pp > 1:
+        return BufferBroadcast.UNKNOWN
+    if not options.ddp.broadcast_buffers:
+        return BufferBroadcast.NEVER
+    is_ddp = not parallel.shards and not parallel.divides_weights
+    return BufferBroadcast.AFTER_AVERAGE if is_ddp else BufferBroadcast.WITH_AVERAGE
+
+
+def _is_synchronised(model: ParallelModel) -> Callable[[str], bool]:
+    """Which buffers of a model, by name, ZeRO broadcasts."""
+    # Imported here, because torch's sharding takes most of a second to import.
+    from lockstep.parallel.zero.sharding import synchronised_buffers
+
+    shared = {
+        id(torch_modules.buffers_of(module)[name]) for module, name in synchronised_buffers(model.plain)
+    }
+    names = {name for name, buffer in model.plain.named_buffers() if id(buffer) in shared}
+    return names.__contains__

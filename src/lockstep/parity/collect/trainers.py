@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
+from typing import Any
 
 
-def accumulate_more(times: int) -> bool:
+def accumulate_more(times: int) -> int:
     """Let the Trainer that makes an ``Accelerator`` now, if one does, take so many times the batches for each step.
 
-    Its losses are then those of all these batches together, by their numbers of tokens too.
+    Its losses are then those of all these batches together, by their numbers of tokens too. Returns how many batches
+    it would have taken; 0: there is no Trainer.
     """
-    trainer = _calling_trainer()
+    trainer: Any = _calling_trainer()
     if trainer is None:
-        return False
-    trainer.args.gradient_accumulation_steps *= times  # type: ignore[attr-defined]
-    return True
+        return 0
+    window = int(trainer.args.gradient_accumulation_steps)
+    trainer.args.gradient_accumulation_steps = window * times
+    return window
 
 
 def _calling_trainer() -> object | None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lockstep.comm.tree import map_tensors
 from lockstep.data.loader import PreparedLoader
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parity.collect.place import BatchPlace
+from lockstep.parity.collect.rank_buffers import RankBuffers
 from lockstep.runtime.seed import rng_state, set_rng_state
 from lockstep.runtime.step import StepState
 
@@ -46,7 +46,7 @@ class SequentialRanks(BatchPlace):
 
     A prepared loader of one process hands out batches in the order in which the ranks are given them: the first to rank
     0, the second to rank 1, ... So many in turn are one micro-batch of all ranks. With each of them the generators are
-    seeded as the rank seeds its own, and the buffers are those of rank 0, as under DistributedDataParallel.
+    seeded as the rank seeds its own, and models have that rank's buffers.
     """
 
     has_all_ranks = True
@@ -57,17 +57,26 @@ class SequentialRanks(BatchPlace):
         self._state = turns.step
         self._turns = turns
         self._is_in_loop = False
-        self._buffers_before: list[dict[str, Tensor]] = []
-        self._buffers_of_first: list[dict[str, Tensor]] = []
+        self.buffers = RankBuffers(turns.ranks)
 
     @property
     def share(self) -> float:
         return 1 / self.ranks
 
-    def before_buffers(self) -> None:
-        """Those of rank 0 come back: they are what all ranks go on with."""
-        if self._buffers_of_first:
-            _load_buffers(self._models, self._buffers_of_first)
+    def forward_begins(self, model: ParallelModel) -> None:
+        super().forward_begins(model)
+        self.buffers.forward_begins(model, self._is_averaged(model))
+
+    def _is_averaged(self, model: ParallelModel) -> bool:
+        """Whether several ranks would average the gradients of this forward."""
+        return True
+
+    def stepped(self) -> None:
+        super().stepped()
+        self.buffers.stepped()
+
+    def buffers_of_ranks(self, model: ParallelModel) -> Mapping[int, Mapping[str, Tensor]]:
+        return self.buffers.of_ranks(model)
 
     def _batches_of(self, loader: PreparedLoader, batches: Iterator[Any]) -> Iterator[Any]:
         return self.batches(self._whole_rounds(loader, self._parts(batches)))
@@ -116,22 +125,27 @@ class SequentialRanks(BatchPlace):
 
     def _turn_to(self, rank: int) -> None:
         """The next batch is one of ``rank``."""
-        if self.data_rank == 0 and rank != 0:
-            self._buffers_of_first = _buffers(self._models)
-        if rank == 0:
-            self.before_buffers()
-            self._buffers_before = _buffers(self._models)
-        elif self._buffers_before:
-            _load_buffers(self._models, self._buffers_before)
+        self.buffers.turn(rank)
         self.data_rank = rank
 
 
 class AccumulatedRanks(SequentialRanks):
-    """Of a script that was told to accumulate over so many more batches, and divides its losses accordingly."""
+    """Of a script that was told to accumulate over so many more batches, and divides its losses accordingly.
+
+    Args:
+        window: Batches of each rank in one step.
+    """
+
+    def __init__(self, turns: RanksInTurn, window: int) -> None:
+        super().__init__(turns)
+        self._window = window
 
     @property
     def divided(self) -> int:
         return self.ranks
+
+    def _is_averaged(self, model: ParallelModel) -> bool:
+        return self.micro_batch + 1 >= self._window
 
 
 class VirtualRanks(SequentialRanks):
@@ -170,14 +184,14 @@ class VirtualRanks(SequentialRanks):
         self._has_loader = True
         super()._hand_out(batch)
 
-    def forward_begins(self) -> None:
+    def forward_begins(self, model: ParallelModel) -> None:
         """A prepared model is called, to be trained. Refuses where an optimizer was asked to step on this batch."""
         if self._asked:
             self._turns.refuse(
                 f"The script steps an optimizer ({type(self._asked[0]).__name__}) and then trains again on the same "
                 f"batch, which one process cannot do for {self.ranks} ranks one after another."
             )
-        super().forward_begins()
+        super().forward_begins(model)
         if self._state.is_in_window:
             return  # accumulate() has said it
         if self._has_loader:
@@ -186,6 +200,12 @@ class VirtualRanks(SequentialRanks):
             self._state.sync_gradients = steps is not None and number == steps * self.ranks
         else:
             self._state.sync_gradients = self.data_rank == self.ranks - 1
+
+    def _is_averaged(self, model: ParallelModel) -> bool:
+        state = self._state
+        if state.is_in_window:
+            return state.sync_each_batch or self.micro_batch + 1 >= state.accumulation_steps
+        return bool(getattr(model.module, "require_backward_grad_sync", True))  # DDP's, in its no_sync
 
     def backward_begins(self) -> None:
         super().backward_begins()
@@ -226,17 +246,3 @@ class VirtualRanks(SequentialRanks):
         self._generators[self.data_rank] = rng_state()
         self._turn_to((self.data_rank + 1) % self.ranks)
         set_rng_state(self._generators[self.data_rank])
-
-
-def _buffers(models: Sequence[ParallelModel]) -> list[dict[str, Tensor]]:
-    return [
-        {name: buffer.detach().clone() for name, buffer in model.plain.named_buffers()} for model in models
-    ]
-
-
-@torch.no_grad()
-def _load_buffers(models: Sequence[ParallelModel], values: list[dict[str, Tensor]]) -> None:
-    for model, of_model in zip(models, values, strict=False):
-        for name, buffer in model.plain.named_buffers():
-            if name in of_model and buffer.shape == of_model[name].shape:
-                buffer.copy_(of_model[name])

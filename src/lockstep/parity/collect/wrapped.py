@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
@@ -28,6 +29,7 @@ from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parity.collect.place import BatchPlace
 from lockstep.parity.collect.plain_calls import step_schedulers_when
 from lockstep.parity.collect.process import ProcessRun
+from lockstep.parity.collect.rank_buffers import BufferBroadcast, Sharing
 from lockstep.parity.collect.spanning import refuse_synchronised_statistics
 from lockstep.parity.collect.virtual_ranks import RanksInTurn, VirtualRanks
 from lockstep.parity.collect.watch_sources import SourceWatch
@@ -88,12 +90,15 @@ class WrappedRun(ProcessRun):
         if self._depth == 1 and torch.is_grad_enabled() and not self._is_known(module):
             held = {id(p) for one in self._optimizers for group in one.param_groups for p in group["params"]}
             if any(id(parameter) in held for parameter in module.parameters()):
-                self._prepared(ParallelModel(module))
-                self.forward_comes()  # its own hooks are those that this call began with
+                model = ParallelModel(module)
+                self._prepared(model)
+                self.forward_comes(model)  # its own hooks are those that this call began with
 
     def _prepared(self, model: ParallelModel) -> None:
         if self.place.has_all_ranks:
             refuse_synchronised_statistics(model, False, self.refuse)
+        if isinstance(self.place, VirtualRanks):
+            self.place.buffers.share(model, Sharing(_broadcast(model.module)))
         self.model_prepared(model)
 
     def _after_module(self, module: nn.Module, args: object, output: object) -> None:
@@ -105,9 +110,8 @@ class WrappedRun(ProcessRun):
 
     def _at_rest(self) -> None:
         for model in self._models:
-            for module in model.module.modules():
-                if callable(getattr(module, "reshard", None)):
-                    module.reshard()  # type: ignore[operator]
+            for module in _sharded(model.module):
+                module.reshard()
 
     # Optimizers -------------------------------------------------------------------------------------------
 
@@ -284,6 +288,18 @@ class WrappedRun(ProcessRun):
         if dist.is_available() and dist.is_initialized() and not self._spec.is_alone:
             self._facts = replace(self._facts, parallel="")
         super().finish()
+
+
+def _sharded(model: nn.Module) -> list[Any]:
+    """The modules that torch's ``fully_shard`` has changed."""
+    return [module for module in model.modules() if callable(getattr(module, "reshard", None))]
+
+
+def _broadcast(model: nn.Module) -> BufferBroadcast:
+    """Before which forwards of a model ranks take the buffers of rank 0."""
+    if isinstance(model, DistributedDataParallel):
+        return BufferBroadcast.AFTER_AVERAGE if model.broadcast_buffers else BufferBroadcast.NEVER
+    return BufferBroadcast.NEVER if _sharded(model) else BufferBroadcast.UNKNOWN
 
 
 def _distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:

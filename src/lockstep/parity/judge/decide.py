@@ -22,6 +22,10 @@ EXAMINED = 20
 """Findings, in order, that are looked at for what they look like."""
 NOT_IN_ALL_RUNS = (ItemKind.OUTPUT, ItemKind.OUTPUT_GRADIENT)
 """Kinds of which a strategy need not show all: a stage of a pipeline, or a fused layer, has other modules."""
+BUFFERS_OF_FIRST = (
+    "Of buffers those of rank 0 alone were compared: the others take them before other micro-batches than in the "
+    "reference."
+)
 
 
 def judge(
@@ -142,12 +146,18 @@ def _missing(
     """What no rank has: findings; and notes on kinds that the candidate shows nowhere, or need not show."""
     shown = {item.kind for item in by_item}
     lacking = [item for item in trace if item not in by_item and item.step not in apart_steps]
+    of_others = [item for item in lacking if _is_of_other_rank(item)]
+    if of_others and not any(map(_is_of_other_rank, by_item)):
+        lacking = [item for item in lacking if not _is_of_other_rank(item)]
+    else:
+        of_others = []
     absent = Counter(item.kind for item in lacking if item.kind not in shown)
     hidden = Counter(item.kind for item in lacking if item.kind in shown and item.kind in NOT_IN_ALL_RUNS)
     notes = [
         f"Nothing was compared as {kind.value}: the candidate shows none of {number:,}."
         for kind, number in absent.items()
     ]
+    notes += [BUFFERS_OF_FIRST] if of_others else []
     notes += [
         f"{count(number, 'tensor')} of the kind {kind.value} {'was' if number == 1 else 'were'} not compared: "
         "the candidate calls other modules."
@@ -159,6 +169,11 @@ def _missing(
         if item.kind in shown and item.kind not in NOT_IN_ALL_RUNS
     ]
     return findings, notes
+
+
+def _is_of_other_rank(item: TraceItem) -> bool:
+    """Whether it is a buffer of another data rank than 0."""
+    return item.kind is ItemKind.BUFFER and item.data_rank > 0
 
 
 def _additions(

@@ -33,7 +33,7 @@ def of_another_step(case: Case) -> str:
 def of_another_batch(case: Case) -> str:
     """The value of another data rank, or micro-batch; or their mean."""
     item = case.item
-    if not item.kind.is_of_micro_batch:
+    if not item.kind.is_of_micro_batch and item.kind is not ItemKind.BUFFER:
         return ""
     others = [one for one in _alike(case) if one != item]
     for other in others:

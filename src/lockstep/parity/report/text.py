@@ -66,6 +66,7 @@ def named(item: TraceItem, facts: RunFacts) -> str:
     where = [f"call {item.call + 1}"] if item.call else []
     if item.kind.is_of_micro_batch:
         where += [f"micro-batch {item.micro_batch}"] if facts.accumulation_steps > 1 else []
+    if item.kind.is_of_micro_batch or item.kind is ItemKind.BUFFER:
         where += [f"data rank {item.data_rank}"] if item.data_rank >= 0 and facts.data_ranks > 1 else []
     said = f" ({', '.join(where)})" if where else ""
     path = f"[{item.path}]" if item.path else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -19,7 +19,13 @@ KEPT_BYTES = 256 << 20
 
 
 class Sink(Protocol):
-    """Takes what this rank holds of each item."""
+    """Takes what this rank holds of each item.
+
+    Attributes:
+        facts: Of the run to compare with; of one that is recorded none.
+    """
+
+    facts: Mapping[str, Any]
 
     def add(
         self, item: TraceItem, part: torch.Tensor, shape: Sequence[int], boxes: Sequence[ShardRegion]
@@ -37,6 +43,7 @@ class Recording:
     """Writes what this rank holds of each tensor of a run into a trace, and of parts which they are."""
 
     def __init__(self, path: Path) -> None:
+        self.facts: Mapping[str, Any] = {}
         self._writer = TraceWriter(path)
         self._parts: dict[str, object] = {}
 
@@ -68,6 +75,7 @@ class TraceComparison:
     def __init__(
         self, trace: Trace, folder: Path, rank: int, allowed: Mapping[str, Limit] | None = None
     ) -> None:
+        self.facts: Mapping[str, Any] = trace.facts
         self._trace = trace
         self._rank = rank
         self._allowed = allowed

@@ -1,0 +1,127 @@
+"""The buffers of several ranks, of which one process has one rank's in its models at a time.
+
+Ranks start with equal buffers, and each changes its own, as batch normalisation does by its batches. Some ways to
+spread a model give all ranks those of rank 0 before some forwards. Where it is known before which, every rank's buffers
+are known.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.parallel.parallel_model import ParallelModel
+
+Buffers = dict[str, Tensor]
+"""By name in one model."""
+
+
+class BufferBroadcast(Enum):
+    """Before which forwards all ranks take the buffers of rank 0."""
+
+    AFTER_AVERAGE = "DDP: those that follow a forward whose gradients are averaged"
+    WITH_AVERAGE = "ZeRO, and models that are split: those whose gradients are averaged"
+    NEVER = "none"
+    UNKNOWN = "some"
+
+
+class Sharing(NamedTuple):
+    """Of one model. ``is_shared``: which of its buffers a broadcast is of."""
+
+    broadcast: BufferBroadcast
+    is_shared: Callable[[str], bool] = lambda name: True
+
+
+class RankBuffers:
+    """Of all models that are trained. ``ranks``: how many have turns in this process."""
+
+    def __init__(self, ranks: int) -> None:
+        self._sharing: dict[ParallelModel, Sharing] = {}
+        self._held: list[dict[ParallelModel, Buffers]] = [{} for _ in range(ranks)]
+        self._rank = 0
+        self._calls: Counter[ParallelModel] = Counter()
+        self._of_first: dict[tuple[ParallelModel, int], Buffers | None] = {}
+        self._averaged: dict[ParallelModel, bool] = {}
+        self._averages: dict[ParallelModel, bool] = {}
+
+    def share(self, model: ParallelModel, sharing: Sharing) -> None:
+        """How ranks share the buffers of a model, which all of them have as they are when this is first told."""
+        self._sharing[model] = sharing
+        if model not in self._held[0]:
+            values = _read(model, {})
+            for held in self._held:
+                held[model] = values
+
+    def turn(self, rank: int) -> None:
+        """The next batch is one of ``rank``."""
+        self._save()
+        self._rank = rank
+        self._calls.clear()
+        if rank == 0:
+            self._of_first.clear()
+        for model, values in self._held[rank].items():
+            _load(model, values)
+
+    def forward_begins(self, model: ParallelModel, averages: bool) -> None:
+        """A model is called. ``averages``: gradients of this forward are averaged over the ranks."""
+        call = self._calls[model]
+        self._calls[model] += 1
+        broadcast, is_shared = self._sharing[model]
+        if self._rank == 0:
+            is_taken = averages
+            if broadcast is not BufferBroadcast.WITH_AVERAGE:
+                is_taken = self._averaged.get(model, True)
+            self._averaged[model] = self._averages[model] = averages
+            now = _read(model, self._held[0][model])
+            self._of_first[model, call] = now if is_taken and broadcast is not BufferBroadcast.NEVER else None
+            return
+        taken = self._of_first.get((model, call))
+        if taken is not None:
+            _load(model, {name: value for name, value in taken.items() if is_shared(name)})
+
+    def stepped(self) -> None:
+        """An optimizer has made a step: the gradients of the forward before it were averaged."""
+        self._averaged.clear()
+        self.turn(0)  # whose buffers an evaluation uses
+
+    def of_ranks(self, model: ParallelModel) -> Mapping[int, Buffers]:
+        """The buffers of each rank of which they are known."""
+        self._save()
+        broadcast = self._sharing[model].broadcast
+        # A window that the end of an epoch cuts short averages in a forward that only its ranks know of.
+        is_cut = broadcast is BufferBroadcast.WITH_AVERAGE and not self._averages.get(model, True)
+        held = self._held[:1] if is_cut or broadcast is BufferBroadcast.UNKNOWN else self._held
+        return {rank: of_rank[model] for rank, of_rank in enumerate(held)}
+
+    def _save(self) -> None:
+        """Take note of the buffers of the rank that has its turn."""
+        held = self._held[self._rank]
+        for model, known in held.items():
+            held[model] = _read(model, known)
+
+
+def _read(model: ParallelModel, known: Buffers) -> Buffers:
+    """The buffers that a model has now. What has not changed since they were ``known`` takes no more memory."""
+    found = {}
+    for name, buffer in model.plain.named_buffers():
+        before = known.get(name)
+        found[name] = before if before is not None and _equal(before, buffer) else buffer.detach().clone()
+    return found
+
+
+@torch.no_grad()
+def _load(model: ParallelModel, values: Buffers) -> None:
+    for name, buffer in model.plain.named_buffers():
+        value = values.get(name)
+        # What is equal is not written to: a graph may wait for its backward with it.
+        if value is not None and value.shape == buffer.shape and not _equal(value, buffer):
+            buffer.copy_(value)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
