@@ -70,7 +70,10 @@ def test_the_installation_names_files_that_exist() -> None:
 
 def test_the_digits_commands_print_the_same_result(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    shown = {run(command.split(), tmp_path) for command in RUN if "--dry-run" not in command}
+    others = ("--dry-run", "lockstep check")
+    shown = {
+        run(command.split(), tmp_path) for command in RUN if not any(other in command for other in others)
+    }
     assert len(shown) == 1
     assert "accuracy" in shown.pop()
 
@@ -82,6 +85,13 @@ def test_the_report_of_a_run_says_how_it_ended(tmp_path: Path) -> None:
     text = run(command.split(), tmp_path)
     assert "How it ended\n  Rank 3 failed after step 620: RuntimeError" in text
     assert (project / "run" / "report.html").is_file()
+
+
+def test_the_check_says_what_the_readme_shows(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (command,) = (command for command in RUN if command.startswith("lockstep check"))
+    (shown,) = (text for text in blocks("text") if "compute what one process computes" in text)
+    assert run(command.split(), tmp_path).split("(")[0] == shown.split("(")[0]
 
 
 @pytest.mark.parametrize("command", [command for command in RUN if "--dry-run" in command])

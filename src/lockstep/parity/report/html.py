@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from html import escape
 
 from lockstep.parity.judge.verdict import ParityVerdict, Ratio
-from lockstep.parity.judge.words import size
+from lockstep.parity.judge.words import count, size
 from lockstep.parity.report.text import RIGHT, TITLES, remarks, rows, sentence
 from lockstep.parity.trace.items import ItemKind, TraceItem
 
@@ -34,6 +35,8 @@ LEGEND = {
     "far": "up to 100 times",
     "lost": "more",
 }
+_KINDS = {"tensor": "name", "found": "words", "looks like": "words"}
+"""Column -> class of its cells."""
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --line: #d5dae0; --quiet: #5b6470;
   --exact: #e3f1e6; --near: #c4e4cb; --agrees: #8fcb9c; --beyond: #ffc285; --far: #f4804f; --lost: #c8322f; }
@@ -46,7 +49,9 @@ h1 { font-size: 1.3rem; } h2 { font-size: 1.05rem; margin-top: 2rem; }
 .answer.differs { border-color: var(--lost); }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; } td, th { padding: .25rem .6rem; text-align: left; vertical-align: top; }
-.list td, .list th { border-bottom: 1px solid var(--line); } .list td { overflow-wrap: anywhere; }
+.list td, .list th { border-bottom: 1px solid var(--line); } .list th { white-space: nowrap; }
+.list .name { min-width: 11rem; max-width: 26rem; overflow-wrap: anywhere; } .list .words { min-width: 9rem; }
+code { font: .92em ui-monospace, monospace; }
 .right { text-align: right !important; white-space: nowrap; }
 .strip { border-collapse: separate; border-spacing: 1px; font-size: 12px; }
 .strip td, .strip th { padding: 0 .25rem; min-width: 1rem; height: 1rem; font-weight: normal; }
@@ -64,12 +69,14 @@ def to_html(verdict: ParityVerdict) -> str:
     """A complete document."""
     differs = "" if verdict.agrees else " differs"
     facts = verdict.facts
-    title = f"lockstep check: {facts.candidate or 'plain'}, {facts.nproc} ranks"
+    title = (
+        f"lockstep check: {count(facts.nproc, 'rank')}{f' with {facts.candidate}' if facts.candidate else ''}"
+    )
     parts = [
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>",
-        f'<h1>{_text(title)}</h1><p class="answer{differs}">{_text(sentence(verdict))}</p>',
+        f'<h1>{_text(title)}</h1><p class="answer{differs}">{_prose(sentence(verdict))}</p>',
     ]
     if verdict.findings:
         parts.append(f"<h2>What differs</h2>{_table(verdict)}")
@@ -145,13 +152,18 @@ def _legend() -> str:
 
 
 def _table(verdict: ParityVerdict) -> str:
-    sides = ['class="right"' if title in RIGHT else "" for title in TITLES]
-    head = "".join(f"<th {side}>{title}</th>" for title, side in zip(TITLES, sides, strict=True))
-    body = "".join(
-        f"<tr>{''.join(f'<td {side}>{_text(cell)}</td>' for cell, side in zip(row, sides, strict=True))}</tr>"
-        for row in rows(verdict, MOST_LISTED)
-    )
-    return f'<div class="scroll"><table class="list"><tr>{head}</tr>{body}</table></div>'
+    kinds = ["right" if title in RIGHT else _KINDS.get(title, "") for title in TITLES]
+    head = "".join(f'<th class="{kind}">{title}</th>' for title, kind in zip(TITLES, kinds, strict=True))
+    lines = [f"<tr>{head}</tr>"]
+    for row in rows(verdict, MOST_LISTED):
+        cells = [f'<td class="{kind}">{_prose(cell)}</td>' for cell, kind in zip(row, kinds, strict=True)]
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f'<div class="scroll"><table class="list">{"".join(lines)}</table></div>'
+
+
+def _prose(text: str) -> str:
+    """Names between backquotes as code."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", _text(text))
 
 
 def _text(text: str) -> str:
