@@ -198,11 +198,21 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
             yield from tensors_in(part)
 
 
-def group_size(given: dict[str, Any]) -> int:
-    """Number of ranks of the group in an operator's arguments: an object, or the name of one."""
+def group_of(given: dict[str, Any]) -> dist.ProcessGroup:
+    """The group in an operator's arguments: an object, or the name of one."""
     if "group_name" in given:
         name = given["group_name"]
-        group = c10d.group_named(name) if isinstance(name, str) else name
-    else:
-        group = dist.ProcessGroup.unbox(given["process_group"])
-    return int(group.size())
+        group: dist.ProcessGroup = c10d.group_named(name) if isinstance(name, str) else name
+        return group
+    return dist.ProcessGroup.unbox(given["process_group"])
+
+
+def group_size(given: dict[str, Any]) -> int:
+    """Number of ranks of the group in an operator's arguments."""
+    return int(group_of(given).size())
+
+
+def ranks_of(func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[int, ...]:
+    """The global ranks of the group in an operator's arguments."""
+    given = dict(zip(dispatch.argument_names(func), args, strict=False)) | kwargs
+    return tuple(dist.get_process_group_ranks(group_of(given)))

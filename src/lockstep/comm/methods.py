@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -138,6 +139,16 @@ class CollectiveMethods:
     def data_parallel_shard_rank(self) -> int:
         return self.meshes.rank_on("shard")
 
+    @contextmanager
+    def _communicating(self) -> Iterator[None]:
+        """Inside, the script waits for other ranks."""
+        part = self._step.clock.enter("communication") if self.runtime.world_size > 1 else ""
+        try:
+            yield
+        finally:
+            if part:
+                self._step.clock.enter(part)
+
     @cached_property
     def _communicator(self) -> Communicator:
         return Communicator(self.runtime)
@@ -157,7 +168,8 @@ class CollectiveMethods:
             assert ranks.tolist() == list(range(accelerator.num_processes))
             ```
         """
-        return self._communicator.gather(tensor)
+        with self._communicating():
+            return self._communicator.gather(tensor)
 
     def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
         """``gather`` without the rows that pad the last batch: each sample exactly once.
@@ -175,9 +187,10 @@ class CollectiveMethods:
             assert seen.tolist() == list(range(10))  # on any number of ranks
             ```
         """
-        return gather_for_metrics(
-            self._data_communicator, self._step, input_data, self.meshes.data_rank, use_gather_object
-        )
+        with self._communicating():
+            return gather_for_metrics(
+                self._data_communicator, self._step, input_data, self.meshes.data_rank, use_gather_object
+            )
 
     @cached_property
     def _data_communicator(self) -> Communicator:
@@ -199,13 +212,15 @@ class CollectiveMethods:
             assert count.tolist() == [accelerator.num_processes] * 3
             ```
         """
-        return self._communicator.reduce(tensor, reduction, scale)
+        with self._communicating():
+            return self._communicator.reduce(tensor, reduction, scale)
 
     def pad_across_processes(
         self, tensor: Tree, dim: int = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Tree:
         """Nested tensors of any shape padded along ``dim`` to the longest of any rank."""
-        return self._communicator.pad_across_processes(tensor, dim, pad_index, pad_first)
+        with self._communicating():
+            return self._communicator.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
         """Raise a flag on this rank that ``check_trigger`` shows to all."""
@@ -214,7 +229,8 @@ class CollectiveMethods:
     def check_trigger(self) -> bool:
         """Whether any rank raised the flag since the last check; collective, and clears the flag."""
         flag = torch.tensor(int(self._trigger), device=self.runtime.control_device)
-        raised = bool(self._communicator.reduce(flag, "sum").item())
+        with self._communicating():
+            raised = bool(self._communicator.reduce(flag, "sum").item())
         self._trigger = False
         return raised
 

@@ -92,7 +92,7 @@ class Preparation:
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[PreparedLoader] = []
         self._measures = measures
-        measures.objects_are(self.models, self.optimizers)
+        measures.optimizers_are(self.optimizers, meshes.axes)
         self._dealt: dict[int, PreparedLoader] = {}
         self._step_checks = StepChecks(
             step,
@@ -104,7 +104,13 @@ class Preparation:
         )
         self._draws = DrawsAlike(communicator, ranks_step_together)
         self._damage = (
-            DamageWatch(options.damage, communicator, self.models, ranks_step_together)
+            DamageWatch(
+                options.damage,
+                communicator,
+                self.models,
+                ranks_step_together,
+                lambda sentence: step.clock.news("damage", sentence=sentence),
+            )
             if options.damage.are_on
             else None
         )
@@ -399,6 +405,7 @@ class Preparation:
         return self._shards.now(parameters)
 
     def clear(self) -> None:
+        self._measures.clear()
         self.offload.clear()
         self._seen.clear()
         self._shards.clear()

@@ -88,7 +88,8 @@ class TrainingMethods:
         for observer in RunObserver.registered:
             scale = 1.0 if self._scaler is None else self._scaler.scaler.get_scale()
             observer.backward_begins(loss, self._accumulation.loss_factor * scale)
-        self._preparation.gradients.backward(scaled, **kwargs)
+        with self.measures.backward(creates_graph=bool(kwargs.get("create_graph"))):
+            self._preparation.gradients.backward(scaled, **kwargs)
         self._step.clock.enter("other")
 
     def train_step(
@@ -130,7 +131,10 @@ class TrainingMethods:
         parallel = self._preparation.parallel_of(model)
         if isinstance(parallel, PipelinedModel):
             self._preparation.verifications.before_step(model, loss_function, *call_of(inputs, targets))
-        loss = parallel.loss_of(loss_function, inputs, targets, self.autocast)
+            with self.measures.call_in_parts(model, inputs):
+                loss = parallel.loss_of(loss_function, inputs, targets, self.autocast)
+        else:
+            loss = parallel.loss_of(loss_function, inputs, targets, self.autocast)
         self.backward(loss, weight=weight)
         return loss.detach()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,6 +29,8 @@ class StepClock:
     boundary; ``local_s`` how long each took from its boundary to its backward pass, when other ranks are not waited
     for by plain data parallelism. ``parts``, once there is one, learns in which part of a step the main thread is;
     ``at_batch`` is called with each batch that a prepared loader hands out, ``at_step`` at each boundary.
+    ``own`` are numbers of this rank's latest step, which the watch tells; ``others``, on rank 0, what it has heard of
+    the other ranks'. ``at_news`` is called with the name and values of what happens to the run, by any thread.
     """
 
     def __init__(self) -> None:
@@ -41,6 +43,9 @@ class StepClock:
         self.parts: StepParts | None = None
         self.at_batch: list[Callable[[object], None]] = []
         self.at_step: list[Callable[[], None]] = []
+        self.at_news: list[Callable[[str, Mapping[str, Any]], None]] = []
+        self.own: Mapping[str, float] = {}
+        self.others: Mapping[str, Any] = {}
         self._stepped = False
         self._began: float | None = None
         self._forward_s = 0.0
@@ -48,7 +53,14 @@ class StepClock:
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy counts, but stops nothing, and nobody looks on
-        return {**self.__dict__, "at_boundary": None, "parts": None, "at_batch": [], "at_step": []}
+        nobody: dict[str, Any] = {
+            "at_boundary": None,
+            "parts": None,
+            "at_batch": [],
+            "at_step": [],
+            "at_news": [],
+        }
+        return {**self.__dict__, **nobody}
 
     def enter(self, part: str) -> str:
         """The main thread begins another part of a step; returns the one that it was in."""
@@ -64,6 +76,11 @@ class StepClock:
             self.boundary()
         if self.parts is not None:
             self.parts.enter("data")
+
+    def news(self, name: str, **values: Any) -> None:
+        """Something happens to the run."""
+        for tell in list(self.at_news):
+            tell(name, values)
 
     def batch_comes(self, batch: object) -> None:
         """A prepared loader hands out this one."""

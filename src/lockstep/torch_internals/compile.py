@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -50,6 +51,12 @@ def probe() -> None:
 
     expect(callable(disable(function)), "a function that is left alone")
     expect(original(nn) is nn and torch.compile is not None, "what was not compiled")
+
+
+def compiled_frames() -> int:
+    """Frames that were compiled in this process so far. Relies on: ``counters["frames"]["ok"]`` counts them."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else int(utils.counters["frames"]["ok"])
 
 
 def is_tracing() -> bool:

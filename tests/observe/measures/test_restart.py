@@ -16,7 +16,11 @@ def steps_of(folder: Path) -> list[tuple[int, int]]:
 
 
 def events_of(folder: Path) -> list[tuple[int, str]]:
-    return [(line["attempt"], line["event"]) for line in read_lines(folder / "run" / EVENTS)]
+    return [
+        (line["attempt"], line["event"])
+        for line in read_lines(folder / "run" / EVENTS)
+        if line["event"] != "peak"
+    ]
 
 
 def test_steps_go_on_behind_a_loaded_state(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ class DamageWatch:
         models: All prepared models; the list may grow.
         ranks_step_together: Whether all ranks make this step with averaged gradients. Where they do not, as inside
             ``LocalSGD`` or on uneven inputs, replicas may differ, and each rank judges its own gradients.
+        tell: Called with a sentence about the damage that was found.
     """
 
     def __init__(
@@ -35,11 +36,13 @@ class DamageWatch:
         communicator: Communicator,
         models: Sequence[ParallelModel],
         ranks_step_together: Callable[[], bool],
+        tell: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         self._options = options
         self._communicator = communicator
         self._models = models
         self._together = ranks_step_together
+        self._tell = tell
         self._divergence = Divergence(communicator, options.heal)
         self._trace = GradientTrace()
         self._optimizers: list[Optimizer] = []
@@ -101,7 +104,11 @@ class DamageWatch:
         every = self._options.divergence_every
         if every and step > self._checked and step % every == 0 and self._together():
             self._checked = step
-            self._divergence.check(step, self._models, self._optimizers)
+            try:
+                self._divergence.check(step, self._models, self._optimizers)
+            except DamageError as error:
+                self._tell(str(error))
+                raise
 
     def _refuse(self, optimizer: Optimizer, together: bool) -> None:
         rank = self._communicator.runtime.rank
@@ -109,6 +116,7 @@ class DamageWatch:
         if together:
             evidence = self._communicator.gather_object(evidence)
         said = explain(self._steps[optimizer] + 1, self._trace.micro_steps, evidence)
+        self._tell(said)
         if self._options.bad_gradients == "stop":
             raise DamageError(
                 f"{said}. No rank made the step; look at the batches of that rank and at what its model computes from "

@@ -19,6 +19,7 @@ from lockstep.observe.hang.ranks import (
     find_stragglers,
     integer_of,
     state_of,
+    told_of_others,
 )
 from lockstep.observe.hang.records import Evidence, Message
 
@@ -30,6 +31,7 @@ SILENT_AFTER_S = 2.8
 ANSWER_LIMIT_S = 5.0
 NOBODY_WAITS_FACTOR = 12.0  # then it is mostly a long evaluation or save
 STRAGGLERS_EVERY_S = 5.0
+TELL_EVERY_S = 1.0
 FAILED_LEAVE_S = 15.0  # a rank that failed ends within seconds, and then its error is what ends the run
 # What cannot be a rank that is only busy, or that starts slowly: named at once.
 CERTAIN = ("mismatch", "stopped", "ended")
@@ -102,6 +104,7 @@ class Coordinator:
         )
         self._named_stragglers: set[int] = set()
         self._next_stragglers = 0.0
+        self._next_told = 0.0
         self._now = 0.0
         self._failed_at: float | None = None
         self.verdict: Finding | None = None
@@ -254,6 +257,15 @@ class Coordinator:
         if now >= self._next_stragglers:
             self._next_stragglers = now + STRAGGLERS_EVERY_S
             self._name_stragglers(running)
+        if now >= self._next_told and self._world_size > 1:
+            self._next_told = now + max(TELL_EVERY_S, self._world_size / 100)
+            self._tell_first("ranks", **told_of_others(self._ranks, self._world_size))
+
+    def _tell_first(self, verb: str, **values: object) -> None:
+        """Tell rank 0, which writes down what the run does."""
+        state = self._ranks.get(0)
+        if state is not None and 0 not in self._ended:
+            state.peer.send({"kind": f"watch.{verb}", **values})
 
     def _limit_s(self, running: Mapping[int, WatchedRank]) -> float:
         usual = max(state.slowest_s for state in running.values())
@@ -284,7 +296,9 @@ class Coordinator:
             self._confirm(finding, now)
         elif self._is_to_be_named(finding, running, now - progressed):
             self._hang = _Hang(finding, progressed)
-            self._say(f"{finding.sentence} Nothing has got done for {now - progressed:.0f} s.")
+            sentence = f"{finding.sentence} Nothing has got done for {now - progressed:.0f} s."
+            self._say(sentence)
+            self._tell_first("news", event="hang", sentence=sentence, rank=next(iter(finding.ranks), None))
         else:
             self._next_question = now + 1.0
 
@@ -355,10 +369,12 @@ class Coordinator:
         found = find_stragglers({rank: state.local_s for rank, state in running.items()}, step_s)
         for straggler in found:
             if straggler.rank not in self._named_stragglers:
-                self._say(
+                sentence = (
                     f"Rank {straggler.rank} on {running[straggler.rank].host} is a straggler: its batches and forward "
                     f"passes take {straggler.ratio:.1f} times as long as those of the other ranks "
                     f"({1000 * running[straggler.rank].local_s:.0f} ms of a step), which wait for it. Look at what "
                     "else runs there, and at its data."
                 )
+                self._say(sentence)
+                self._tell_first("news", event="slow", sentence=sentence, rank=straggler.rank)
         self._named_stragglers = {straggler.rank for straggler in found}

@@ -157,6 +157,7 @@ class ProcessWatch:
 
     def _stop(self, cause: str) -> NoReturn:
         """All ranks are at the same boundary: save, say so once, and end."""
+        self.clock.news("stop", reason=cause)
         savers = [method() for method in self._savers]
         places = [place for saver in savers if saver is not None and (place := saver()) is not None]
         where = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ class WatchedRank:
     """What is known of one worker. Times are the coordinator's own monotonic seconds.
 
     Attributes:
+        own: Numbers of its latest step, by name.
         passed: The step boundary that it passed last when it heard that all are to stop; None: it has not said.
         is_ending: It is in ``end_training``, where waiting for the others is no hang.
         done_at: Its ticks when it came out of ``end_training``; None: it has not, or trains again.
@@ -44,6 +45,7 @@ class WatchedRank:
     slowest_s: float = 0.0
     local_s: float = 0.0
     step_s: float = 0.0
+    own: Mapping[str, float] = field(default_factory=dict)
     passed: int | None = None
     is_ending: bool = False
     done_at: int | None = None
@@ -64,6 +66,8 @@ class WatchedRank:
         self.boundaries = integer_of(message, "boundaries")
         self.slowest_s = seconds_of(message, "slowest_s")
         self.local_s, self.step_s = seconds_of(message, "local_s"), seconds_of(message, "step_s")
+        own = message.get("own")
+        self.own = own if isinstance(own, Mapping) else {}
 
 
 def integer_of(message: Message, name: str) -> int:
@@ -76,6 +80,28 @@ def seconds_of(message: Message, name: str) -> float:
     """A duration in a message; 0 where there is none."""
     value = message.get(name)
     return float(value) if isinstance(value, (int, float)) and 0 <= value < 1e9 else 0.0
+
+
+def told_of_others(ranks: Mapping[int, WatchedRank], world_size: int) -> dict[str, object]:
+    """What rank 0 is told of all: ``local_s`` of each rank (None: not known), and sums of the other ranks' numbers.
+
+    A sum is there where each of the others has told its number.
+    """
+    local = [ranks[rank].local_s or None if rank in ranks else None for rank in range(world_size)]
+    others = [ranks[rank].own if rank in ranks else {} for rank in range(1, world_size)]
+    names = {name for own in others for name in own}
+    sums = {
+        name: sum(amount_of(own, name) for own in others)
+        for name in sorted(names)
+        if all(name in own for own in others)
+    }
+    return {"local_s": local, "sums": sums}
+
+
+def amount_of(values: Mapping[str, Any], name: str) -> float:
+    """A number of 0 or more among values; 0 where there is none."""
+    value = values.get(name)
+    return float(value) if isinstance(value, (int, float)) and 0 <= value < math.inf else 0.0
 
 
 SLOWER = 1.5

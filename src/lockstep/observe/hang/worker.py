@@ -181,6 +181,7 @@ class WorkerWatch:
                 slowest_s=clock.slowest_s,
                 step_s=sum(durations) / len(durations) if durations else 0.0,
                 local_s=statistics.median(local) if local else 0.0,
+                own=dict(clock.own),
             )
             news.poll(1000 * HEARTBEAT_S)
             self._look_for_signals()
@@ -231,6 +232,10 @@ class WorkerWatch:
             self._tell("passed", boundary=boundary, steps=self._clock.steps)
         elif verb == "target" and isinstance(message.get("boundary"), int):
             self.gate.aim(message["boundary"])
+        elif verb == "ranks":
+            self._clock.others = message
+        elif verb == "news":
+            self._clock.news(str(message.get("event", "")), **news_of(message))
         elif verb == "left" and isinstance(message.get("rank"), int):
             self._departures.add(message["rank"])
         elif verb == "back" and isinstance(message.get("rank"), int):
@@ -238,6 +243,7 @@ class WorkerWatch:
         elif verb == "stop_now":
             os._exit(PREEMPTED)
         elif verb == "end":
+            self._clock.news("end", reason="hang")
             os._exit(HANG)
 
     def _evidence(self) -> Evidence:
@@ -248,6 +254,13 @@ class WorkerWatch:
             idle_s=0.0,
             main_thread=self._main_thread,
         )
+
+
+def news_of(message: Message) -> dict[str, object]:
+    """The values of what a coordinator tells rank 0 of the run."""
+    rank = message.get("rank")
+    found: dict[str, object] = {"sentence": str(message.get("sentence", ""))[:1000]}
+    return found | ({"rank": rank} if isinstance(rank, int) else {})
 
 
 def nothing_to_save(cause: str) -> str:

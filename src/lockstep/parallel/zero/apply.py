@@ -120,8 +120,7 @@ def shard(
         offloaded.close()
     whole = [parameter for parameter in model.parameters() if parameter.ndim == 0]  # frozen ones may thaw
     sharded = [module for module in model.modules() if fsdp2.is_sharded(module)]
-    if options.mesh.device_type == "cpu":
-        exchange_on_cpu(sharded)
+    collectives = exchange_on_cpu(sharded) if options.mesh.device_type == "cpu" else []
     if options.parallel.quantized_weights or options.parallel.quantized_gradients:
         quantize_collectives(model, options.parallel.quantized_weights, options.parallel.quantized_gradients)
     if options.parallel.forward_prefetch:
@@ -139,6 +138,7 @@ def shard(
         is_exact=not options.parallel.quantized_weights,
         steps_in_background=options.parallel.offloads_optimizer,
     )
+    sharding.collectives = collectives
     model.register_forward_pre_hook(sharding.before_forward, prepend=True)
     model.register_forward_hook(sharding.skipped.forward_ends, prepend=True)
     model.register_forward_hook(sharding.after_forward, always_call=True)

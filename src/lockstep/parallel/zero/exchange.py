@@ -20,7 +20,8 @@ The number of bytes is :func:`lockstep.comm.quantization.message_bytes` for each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +34,7 @@ from lockstep.comm.collectives import all_gather_into_tensor, reduce_scatter_ten
 from lockstep.comm.quantization import from_message, to_message
 from lockstep.config.enums import QuantizedType
 from lockstep.errors import ConfigError, UsageError
+from lockstep.runtime.step import StepClock
 from lockstep.torch_internals import c10d, fsdp2
 from lockstep.torch_internals.fsdp2_gathered import ShardedModule
 
@@ -41,7 +43,25 @@ MOST_RANKS = 8
 
 
 class ShardCollective:
-    """The part of FSDP2's ``Comm`` that says where buffers come from: from the allocator, as torch's own."""
+    """The part of FSDP2's ``Comm`` that says where buffers come from: from the allocator, as torch's own.
+
+    Attributes:
+        clock: Learns when the main thread waits for the other ranks; None: nobody asks.
+    """
+
+    clock: StepClock | None = None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, the main thread communicates."""
+        if self.clock is None:
+            yield
+            return
+        part = self.clock.enter("communication")
+        try:
+            yield
+        finally:
+            self.clock.enter(part)
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -66,13 +86,14 @@ class BroadcastAllGather(ShardCollective):
         own = parts[group.rank()]
         if own.data_ptr() != input_tensor.data_ptr():  # FSDP2 puts it there itself
             own.copy_(input_tensor)
-        # All are started before the first is waited for, so that every rank sends at once.
-        under_way = [
-            dist.broadcast(part, group=group, group_src=rank, async_op=True)
-            for rank, part in enumerate(parts)
-        ]
-        for one in under_way:
-            one.wait()
+        with self.waiting():
+            # All are started before the first is waited for, so that every rank sends at once.
+            under_way = [
+                dist.broadcast(part, group=group, group_src=rank, async_op=True)
+                for rank, part in enumerate(parts)
+            ]
+            for one in under_way:
+                one.wait()
         return None
 
 
@@ -98,7 +119,8 @@ class ExchangeReduceScatter(ShardCollective):
         # No rank waits for another's sum: each adds up its own part.
         # Row r of what is received is what rank r adds to this rank's part; rows are always summed in this order.
         received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
+        with self.waiting():
+            dist.all_to_all_single(received, input_tensor, group=group)
         torch.sum(received.view(group.size(), -1), dim=0, out=output_tensor)
         if factor != 1:
             output_tensor.mul_(factor)
@@ -119,13 +141,17 @@ def factor_of(op: object, world_size: int) -> Any:
     )
 
 
-def exchange_on_cpu(groups: Sequence[ShardedModule]) -> None:
-    """Set these collectives on modules that were sharded over a CPU mesh, if this torch lets them be set."""
+def exchange_on_cpu(groups: Sequence[ShardedModule]) -> list[ShardCollective]:
+    """Set these collectives on modules that were sharded over a CPU mesh, if this torch lets them be set; the two."""
+    gather, reduce = BroadcastAllGather(), ExchangeReduceScatter()
+    if not hasattr(FSDPModule, "set_custom_all_gather") or not hasattr(
+        FSDPModule, "set_custom_reduce_scatter"
+    ):
+        return []
     for module in groups:
-        if hasattr(FSDPModule, "set_custom_all_gather"):
-            module.set_custom_all_gather(BroadcastAllGather())
-        if hasattr(FSDPModule, "set_custom_reduce_scatter"):
-            module.set_custom_reduce_scatter(ExchangeReduceScatter())
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(reduce)
+    return [gather, reduce]
 
 
 BITS = {QuantizedType.INT8: 8, QuantizedType.INT4: 4}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from lockstep.torch_internals import c10d, fsdp2
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals.dtensor_operators import LostChanges
 from lockstep.torch_internals.fsdp2_gathered import FSDPParam, FSDPParamGroup, ShardedModule
+
+if TYPE_CHECKING:
+    from lockstep.parallel.zero.exchange import ShardCollective
 
 BROADCAST_BYTES = 250 * 2**20  # of one message, as in DDP
 
@@ -45,6 +48,9 @@ class Sharding:
         parallel: The line that asked for this, for messages.
         is_exact: Weights are gathered as they are: not quantised.
         steps_in_background: Shards may be stepped while their wholes are gathered.
+
+    Attributes:
+        collectives: What gathers and reduces its shards, where that is ours.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class Sharding:
         self._group = group
         self._flags = _Flags()
         self._is_broken = False
+        self.collectives: Sequence[ShardCollective] = ()
         self.lost_changes: LostChanges | None = None
         self._steps_in_background = steps_in_background
         self.by_hand = ChangesByHand(self._root, self.parameter_groups(), is_exact)

@@ -1,0 +1,138 @@
+"""Floating-point operations of a step: counted in one micro-batch of each kind, and known for all others like it.
+
+Two micro-batches are alike if the same models are called on tensors of the same shapes, and gradients are averaged in
+both or in neither. What they compute is then the same, but for models that choose by values what to compute. The first
+step is left alone: compilers, rehearsals and proofs run in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from lockstep.observe.measures.operators import OperatorCounter, OperatorCounts
+from lockstep.torch_internals.compile import compiled_frames
+
+MOST_KINDS = 32
+"""Of micro-batches and calls that are counted; then no more."""
+
+COUNT_AGAIN_AFTER = 1000
+"""Steps after which all is counted anew: parameters may have been frozen or thawed."""
+
+
+@dataclass
+class StepCounts:
+    """Of this rank's step. Operations: ``model``; ``hardware``, with forwards that are computed again."""
+
+    model: int = 0
+    hardware: int = 0
+    sent_bytes: dict[tuple[int, ...], float] = field(default_factory=dict)
+
+
+class FlopCounts:
+    """Told of each training call and backward of one ``Accelerator``; counts where it does not know yet.
+
+    Attributes:
+        unknown_because: Why operations of a step could not be counted, in a sentence; "": nothing is in the way.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[Hashable, OperatorCounts] = {}
+        self._backwards: dict[Hashable, OperatorCounts] = {}
+        self._counter: OperatorCounter | None = None
+        self._depth = 0
+        self._of_micro_batch: list[Hashable] = []
+        self._of_step: list[Hashable] = []
+        self._steps = 0
+        self._age = 0
+        self._compiled_before = compiled_frames()
+        self.unknown_because = ""
+
+    def call_begins(self, key: Hashable) -> None:
+        """A model is called; ``key`` is equal for calls that compute the same."""
+        self._depth += 1
+        if self._depth > 1:
+            return  # inside of another's
+        self._of_micro_batch.append(key)
+        if key not in self._calls and self._may_count(self._calls):
+            self._counter = OperatorCounter()
+            self._counter.__enter__()
+
+    def call_ends(self) -> None:
+        """It returned, or raised."""
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0 and self._counter is not None:
+            counter, self._counter = self._counter, None
+            counter.__exit__(None, None, None)
+            self._keep(self._calls, self._of_micro_batch[-1], counter.counts)
+
+    @contextmanager
+    def backward(self, averages: bool, may_count: bool = True) -> Iterator[None]:
+        """Inside, the backward of the calls since the last one. ``averages``: over ranks."""
+        micro_batch = (averages, *self._of_micro_batch)
+        self._of_micro_batch.clear()
+        self._of_step.append(micro_batch)
+        if micro_batch in self._backwards or not may_count or not self._may_count(self._backwards):
+            yield
+            return
+        with OperatorCounter() as counter:
+            yield
+        self._keep(self._backwards, micro_batch, counter.counts)
+
+    def step_ends(self) -> StepCounts | None:
+        """What the step computed; None: not all of it is known."""
+        micro_batches, self._of_step = self._of_step, []
+        self._of_micro_batch.clear()
+        self._steps += 1
+        total = StepCounts()
+        for micro_batch in micro_batches:
+            assert isinstance(micro_batch, tuple)
+            found = [self._backwards.get(micro_batch), *(self._calls.get(key) for key in micro_batch[1:])]
+            for counts in found:
+                if counts is None or counts.unknown:
+                    return None
+                total.model += counts.model
+                total.hardware += counts.model + counts.again
+                for ranks, sent in counts.sent_bytes.items():
+                    total.sent_bytes[ranks] = total.sent_bytes.get(ranks, 0.0) + sent
+        self._age += 1
+        if self._age > COUNT_AGAIN_AFTER:
+            self._age = 0
+            self._calls.clear()
+            self._backwards.clear()
+        return total if total.model else None
+
+    def _may_count(self, known: Mapping[Hashable, object]) -> bool:
+        if self._steps == 0 or self.unknown_because:
+            return False
+        if len(known) >= MOST_KINDS:
+            return False
+        if compiled_frames() > self._compiled_before:
+            self.unknown_because = (
+                "Code was compiled by torch.compile, whose operations cannot be seen. Say them by "
+                "measures.count_flops(...)."
+            )
+            return False
+        return True
+
+    def _keep(self, known: dict[Hashable, OperatorCounts], key: Hashable, counts: OperatorCounts) -> None:
+        known[key] = counts
+        if counts.unknown:
+            self.unknown_because = (
+                f"Nobody knows how much {', '.join(sorted(counts.unknown))} computes. Register a formula by "
+                "torch.utils.flop_counter.register_flop_formula."
+            )
+
+
+def shapes_of(value: object) -> Hashable:
+    """Equal for arguments of a call whose tensors have the same shapes."""
+    if isinstance(value, torch.Tensor):
+        return value.shape
+    if isinstance(value, Mapping):
+        return tuple((name, shapes_of(one)) for name, one in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(shapes_of, value))
+    return value if isinstance(value, (bool, int, str, type(None))) else id(type(value))

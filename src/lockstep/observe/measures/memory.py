@@ -1,0 +1,80 @@
+"""Bytes of this rank at the peak, by category. Counted once, and again when the peak has grown."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lockstep.observe.state_bytes import count_state
+from lockstep.parallel.parallel_model import ParallelModel
+
+CHANGE = 0.01
+"""Of the peak, from which on it is another one."""
+
+
+class MemoryOfSteps:
+    """The peak is that of torch's allocator on a CUDA device, and of the process on a CPU.
+
+    Weights, gradients and state are counted tensor by tensor behind the backward of a whole window, which takes a
+    microsecond for each: in the second step, when all of them are there, and after a peak that is higher by 1 %. The
+    rest, ``other``, is activations, buffers, and on a CPU what the program itself takes.
+
+    Args:
+        may_look: Optimizers step in the main thread, so that their state can be looked at.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        models: Sequence[ParallelModel],
+        optimizers: Callable[[], Sequence[Any]],
+        may_look: bool,
+    ) -> None:
+        self._device = device
+        self._models = models
+        self._optimizers = optimizers
+        self._may_look = may_look
+        self._steps = 0
+        self._state: dict[str, int] = {}
+        self.is_due = False
+        self.latest: dict[str, int] = {}
+
+    def look(self) -> None:
+        """Count the state, behind a backward."""
+        self.is_due = False
+        counted = count_state(self._models, self._optimizers())
+        self._state = {
+            "weights": counted.weights,
+            "gradients": counted.gradients,
+            "optimizer": counted.optimizer,
+        }
+
+    def new(self) -> dict[str, int] | None:
+        """Called at the end of each step: what is known, where that is another than before."""
+        self._steps += 1
+        peak = self._peak() if self._may_look else None
+        if peak is None:
+            return None
+        has_grown = peak > self.latest.get("peak", 0) * (1 + CHANGE)
+        if self._steps == 1:
+            self.is_due = True
+            return None
+        if not self._state or (not has_grown and self.latest):
+            return None
+        if has_grown and self.latest:
+            self.is_due = True
+        other = peak - sum(self._state.values())
+        self.latest = {**self._state, "other": max(0, other), "peak": peak}
+        return self.latest
+
+    def _peak(self) -> int | None:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        if self._device.type != "cpu":
+            return None
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most * 1024

@@ -1,0 +1,86 @@
+"""Where measures look on: forwards of prepared models, and the clock of the steps. Neither keeps them alive."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch import nn
+
+from lockstep.model.changes import UncopiedHook
+from lockstep.runtime.step import StepClock
+
+
+class Onlooker(Protocol):
+    """Who is told."""
+
+    def step_ends(self) -> None: ...
+    def batch_comes(self, batch: object) -> None: ...
+    def news(self, name: str, values: Mapping[str, Any]) -> None: ...
+    def finish(self, reason: str) -> None: ...
+    def call_begins(self, module: nn.Module, args: object, kwargs: object) -> None: ...
+    def call_ends(self) -> None: ...
+
+
+def look_on(clock: StepClock, onlooker: Onlooker, at_end: Callable[[], None]) -> None:
+    """Tell ``onlooker`` of steps, batches, news and the end of the process, as long as it lives; then ``at_end``."""
+    this = weakref.ref(onlooker)
+
+    def step_ends() -> None:
+        if (alive := this()) is not None:
+            alive.step_ends()
+
+    def batch_comes(batch: object) -> None:
+        if (alive := this()) is not None:
+            alive.batch_comes(batch)
+
+    def news(name: str, values: Mapping[str, Any]) -> None:
+        if (alive := this()) is not None:
+            alive.news(name, values)
+
+    def at_exit() -> None:
+        if (alive := this()) is not None:
+            alive.finish("exit")
+
+    def forget() -> None:
+        clock.at_step.remove(step_ends)
+        clock.at_batch.remove(batch_comes)
+        clock.at_news.remove(news)
+        atexit.unregister(at_exit)
+        at_end()
+
+    clock.at_step.append(step_ends)
+    clock.at_batch.append(batch_comes)
+    clock.at_news.append(news)
+    weakref.finalize(onlooker, forget)
+    atexit.register(at_exit)  # after the line before: what is registered last is called first
+
+
+def look_on_calls(module: nn.Module, onlooker: Onlooker) -> None:
+    """Tell ``onlooker`` of each call of this module, before what its other hooks do and after it."""
+    module.register_forward_pre_hook(_BeforeCall(onlooker), prepend=True, with_kwargs=True)
+    module.register_forward_hook(_AfterCall(onlooker), always_call=True)
+
+
+class _BeforeCall(UncopiedHook):
+    """A forward pre-hook, which pipelines call without keywords."""
+
+    def __init__(self, onlooker: Onlooker) -> None:
+        self._onlooker = weakref.ref(onlooker)
+
+    def __call__(self, module: nn.Module, args: object, kwargs: object = None) -> None:
+        if (alive := self._onlooker()) is not None:
+            alive.call_begins(module, args, kwargs)
+
+
+class _AfterCall(UncopiedHook):
+    """A forward hook."""
+
+    def __init__(self, onlooker: Onlooker) -> None:
+        self._onlooker = weakref.ref(onlooker)
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        if (alive := self._onlooker()) is not None:
+            alive.call_ends()

@@ -1,0 +1,92 @@
+"""What operators compute and send, seen by a dispatch mode that looks on for one micro-batch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lockstep.comm import ledger
+from lockstep.torch_internals import dispatch, flops
+from lockstep.torch_internals.autograd import is_in_backward
+
+
+@dataclass
+class OperatorCounts:
+    """Of this rank.
+
+    Attributes:
+        model: Floating-point operations of forwards and backwards; a product of [m, k] and [k, n] is 2 m k n.
+        again: Those of forwards that are computed again for a backward.
+        sent_bytes: In a ring over the ranks of a group, by the group's global ranks.
+        unknown: Operators of which nobody knows how much they compute.
+    """
+
+    model: int = 0
+    again: int = 0
+    sent_bytes: dict[tuple[int, ...], float] = field(default_factory=lambda: defaultdict(float))
+    unknown: set[str] = field(default_factory=set)
+
+
+class OperatorCounter(dispatch.TorchDispatchMode):
+    """Adds to ``counts`` what the operators inside compute and send. Costs some microseconds an operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = OperatorCounts()
+        flops.probe()
+        self._formulas = flops.formulas()
+        self._attention_backwards = set(dispatch.operators_of(flops.ATTENTION_BACKWARDS))
+        self._without = set(dispatch.operators_of(flops.WITHOUT_FORMULA))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(hasattr(kind, "device_mesh") for kind in types):
+            return NotImplemented  # a DTensor, whose parts come as operators of their own
+        result = func(*args, **kwargs)
+        if any(hasattr(kind, "fake_mode") or kind.__name__ == "FakeTensor" for kind in types):
+            return result  # of a stage that another rank computes
+        packet = func.overloadpacket
+        known = ledger.OPERATORS.get(dispatch.schema_of(func).name)
+        if known is not None:
+            self._sends(func, known, args, kwargs)
+        elif packet in self._attention_backwards:
+            self._attends_back(*args[:4])
+        elif packet in self._formulas:
+            self._computes(int(self._formulas[packet](*args, **kwargs, out_val=result)))
+        elif packet in self._without or (func.namespace not in flops.HARMLESS and _multiplies(args)):
+            self.counts.unknown.add(dispatch.schema_of(func).name)
+        return result
+
+    def _computes(self, operations: int) -> None:
+        # An ordinary backward runs without gradients; what is computed with them inside of one is a forward again.
+        if torch.is_grad_enabled() and is_in_backward():
+            self.counts.again += operations
+        else:
+            self.counts.model += operations
+
+    def _attends_back(
+        self, _: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        forward = flops.of_attention(query, key, value)
+        width, width_of_values = query.shape[-1], value.shape[-1]
+        self._computes(2 * forward)
+        self.counts.again += forward * width // (width + width_of_values)
+
+    def _sends(
+        self, func: object, known: tuple[str, str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        one = ledger.record(func, known, args, kwargs)
+        ranks = ledger.ranks_of(func, args, kwargs)
+        if one.wire_bytes:
+            self.counts.sent_bytes[ranks] += float(one.wire_bytes)
+
+
+def _multiplies(args: tuple[Any, ...]) -> bool:
+    """Whether an operator of somebody else's takes two floating-point tensors with rows and columns."""
+    matrices = [a for a in args if isinstance(a, torch.Tensor) and a.is_floating_point() and a.dim() >= 2]
+    return len(matrices) >= 2

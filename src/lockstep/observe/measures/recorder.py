@@ -1,0 +1,361 @@
+"""What the seams of a training loop tell, put together step by step."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.config.options import Options
+from lockstep.config.world import ParallelDims
+from lockstep.errors import UsageError
+from lockstep.observe.measures.communication import is_seen, watch_collectives
+from lockstep.observe.measures.flops import FlopCounts, StepCounts, shapes_of
+from lockstep.observe.measures.late import LateNumbers, is_plain_number
+from lockstep.observe.measures.memory import MemoryOfSteps
+from lockstep.observe.measures.onlooker import look_on, look_on_calls
+from lockstep.observe.measures.parts import Parts, difference
+from lockstep.observe.measures.peaks import peak_of, precision_of
+from lockstep.observe.measures.ranks import OtherRanks
+from lockstep.observe.measures.run_folder import bytes_in
+from lockstep.observe.measures.sent import bytes_by_axis
+from lockstep.observe.measures.start import describe
+from lockstep.observe.measures.step import StepMeasures
+from lockstep.observe.measures.tokens import tokens_in
+from lockstep.observe.measures.writer import RunWriter
+from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.runtime.failure import first_line
+from lockstep.runtime.process import Runtime
+from lockstep.runtime.step import RECENT_STEPS, StepState
+
+MOST_GROUPS = 8
+MOST_PENDING = 100
+PEAK_AFTER_S = 30.0
+"""Of a run, after which a CPU's peak is measured: that takes 0.1 % of this."""
+
+
+class StepRecorder:
+    """Told by the clock, by prepared models and by methods of ``Accelerator``; a step comes out at each boundary.
+
+    Costs some 20 µs a step. Belongs to the main thread, but for ``news`` and ``saved``.
+    """
+
+    def __init__(
+        self, runtime: Runtime, state: StepState, options: Options, is_restarted: bool = False
+    ) -> None:
+        """``is_restarted``: the launcher has started this run again."""
+        self._runtime = runtime
+        self._state = state
+        self._clock = state.clock
+        self._options = options
+        self._models: list[ParallelModel] = []
+        self._optimizers: Sequence[Any] = ()
+        self._axes = ParallelDims()
+        path = options.run_dir if runtime.is_main else None
+        described = partial(describe, runtime, options, self._models)
+        self._writer = RunWriter(path, runtime.world_size, is_restarted, described)
+        self._step = 0
+        self._steps_before = self._clock.steps
+        self._recent: deque[StepMeasures] = deque(maxlen=RECENT_STEPS)
+        self._pending: deque[tuple[StepMeasures, LateNumbers, int]] = deque()
+        self._others = OtherRanks(self._clock, runtime.world_size)
+        self._flops = FlopCounts()
+        self._counts: StepCounts | None = None
+        self._bytes: dict[str, int] = {}
+        steps_here = not options.parallel.offloads_optimizer
+        self._memory = MemoryOfSteps(runtime.device, self._models, lambda: self._optimizers, steps_here)
+        self._peak_is_written = False
+        self._is_over = False
+        self._is_first = True
+        self._around_inference = "other"
+        self._epoch: int | None = None
+        self._tokens_of_batch: int | None = None
+        self._is_new_batch = False
+        self._gradient_norm: torch.Tensor | None = None
+        self._begin_step()
+        if not isinstance(self._clock.parts, Parts):
+            self._clock.parts = Parts()
+        self._parts: Parts = self._clock.parts
+        self._before = self._parts.read()
+        look_on(self._clock, self, self._writer.folder.close)  # which keeps no model alive
+
+    @property
+    def step(self) -> int:
+        """Complete optimizer steps of this run, with those before a restart. Set it to go on from another number."""
+        return self._step + (self._clock.steps > self._steps_before)
+
+    @step.setter
+    def step(self, steps: int) -> None:
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+            raise UsageError(f"measures.step is {steps!r}. Set it to a number of steps, 0 or more.")
+        self._step = steps - (self._clock.steps > self._steps_before)
+        self._writer.begin(continues=True)
+
+    # -- what is prepared --------------------------------------------------------------------------------
+
+    def optimizers_are(self, optimizers: Sequence[Any], axes: ParallelDims) -> None:
+        """Whose learning rates are read: a list that grows. And the axes of the mesh."""
+        self._optimizers, self._axes = optimizers, axes
+
+    def model_prepared(self, model: ParallelModel) -> None:
+        """Look on where this model is called."""
+        self._models.append(model)
+        watch_collectives(model, self._clock)
+        look_on_calls(model.module, self)
+
+    def clear(self) -> None:
+        """Forget what was prepared."""
+        self._models.clear()
+
+    # -- within a step -----------------------------------------------------------------------------------
+
+    def batch_comes(self, batch: object) -> None:
+        """A prepared loader hands out this batch, of which nothing is kept."""
+        if self._is_first:
+            self._begin_first_step()
+        self._tokens_of_batch = tokens_in(batch)
+        self._is_new_batch = True
+
+    def call_begins(self, module: nn.Module, args: object, kwargs: object) -> None:
+        """A prepared model is called; ``kwargs`` None: in parts, between which others run."""
+        if not torch.is_grad_enabled():
+            part = self._parts.enter("inference")
+            self._around_inference = part if part != "inference" else self._around_inference
+            return
+        if self._is_first:
+            self._begin_first_step()
+        if self._clock.steps > self._steps_before and not self._state.running:
+            self.step_ends()  # no loader says where a step ends
+        self._parts.enter("forward")
+        if kwargs is not None:
+            self._flops.call_begins((id(module), module.training, shapes_of(args), shapes_of(kwargs)))
+
+    def call_ends(self) -> None:
+        """It has returned, or raised."""
+        if torch.is_grad_enabled():
+            self._flops.call_ends()
+        else:
+            self._parts.enter(self._around_inference)
+
+    @contextmanager
+    def call_in_parts(self, module: nn.Module, inputs: object) -> Iterator[None]:
+        """Inside, a pipeline runs forward and backward of parts of a batch in turn."""
+        self._flops.call_begins((id(module), module.training, shapes_of(inputs)))
+        try:
+            yield
+        finally:
+            self._flops.call_ends()
+
+    @contextmanager
+    def backward(self, creates_graph: bool = False) -> Iterator[None]:
+        """Around a backward of the script's."""
+        with self._flops.backward(self._state.sync_gradients, may_count=not creates_graph):
+            yield
+        if self._memory.is_due and self._state.sync_gradients:
+            self._memory.look()
+
+    def backward_begins(self, loss: torch.Tensor, weight: torch.Tensor | float | None) -> None:
+        """A micro-batch's loss, 0-d, or with ``weight`` of any shape."""
+        if is_plain_number(loss):
+            self._losses.append(loss.detach())
+        elif weight is not None and type(loss) is torch.Tensor:
+            weights = torch.as_tensor(weight, device=loss.device).expand_as(loss)
+            with torch.no_grad():
+                self._losses.append((loss.detach() * weights).sum() / weights.sum())
+        if not self._is_new_batch:
+            return  # a second loss of the same batch
+        self._is_new_batch = False
+        if self._tokens_of_batch is not None:
+            self._tokens += self._tokens_of_batch
+        else:
+            self._has_all_tokens = False
+        counts = self._state.counts
+        if counts is not None:
+            self._samples += counts.total
+        else:
+            self._has_all_samples = False
+        loader: Any = self._state.active_dataloader
+        following = getattr(loader, "epoch", None)
+        self._epoch = following - 1 if isinstance(following, int) else None
+
+    def clipped(self, norm: torch.Tensor) -> None:
+        """The norm of all gradients before clipping, 0-d."""
+        self._gradient_norm = norm
+
+    def logged(self, values: Mapping[str, object]) -> None:
+        """Numbers among what the script logs."""
+        for name, value in values.items():
+            if isinstance(value, Real) or (is_plain_number(value) and value.device.type == "cpu"):  # type: ignore[attr-defined]
+                self._logged[str(name)] = float(value)  # type: ignore[arg-type]
+
+    def step_ends(self) -> None:
+        """The main thread is at the boundary of a step, if an optimizer has stepped since the last."""
+        if self._clock.steps > self._steps_before:
+            self._end_step(self._parts.read())
+
+    # -- events ------------------------------------------------------------------------------------------
+
+    def loaded(self, path: str, steps: int | None, seconds: float) -> None:
+        """A state was loaded, of so many complete steps."""
+        if steps is not None:
+            self.step = steps
+        self._writer.begin(continues=True)
+        self._writer.event("loaded", path=path, step=steps, seconds=seconds)
+
+    def saved(self, path: str, seconds: float) -> None:
+        """A checkpoint is complete, so long after its save began. May be called by another thread."""
+        self._writer.event("checkpoint", step=self.step, path=path, seconds=seconds, bytes=bytes_in(path))
+
+    def news(self, name: str, values: Mapping[str, Any]) -> None:
+        """Something has happened to the run; it is in the file when this returns. Called by any thread."""
+        if not self._is_over:
+            self._writer.event(name, at_once=True, **{"step": self.step, **values})
+
+    def finish(self, reason: str) -> None:
+        """Training is over: end the last step where it was left, write what there is, and nothing after it."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if self._clock.steps > self._steps_before:
+            self._end_step(self._parts.read_entered())
+        while self._pending:
+            self._write(*self._pending.popleft())
+        error = getattr(sys, "last_value", None) if reason == "exit" else None
+        if isinstance(error, BaseException):
+            sentence = f"{type(error).__name__}: {first_line(error)}"
+            self._writer.end(self.step, reason, sentence, self._runtime.rank)
+            return
+        if not self._peak_is_written:
+            self._write_peak()
+        self._writer.end(self.step, reason)
+
+    # -- a step ------------------------------------------------------------------------------------------
+
+    def _begin_first_step(self) -> None:
+        """It begins with its batch, which has been waited for; what was before is no part of it."""
+        self._is_first = False
+        now = self._parts.read()
+        self._before = {**now, **{part: self._before[part] for part in ("data", "to_device")}}
+
+    def _begin_step(self) -> None:
+        self._losses: list[torch.Tensor] = []
+        self._gradient_norm = None
+        self._tokens, self._samples = 0, 0
+        self._has_all_tokens = self._has_all_samples = True
+        self._logged: dict[str, float] = {}
+
+    def _end_step(self, read: dict[str, float]) -> None:
+        seconds = self._as_known(difference(read, self._before))
+        seconds["total"] = sum(seconds.values())
+        self._before = read
+        self._step += 1
+        self._steps_before = self._clock.steps
+        self._counts = self._flops.step_ends()
+        self._tell_others()
+        step = StepMeasures(
+            step=self._step,
+            time=time.time(),
+            epoch=self._epoch,
+            samples=self._samples if self._has_all_samples and self._samples else None,
+            tokens=self._others.of_all("tokens"),
+            learning_rate=self._learning_rates(),
+            seconds=seconds,
+            flops=self._flops_of_all(),
+            bytes=self._new_bytes(),
+            memory=self._memory.new(),
+            rank_seconds=self._others.seconds(),
+            logged=self._logged or None,
+        )
+        norm = [] if self._gradient_norm is None else [self._gradient_norm]
+        late = LateNumbers([*self._losses, *norm])
+        self._pending.append((step, late, len(self._losses)))
+        self._begin_step()
+        self._take_late()
+        if not self._peak_is_written and step.time - self._writer.made > PEAK_AFTER_S:
+            self._write_peak()
+
+    def _take_late(self) -> None:
+        while self._pending and (self._pending[0][1].have_come() or len(self._pending) > MOST_PENDING):
+            self._write(*self._pending.popleft())
+
+    def _write(self, step: StepMeasures, late: LateNumbers, losses: int) -> None:
+        numbers = late.read()
+        known = [number for number in numbers[:losses] if number is not None]
+        if known and len(known) == losses:
+            step.loss = sum(known) / losses
+        if len(numbers) > losses:
+            step.gradient_norm = numbers[losses]
+        self._recent.append(step)
+        self._writer.step(step)
+
+    def _tell_others(self) -> None:
+        """Let the watch tell rank 0 what it adds to its own."""
+        own: dict[str, float] = {}
+        if self._has_all_tokens and self._tokens:
+            own["tokens"] = self._tokens * self._axes.data / self._runtime.world_size
+        if self._counts is not None:
+            own["model"], own["hardware"] = self._counts.model, self._counts.hardware
+        self._others.tell(own)
+
+    def _as_known(self, seconds: dict[str, float]) -> dict[str, float]:
+        """Without what cannot be told apart: where pipelines run, and where not all communication is seen."""
+        if self._axes.pp > 1:
+            both = [seconds.pop(part, 0.0) for part in ("forward", "backward")]
+            seconds["forward_backward"] = sum(both)
+        if "communication" in seconds and not self._communication_is_seen():
+            seconds["other"] = seconds.get("other", 0.0) + seconds.pop("communication")
+        return seconds
+
+    def _communication_is_seen(self) -> bool:
+        return is_seen(self._runtime.world_size, self._axes, self._options.parallel, self._models)
+
+    def _flops_of_all(self) -> dict[str, float] | None:
+        model, hardware = self._others.of_all("model"), self._others.of_all("hardware")
+        found: dict[str, float] = {}
+        if hardware is not None:
+            found["hardware"] = hardware
+        # Attention over a divided sequence computes in its backward what only the whole would tell apart.
+        if model is not None and self._axes.cp == 1:
+            found["model"] = model
+        return found or None
+
+    def _new_bytes(self) -> dict[str, int] | None:
+        """What this rank sends in a step, where that is another amount than in the step before."""
+        if self._counts is None or not self._counts.sent_bytes:
+            return None
+        now = bytes_by_axis(self._counts.sent_bytes, self._axes)
+        if now == self._bytes:
+            return None
+        self._bytes = now
+        return now
+
+    def _learning_rates(self) -> list[float] | None:
+        found: list[float] = []
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                rate = group.get("lr")
+                if isinstance(rate, float | int) or (is_plain_number(rate) and rate.device.type == "cpu"):
+                    found.append(float(rate))
+                if len(found) == MOST_GROUPS:
+                    return found
+        return found or None
+
+    def _precision(self) -> str:
+        parameter = next((p for model in self._models for p in model.module.parameters()), None)
+        return precision_of(self._options.mixed_precision, None if parameter is None else parameter.dtype)
+
+    def _write_peak(self) -> None:
+        """A CPU's is measured late, so that no run's start takes longer for it."""
+        self._peak_is_written = True
+        if self._counts is not None and self._writer.is_on:
+            precision = self._precision()
+            peak = peak_of(self._runtime.device, precision)
+            self._writer.event("peak", step=self._step, peak_flops=peak, dtype=precision)
