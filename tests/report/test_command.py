@@ -64,7 +64,8 @@ def test_json_has_the_numbers_and_writes_nothing(tmp_path: Path, capsys: pytest.
 
 def test_every_key_of_the_json_is_documented() -> None:
     from lockstep.report.columns import ColumnReader
-    from lockstep.report.numbers import numbers_of, to_json
+    from lockstep.report.numbers import numbers_of
+    from lockstep.report.plain import to_json
     from lockstep.report.read import RunHistory
 
     reader = ColumnReader()

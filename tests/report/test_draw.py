@@ -49,12 +49,17 @@ def test_means_are_those_of_the_parts(values: list[float], count: int) -> None:
     assert len(at) == len(mean) and (np.diff(at) > 0).all()
 
 
-@pytest.mark.parametrize("low", [0.0, 1.0, -3.5, 1e-7, 12_345.0])
-@pytest.mark.parametrize("span", [1e-9, 0.3, 7.0, 100.0, 86_400.0, 3e12])
+SPANS = [
+    (low, span)
+    for low in (0.0, 1.0, -3.5, 1e-7, 12_345.0)
+    for span in (1e-9, 0.3, 7.0, 100.0, 86_400.0, 3e12)
+    if span > 1e-6 * abs(low)  # what is closer is not drawn
+]
+
+
+@pytest.mark.parametrize(("low", "span"), SPANS)
 @pytest.mark.parametrize("kind", ["number", "count", "seconds", "bytes"])
 def test_ticks_are_few_and_inside(low: float, span: float, kind: str) -> None:
-    if span < 1e-6 * abs(low):
-        pytest.skip("closer than what is drawn")
     ticks = Scale(low, low + span, kind).ticks()
     assert 1 <= len(ticks) <= 6
     assert all(-1e-6 <= place <= 1 + 1e-6 for place, _ in ticks)

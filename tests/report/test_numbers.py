@@ -74,7 +74,7 @@ def test_the_time_on_the_clock_is_divided_without_rest(made: Made) -> None:
     assert wall.productive + sum(wall.lost.values()) == pytest.approx(wall.wall, rel=1e-6)
     assert wall.lost["down"] == pytest.approx(45 + 1900)
     assert wall.lost["start"] == pytest.approx(3 * 21, abs=1e-3)
-    assert wall.lost["standing"] == pytest.approx(30 + 30 + 1, abs=1e-3)
+    assert wall.lost["after"] == pytest.approx(30 + 30 + 1, abs=1e-3)
     again = [
         line
         for place, line in enumerate(lines)
@@ -202,9 +202,9 @@ def test_where_there_is_no_formula_nothing_is_claimed(parallel: str) -> None:
 
 def test_the_sentences_of_a_crashed_run(made: Made) -> None:
     said = sentences(made(replace(CRASHED, data_wait=0.001))[0])
-    assert (
-        said[0]
-        == "620 optimizer steps, 317k samples and 325M tokens in 3 min 58 s on 8 ranks; epoch 3 at the end."
+    assert said[0] == (
+        "620 optimizer steps, 317k samples and 325M tokens in 3 min 58 s on 8 ranks; in epoch 3 at the end, counted "
+        "from 0."
     )
     assert said[2].startswith(
         "A step takes 293 ms: 1,700 samples/s and 1.74M tokens/s, 18 % of the devices' peak (MFU)."

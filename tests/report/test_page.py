@@ -248,6 +248,20 @@ def test_pointing_at_a_chart_shows_its_value(
     assert browser.evaluate("getComputedStyle(document.querySelector('figure output')).display") == "none"
 
 
+def test_pointing_at_stacked_areas_shows_the_value_of_each(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.show(pages["crashed"], 1200)
+    x, y = browser.evaluate(
+        "(() => { const area = document.querySelector('.wide .area'); area.scrollIntoView();"
+        " const box = area.getBoundingClientRect(); return [box.left + box.width / 2, box.top + 20]; })()"
+    )
+    browser.point_at(x, y)
+    said = browser.evaluate("document.querySelector('.wide output').textContent").split("\n")[1:]
+    values = dict(line.split(": ") for line in said)
+    assert list(values)[-2:] == ["backward", "forward"]
+    assert float(values["forward"].removesuffix(" ms")) == pytest.approx(84, abs=2)
+    assert float(values["backward"].removesuffix(" ms")) == pytest.approx(165, abs=3)
+
+
 def test_a_browser_that_would_run_what_is_hostile_is_stopped_by_the_policy(
     browser: Browser, tmp_path: Path
 ) -> None:

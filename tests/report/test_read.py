@@ -15,7 +15,8 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.report.columns import ColumnReader
 from lockstep.report.lines import BLOCK, json_lines
-from lockstep.report.numbers import numbers_of, to_json
+from lockstep.report.numbers import numbers_of
+from lockstep.report.plain import to_json
 from lockstep.report.read import read_run
 from lockstep.report.report import report_of
 from lockstep.report.summary import sentences
@@ -189,6 +190,8 @@ def test_a_project_is_named_by_its_folder(tmp_path: Path) -> None:
     for path in (folder, folder.parent, folder / "measures.jsonl", folder / "events.jsonl"):
         run = read_run(path)
         assert (run.name, run.path) == ("gpt", folder)
+    older = write_run(tmp_path / "gpt" / "run.2", Synthetic(starts=(Start(1, 5, ends=END),)))
+    assert read_run(older).name == "gpt.2"
     assert read_run(write_run(tmp_path / "alone", Synthetic(starts=(Start(1, 5),)))).name == "alone"
 
 
@@ -227,3 +230,11 @@ def test_numbers_of_an_empty_run(tmp_path: Path) -> None:
     numbers = numbers_of(read_run(tmp_path), NOW)
     assert sentences(numbers) == ["No optimizer step was written.", "It has not made a step yet."]
     assert to_json(numbers)["steps"] == 0
+
+
+def test_a_checkpoint_is_removed_only_where_its_project_is(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    paths = [tmp_path / "gone" / "checkpoints" / "checkpoint_0", tmp_path / "checkpoints" / "checkpoint_0"]
+    lines = [json.dumps({"event": "checkpoint", "path": str(path)}) for path in paths]
+    (tmp_path / "run" / "events.jsonl").write_text("\n".join(lines))
+    assert read_run(tmp_path).on_disk == {str(paths[1]): False}

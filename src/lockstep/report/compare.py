@@ -165,11 +165,11 @@ def _numbers_sentence(part: NumbersPart, first: str, other: str) -> str:
     apart = float(relative(np.array([here]), np.array([there]))[0])
     said = (
         f"{both} part at step {whole(part.step)}: {part.quantity} is {digits(here, 6)} and {digits(there, 6)} "
-        f"({_apart(apart)} apart)"
+        f"(apart by {_apart(apart)})"
     )
     said += f"; {count(part.equal, 'step')} before that are the same." if part.equal else "."
     if math.isfinite(part.distance) and part.distance > 0:
-        said += f" The losses are farthest apart at step {whole(part.farthest)}: {_apart(part.distance)}."
+        said += f" The losses are farthest apart at step {whole(part.farthest)}: by {_apart(part.distance)}."
     return said
 
 

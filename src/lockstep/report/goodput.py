@@ -20,7 +20,7 @@ LOST = {
     "wait": "waiting for other ranks",
     "again": "steps that were done again",
     "between": "time outside of steps",
-    "standing": "standing still before an end",
+    "after": "what came after the last step",
     "down": "no process between two starts",
 }
 
@@ -62,7 +62,7 @@ def wall_time(run: RunHistory, attempts: list[Attempt]) -> WallTime | None:
         begins = times[0] - totals[0]
         lost["start"] += max(begins - attempt.first, 0)
         lost["between"] += max(times[-1] - begins - totals.sum(), 0)
-        lost["standing"] += max(attempt.last - times[-1], 0)
+        lost["after"] += max(attempt.last - times[-1], 0)
     for before, after in itertools.pairwise(known):
         lost["down"] += max(after.first - before.last, 0)
     wall = max(attempt.last for attempt in known) - known[0].first

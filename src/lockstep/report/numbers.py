@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.report.attempts import Attempt, RunStatus, attempts_of, status_of
-from lockstep.report.columns import MEMORY, PARTS, BoolArray, FloatArray, number
+from lockstep.report.columns import MEMORY, PARTS, BoolArray, FloatArray
 from lockstep.report.communication import expected_bytes
 from lockstep.report.events import RunEvent, named
 from lockstep.report.goodput import WallTime, wall_time
@@ -42,7 +42,7 @@ class StepTimes:
     """Seconds of a step. ``low``, ``high``, ``worst``: one in ten is below, one in ten above, one in a hundred above.
     ``early`` and ``late``: medians of the first and of the last fifth of the steps on as many ranks as the last one.
     ``shares``: of the whole time, by ``columns.PARTS``. ``exposed``, ``hidden``: communication that the step waits for,
-    and that it does not."""
+    and that it does not (NaN: not measured)."""
 
     mean: float
     median: float
@@ -54,6 +54,12 @@ class StepTimes:
     shares: Mapping[str, float]
     exposed: float
     hidden: float
+
+    @property
+    def hidden_share(self) -> float:
+        """Of all communication; NaN: not known."""
+        every = self.hidden + self.exposed
+        return self.hidden / every if every > 0 else math.nan
 
 
 @dataclass(frozen=True)
@@ -222,7 +228,7 @@ def _step_times(run: RunHistory, attempts: list[Attempt], kept: BoolArray) -> St
         late=float(np.median(alike[-fifth:])),
         shares={part: value / whole for part, value in sums.items() if value > 0} if whole > 0 else {},
         exposed=sums["communication"],
-        hidden=float(np.nansum(steps.hidden[rows])),
+        hidden=float(np.nansum(steps.hidden[rows])) if np.isfinite(steps.hidden[rows]).any() else math.nan,
     )
 
 
@@ -266,77 +272,3 @@ def _slow(seconds: tuple[float, ...]) -> dict[int, float]:
     # the lower median, so that of two ranks the slower one is slow
     usual = sorted(known)[(len(known) - 1) // 2]
     return {rank: one / usual for rank, one in enumerate(seconds) if one > SLOW_RANK * usual}
-
-
-def to_json(numbers: RunNumbers) -> dict[str, object]:
-    """With plain values only; what is not known is null.
-
-    ``status``, ``started``, ``last_sign`` (seconds since 1970), ``starts``, ``world_sizes``, ``steps``,
-    ``steps_again``, ``first_step``, ``last_step``, ``samples``, ``tokens``, ``epoch``, ``loss``, ``gradient_norm``,
-    ``step_seconds``, ``shares`` (of a step's time), ``hidden_communication_share``, ``samples_per_second``,
-    ``tokens_per_second``, ``mfu``, ``hfu``, ``recomputation``, ``wall_seconds``, ``goodput``, ``lost_seconds``,
-    ``memory_bytes``, ``memory_predicted_bytes``, ``bytes_per_step``, ``bytes_per_step_expected``, ``rank_seconds``,
-    ``slow_ranks``, ``checkpoints``, ``hangs``, ``damage``, ``spikes``, ``batches_skipped``.
-    """
-    times, wall = numbers.step_times, numbers.time
-    return {
-        "status": numbers.status.value,
-        "started": _known(numbers.first_time),
-        "last_sign": _known(numbers.last_time),
-        "starts": len(numbers.attempts),
-        "world_sizes": numbers.world_sizes,
-        "steps": numbers.steps,
-        "steps_again": numbers.again,
-        "first_step": _known(numbers.first_step),
-        "last_step": _known(numbers.last_step),
-        "samples": _known(numbers.samples),
-        "tokens": _known(numbers.tokens),
-        "epoch": _known(numbers.epoch),
-        "loss": _curve_json(numbers.loss),
-        "gradient_norm": _curve_json(numbers.gradient_norm),
-        "step_seconds": None if times is None else {
-            name: _known(getattr(times, name)) for name in ("mean", "median", "low", "high", "worst", "early", "late")
-        },
-        "shares": {} if times is None else {part: _known(share) for part, share in times.shares.items()},
-        "hidden_communication_share": None if times is None else _known(
-            _ratio(times.hidden, times.hidden + times.exposed)
-        ),
-        "samples_per_second": _known(numbers.samples_per_second),
-        "tokens_per_second": _known(numbers.tokens_per_second),
-        "mfu": _known(numbers.peak_share),
-        "hfu": _known(numbers.hardware_share),
-        "recomputation": _known(numbers.recomputation),
-        "wall_seconds": None if wall is None else _known(wall.wall),
-        "goodput": None if wall is None else _known(wall.goodput),
-        "lost_seconds": {} if wall is None else {name: _known(value) for name, value in wall.lost.items()},
-        "memory_bytes": {name: _known(value) for name, value in numbers.memory.items()},
-        "memory_predicted_bytes": dict(numbers.memory_predicted),
-        "bytes_per_step": {axis: _known(value) for axis, value in numbers.bytes_per_step.items()},
-        "bytes_per_step_expected": _known(numbers.bytes_expected),
-        "rank_seconds": [_known(one) for one in numbers.rank_seconds],
-        "slow_ranks": {str(rank): _known(factor) for rank, factor in numbers.slow_ranks.items()},
-        "checkpoints": len(numbers.checkpoints),
-        "hangs": [event.sentence for event in numbers.hangs],
-        "damage": [event.sentence for event in numbers.damage],
-        "spikes": len(numbers.spikes),
-        "batches_skipped": numbers.skipped,
-    }  # fmt: skip
-
-
-def _known(value: float) -> float | None:
-    """None for what JSON has no number for."""
-    value = number(value)
-    return value if math.isfinite(value) else None
-
-
-def plain_value(value: object) -> object:
-    """The same inside of tuples; texts and whole numbers as they are."""
-    if isinstance(value, tuple):
-        return [plain_value(one) for one in value]
-    return _known(value) if isinstance(value, float) else value
-
-
-def _curve_json(curve: Curve | None) -> dict[str, float | None] | None:
-    if curve is None:
-        return None
-    return {name: _known(value) for name, value in vars(curve).items()}

@@ -7,6 +7,7 @@ known, what is not known here is passed over.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from lockstep.report.words import plain_text
 MEASURES, EVENTS = "measures.jsonl", "events.jsonl"
 INNER = "run"
 """The folder of a project that holds a run's files."""
+OF_A_PROJECT = re.compile(rf"{INNER}(\.[0-9]+)?")
+"""This folder, and those of runs before it that were begun anew."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +75,12 @@ def _run_folder(path: Path) -> Path:
 
 
 def _name(folder: Path) -> str:
-    """By which people tell runs apart: of ``runs/gpt/run`` it is ``gpt``."""
+    """By which people tell runs apart: of ``runs/gpt/run`` it is ``gpt``, of ``runs/gpt/run.1`` it is ``gpt.1``."""
     resolved = folder.resolve()
-    return plain_text((resolved.parent if resolved.name == INNER else resolved).name, 80) or "run"
+    name = resolved.name
+    if OF_A_PROJECT.fullmatch(name):
+        name = resolved.parent.name + name.removeprefix(INNER)
+    return plain_text(name, 80) or INNER
 
 
 def _on_disk(folder: Path, events: tuple[RunEvent, ...]) -> dict[str, bool]:
@@ -83,9 +89,9 @@ def _on_disk(folder: Path, events: tuple[RunEvent, ...]) -> dict[str, bool]:
         named_path = Path(text)
         beside = folder.parent / "checkpoints" / named_path.name
         try:
-            if named_path.is_dir() or beside.is_dir():
+            if (named_path.is_absolute() and named_path.is_dir()) or beside.is_dir():
                 found[text] = True
-            elif named_path.parent.is_dir() or beside.parent.is_dir():
+            elif beside.parent.is_dir() or (named_path.is_absolute() and named_path.parent.parent.is_dir()):
                 found[text] = False
         except (OSError, ValueError):  # a name that is too long, or has a NUL
             continue

@@ -13,7 +13,8 @@ from lockstep.report.compare import (
     settings_that_differ,
     told_apart,
 )
-from lockstep.report.numbers import RunNumbers, numbers_of, plain_value, to_json
+from lockstep.report.numbers import RunNumbers, numbers_of
+from lockstep.report.plain import plain_value, to_json
 from lockstep.report.read import RunHistory, read_run
 from lockstep.report.summary import chapters, sentences
 
@@ -53,7 +54,7 @@ class RunReport:
         return comparison_page(self.runs, self.numbers, self.names, self.now)
 
     def to_json(self) -> dict[str, object]:
-        """``format``; ``runs``: of each its ``name``, ``path``, ``sentences`` and all that ``numbers.to_json`` has;
+        """``format``; ``runs``: of each its ``name``, ``path``, ``sentences`` and all that ``plain.to_json`` has;
         ``comparison``, null for one run: its ``sentences``, ``settings`` that differ (``name``, ``values``,
         ``sources``), and for each run after the first where its ``numbers`` part from those of the first
         (``compare.NumbersPart``)."""

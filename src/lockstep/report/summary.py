@@ -75,7 +75,7 @@ def what_it_did(numbers: RunNumbers) -> str:
     if ranks := numbers.world_sizes:
         said += f" on {_ranks(ranks)}"
     if math.isfinite(numbers.epoch):
-        said += f"; epoch {whole(numbers.epoch)} at the end"
+        said += f"; in epoch {whole(numbers.epoch)} at the end, counted from 0"
     return f"{said}."
 
 

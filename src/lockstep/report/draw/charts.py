@@ -20,7 +20,6 @@ SMOOTH_FROM = 400
 MEANS = 160
 BANDS = 160
 """Columns of a stacked chart."""
-COLOURS = 10
 UNLIKE = (0, 3, 2, 5, 4, 6, 7, 8)
 """Colours of several curves, the most unlike first."""
 LAST = 0.93

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 
 from lockstep.report.attempts import RunStatus
-from lockstep.report.draw.charts import COLOURS
 from lockstep.report.draw.hover import SCRIPT, policy
 from lockstep.report.draw.html import columns, paragraph, safe
-from lockstep.report.draw.style import STYLE, colours
+from lockstep.report.draw.style import STYLE
 from lockstep.report.numbers import RunNumbers
 from lockstep.report.page.curves import curves
 from lockstep.report.page.happened import checkpoints, data_position, timeline
@@ -84,6 +83,6 @@ def document(title: str, top: list[str], sections: list[str]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy()}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>lockstep report: {safe(title)}</title><style>{STYLE}{colours(COLOURS)}</style></head><body>\n"
+        f"<title>lockstep report: {safe(title)}</title><style>{STYLE}</style></head><body>\n"
         f"{''.join(top)}<nav>{links}</nav>\n{body}\n<script>{SCRIPT}</script></body></html>\n"
     )

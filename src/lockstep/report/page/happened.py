@@ -15,7 +15,7 @@ from lockstep.report.page.timeline import listing, picture
 from lockstep.report.read import RunHistory
 from lockstep.report.words import bytes_text, duration, percent, short, whole
 
-COLOURS = {"start": 1, "data": 5, "save": 6, "wait": 7, "again": 3, "between": 8, "standing": 4, "down": 9}
+COLOURS = {"start": 1, "data": 5, "save": 6, "wait": 7, "again": 3, "between": 8, "after": 4, "down": 9}
 
 
 def timeline(run: RunHistory, numbers: RunNumbers) -> str:
@@ -70,10 +70,17 @@ def checkpoints(run: RunHistory, numbers: RunNumbers) -> str:
     if seconds:
         said += f", {duration(float(np.mean(seconds)))} each on average"
     titles = ("path", "step", "took", "size", "verified", "kept")
+    known = [place for place in range(len(titles)) if any(row[place] for row in rows)]
     return section(
         title,
         paragraph(f"{said}. The newest first."),
-        long_table(titles, rows, "checkpoints", right=("step", "took", "size"), wide=("path",)),
+        long_table(
+            [titles[place] for place in known],
+            [[row[place] for place in known] for row in rows],
+            "checkpoints",
+            right=("step", "took", "size"),
+            wide=("path",),
+        ),
     )
 
 

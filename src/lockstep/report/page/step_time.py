@@ -81,9 +81,8 @@ def _facts(numbers: RunNumbers, times: StepTimes) -> str:
         ("one in ten is above", duration(times.high)),
         ("one in a hundred is above", duration(times.worst)),
     ]
-    if times.hidden + times.exposed > 0:
-        share = times.hidden / (times.hidden + times.exposed)
-        rows.append(("communication that computing hides", percent(share)))
+    if math.isfinite(times.hidden_share):
+        rows.append(("communication that computing hides", percent(times.hidden_share)))
     for name, value in (
         ("FLOPs of the model, of the peak (MFU)", numbers.peak_share),
         ("with what is computed twice (HFU)", numbers.hardware_share),

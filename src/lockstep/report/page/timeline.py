@@ -45,7 +45,7 @@ def picture(numbers: RunNumbers, run: RunHistory) -> str:
             f'<i class="f{attempt.number % 2}" style="left:{100 * begin:.2f}%;width:{100 * (end - begin):.2f}%" '
             f'title="{safe(title)}"><em>{safe(ranks) if end - begin > 0.12 else ""}</em></i>'
         )
-    lanes = [_lane("runs", "".join(starts[:MOST_MARKS]))]
+    lanes = [_lane("starts", "".join(starts[:MOST_MARKS]))]
     for title, names, colour in LANES:
         marked = [event for event in run.events if event.name in names and math.isfinite(event.time)]
         if marked:
