@@ -99,6 +99,16 @@ def gradients_of_half_the_ranks(planted: Planted) -> None:
 
 
 @defect
+def gradients_of_two_ranks(planted: Planted) -> None:
+    def first_two(bucket: Any) -> None:
+        bucket.buffer().mul_(planted.rank < 2)
+        dist.all_reduce(bucket.buffer())
+        bucket.buffer().div_(2)
+
+    _with_hook(first_two)
+
+
+@defect
 def one_parameter_not_reduced(planted: Planted) -> None:
     def all_but_one(bucket: Any) -> None:
         kept = [

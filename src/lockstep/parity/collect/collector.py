@@ -191,7 +191,10 @@ class RunCollector(RunObserver):
     def _add_gradients(self, kind: ItemKind) -> None:
         for name, parameter in reversed(list(self._parameters())):
             if parameter.grad is not None:
-                self._add(TraceItem(self.step, kind, name), parameter.grad)
+                self._add_gradient(TraceItem(self.step, kind, name), parameter.grad)
+
+    def _add_gradient(self, item: TraceItem, gradient: Tensor) -> None:
+        self._add(item, gradient)
 
     def _stepped(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -9,15 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from torch import Tensor
+
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parity.collect.collector import RunCollector
 from lockstep.parity.collect.disturb import DisturbedInputs, disturb_weights
 from lockstep.parity.collect.plain_calls import keep_gradients
-from lockstep.parity.collect.virtual_ranks import VirtualRanks
+from lockstep.parity.collect.rank_gradients import RankGradients
+from lockstep.parity.collect.virtual_ranks import SequentialRanks, VirtualRanks
 from lockstep.parity.collect.watch_sources import SourceWatch
 from lockstep.parity.judge.tolerance import Tolerance
 from lockstep.parity.spec import ProcessFacts, Role, RunSpec
 from lockstep.parity.trace.file import Trace
+from lockstep.parity.trace.items import ItemKind, TraceItem
 from lockstep.parity.trace.sinks import Recording, Sink, TraceComparison
 
 
@@ -39,6 +43,8 @@ class ProcessRun(RunCollector):
         self._sources = sources
         self._rank = rank
         self._facts = ProcessFacts(rank=rank)
+        self._of_ranks: RankGradients | None = None
+        self._watched: set[str] = set()
         self.restores: list[Callable[[], None]] = []
         super().__init__(_sink(spec, rank), spec.steps, self.all_steps_made)
 
@@ -49,6 +55,23 @@ class ProcessRun(RunCollector):
         if self.place.has_all_ranks:
             keep_gradients(model.module, self.place)
         super().model_prepared(model)
+        if isinstance(self.place, SequentialRanks) and self._spec.role is Role.REFERENCE:
+            self._watch_ranks(model, self.place)
+
+    def _watch_ranks(self, model: ParallelModel, place: SequentialRanks) -> None:
+        """Take note of what each rank adds to gradients."""
+        if self._of_ranks is None:
+            self._of_ranks = RankGradients(place.ranks, lambda: place.data_rank)
+        for name, parameter in self._parameters():
+            if name not in self._watched:
+                self._watched.add(name)
+                self._of_ranks.watch(name, parameter)
+
+    def _add_gradient(self, item: TraceItem, gradient: Tensor) -> None:
+        super()._add_gradient(item, gradient)
+        if self._of_ranks is not None and item.kind is ItemKind.GRADIENT:
+            for rank, sketch in enumerate(self._of_ranks.of_ranks(item.name, gradient)):
+                self._sink.add(item.of_rank(rank), sketch, tuple(sketch.shape), [])
 
     def note(self, sentence: str) -> None:
         """Have the report say it."""

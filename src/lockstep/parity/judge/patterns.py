@@ -11,6 +11,7 @@ from torch import Tensor
 from lockstep.parity.judge.batches import of_rows
 from lockstep.parity.judge.between_ranks import differ, not_averaged
 from lockstep.parity.judge.case import Case, flat
+from lockstep.parity.judge.contributions import of_some_ranks
 from lockstep.parity.judge.displaced import (
     of_another_batch,
     of_another_step,
@@ -156,6 +157,7 @@ SHAPES: tuple[Callable[[Case], str], ...] = (
     of_another_step,
     is_factor,
     not_averaged,
+    of_some_ranks,
     of_another_batch,
     of_another_tensor,
     swapped_shards,

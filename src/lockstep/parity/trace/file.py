@@ -64,7 +64,7 @@ class TraceWriter:
 
 
 class Trace:
-    """A trace that was written.
+    """A trace that was written. What is iterated over are the items to compare; others can be asked for.
 
     Raises:
         ConfigError: ``path`` is no trace.
@@ -93,7 +93,7 @@ class Trace:
 
     @cached_property
     def _items(self) -> list[TraceItem]:
-        return [TraceItem.of(key) for key in self._places]
+        return [item for item in map(TraceItem.of, self._places) if item.is_compared]
 
     def __contains__(self, item: TraceItem) -> bool:
         return item.key in self._places

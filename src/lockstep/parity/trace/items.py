@@ -46,6 +46,7 @@ PHASES = {
     ItemKind.UPDATE: "optimizer",
     ItemKind.BUFFER: "optimizer",
 }
+SKETCH = "sketch"
 _ORDER = {kind: place for place, kind in enumerate(ItemKind)}
 
 
@@ -68,6 +69,14 @@ class TraceItem(NamedTuple):
     data_rank: int = -1
     call: int = 0
     path: str = ""
+
+    def of_rank(self, data_rank: int) -> TraceItem:
+        """What the batches of a rank add to this gradient: a sketch, for a look at one that differs."""
+        return self._replace(data_rank=data_rank, path=SKETCH)
+
+    @property
+    def is_compared(self) -> bool:
+        return not (self.kind is ItemKind.GRADIENT and self.path == SKETCH)
 
     @property
     def key(self) -> str:
