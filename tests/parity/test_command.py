@@ -30,6 +30,7 @@ def script(name: str) -> str:
         pytest.param(("wrapped", "own_buffers"), marks=pytest.mark.exhaustive),
         pytest.param(("wrapped", "fully_shard"), marks=pytest.mark.exhaustive),
         ("accelerate",),
+        ("accelerate", "one_cycle"),
     ],
     ids=" ".join,
 )
@@ -70,6 +71,10 @@ def test_a_trace_is_kept_and_compared_with(tmp_path: Path) -> None:
     code, said, errors = check("--nproc", "2", "--against", trace, script("odd"), "plain")
     assert code == 2
     assert "was recorded for 1 ranks with batches of their own" in errors
+    for flag, asked in (("--seed", "0"), ("--steps", "3")):
+        code, said, errors = check("--nproc", "1", flag, "5", "--against", trace, script("odd"), "plain")
+        assert (code, said) == (2, "")
+        assert f"was recorded with {flag} {asked}, but this check has {flag} 5" in errors
 
 
 def test_a_rate_by_the_number_of_processes_is_told() -> None:

@@ -217,7 +217,21 @@ class ParityCheck:
         facts = dict(trace.facts)
         limits = Tolerance.from_json(facts.pop("tolerance"))
         facts.pop("parts", None)
-        return ReferenceRun(trace, limits, ProcessFacts.of(facts))
+        kept = ProcessFacts.of(facts)
+        self._refuse_other_settings(path, kept)
+        return ReferenceRun(trace, limits, kept)
+
+    def _refuse_other_settings(self, path: Path, kept: ProcessFacts) -> None:
+        """Raise CouldNotRun where a trace was recorded as this check would not."""
+        asked = {"seed": self._request.seed, "steps": self._request.steps}
+        then = {"seed": kept.seed, "steps": kept.steps_asked}
+        for name, value in then.items():
+            if asked[name] != value:
+                raise CouldNotRun(
+                    f"{path} was recorded with --{name} {value}, but this check has --{name} {asked[name]}: other "
+                    f"{'numbers are drawn' if name == 'seed' else 'steps are made'}. Check with --{name} {value}, or "
+                    "record again."
+                )
 
     # Runs -------------------------------------------------------------------------------------------------
 
@@ -286,7 +300,7 @@ def keep(reference: ReferenceRun, path: Path) -> None:
 
 
 def _refuse_other_runs(reference: ProcessFacts, candidate: ProcessFacts, request: Request) -> None:
-    """Raise CouldNotRun where a trace that was kept is of another number of batches, or in another precision."""
+    """Raise CouldNotRun where a trace that was kept is of another number of batches, precision or dropout."""
     if reference.data_ranks != candidate.data_ranks:
         raise CouldNotRun(
             f"{request.against} was recorded for {reference.data_ranks} ranks with batches of their own, but the "
@@ -297,6 +311,13 @@ def _refuse_other_runs(reference: ProcessFacts, candidate: ProcessFacts, request
         raise CouldNotRun(
             f"The reference was made for mixed_precision={reference.mixed_precision!r}, but the candidate computes "
             f"with {candidate.mixed_precision!r}. Record again with --mixed-precision {candidate.mixed_precision}."
+        )
+    if reference.drops_out != candidate.drops_out:
+        was, are = ("on", "off") if reference.drops_out else ("off", "on")
+        raise CouldNotRun(
+            f"{request.against} was recorded with dropout {was}, but with {candidate.parallel or 'one process'} it is "
+            f"{are}: ranks that share a model's layers (tp, pp, cp) drop nothing. Record again with the strategy to "
+            "check."
         )
 
 

@@ -77,6 +77,9 @@ class ProcessFacts:
         ended: Why there are no more steps.
         sets_rate: Whether the script changes learning rates without a scheduler.
         failed: The error that ended the script.
+        seed: Of the run.
+        steps_asked: Optimizer steps after which it was to end.
+        drops_out: Whether dropout was left on.
         broadcast: Before which forwards ranks take rank 0's buffers, as ``BufferBroadcast`` has it; "": not known.
         refused: Why one process cannot stand for several ranks, and what to do.
     """
@@ -94,6 +97,9 @@ class ProcessFacts:
     ended: str = ""
     sets_rate: bool = False
     failed: str = ""
+    seed: int = 0
+    steps_asked: int = 0
+    drops_out: bool = True
     broadcast: str = ""
     refused: str = ""
 

@@ -77,9 +77,13 @@ def _kinds_of(kind: type) -> Iterator[type]:
 
 def _repeated(times: Callable[[str], int], step: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(step)
-    def repeated(*args: Any, **kwargs: Any) -> None:
+    def repeated(*args: Any, **kwargs: Any) -> None:  # of a scheduler
         caller = str(sys._getframe(1).f_globals.get("__name__"))
-        for _ in range(times(caller)):
+        number, scheduler = times(caller), args[0]
+        total = getattr(scheduler, "total_steps", None)  # of OneCycleLR, which refuses to go on after them
+        for _ in range(number):
+            if number > 1 and total is not None and scheduler.last_epoch >= total:
+                return  # as Accelerate does
             step(*args, **kwargs)
 
     return repeated

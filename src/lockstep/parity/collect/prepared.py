@@ -49,12 +49,12 @@ class PreparedRun(ProcessRun):
             mixed_precision=precision,
             data_ranks=axes.data,
             accumulation=options.accumulation.num_steps or 1,
+            drops_out=not axes.splits_model,
         )
         self._cp_method = parallel.cp_method
         self._synchronises, self._shares_routing = parallel.sync_batchnorm, axes.pp == 1
         self._splits_batches = bool(options.loaders.split_batches)
-        self._drops_out = not axes.splits_model
-        if not self._drops_out:
+        if not self._facts.drops_out:
             self.note(NO_DROPOUT.format(words=parallel))
         parallel = replace(parallel, verify="off") if hasattr(parallel, "verify") else parallel
         self._window = accumulate_more(axes.data) if spec.is_alone and axes.data > 1 else 0
@@ -106,7 +106,7 @@ class PreparedRun(ProcessRun):
             tell_length(loader, self._facts.data_ranks)
 
     def model_prepared(self, model: ParallelModel) -> None:
-        if not self._drops_out:
+        if not self._facts.drops_out:
             switch_dropout_off(model)
         if self.place.has_all_ranks:
             refuse_synchronised_statistics(model, self._synchronises, self.refuse)

@@ -42,7 +42,7 @@ class ProcessRun(RunCollector):
         self._spec = spec
         self._sources = sources
         self._rank = rank
-        self._facts = ProcessFacts(rank=rank)
+        self._facts = ProcessFacts(rank=rank, seed=spec.seed, steps_asked=spec.steps)
         self._of_ranks: RankGradients | None = None
         self._watched: set[str] = set()
         self.restores: list[Callable[[], None]] = []

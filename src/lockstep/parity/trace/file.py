@@ -20,7 +20,7 @@ from lockstep.comm.layout import ShardRegion
 from lockstep.errors import ConfigError
 from lockstep.parity.trace.items import TraceItem
 
-FORMAT = "lockstep trace 1"
+FORMAT = "lockstep trace 2"
 _COPY_BYTES = 16 << 20
 
 

@@ -1,0 +1,37 @@
+"""Traces that were kept and are no reference for a candidate: of other ranks, in another precision, without dropout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lockstep.parity.check import Request, _refuse_other_runs
+from lockstep.parity.runs import CheckedProgram, CouldNotRun
+from lockstep.parity.spec import ProcessFacts
+
+REQUEST = Request(CheckedProgram(("train.py",)), Path(), against=Path("kept.trace"))
+KEPT = ProcessFacts(data_ranks=2, parallel="ddp")
+
+
+def test_one_like_the_candidate_is_compared_with() -> None:
+    _refuse_other_runs(KEPT, replace(KEPT, parallel="zero=3", rank=1, data_rank=1), REQUEST)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"data_ranks": 4}, "recorded for 2 ranks with batches of their own, but the candidate has 4"),
+        (
+            {"mixed_precision": "bf16"},
+            "made for mixed_precision='no', but the candidate computes with 'bf16'",
+        ),
+        ({"drops_out": False, "parallel": "tp=2"}, "recorded with dropout on, but with tp=2 it is off"),
+    ],
+    ids=str,
+)
+def test_others_are_refused(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(CouldNotRun) as raised:
+        _refuse_other_runs(KEPT, replace(KEPT, **changes), REQUEST)  # type: ignore[arg-type]
+    assert said in str(raised.value)
