@@ -124,3 +124,11 @@ def test_a_replica_counts_all(run_distributed: Any) -> None:
     for _, after, _, _ in run_distributed(on_ranks, 2, "ddp"):
         assert after == StateBytes(4 * (trained + FROZEN), 4 * trained, 8 * trained + 4 * TENSORS)
         assert after.total == after.weights + after.gradients + after.optimizer
+
+
+def test_sparse_gradients_have_the_size_of_their_entries() -> None:
+    accelerator = Accelerator()
+    model: Any = torch.nn.Embedding(100, 4, sparse=True)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.tensor([1, 5, 1])).sum())
+    assert accelerator.state_bytes().gradients == 2 * (8 + 4 * 4)  # two rows, each with its number

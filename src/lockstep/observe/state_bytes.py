@@ -13,6 +13,8 @@ from lockstep.comm.tree import leaves
 from lockstep.offload.files.direct import region_of
 from lockstep.parallel.parallel_model import ParallelModel
 
+COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
 
 @dataclass(frozen=True)
 class StateBytes:
@@ -48,7 +50,8 @@ def count_state(models: Iterable[ParallelModel], optimizers: Iterable[Optimizer]
         ],
     )
     weights, gradient, state = (_bytes(tensors) for tensors in kinds)
-    on_disk = _bytes(t for tensors in kinds for t in tensors if region_of(local(t)) is not None)
+    dense = (t for tensors in kinds for t in tensors if local(t).layout is torch.strided)
+    on_disk = _bytes(t for t in dense if region_of(local(t)) is not None)
     return StateBytes(weights, gradient, state, on_disk)
 
 
@@ -61,4 +64,14 @@ def _kept(model: ParallelModel) -> Iterator[torch.Tensor]:
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Of this rank's parts, each object once."""
     parts = [local(tensor) for tensor in tensors]
-    return sum({id(part): part.nbytes for part in parts}.values())
+    return sum({id(part): _size(part) for part in parts}.values())
+
+
+def _size(part: torch.Tensor) -> int:
+    """Of a sparse tensor that of its indices and values."""
+    if part.layout is torch.strided:
+        return part.nbytes
+    if part.layout is torch.sparse_coo:
+        part = part.coalesce()
+        return part.indices().nbytes + part.values().nbytes
+    return part.values().nbytes if part.layout in COMPRESSED else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +12,8 @@ import torch
 
 from lockstep.observe.state_bytes import count_state
 from lockstep.parallel.parallel_model import ParallelModel
+
+logger = logging.getLogger("lockstep.measures")
 
 CHANGE = 0.01
 """Of the peak, from which on it is another one."""
@@ -46,7 +49,12 @@ class MemoryOfSteps:
     def look(self) -> None:
         """Count the state, behind a backward."""
         self.is_due = False
-        counted = count_state(self._models, self._optimizers())
+        try:
+            counted = count_state(self._models, self._optimizers())
+        except Exception as error:  # of tensors of another library, on which no run may depend
+            logger.debug("State of optimizers cannot be counted: %s", error)
+            self._may_look = False
+            return
         self._state = {
             "weights": counted.weights,
             "gradients": counted.gradients,

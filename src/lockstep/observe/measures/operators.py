@@ -54,13 +54,20 @@ class OperatorCounter(dispatch.TorchDispatchMode):
         known = ledger.OPERATORS.get(dispatch.schema_of(func).name)
         if known is not None:
             self._sends(func, known, args, kwargs)
-        elif packet in self._attention_backwards:
-            self._attends_back(*args[:4])
-        elif packet in self._formulas:
-            self._computes(int(self._formulas[packet](*args, **kwargs, out_val=result)))
+        elif packet in self._attention_backwards or packet in self._formulas:
+            try:
+                self._applies(packet, args, kwargs, result)
+            except Exception:  # on arguments that the formula does not know, such as nested tensors
+                self.counts.unknown.add(dispatch.schema_of(func).name)
         elif packet in self._without or (func.namespace not in flops.HARMLESS and _multiplies(args)):
             self.counts.unknown.add(dispatch.schema_of(func).name)
         return result
+
+    def _applies(self, packet: object, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
+        if packet in self._attention_backwards:
+            self._attends_back(*args[:4])
+        else:
+            self._computes(int(self._formulas[packet](*args, **kwargs, out_val=result)))
 
     def _computes(self, operations: int) -> None:
         # An ordinary backward runs without gradients; what is computed with them inside of one is a forward again.
