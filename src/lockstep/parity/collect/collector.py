@@ -189,7 +189,7 @@ class RunCollector(RunObserver):
         self.place.stepped()
 
     def _add_gradients(self, kind: ItemKind) -> None:
-        for name, parameter in reversed(list(self._parameters())):
+        for name, parameter in reversed(list(self.named_parameters())):
             if parameter.grad is not None:
                 self._add_gradient(TraceItem(self.step, kind, name), parameter.grad)
 
@@ -198,7 +198,7 @@ class RunCollector(RunObserver):
 
     def _stepped(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return ((name, p) for name, p in self._parameters() if id(p) in held)
+        return ((name, p) for name, p in self.named_parameters() if id(p) in held)
 
     def _of_buffer(self, name: str, of_ranks: Mapping[int, Tensor]) -> Iterator[tuple[TraceItem, Tensor]]:
         """A buffer's items: one of each data rank, or one of all where ranks are known to have equal ones."""
@@ -218,7 +218,8 @@ class RunCollector(RunObserver):
     def _is_expected_of(self, item: TraceItem) -> bool:
         return self._sink.expected_shape(item) is not None
 
-    def _parameters(self) -> Iterator[tuple[str, Any]]:
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Of all models."""
         if self._run is not None:
             next(iter(self._run.parameters_at_rest()), None)
         for number, model in enumerate(self._models):

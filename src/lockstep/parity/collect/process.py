@@ -62,7 +62,7 @@ class ProcessRun(RunCollector):
         """Take note of what each rank adds to gradients."""
         if self._of_ranks is None:
             self._of_ranks = RankGradients(place.ranks, lambda: place.data_rank)
-        for name, parameter in self._parameters():
+        for name, parameter in self.named_parameters():
             if name not in self._watched:
                 self._watched.add(name)
                 self._of_ranks.watch(name, parameter)
