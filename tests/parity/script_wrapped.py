@@ -14,9 +14,13 @@ dist.init_process_group("gloo")
 ranks = dist.get_world_size()
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 4), nn.BatchNorm1d(4))
-data = TensorDataset(torch.randn(96, 8), torch.randint(0, 4, (96,)))
-sampler = DistributedSampler(data, shuffle=True)
-loader = DataLoader(data, batch_size=4, sampler=sampler)
+x, y = torch.randn(96, 8), torch.randint(0, 4, (96,))
+if "own_rows" in sys.argv:
+    data, sampler = TensorDataset(x[dist.get_rank() :: ranks], y[dist.get_rank() :: ranks]), None
+else:
+    data = TensorDataset(x, y)
+    sampler = DistributedSampler(data, shuffle=True)
+loader = DataLoader(data, batch_size=8 // ranks if "shared_batch" in sys.argv else 4, sampler=sampler)
 is_ddp = "fully_shard" not in sys.argv
 shares = "own_buffers" not in sys.argv
 spread = DistributedDataParallel(model, broadcast_buffers=shares) if is_ddp else fully_shard(model)

@@ -27,6 +27,8 @@ def script(name: str) -> str:
     "words",
     [
         ("wrapped", "no_sync"),
+        ("wrapped", "shared_batch"),
+        pytest.param(("wrapped", "shared_batch", "fully_shard"), marks=pytest.mark.exhaustive),
         pytest.param(("wrapped", "own_buffers"), marks=pytest.mark.exhaustive),
         pytest.param(("wrapped", "fully_shard"), marks=pytest.mark.exhaustive),
         ("accelerate",),
@@ -41,6 +43,7 @@ def test_scripts_of_others_agree(words: tuple[str, ...]) -> None:
     assert code == 0, said + errors
     assert said.startswith("2 ranks compute what one process computes")
     assert "of 3 steps agree" in said
+    assert ("computes its batch size from the number of processes" in said) == ("shared_batch" in words)
 
 
 def test_a_gradient_that_is_doubled_is_named(tmp_path: Path) -> None:
@@ -99,6 +102,24 @@ def test_what_cannot_be_checked_is_said(which: str, sentence: str) -> None:
     code, said, errors = check("--parallel", "ddp", script("odd"), which)
     assert (code, said) == (2, ""), said + errors
     assert sentence in errors
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--wrapped", script("wrapped"), "own_rows"), "picks the rows of each process itself"),
+        (
+            ("--wrapped", script("odd"), "plain"),
+            "The reference failed: The script makes an Accelerator of Lockstep",
+        ),
+        ((script("wrapped"),), "The reference failed, because the script starts its process group itself."),
+    ],
+    ids=["own rows", "an Accelerator", "no --wrapped"],
+)
+def test_what_cannot_be_checked_of_scripts_of_others_is_said(words: tuple[str, ...], sentence: str) -> None:
+    code, said, errors = check(*words)
+    assert (code, said) == (2, ""), said + errors
+    assert sentence in " ".join(errors.split())
 
 
 def test_a_run_that_hangs_is_ended() -> None:

@@ -12,7 +12,7 @@ from lockstep.errors import ConfigError
 from lockstep.parity.judge.decide import judge, judge_repeat
 from lockstep.parity.judge.facts import RankFacts, RunFacts
 from lockstep.parity.judge.tolerance import Tolerance, tolerance
-from lockstep.parity.judge.verdict import ParityVerdict
+from lockstep.parity.judge.verdict import Fault, Mismatch, ParityVerdict
 from lockstep.parity.report.text import sentence_of_repeat
 from lockstep.parity.runs import (
     CheckedProgram,
@@ -30,10 +30,9 @@ from lockstep.parity.trace.items import ItemKind
 from lockstep.parity.trace.joined import join_traces
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
-TOLD = (
-    "The script computes its learning rate from the number of processes: the reference told it of {count} "
-    "(accelerator.num_processes, and len() of loaders)."
-)
+TOLD = "The script computes its {what} from the number of processes: the reference told it of {count} ({by})."
+TOLD_PREPARED = "accelerator.num_processes, and len() of loaders"
+TOLD_WRAPPED = "torch.distributed.get_world_size() and WORLD_SIZE"
 DRAWN = {ItemKind.BATCH, ItemKind.WEIGHT, ItemKind.OUTPUT, ItemKind.LOSS, ItemKind.RATE}
 
 
@@ -105,23 +104,30 @@ class ParityCheck:
         verdict = self._compared(reference)
         if self._depends_on_ranks(reference, verdict):
             told = self._made(tells_ranks=True)
-            second = self._compared(told, notes=(TOLD.format(count=request.nproc),))
-            if not _differs_in_rate(second):
+            what = "learning rate" if _differs_in(verdict) is ItemKind.RATE else "batch size"
+            by = TOLD_WRAPPED if request.program.wrapped else TOLD_PREPARED
+            second = self._compared(told, (TOLD.format(what=what, count=request.nproc, by=by),))
+            if _differs_in(second) is None:
                 reference, verdict = told, second
-            elif reference.facts.sets_rate:
+            elif what == "learning rate" and reference.facts.sets_rate:
                 raise CouldNotRun(
                     "The script sets its learning rate without a scheduler, by what it counts: on one process there "
                     f"are {reference.facts.data_ranks} times as many batches. Compare with several processes instead: "
                     "--reference ddp."
                 )
+        if not reference.facts.knows_rows and _has_unknown_rows(verdict):
+            raise CouldNotRun(
+                "The script picks the rows of each process itself, so that one process does not know those of the "
+                "others. Let torch's DistributedSampler deal them out: sampler=DistributedSampler(data)."
+            )
         if request.record is not None:
             keep(reference, request.record)
         return verdict
 
     def _depends_on_ranks(self, reference: ReferenceRun, verdict: ParityVerdict) -> bool:
-        """Whether the script may compute its learning rate from the number of processes."""
+        """Whether the script may compute its learning rate, or its batch size, from the number of processes."""
         is_plain = self._request.reference is None and self._request.against is None
-        return is_plain and reference.facts.data_ranks > 1 and _differs_in_rate(verdict)
+        return is_plain and reference.facts.data_ranks > 1 and _differs_in(verdict) is not None
 
     def _compared(self, reference: ReferenceRun, notes: tuple[str, ...] = ()) -> ParityVerdict:
         """The candidate, beside a reference."""
@@ -321,8 +327,24 @@ def _refuse_other_runs(reference: ProcessFacts, candidate: ProcessFacts, request
         )
 
 
-def _differs_in_rate(verdict: ParityVerdict) -> bool:
-    return bool(verdict.findings) and verdict.findings[0].item.kind is ItemKind.RATE
+def _differs_in(verdict: ParityVerdict) -> ItemKind | None:
+    """What differs first, if it is a learning rate, or the shape of a batch."""
+    first = verdict.findings[0] if verdict.findings else None
+    if first is None or not (first.item.kind is ItemKind.RATE or _is_other_batch_size(first)):
+        return None
+    return first.item.kind
+
+
+def _has_unknown_rows(verdict: ParityVerdict) -> bool:
+    """Whether ranks begin with rows of their own choice; what all of them read alike is no such choice."""
+    first = verdict.findings[0] if verdict.findings else None
+    if first is None or first.item.kind is not ItemKind.BATCH or first.item.step > 1:
+        return False
+    return first.item.data_rank == 0 or not first.looks_like
+
+
+def _is_other_batch_size(finding: Mismatch) -> bool:
+    return finding.item.kind is ItemKind.BATCH and finding.fault is Fault.SHAPE
 
 
 def _that_failed(left: Left) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,6 +36,8 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": 
 }
 """What a script that spreads its models itself asks for, of a process that is alone."""
 LAST_LINES = 12
+STARTS_ITSELF = "environment variable RANK expected"
+OWN_ERROR = re.compile(r"^\W*(?:\[rank\d+\]:)?\s*lockstep\.errors\.\w+: (.+)$", re.MULTILINE)
 GRACE_S = 10.0
 OUT_OF_MEMORY = (
     "OutOfMemoryError",
@@ -115,7 +118,7 @@ class ScriptRun:
         environ = {name: value for name, value in inherited_environment().items() if name not in OF_LAUNCHERS}
         command = [sys.executable, "-m", WORKER, str(path), *program.words]
         if spec.is_alone and spec.wrapped:
-            environ |= ALONE
+            environ |= ALONE | ({"WORLD_SIZE": str(spec.ranks)} if spec.tells_ranks else {})
         if not spec.is_alone:
             command = [sys.executable, "-m", "lockstep.cli.main", "launch", *flags, *command[1:]]
         with self._log.open("wb") as log:
@@ -180,8 +183,14 @@ class ScriptRun:
                     f"{self._tail()}"
                 )
             return f"{what}. Check a smaller model of the same kind, or more ranks.{self._tail()}"
-        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        return f"{self.title} failed ({how}).{self._tail()}"
+        if STARTS_ITSELF in text and not self.spec.wrapped:
+            return (
+                f"{self.title} failed, because the script starts its process group itself. Check scripts that spread "
+                f"their models themselves with --wrapped.{self._tail()}"
+            )
+        said = OWN_ERROR.findall(text)
+        how = said[-1] if said else f"exit code {code}." if code >= 0 else f"signal {-code}."
+        return f"{self.title} failed: {how}{self._tail()}"
 
     def _tail(self) -> str:
         lines = self._log.read_text("utf-8", "replace").rstrip().splitlines()[-LAST_LINES:]

@@ -81,6 +81,7 @@ class ProcessFacts:
         steps_asked: Optimizer steps after which it was to end.
         drops_out: Whether dropout was left on.
         broadcast: Before which forwards ranks take rank 0's buffers, as ``BufferBroadcast`` has it; "": not known.
+        knows_rows: Whether one process can tell which rows each of several ranks would have read.
         refused: Why one process cannot stand for several ranks, and what to do.
     """
 
@@ -101,6 +102,7 @@ class ProcessFacts:
     steps_asked: int = 0
     drops_out: bool = True
     broadcast: str = ""
+    knows_rows: bool = True
     refused: str = ""
 
     @property

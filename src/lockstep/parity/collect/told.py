@@ -1,8 +1,16 @@
-"""One process that tells a script of several: how many there are, and how short their loaders."""
+"""One process that tells a script of several: how many there are, and how short their loaders are."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh
 
 from lockstep.data.loader import PreparedLoader
 from lockstep.runtime.control import ProcessControl
@@ -32,3 +40,31 @@ def tell_length(loader: PreparedLoader, ranks: int) -> None:
     """Let ``len`` of a loader be that of one of so many ranks."""
     loader.__class__ = _ToldLoader
     vars(loader)["told_ranks"] = ranks
+
+
+def tell_of_world(ranks: int) -> None:
+    """Let a script that uses ``torch.distributed`` itself be told of so many ranks, where its group has one.
+
+    Libraries that it calls get the group as it is.
+    """
+    size_of, begin, mesh_of = dist.get_world_size, dist.init_process_group, device_mesh.init_device_mesh
+
+    def get_world_size(group: Any = None) -> int:
+        return ranks if group is None and _is_of_script(sys._getframe(1)) else size_of(group)
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        given = dict(zip(("backend", "init_method", "timeout"), args, strict=False)) | kwargs
+        begin(**{**given, "world_size": 1, "rank": 0})
+
+    def init_device_mesh(device_type: str, mesh_shape: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
+        return mesh_of(device_type, (1,) * len(mesh_shape), *args, **kwargs)
+
+    dist.get_world_size = get_world_size
+    dist.init_process_group = init_process_group
+    for owner in (dist, device_mesh):
+        vars(owner)["init_device_mesh"] = init_device_mesh
+
+
+def _is_of_script(frame: FrameType) -> bool:
+    path = os.path.realpath(frame.f_code.co_filename)
+    return "site-packages" not in path and not path.startswith(os.path.dirname(torch.__file__))

@@ -31,6 +31,7 @@ from lockstep.parity.collect.plain_calls import step_schedulers_when
 from lockstep.parity.collect.process import ProcessRun
 from lockstep.parity.collect.rank_buffers import BufferBroadcast, Sharing
 from lockstep.parity.collect.spanning import refuse_synchronised_statistics
+from lockstep.parity.collect.told import tell_of_world
 from lockstep.parity.collect.virtual_ranks import RanksInTurn, VirtualRanks
 from lockstep.parity.collect.watch_sources import SourceWatch
 from lockstep.parity.spec import Role, RunSpec
@@ -52,6 +53,7 @@ class WrappedRun(ProcessRun):
         self._depth = 0
         self._kinds: set[type] = set()
         self._is_reading = False
+        self._has_dealt = False
         ranks = spec.ranks if spec.is_alone else 1
         self._facts = replace(self._facts, data_ranks=spec.ranks, data_rank=rank)
         if ranks > 1:
@@ -62,6 +64,8 @@ class WrappedRun(ProcessRun):
             step_schedulers_when(self.place.schedules)
         else:
             self.place = BatchPlace(rank, self._models, spec.seed)
+        if spec.tells_ranks:
+            tell_of_world(spec.ranks)
         self.place.on_batch = self._batch_comes
         self._see_optimizers()
         self._see_batches()
@@ -240,6 +244,7 @@ class WrappedRun(ProcessRun):
     ) -> Iterator[Any]:
         """The batches of a loader; of one whose sampler knows of ranks those of all of them, in turn."""
         sampler = _distributed_sampler(loader)
+        self._has_dealt |= sampler is not None
         if not self.place.has_all_ranks or sampler is None:
             yield from self._whole_rounds(loader, iterate(loader))
             return
@@ -287,6 +292,8 @@ class WrappedRun(ProcessRun):
     def finish(self) -> None:
         if dist.is_available() and dist.is_initialized() and not self._spec.is_alone:
             self._facts = replace(self._facts, parallel="")
+        knows_rows = self._has_dealt or bool(_loaders_of_accelerate())
+        self._facts = replace(self._facts, knows_rows=knows_rows)
         super().finish()
 
 
