@@ -244,3 +244,25 @@ def test_words() -> None:
     ]
     assert whole(1234.4) == "1,234"
     assert plain_text("a\x1b[31m\u202eb\nc", 9) == "a?[31m?b…"
+
+
+def test_rates_are_over_the_steps_of_which_the_amount_is_known(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [
+        {"step": step, "seconds": {"total": 0.5}, "samples": 8} for step in range(1, 11)
+    ]
+    for line in lines[4:]:
+        line |= {
+            "tokens": 100,
+            "flops": {"hardware": 3e9} if line["step"] < 7 else {"hardware": 3e9, "model": 2e9},
+        }
+    (tmp_path / "measures.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (tmp_path / "events.jsonl").write_text(
+        '{"event": "start", "time": 1, "world_size": 2}\n{"event": "peak", "time": 2, "peak_flops": 1e10}\n'
+    )
+    numbers = numbers_of(read_run(tmp_path), NOW)
+    assert (numbers.samples_per_second, numbers.tokens_per_second) == (16, 200)
+    assert (numbers.tokens, numbers.tokens_missing) == (600, 4)
+    assert numbers.peak_share == pytest.approx(2e9 / (0.5 * 2 * 1e10))
+    assert numbers.hardware_share == pytest.approx(3e9 / (0.5 * 2 * 1e10))
+    assert numbers.recomputation == pytest.approx(1.5)
+    assert "80 samples and at least 600 tokens" in sentences(numbers)[0]

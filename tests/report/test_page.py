@@ -115,6 +115,20 @@ def test_the_page_says_what_was_written(tmp_path: Path) -> None:
     assert text.count('class="line s3 pale"') == 6  # what was done again twice, in three charts
 
 
+def test_events_of_the_script_are_listed_with_what_it_said(tmp_path: Path) -> None:
+    own = {
+        "event": "promoted",
+        "time": BEGIN + 50,
+        "attempt": 0,
+        "step": 60,
+        "checkpoint": "best",
+        "score": 0.91,
+    }
+    text = page_of(tmp_path, Synthetic(events=(own,)))
+    assert "<td>promoted</td>" in text and "checkpoint: best, score: 0.91</td>" in text
+    assert text.count("the script&#x27;s</span>") == 1
+
+
 def test_hostile_names_and_values_stay_text(tmp_path: Path) -> None:
     text = page_of(tmp_path / HOSTILE.replace("/", "_").replace("\0", ""), HOSTILE_RUN)
     assert "<script>alert" not in text and "<img" not in text

@@ -37,8 +37,10 @@ class Attempt:
 
     @property
     def peak_flops(self) -> float:
-        """Of all its devices in a second."""
-        return self.started.number("peak_flops") * self.world_size if self.started else math.nan
+        """Of all its devices in a second; that of one may be measured late, and then has an event of its own."""
+        told = [event.number("peak_flops") for event in named(self.events, "start", "peak")]
+        known = [peak for peak in told if math.isfinite(peak)]
+        return known[-1] * self.world_size if known else math.nan
 
 
 class RunStatus(Enum):

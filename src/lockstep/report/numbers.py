@@ -18,7 +18,7 @@ from lockstep.report.started import predicted_memory
 
 NEWEST = 100
 """Steps over which the last value of a curve is averaged."""
-SLOW_RANK = 1.1
+SLOW_RANK = 1.15
 """A rank is slow if its steps take so many times those of the median rank."""
 
 
@@ -51,6 +51,7 @@ class StepTimes:
     worst: float
     early: float
     late: float
+    count: int
     shares: Mapping[str, float]
     exposed: float
     hidden: float
@@ -66,10 +67,11 @@ class StepTimes:
 class RunNumbers:
     """All of a run; NaN and None: not known.
 
-    ``steps``: optimizer steps that count, ``again``: those that were done and thrown away. ``bytes_per_step``: by axis,
-    that this rank sends. ``memory``: bytes at the highest peak, by category and with ``peak``. ``slow_ranks``: how many
-    times the median rank's time each of them takes. ``recomputation``: FLOPs that the hardware does for each one of the
-    model. ``peak_share``: of the accelerators' peak (MFU), ``hardware_share`` with what is computed twice (HFU).
+    ``steps``: optimizer steps that count, ``again``: those that were done and thrown away. ``tokens_missing``: steps of
+    which tokens are not known. ``bytes_per_step``: by axis, that this rank sends. ``memory``: bytes at the highest
+    peak, by category and with ``peak``. ``slow_ranks``: how many times the median rank's time each of them takes.
+    ``recomputation``: FLOPs that the hardware does for each one of the model. ``peak_share``: of the accelerators' peak
+    (MFU), ``hardware_share`` with what is computed twice (HFU).
     """
 
     status: RunStatus
@@ -84,6 +86,7 @@ class RunNumbers:
     last_step: float
     samples: float
     tokens: float
+    tokens_missing: int
     epoch: float
     loss: Curve | None
     gradient_norm: Curve | None
@@ -122,10 +125,7 @@ def numbers_of(run: RunHistory, now: float) -> RunNumbers:
     attempts = attempts_of(run)
     status, ended_by = status_of(run, attempts, now)
     steps, kept = run.steps, run.steps.kept
-    seconds = float(np.nansum(steps.total[kept]))
-    model, hardware = float(np.nansum(steps.model_flops[kept])), float(np.nansum(steps.hardware_flops[kept]))
-    capacity = _capacity(run, attempts, kept)
-    samples, tokens = float(np.nansum(steps.samples[kept])), float(np.nansum(steps.tokens[kept]))
+    both = kept & np.isfinite(steps.model_flops)
     epochs = steps.epoch[kept & np.isfinite(steps.epoch)]
     rank_seconds = _rank_seconds(run, attempts)
     spikes = named(run.events, "spike")
@@ -143,17 +143,20 @@ def numbers_of(run: RunHistory, now: float) -> RunNumbers:
         again=int((~kept).sum()),
         first_step=float(kept_steps[0]) if len(kept_steps) else math.nan,
         last_step=float(kept_steps[-1]) if len(kept_steps) else math.nan,
-        samples=samples,
-        tokens=tokens,
+        samples=float(np.nansum(steps.samples[kept])),
+        tokens=float(np.nansum(steps.tokens[kept])),
+        tokens_missing=int(np.isnan(steps.tokens[kept]).sum()),
         epoch=float(epochs[-1]) if len(epochs) else math.nan,
         loss=_curve(steps.step, steps.loss, kept & steps.written["loss"]),
         gradient_norm=_curve(steps.step, steps.gradient_norm, kept & steps.written["gradient_norm"]),
         step_times=_step_times(run, attempts, kept),
-        samples_per_second=_ratio(samples, seconds),
-        tokens_per_second=_ratio(tokens, seconds),
-        peak_share=_ratio(model, capacity),
-        hardware_share=_ratio(hardware, capacity),
-        recomputation=_ratio(hardware, model),
+        samples_per_second=_rate(steps.samples, steps.total, kept),
+        tokens_per_second=_rate(steps.tokens, steps.total, kept),
+        peak_share=_share_of_peak(run, attempts, steps.model_flops),
+        hardware_share=_share_of_peak(run, attempts, steps.hardware_flops),
+        recomputation=_ratio(
+            float(np.nansum(steps.hardware_flops[both])), float(np.nansum(steps.model_flops[both]))
+        ),
         memory=_peak_memory(run),
         memory_predicted=predicted_memory(started),
         bytes_per_step={
@@ -174,14 +177,21 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole > 0 and part > 0 else math.nan
 
 
-def _capacity(run: RunHistory, attempts: list[Attempt], kept: BoolArray) -> float:
-    """FLOPs that all devices could have done in the steps that count."""
-    rows = kept & np.isfinite(run.steps.model_flops)
-    return sum(
-        float(np.nansum(run.steps.total[rows & attempt.rows])) * attempt.peak_flops
+def _rate(amount: FloatArray, seconds: FloatArray, rows: BoolArray) -> float:
+    """A second, over the steps of which the amount is known."""
+    known = rows & np.isfinite(amount) & np.isfinite(seconds)
+    return _ratio(float(amount[known].sum()), float(seconds[known].sum()))
+
+
+def _share_of_peak(run: RunHistory, attempts: list[Attempt], flops: FloatArray) -> float:
+    """Of the FLOPs that all devices could have done in the steps of which they are known."""
+    rows = run.steps.kept & np.isfinite(flops) & np.isfinite(run.steps.total)
+    capacity = sum(
+        float(run.steps.total[rows & attempt.rows].sum()) * attempt.peak_flops
         for attempt in attempts
         if (rows & attempt.rows).any()
     )
+    return _ratio(float(flops[rows].sum()), capacity)
 
 
 def _curve(step: FloatArray, values: FloatArray, rows: BoolArray) -> Curve | None:
@@ -226,6 +236,7 @@ def _step_times(run: RunHistory, attempts: list[Attempt], kept: BoolArray) -> St
         worst=worst,
         early=float(np.median(alike[:fifth])),
         late=float(np.median(alike[-fifth:])),
+        count=len(total),
         shares={part: value / whole for part, value in sums.items() if value > 0} if whole > 0 else {},
         exposed=sums["communication"],
         hidden=float(np.nansum(steps.hidden[rows])) if np.isfinite(steps.hidden[rows]).any() else math.nan,

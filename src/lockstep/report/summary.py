@@ -63,11 +63,9 @@ def what_it_did(numbers: RunNumbers) -> str:
     if not numbers.steps:
         return "No optimizer step was written."
     said = f"{count(numbers.steps, 'optimizer step')}"
-    seen = [
-        f"{short(number)} {name}"
-        for name, number in (("samples", numbers.samples), ("tokens", numbers.tokens))
-        if number
-    ]
+    seen = [f"{short(numbers.samples)} samples"] if numbers.samples else []
+    if numbers.tokens:
+        seen.append(f"{'at least ' if numbers.tokens_missing else ''}{short(numbers.tokens)} tokens")
     if seen:
         said += f", {listed(seen)}"
     if numbers.time is not None:
@@ -153,7 +151,7 @@ def _uneven(times: StepTimes) -> str:
             f"Steps became slower: {duration(times.early)} in the first fifth of them, {duration(times.late)} in the "
             "last."
         )
-    if times.worst > 2 * times.median:
+    if times.count >= 100 and times.worst > 2 * times.median:
         return (
             f"Steps are uneven: one in a hundred takes {duration(times.worst)} or longer, "
             f"{digits(times.worst / times.median, 2)} times the usual."

@@ -162,7 +162,11 @@ def _memory(numbers: Sequence[RunNumbers], names: Sequence[str]) -> str:
     ]
     if not any(pieces for _, pieces, _ in rows):
         return ""
-    return section("Memory at the peak", bars(rows), legend((f"f{COLOURS[kind]}", kind) for kind in MEMORY))
+    return section(
+        "Memory at the peak",
+        bars(rows),
+        legend((f"f{COLOURS[kind]}", kind) for kind in MEMORY if any(kind in one.memory for one in numbers)),
+    )
 
 
 def _settings(runs: Sequence[RunHistory], names: Sequence[str]) -> str:

@@ -27,7 +27,12 @@ def _over_run(run: RunHistory) -> str:
     steps = run.steps
     count = len(steps)
     held = [(name, steps.memory[name].held(count)[steps.kept]) for name in MEMORY if name in steps.memory]
-    known = [(name, values, COLOURS[name]) for name, values in held if np.isfinite(values).any()]
+    whole = "activations" in steps.memory
+    known = [
+        (name if whole or name != "other" else "other, with activations", values, COLOURS[name])
+        for name, values in held
+        if np.isfinite(values).any()
+    ]
     at = steps.step[steps.kept]
     if known:
         return stacked_chart("At the peak of a step", at, known, "bytes", note="rank 0")

@@ -119,7 +119,7 @@ def ranks(numbers: RunNumbers) -> str:
         between = f"all take {most}" if least == most else f"they take {least} to {most}"
         said = paragraph(f"No rank of {len(seconds)} is slow: {between} of their own for a step.")
         return f"<div>{said}{details('each rank', note + drawn)}</div>"
-    return f"<div><h3>Each rank's own time of a step</h3>{note}{drawn}</div>"
+    return f"<div><h3>Each rank's own work of a step, without waits</h3>{note}{drawn}</div>"
 
 
 def communication(run: RunHistory, numbers: RunNumbers) -> str:

@@ -23,7 +23,9 @@ LANES = (
     ("errors, stops", ("error", "stop"), 5),
 )
 """Title, names of events and colour of each row of marks."""
-LISTED = ("start", "restart", "loaded", "hang", "slow", "damage", "spike", "capsule", "error", "stop", "end")
+KNOWN = {"start", "end", "memory", "peak"}.union(*(names for _, names, _ in LANES))
+NOT_LISTED = ("checkpoint", "memory", "peak")
+OF_EVERY_EVENT = ("event", "time", "attempt", "step")
 MOST_MARKS = 100
 
 
@@ -50,6 +52,8 @@ def picture(numbers: RunNumbers, run: RunHistory) -> str:
         marked = [event for event in run.events if event.name in names and math.isfinite(event.time)]
         if marked:
             lanes.append(_lane(title, _marks(marked, scale, numbers.first_time, colour)))
+    if own := [event for event in run.events if event.name not in KNOWN and math.isfinite(event.time)]:
+        lanes.append(_lane("the script's", _marks(own, scale, numbers.first_time, 8)))
     ticks = tick_labels(scale.ticks(5), "left")
     lanes.append(f'<div class="lane x"><span></span><div class="x">{ticks}</div></div>')
     return f'<div class="time">{"".join(lanes)}</div>'
@@ -63,13 +67,20 @@ def _marks(events: Sequence[RunEvent], scale: Scale, begin: float, colour: int) 
     # of many, those at places of their own
     places = {round(scale.place(event.time - begin), 3): event for event in events}
     return "".join(
-        f'<i class="dot f{colour}" style="left:{100 * place:.1f}%" title="{safe(said(event), 120)}"></i>'
+        f'<i class="dot f{colour}" style="left:{100 * place:.1f}%" title="{safe(said(event) or event.name, 120)}"></i>'
         for place, event in list(places.items())[:MOST_MARKS]
     )
 
 
 def said(event: RunEvent) -> str:
     """One event in a phrase."""
+    if event.name not in KNOWN:
+        own = [
+            f"{name}: {plain_text(value, 200)}"
+            for name, value in event.fields.items()
+            if name not in OF_EVERY_EVENT
+        ]
+        return plain_text(", ".join(own), 600)
     rank, step = event.number("rank"), event.step
     at = f"step {whole(step)}" if math.isfinite(step) else ""
     who = f"rank {whole(rank)}" if math.isfinite(rank) else ""
@@ -103,14 +114,14 @@ def listing(events: Iterable[RunEvent], begin: float) -> str:
     rows = [
         (
             f"+{duration(event.time - begin)}" if math.isfinite(event.time - begin) else "",
-            event.name,
+            plain_text(event.name, 60),
             said(event),
             whole(event.step) if math.isfinite(event.step) else "",
             event.attempt,
             date(event.time) if math.isfinite(event.time) else "",
         )
         for event in events
-        if event.name in LISTED
+        if event.name not in NOT_LISTED
     ]
     if not rows:
         return ""
