@@ -193,3 +193,34 @@ def unseeded_data() -> object:
     draw = np.random.default_rng()
     noise = [torch.from_numpy(draw.random(batches[0][0].shape)).float() for _ in range(BATCHES)]
     return model, optimizer, [(x + more, y) for (x, y), more in zip(batches, noise, strict=True)], loss
+
+
+class Noise:
+    """A loss with noise on its inputs, from a generator of its own."""
+
+    def __init__(self, generator: torch.Generator | np.random.Generator, seeds: bool = False) -> None:
+        self.generator = generator
+        self.seeds = seeds
+        self.number = 0
+
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        if isinstance(self.generator, np.random.Generator):
+            return cross_entropy(
+                model, (x + torch.from_numpy(self.generator.normal(size=x.shape)).float(), y)
+            )
+        if self.seeds:
+            ranks = int(os.environ.get("WORLD_SIZE", "1"))
+            self.generator.manual_seed(self.number * ranks + rank())
+            self.number += 1
+        return cross_entropy(model, (x + torch.randn(x.shape, generator=self.generator), y))
+
+
+def noise_of_torch(seeds: bool = False) -> Made:
+    model, optimizer, batches, _ = mlp()
+    return model, optimizer, batches, Noise(torch.Generator().manual_seed(1), seeds)
+
+
+def noise_of_numpy() -> Made:
+    model, optimizer, batches, _ = mlp()
+    return model, optimizer, batches, Noise(np.random.default_rng(1))

@@ -296,6 +296,26 @@ def test_a_mixture_whose_routing_is_local_has_one_process_as_its_reference(
     assert parity_workers.compare_parity(mixture, parallel=parallel, steps=1).agrees
 
 
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [(defects.noise_of_torch, "torch.Generator()"), (defects.noise_of_numpy, "numpy.random.default_rng()")],
+    ids=["torch", "numpy"],
+)
+def test_a_generator_of_its_own_is_no_failure_of_parity(
+    parity_workers: ParityWorkers, make: Callable[[], object], what: str
+) -> None:
+    with pytest.raises(CouldNotRun, match="draws from a generator of its own with each batch") as raised:
+        parity_workers.compare_parity(make, steps=1)
+    assert f"{what} (defects.py:" in str(raised.value)
+    assert parity_workers.compare_parity(make, steps=1, reference="ddp", parallel="zero=1").agrees
+
+
+def test_a_generator_that_is_seeded_with_each_batch_has_the_same_numbers(
+    parity_workers: ParityWorkers,
+) -> None:
+    assert parity_workers.compare_parity(partial(defects.noise_of_torch, seeds=True), steps=2).agrees
+
+
 def test_a_hung_rank_is_ended_and_named() -> None:
     with ParityWorkers() as workers:
         assert workers.compare_parity(mlp, steps=1).agrees  # starts them

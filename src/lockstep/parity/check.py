@@ -33,6 +33,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 TOLD = "The script computes its {what} from the number of processes: the reference told it of {count} ({by})."
 TOLD_PREPARED = "accelerator.num_processes, and len() of loaders"
 TOLD_WRAPPED = "torch.distributed.get_world_size() and WORLD_SIZE"
+COMPUTED_FROM_BATCH = {ItemKind.BATCH, ItemKind.OUTPUT, ItemKind.LOSS}
 DRAWN = {ItemKind.BATCH, ItemKind.WEIGHT, ItemKind.OUTPUT, ItemKind.LOSS, ItemKind.RATE}
 
 
@@ -120,6 +121,12 @@ class ParityCheck:
                 "The script picks the rows of each process itself, so that one process does not know those of the "
                 "others. Let torch's DistributedSampler deal them out: sampler=DistributedSampler(data)."
             )
+        if (
+            reference.facts.drawn
+            and verdict.findings
+            and verdict.findings[0].item.kind in COMPUTED_FROM_BATCH
+        ):
+            raise CouldNotRun(self._that_drew(reference.facts))
         if request.record is not None:
             keep(reference, request.record)
         return verdict
@@ -128,6 +135,19 @@ class ParityCheck:
         """Whether the script may compute its learning rate, or its batch size, from the number of processes."""
         is_plain = self._request.reference is None and self._request.against is None
         return is_plain and reference.facts.data_ranks > 1 and _differs_in(verdict) is not None
+
+    def _that_drew(self, facts: ProcessFacts) -> str:
+        """Of a script that draws from generators of its own, and a candidate that has other numbers."""
+        own = ", ".join(f"{what} ({where})" for what, where in facts.drawn)
+        others = (
+            "" if self._request.program.wrapped else " Or compare with several processes: --reference ddp."
+        )
+        return (
+            f"The script draws from a generator of its own with each batch, {own}: one process draws for all ranks "
+            "from one sequence, but each of several ranks has a sequence of its own, and so other numbers. Seed it "
+            "with each batch by the number of that batch among those of all ranks, or draw from the global generator."
+            f"{others}"
+        )
 
     def _compared(self, reference: ReferenceRun, notes: tuple[str, ...] = ()) -> ParityVerdict:
         """The candidate, beside a reference."""

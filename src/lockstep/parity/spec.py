@@ -74,6 +74,8 @@ class ProcessFacts:
         accumulation: Micro-batches for each step, as the script asked.
         notes: Sentences on what was changed or seen.
         unrepeatable: What the script draws or reads that another run does not: (what, where).
+        drawn: Generators of its own that the script draws from with each batch, in the place of several ranks:
+            (what, where).
         ended: Why there are no more steps.
         sets_rate: Whether the script changes learning rates without a scheduler.
         failed: The error that ended the script.
@@ -95,6 +97,7 @@ class ProcessFacts:
     accumulation: int = 1
     notes: tuple[str, ...] = ()
     unrepeatable: tuple[tuple[str, str], ...] = ()
+    drawn: tuple[tuple[str, str], ...] = ()
     ended: str = ""
     sets_rate: bool = False
     failed: str = ""
@@ -133,5 +136,5 @@ class ProcessFacts:
     @classmethod
     def of(cls, fields: dict[str, Any]) -> ProcessFacts:
         axes = {name: (size, index) for name, (size, index) in fields["axes"].items()}
-        lists = {name: tuple(map(tuple, fields[name])) for name in ("unrepeatable",)}
+        lists = {name: tuple(map(tuple, fields[name])) for name in ("unrepeatable", "drawn")}
         return cls(**{**fields, "axes": axes, "notes": tuple(fields["notes"]), **lists})

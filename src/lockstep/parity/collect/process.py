@@ -67,6 +67,14 @@ class ProcessRun(RunCollector):
                 self._watched.add(name)
                 self._of_ranks.watch(name, parameter)
 
+    def _batch_comes(self, batch: object) -> None:
+        self._sources.generators.batch_comes()
+        super()._batch_comes(batch)
+
+    def _backward_comes(self, loss: Tensor, factor: Tensor | float) -> None:
+        self._sources.generators.backward_comes()
+        super()._backward_comes(loss, factor)
+
     def _add_gradient(self, item: TraceItem, gradient: Tensor) -> None:
         super()._add_gradient(item, gradient)
         if self._of_ranks is not None and item.kind is ItemKind.GRADIENT:
@@ -107,7 +115,9 @@ class ProcessRun(RunCollector):
         """Leave what was found."""
         place = self.place
         sets_rate = isinstance(place, VirtualRanks) and not place.schedulers_asked and self.rates_changed
-        facts = replace(self._facts, made=self.made, unrepeatable=self._sources.found, sets_rate=sets_rate)
+        drawn = tuple(self._sources.generators.drawn.items()) if place.has_all_ranks else ()
+        found = self._sources.found
+        facts = replace(self._facts, made=self.made, unrepeatable=found, drawn=drawn, sets_rate=sets_rate)
         self._sink.close(facts.to_json())
         facts.write(Path(self._spec.folder))
 

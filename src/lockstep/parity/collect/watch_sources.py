@@ -13,17 +13,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.parity.collect.own_generators import OwnGenerators, watched_generator_class
+
 
 class SourceWatch:
     """Notes the first call of each such source by the script's own files.
 
     Args:
         folder: Where these are; installed packages inside of it do not count.
+
+    Attributes:
+        generators: Those that the script makes for itself.
     """
 
     def __init__(self, folder: str) -> None:
         self._folder = os.path.realpath(folder)
         self._found: dict[str, str] = {}
+        self.generators = OwnGenerators()
 
     @property
     def found(self) -> tuple[tuple[str, str], ...]:
@@ -34,9 +40,11 @@ class SourceWatch:
         """Watch for another run, of files in ``folder``."""
         self._folder = os.path.realpath(folder)
         self._found.clear()
+        self.generators.clear()
 
     def install(self) -> None:
         """Watch from now on, to the end of the process."""
+        self._keep_generators(np.random, "default_rng")
         self._wrap(np.random, "default_rng", "numpy.random.default_rng() without a seed", _is_unseeded)
         self._wrap(np.random, "RandomState", "numpy.random.RandomState() without a seed", _is_unseeded)
         self._wrap(random, "seed", "random.seed() without a seed", _is_unseeded)
@@ -46,6 +54,25 @@ class SourceWatch:
             self._wrap(time, name, f"time.{name}()", lambda *_: True)
         self._wrap(os, "urandom", "os.urandom()", lambda *_: True)
         sys.addaudithook(self._audit)
+        torch.Generator = watched_generator_class(  # type: ignore[misc]
+            lambda generator, frame: self._note_generator(generator, "torch.Generator()", frame),
+            self.generators.seeded,
+        )
+
+    def _keep_generators(self, owner: Any, name: str) -> None:
+        make, note = getattr(owner, name), self._note_generator
+
+        def kept(*args: Any, **kwargs: Any) -> Any:
+            generator = make(*args, **kwargs)
+            note(generator, f"numpy.random.{name}()", sys._getframe(2))  # behind what watches for seeds
+            return generator
+
+        setattr(owner, name, kept)
+
+    def _note_generator(self, generator: object, what: str, frame: FrameType) -> None:
+        path = frame.f_code.co_filename
+        if self._is_own(path):
+            self.generators.add(generator, what, f"{os.path.basename(path)}:{frame.f_lineno}")
 
     def _wrap(self, owner: Any, name: str, what: str, counts: Callable[..., bool]) -> None:
         function = getattr(owner, name)
