@@ -82,15 +82,18 @@ class TrainingMethods:
         self._preparation.gradients.check_backward(loss)
         self._step.clock.backward_begins()
         scaled = self._accumulation.scale(loss, weight, self._preparation.gradients)
-        self.measures.backward_begins(loss, weight)
         if self._scaler is not None:
             scaled = self._scaler.scale(scaled)
         for observer in RunObserver.registered:
             scale = 1.0 if self._scaler is None else self._scaler.scaler.get_scale()
             observer.backward_begins(loss, self._accumulation.loss_factor * scale)
-        with self.measures.backward(creates_graph=bool(kwargs.get("create_graph"))):
+        is_complete = False
+        self.measures.backward_begins(loss, weight, creates_graph=bool(kwargs.get("create_graph")))
+        try:
             self._preparation.gradients.backward(scaled, **kwargs)
-        self._step.clock.enter("other")
+            is_complete = True
+        finally:
+            self.measures.backward_ends(is_complete)
 
     def train_step(
         self,

@@ -7,8 +7,7 @@ step is left alone: compilers, rehearsals and proofs run in it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -43,6 +42,7 @@ class FlopCounts:
         self._calls: dict[Hashable, OperatorCounts] = {}
         self._backwards: dict[Hashable, OperatorCounts] = {}
         self._counter: OperatorCounter | None = None
+        self._in_backward: OperatorCounter | None = None
         self._depth = 0
         self._of_micro_batch: list[Hashable] = []
         self._of_step: list[Hashable] = []
@@ -69,18 +69,23 @@ class FlopCounts:
             counter.__exit__(None, None, None)
             self._keep(self._calls, self._of_micro_batch[-1], counter.counts)
 
-    @contextmanager
-    def backward(self, averages: bool, may_count: bool = True) -> Iterator[None]:
-        """Inside, the backward of the calls since the last one. ``averages``: over ranks."""
+    def backward_begins(self, averages: bool, may_count: bool = True) -> None:
+        """The backward of the calls since the last one. ``averages``: over ranks."""
         micro_batch = (averages, *self._of_micro_batch)
         self._of_micro_batch.clear()
         self._of_step.append(micro_batch)
         if micro_batch in self._backwards or not may_count or not self._may_count(self._backwards):
-            yield
             return
-        with OperatorCounter() as counter:
-            yield
-        self._keep(self._backwards, micro_batch, counter.counts)
+        self._in_backward = OperatorCounter()
+        self._in_backward.__enter__()
+
+    def backward_ends(self, is_complete: bool) -> None:
+        """It returned, or raised."""
+        if self._in_backward is not None:
+            counter, self._in_backward = self._in_backward, None
+            counter.__exit__(None, None, None)
+            if is_complete:
+                self._keep(self._backwards, self._of_step[-1], counter.counts)
 
     def step_ends(self) -> StepCounts | None:
         """What the step computed; None: not all of it is known."""

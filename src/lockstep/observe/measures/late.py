@@ -39,7 +39,7 @@ class LateNumbers:
         if not is_plain_number(tensor):
             return None
         if tensor.device.type == "cpu":
-            return tensor.detach()
+            return tensor.detach() if tensor.requires_grad else tensor
         if not hasattr(getattr(torch, tensor.device.type, None), "Event"):
             return None
         self._copied = tensor.device.type

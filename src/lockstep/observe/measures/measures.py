@@ -6,8 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lockstep.observe.measures.goodput import Goodput, goodput
+from lockstep.observe.measures.journal import read_lines
 from lockstep.observe.measures.peaks import peak_of
 from lockstep.observe.measures.recorder import StepRecorder
+from lockstep.observe.measures.run_folder import EVENTS, MEASURES
 from lockstep.observe.measures.step import StepMeasures
 
 PREFIX = "lockstep/"
@@ -89,6 +92,19 @@ class Measures(StepRecorder):
     def bytes_sent(self) -> dict[str, int]:
         """Bytes that forward and backward of a step send from this rank, by axis of the mesh."""
         return dict(self._bytes)
+
+    @property
+    def goodput(self) -> Goodput | None:
+        """How much of the run's time went into steps that count, with all attempts in its folder; None: it has none.
+
+        Reads the folder each time: for now and then, not for every step.
+        """
+        path = self.folder
+        if path is None:
+            return None
+        self._take_late()
+        self._writer.folder.flush()
+        return goodput(read_lines(path / EVENTS), read_lines(path / MEASURES))
 
     @property
     def folder(self) -> Path | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from lockstep.parallel.parallel_model import ParallelModel
 
 logger = logging.getLogger("lockstep.measures")
 
+EVERY_S = 1.0
 CHANGE = 0.01
 """Of the peak, from which on it is another one."""
 
@@ -42,6 +44,7 @@ class MemoryOfSteps:
         self._optimizers = optimizers
         self._may_look = may_look
         self._steps = 0
+        self._next = 0.0
         self._state: dict[str, int] = {}
         self.is_due = False
         self.latest: dict[str, int] = {}
@@ -62,9 +65,13 @@ class MemoryOfSteps:
         }
 
     def new(self) -> dict[str, int] | None:
-        """Called at the end of each step: what is known, where that is another than before."""
+        """Called at the end of each step: what is known, where that is another than before. Looks once a second."""
         self._steps += 1
-        peak = self._peak() if self._may_look else None
+        now = time.monotonic()
+        if not self._may_look or (self._steps > 2 and now < self._next):
+            return None
+        self._next = now + EVERY_S
+        peak = self._peak()
         if peak is None:
             return None
         has_grown = peak > self.latest.get("peak", 0) * (1 + CHANGE)

@@ -24,8 +24,11 @@ class Onlooker(Protocol):
     def call_ends(self) -> None: ...
 
 
-def look_on(clock: StepClock, onlooker: Onlooker, at_end: Callable[[], None]) -> None:
-    """Tell ``onlooker`` of steps, batches, news and the end of the process, as long as it lives; then ``at_end``."""
+def look_on(clock: StepClock, onlooker: Onlooker, at_end: Callable[[], None]) -> Callable[[], object]:
+    """Tell ``onlooker`` of steps, batches, news and the end of the process, as long as it lives; then ``at_end``.
+
+    Returns what ends it before.
+    """
     this = weakref.ref(onlooker)
 
     def step_ends() -> None:
@@ -45,17 +48,22 @@ def look_on(clock: StepClock, onlooker: Onlooker, at_end: Callable[[], None]) ->
             alive.finish("exit")
 
     def forget() -> None:
-        clock.at_step.remove(step_ends)
-        clock.at_batch.remove(batch_comes)
-        clock.at_news.remove(news)
+        for listeners, one in told:
+            if one in listeners:
+                listeners.remove(one)
         atexit.unregister(at_exit)
         at_end()
 
-    clock.at_step.append(step_ends)
-    clock.at_batch.append(batch_comes)
-    clock.at_news.append(news)
-    weakref.finalize(onlooker, forget)
+    told: list[tuple[list[Any], Any]] = [
+        (clock.at_step, step_ends),
+        (clock.at_batch, batch_comes),
+        (clock.at_news, news),
+    ]
+    for listeners, one in told:
+        listeners.append(one)
+    end = weakref.finalize(onlooker, forget)
     atexit.register(at_exit)  # after the line before: what is registered last is called first
+    return end
 
 
 def look_on_calls(module: nn.Module, onlooker: Onlooker) -> None:

@@ -85,7 +85,7 @@ class StepRecorder:
             self._clock.parts = Parts()
         self._parts: Parts = self._clock.parts
         self._before = self._parts.read()
-        look_on(self._clock, self, self._writer.folder.close)  # which keeps no model alive
+        self._look_away = look_on(self._clock, self, self._writer.folder.close)  # which keeps no model alive
 
     @property
     def step(self) -> int:
@@ -154,16 +154,11 @@ class StepRecorder:
         finally:
             self._flops.call_ends()
 
-    @contextmanager
-    def backward(self, creates_graph: bool = False) -> Iterator[None]:
-        """Around a backward of the script's."""
-        with self._flops.backward(self._state.sync_gradients, may_count=not creates_graph):
-            yield
-        if self._memory.is_due and self._state.sync_gradients:
-            self._memory.look()
-
-    def backward_begins(self, loss: torch.Tensor, weight: torch.Tensor | float | None) -> None:
-        """A micro-batch's loss, 0-d, or with ``weight`` of any shape."""
+    def backward_begins(
+        self, loss: torch.Tensor, weight: torch.Tensor | float | None, creates_graph: bool = False
+    ) -> None:
+        """A micro-batch's loss, 0-d, or with ``weight`` of any shape; ``backward_ends`` follows."""
+        self._flops.backward_begins(self._state.sync_gradients, may_count=not creates_graph)
         if is_plain_number(loss):
             self._losses.append(loss.detach())
         elif weight is not None and type(loss) is torch.Tensor:
@@ -185,6 +180,13 @@ class StepRecorder:
         loader: Any = self._state.active_dataloader
         following = getattr(loader, "epoch", None)
         self._epoch = following - 1 if isinstance(following, int) else None
+
+    def backward_ends(self, is_complete: bool) -> None:
+        """It returned, or raised."""
+        self._flops.backward_ends(is_complete)
+        self._parts.enter("other")
+        if self._memory.is_due and is_complete and self._state.sync_gradients:
+            self._memory.look()
 
     def clipped(self, norm: torch.Tensor) -> None:
         """The norm of all gradients before clipping, 0-d."""
@@ -228,6 +230,12 @@ class StepRecorder:
             self._end_step(self._parts.read_entered())
         while self._pending:
             self._write(*self._pending.popleft())
+        try:
+            self._end_writing(reason)
+        finally:
+            self._look_away()
+
+    def _end_writing(self, reason: str) -> None:
         error = getattr(sys, "last_value", None) if reason == "exit" else None
         if isinstance(error, BaseException):
             sentence = f"{type(error).__name__}: {first_line(error)}"
