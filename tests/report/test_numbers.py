@@ -105,6 +105,17 @@ def test_how_a_run_ended(
     assert sentences(numbers)[-1].startswith(said)
 
 
+def test_a_run_that_the_watch_has_ended_hung(tmp_path: Path) -> None:
+    hang = {**HANG, "time": BEGIN + 40, "attempt": 0}
+    ended = {"event": "end", "reason": "hang"}
+    run = read_run(write_run(tmp_path, Synthetic(starts=(Start(1, 40, ends=ended),), events=(hang,))))
+    numbers = numbers_of(run, NOW)
+    assert numbers.status is RunStatus.HUNG
+    assert sentences(numbers)[-1].startswith(
+        "It stood still after step 40, and was ended: rank 5 never joined"
+    )
+
+
 def test_a_hang_before_an_error_is_told_with_it(tmp_path: Path) -> None:
     hang = {**HANG, "time": BEGIN + 40, "attempt": 0}
     run = read_run(write_run(tmp_path, Synthetic(starts=(Start(1, 40, ends=ERROR),), events=(hang,))))

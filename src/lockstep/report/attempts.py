@@ -50,6 +50,7 @@ class RunStatus(Enum):
     STOPPED = "stopped"
     FAILED = "failed"
     HANGS = "stands still"
+    HUNG = "hung"
     RUNNING = "running"
     SILENT = "ended without a word"
     EMPTY = "no step yet"
@@ -100,6 +101,8 @@ def status_of(run: RunHistory, attempts: list[Attempt], now: float) -> tuple[Run
         "end": RunStatus.FINISHED,
     }
     said = {event.name: event for event in reversed(after) if event.name in ends}
+    if "hang" in said and "end" in said and said["end"].text("reason") == "hang":
+        return RunStatus.HUNG, said["hang"]
     for name in ("error", "stop", "end", "hang", "damage"):
         if name == "damage" and not is_silent(run, last, now):
             continue

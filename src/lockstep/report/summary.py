@@ -197,6 +197,8 @@ def why_it_stopped(numbers: RunNumbers) -> str:
         who = f"Rank {whole(rank)}" if math.isfinite(rank) else "The run"
         what = "found damage" if event.name == "damage" else "failed"
         said = f"{who} {what}{at}{f': {reason}' if reason else ''}.{_hung_before(numbers)}"
+    elif numbers.status is RunStatus.HUNG:
+        said = f"It stood still{at}, and was ended{f': {reason}' if reason else ''}."
     elif numbers.status is RunStatus.HANGS:
         said = f"It stands still{at}{f': {reason}' if reason else ''}."
     elif numbers.status is RunStatus.RUNNING:

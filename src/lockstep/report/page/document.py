@@ -25,6 +25,7 @@ STATUS = {
     RunStatus.EMPTY: "warn",
     RunStatus.FAILED: "bad",
     RunStatus.HANGS: "bad",
+    RunStatus.HUNG: "bad",
     RunStatus.SILENT: "bad",
 }
 _TITLES = re.compile(r'<section id="([^"]*)"><h2>(.*?)</h2>')
