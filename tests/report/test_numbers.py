@@ -152,6 +152,12 @@ def test_of_two_ranks_the_slower_one_is_slow(tmp_path: Path) -> None:
     assert numbers_of(read_run(tmp_path), NOW).slow_ranks == {0: 2.0}
 
 
+def test_a_rank_is_not_slow_if_nobody_would_wait_for_it(tmp_path: Path) -> None:
+    line = {"step": 1, "seconds": {"total": 3.0}, "rank_seconds": [0.2, 0.1]}
+    (tmp_path / "measures.jsonl").write_text(json.dumps(line))
+    assert not numbers_of(read_run(tmp_path), NOW).slow_ranks
+
+
 def test_steps_that_become_slower_are_noticed_but_not_if_ranks_are_fewer(made: Made) -> None:
     start = Start(1, 400, 8, ends=END)
     assert any(

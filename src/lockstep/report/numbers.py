@@ -19,7 +19,9 @@ from lockstep.report.started import predicted_memory
 NEWEST = 100
 """Steps over which the last value of a curve is averaged."""
 SLOW_RANK = 1.15
-"""A rank is slow if its steps take so many times those of the median rank."""
+"""A rank is slow if its own work takes so many times that of the median rank,"""
+WORTH_WAITING = 0.05
+"""and so long beyond it, in parts of a step."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ def numbers_of(run: RunHistory, now: float) -> RunNumbers:
     both = kept & np.isfinite(steps.model_flops)
     epochs = steps.epoch[kept & np.isfinite(steps.epoch)]
     rank_seconds = _rank_seconds(run, attempts)
+    step_times = _step_times(run, attempts, kept)
     spikes = named(run.events, "spike")
     known = [one for one in attempts if math.isfinite(one.first)]
     started = next((one.started for one in reversed(attempts) if one.started), None)
@@ -149,7 +152,7 @@ def numbers_of(run: RunHistory, now: float) -> RunNumbers:
         epoch=float(epochs[-1]) if len(epochs) else math.nan,
         loss=_curve(steps.step, steps.loss, kept & steps.written["loss"]),
         gradient_norm=_curve(steps.step, steps.gradient_norm, kept & steps.written["gradient_norm"]),
-        step_times=_step_times(run, attempts, kept),
+        step_times=step_times,
         samples_per_second=_rate(steps.samples, steps.total, kept),
         tokens_per_second=_rate(steps.tokens, steps.total, kept),
         peak_share=_share_of_peak(run, attempts, steps.model_flops),
@@ -164,7 +167,7 @@ def numbers_of(run: RunHistory, now: float) -> RunNumbers:
         },
         bytes_expected=expected_bytes(started),
         rank_seconds=rank_seconds,
-        slow_ranks=_slow(rank_seconds),
+        slow_ranks=_slow(rank_seconds, step_times),
         checkpoints=tuple(named(run.events, "checkpoint")),
         hangs=tuple(named(run.events, "hang")),
         damage=tuple(named(run.events, "damage")),
@@ -276,10 +279,11 @@ def _rank_seconds(run: RunHistory, attempts: list[Attempt]) -> tuple[float, ...]
     return tuple(float(one) for one in times[size].means)
 
 
-def _slow(seconds: tuple[float, ...]) -> dict[int, float]:
+def _slow(seconds: tuple[float, ...], times: StepTimes | None) -> dict[int, float]:
     known = [one for one in seconds if math.isfinite(one) and one > 0]
     if len(known) < 2:
         return {}
     # the lower median, so that of two ranks the slower one is slow
     usual = sorted(known)[(len(known) - 1) // 2]
-    return {rank: one / usual for rank, one in enumerate(seconds) if one > SLOW_RANK * usual}
+    limit = max(SLOW_RANK * usual, usual + WORTH_WAITING * (times.median if times is not None else 0.0))
+    return {rank: one / usual for rank, one in enumerate(seconds) if one > limit}
