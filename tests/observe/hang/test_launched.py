@@ -8,6 +8,8 @@ import threading
 import time
 from pathlib import Path
 
+from lockstep.observe.measures.journal import read_lines
+from lockstep.observe.measures.run_folder import EVENTS
 from tests.launch import helpers as launch
 
 SCRIPT = Path(__file__).parent / "training.py"
@@ -46,3 +48,7 @@ def test_a_rank_that_sleeps_is_named_with_its_line_and_then_the_run_is_ended(tmp
     assert f"training.py:{line_of('accelerator.backward(')}" in sentence
     assert f"rank 1 is at {os.path.relpath(SCRIPT)}:{line_of('time.sleep(60)')} in slow_fetch" in sentence
     assert sum("slow_fetch" in line for line in lines) <= 2  # when it is named, and when it is ended
+    events = list(read_lines(tmp_path / "run" / EVENTS))
+    (written,) = [event for event in events if event["event"] == "hang"]
+    assert written["rank"] == 1 and written["sentence"] in sentence
+    assert written["step"] == 6

@@ -131,7 +131,7 @@ class Measures(StepRecorder):
         self._tokens_of_batch = tokens
         self._is_new_batch = True
 
-    def event(self, name: str, **values: Any) -> None:
+    def event(self, name: str, /, **values: Any) -> None:
         """Write an event of the script's own to ``events.jsonl``, with values that JSON has."""
         self._writer.event(name, step=self.step, **values)
 

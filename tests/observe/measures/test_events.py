@@ -1,0 +1,166 @@
+"""What happens to a run is written down by rank 0, whoever finds it out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep import Accelerator
+from lockstep.config.handlers import DamageChecks
+from lockstep.observe.hang.ranks import WatchedRank, told_of_others
+from lockstep.observe.measures.journal import read_lines
+from lockstep.observe.measures.run_folder import EVENTS, MEASURES
+from tests.observe.hang import test_stop_signals as stopping
+from tests.observe.hang.test_coordinator import FakePeer, Run
+
+
+def events_in(folder: Path, *left_out: str) -> list[dict[str, Any]]:
+    return [line for line in read_lines(folder / EVENTS) if line["event"] not in ("peak", *left_out)]
+
+
+def test_rank_0_is_told_of_stragglers_and_of_what_all_ranks_do() -> None:
+    run = Run()
+    for turn in range(12):
+        for rank, peer in enumerate(run.peers):
+            local = 0.4 if rank == 2 else 0.1
+            run.tell(
+                peer, "heartbeat", ticks=turn, boundaries=turn, slowest_s=0.6, step_s=0.6, local_s=local,
+                own={"tokens": 10.0 + rank, "model": 100},
+            )  # fmt: skip
+        run.now += 0.5
+        run.coordinator.tick(run.now)
+    told = [message for message in run.peers[0].sent if message["kind"] == "watch.ranks"]
+    assert told[-1]["local_s"] == [0.1, 0.1, 0.4]
+    assert told[-1]["sums"] == {"tokens": 11.0 + 12.0, "model": 200.0}
+    assert 5 <= len(told) <= 7  # once a second, of 6 s
+    (news,) = [message for message in run.peers[0].sent if message["kind"] == "watch.news"]
+    assert (news["event"], news["rank"], news["sentence"]) == ("slow", 2, run.said[0])
+    assert not any(message["kind"] in ("watch.ranks", "watch.news") for message in run.peers[1].sent)
+
+
+def test_rank_0_is_told_of_a_hang() -> None:
+    run = Run()
+    run.wait(6)
+    (news,) = [message for message in run.peers[0].sent if message["kind"] == "watch.news"]
+    assert (news["event"], news["rank"], news["sentence"]) == ("hang", 1, run.said[0])
+
+
+def watched(local_s: float, own: Any) -> WatchedRank:
+    found = WatchedRank(FakePeer(), "host", 1, 0.0, 0.0)
+    found.take_heartbeat({"local_s": local_s, "own": own}, 0.0)
+    return found
+
+
+def test_what_only_some_ranks_know_is_of_none() -> None:
+    ranks = {0: watched(1.0, {"a": 1}), 1: watched(0.0, {"a": 2, "b": 3}), 2: watched(2.0, {"b": "x"})}
+    assert told_of_others(ranks, 4) == {"local_s": [1.0, None, 2.0, None], "sums": {}}
+    assert told_of_others({**ranks, 2: watched(2.0, {"a": 5.0})}, 3)["sums"] == {"a": 7.0}
+    assert told_of_others({1: watched(1.0, "nonsense")}, 2) == {"local_s": [None, 1.0], "sums": {}}
+
+
+def test_damage_is_an_event(tmp_path: Path) -> None:
+    accelerator = Accelerator(run_dir=tmp_path, kwargs_handlers=[DamageChecks(bad_gradients="skip")])
+    model: Any = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(3):
+        accelerator.backward(model(torch.full((2, 4), float("nan") if number == 1 else 1.0)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+    (damage,) = [event for event in events_in(tmp_path) if event["event"] == "damage"]
+    assert "finite" in damage["sentence"]
+    assert len(list(read_lines(tmp_path / MEASURES))) == 3
+
+
+def test_an_event_of_the_scripts_own(tmp_path: Path) -> None:
+    accelerator = Accelerator(run_dir=tmp_path)
+    accelerator.measures.event("phase", name="warm up")
+    model: Any = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.randn(2, 4)).sum())
+    optimizer.step()
+    accelerator.end_training()
+    (phase,) = [event for event in events_in(tmp_path) if event["event"] == "phase"]
+    assert (phase["name"], phase["step"], phase["attempt"]) == ("warm up", 0, 0)
+
+
+def test_a_stop_and_the_start_after_it_are_one_run(tmp_path: Path) -> None:
+    for attempt in range(2):
+        processes = stopping.start(tmp_path, 2, "--steps", "40", "--pause", "0.02")
+        stopping.wait_for_step(tmp_path, 3 + len(stopping.steps(tmp_path, 0)))
+        if attempt == 0:
+            processes[1].send_signal(signal.SIGTERM)
+        codes, errors = stopping.end(processes)
+        assert codes == [[75, 75], [0, 0]][attempt], errors
+    (folder,) = {path.parent for path in tmp_path.rglob(EVENTS)}
+    names = [(event["attempt"], event["event"]) for event in events_in(folder, "checkpoint", "slow")]
+    assert names == [
+        *((0, name) for name in ("start", "stop", "end")),
+        *((1, name) for name in ("restart", "start", "loaded", "end")),
+    ]
+    (stop,) = [event for event in events_in(folder) if event["event"] == "stop"]
+    assert stop["reason"] == "SIGTERM"
+    steps = [(line["attempt"], line["step"]) for line in read_lines(folder / MEASURES)]
+    assert [step for _, step in steps] == list(range(1, len(steps) + 1))
+    assert {attempt for attempt, _ in steps} == {0, 1}
+
+
+FAILS_ONCE = """
+import sys
+from pathlib import Path
+import torch
+from lockstep import Accelerator
+
+folder = Path(sys.argv[1])
+accelerator = Accelerator(run_dir=folder / "run")
+model = torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for number in range(4):
+    accelerator.backward(model(torch.randn(2, 4)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    if number == 2 and not (folder / "failed").exists():
+        (folder / "failed").touch()
+        raise RuntimeError("the first time")
+accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize("nproc", [1])
+def test_a_restart_by_the_launcher_goes_on_in_the_same_folder(tmp_path: Path, nproc: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAILS_ONCE)
+    command = [sys.executable, "-m", "lockstep.cli.main", "launch", "--cpu", "--nproc", str(nproc)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
+    done = subprocess.run(
+        [*command, "--max-restarts", "1", str(script), str(tmp_path)],
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr
+    names = [(event["attempt"], event["event"]) for event in events_in(tmp_path / "run")]
+    assert names == [
+        *((0, name) for name in ("start", "error", "end")),
+        *((1, name) for name in ("restart", "start", "end")),
+    ]
+    restart = next(event for event in events_in(tmp_path / "run") if event["event"] == "restart")
+    assert restart["reason"] == "restarted by the launcher"
+    lines = list(read_lines(tmp_path / "run" / MEASURES))
+    assert [(line["attempt"], line["step"]) for line in lines] == [
+        (0, 1),
+        (0, 2),
+        (0, 3),
+        (1, 1),
+        (1, 2),
+        (1, 3),
+        (1, 4),
+    ]
