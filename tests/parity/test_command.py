@@ -108,13 +108,14 @@ def test_what_cannot_be_checked_is_said(which: str, sentence: str) -> None:
     ("words", "sentence"),
     [
         (("--wrapped", script("wrapped"), "own_rows"), "picks the rows of each process itself"),
+        (("--wrapped", script("wrapped"), "shared_batch", "own_mean"), "reduces gradients itself"),
         (
             ("--wrapped", script("odd"), "plain"),
             "The reference failed: The script makes an Accelerator of Lockstep",
         ),
         ((script("wrapped"),), "The reference failed, because the script starts its process group itself."),
     ],
-    ids=["own rows", "an Accelerator", "no --wrapped"],
+    ids=["own rows", "own mean", "an Accelerator", "no --wrapped"],
 )
 def test_what_cannot_be_checked_of_scripts_of_others_is_said(words: tuple[str, ...], sentence: str) -> None:
     code, said, errors = check(*words)

@@ -15,6 +15,9 @@ from torch.distributed import device_mesh
 from lockstep.data.loader import PreparedLoader
 from lockstep.runtime.control import ProcessControl
 
+OF_METRICS = 16
+"""Elements that a script may reduce to report something; more are taken for gradients."""
+
 
 class _ToldLoader(PreparedLoader):
     """A loader with all ranks' batches, and the length that one rank's has."""
@@ -42,11 +45,19 @@ def tell_length(loader: PreparedLoader, ranks: int) -> None:
     vars(loader)["told_ranks"] = ranks
 
 
-def tell_of_world(ranks: int) -> None:
+def tell_of_world(ranks: int, reduces: Callable[[], None]) -> None:
     """Let a script that uses ``torch.distributed`` itself be told of so many ranks, where its group has one.
 
-    Libraries that it calls get the group as it is.
+    Libraries that it calls get the group as it is. ``reduces`` is called where it reduces what may be gradients.
     """
+    reduce = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.numel() > OF_METRICS and _is_of_script(sys._getframe(1)):
+            reduces()
+        return reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = all_reduce
     size_of, begin, mesh_of = dist.get_world_size, dist.init_process_group, device_mesh.init_device_mesh
 
     def get_world_size(group: Any = None) -> int:

@@ -65,7 +65,7 @@ class WrappedRun(ProcessRun):
         else:
             self.place = BatchPlace(rank, self._models, spec.seed)
         if spec.tells_ranks:
-            tell_of_world(spec.ranks)
+            tell_of_world(spec.ranks, self._refuse_own_reductions)
         self.place.on_batch = self._batch_comes
         self._see_optimizers()
         self._see_batches()
@@ -84,6 +84,14 @@ class WrappedRun(ProcessRun):
         raise UsageError(
             "The script makes an Accelerator of Lockstep, which spreads its models. Drop --wrapped."
         )
+
+    def _refuse_own_reductions(self) -> None:
+        if self._is_training():
+            self.refuse(
+                "The script computes its batch size from the number of processes and reduces gradients itself; one "
+                "process that stands for several can follow the one or the other.",
+                "Give it the batch size of one process as an argument, or let DistributedDataParallel reduce.",
+            )
 
     # Models -----------------------------------------------------------------------------------------------
 
