@@ -91,9 +91,9 @@ class StepClock:
 
     def boundary(self) -> None:
         """A step is complete."""
+        now = time.perf_counter()
         for tell in self.at_step:
             tell()
-        now = time.perf_counter()
         if self._began is not None:
             self.durations_s.append(now - self._began)
             self.local_s.append(self._forward_s)

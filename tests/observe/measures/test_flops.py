@@ -163,6 +163,26 @@ def test_a_compiled_model_is_not_looked_into() -> None:
     assert [step.flops for step in accelerator.measures._recent] == [None] * 3
 
 
+def test_a_script_says_what_cannot_be_counted() -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model: Any = torch.compile(nn.Linear(8, 4), backend="eager")
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(6):
+        with accelerator.accumulate(model):
+            if number < 2:
+                accelerator.measures.count_flops(100)
+            elif number < 4:
+                accelerator.measures.count_flops(100, hardware=150)
+            accelerator.backward(model(torch.randn(4, 8)).sum())
+            optimizer.step()
+    accelerator.end_training()
+    assert [step.flops for step in accelerator.measures._recent] == [
+        {"model": 200, "hardware": 200},
+        {"model": 200, "hardware": 300},
+        None,
+    ]
+
+
 def of_this_rank(cases: list[tuple[str, str, bool]]) -> list[Any]:
     """(model, hardware) operations of a step on this rank, and bytes by axis, case by case."""
     found = []

@@ -76,16 +76,15 @@ def test_the_parts_of_real_steps_sum_to_what_the_clock_says() -> None:
         rest = {part: value for part, value in seconds.items() if part != "total"}
         assert {"data", "forward", "backward", "optimizer"} <= rest.keys() <= {*PARTS}
         assert abs(sum(rest.values()) - seconds["total"]) <= 1e-9
-    durations = list(accelerator.gradient_state.clock.durations_s)[-10:]
-    measured = [seconds["total"] for seconds in steps[1:] if seconds is not None]
-    # Two clocks, read one after the other at each boundary.
-    assert abs(sum(measured) - sum(durations)) <= 0.02 * sum(durations)
 
 
 def test_time_goes_to_the_part_in_which_it_is_spent(monkeypatch: Any) -> None:
     clock = FakeTime()
     accelerator = Accelerator()
-    accelerator.gradient_state.clock.parts = Parts(clock)
+    monkeypatch.setattr(accelerator.gradient_state.clock, "parts", Parts(clock))
+    monkeypatch.setattr("lockstep.runtime.step.time.perf_counter", clock)
+    durations = accelerator.gradient_state.clock.durations_s
+    durations.clear()
 
     def passes(seconds: float) -> Callable[..., None]:
         def spend(*_: object) -> None:
@@ -143,6 +142,8 @@ def test_time_goes_to_the_part_in_which_it_is_spent(monkeypatch: Any) -> None:
     }
     assert [step.seconds for step in steps[:2]] == [expected, expected]
     assert steps[2].seconds == expected
+    # The watch's own clock has the same, from boundary to boundary; the first step has none before it.
+    assert list(durations)[-1:] == [514.0]
 
 
 def test_evaluation_and_windows_do_not_end_a_step(tmp_path: Path) -> None:

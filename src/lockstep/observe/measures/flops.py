@@ -26,8 +26,8 @@ COUNT_AGAIN_AFTER = 1000
 class StepCounts:
     """Of this rank's step. Operations: ``model``; ``hardware``, with forwards that are computed again."""
 
-    model: int = 0
-    hardware: int = 0
+    model: float = 0
+    hardware: float = 0
     sent_bytes: dict[tuple[int, ...], float] = field(default_factory=dict)
 
 
@@ -42,6 +42,7 @@ class FlopCounts:
         self._calls: dict[Hashable, OperatorCounts] = {}
         self._backwards: dict[Hashable, OperatorCounts] = {}
         self._counter: OperatorCounter | None = None
+        self._told = StepCounts()
         self._in_backward: OperatorCounter | None = None
         self._depth = 0
         self._of_micro_batch: list[Hashable] = []
@@ -87,8 +88,25 @@ class FlopCounts:
             if is_complete:
                 self._keep(self._backwards, self._of_step[-1], counter.counts)
 
+    def is_compiled(self) -> None:
+        """Operations of compiled code cannot be seen, and looking on would run it in other ways."""
+        self.unknown_because = (
+            "Code was compiled by torch.compile, whose operations cannot be seen. Say them by "
+            "measures.count_flops(...)."
+        )
+
+    def told(self, model: float, hardware: float) -> None:
+        """A script says what a micro-batch of this step computes."""
+        self._told.model += model
+        self._told.hardware += hardware
+
     def step_ends(self) -> StepCounts | None:
         """What the step computed; None: not all of it is known."""
+        counted = self._counted()
+        told, self._told = self._told, StepCounts()
+        return told if told.model else counted
+
+    def _counted(self) -> StepCounts | None:
         micro_batches, self._of_step = self._of_step, []
         self._of_micro_batch.clear()
         self._steps += 1
@@ -116,10 +134,7 @@ class FlopCounts:
         if len(known) >= MOST_KINDS:
             return False
         if compiled_frames() > self._compiled_before:
-            self.unknown_because = (
-                "Code was compiled by torch.compile, whose operations cannot be seen. Say them by "
-                "measures.count_flops(...)."
-            )
+            self.is_compiled()
             return False
         return True
 

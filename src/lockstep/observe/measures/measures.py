@@ -131,6 +131,18 @@ class Measures(StepRecorder):
         self._tokens_of_batch = tokens
         self._is_new_batch = True
 
+    def count_flops(self, model: float, hardware: float | None = None) -> None:
+        """Say how many floating-point operations this rank does in a micro-batch; call it before ``backward``.
+
+        For what cannot be counted, such as compiled models. In a step for which it is called nothing else counts.
+
+        Args:
+            model: Of forward and backward.
+            hardware: With those that are computed again; None: as many.
+        """
+        self._end_step_without_loader()
+        self._flops.told(model, model if hardware is None else hardware)
+
     def event(self, name: str, /, **values: Any) -> None:
         """Write an event of the script's own to ``events.jsonl``, with values that JSON has."""
         self._writer.event(name, step=self.step, **values)

@@ -31,7 +31,7 @@ from lockstep.observe.measures.start import describe
 from lockstep.observe.measures.step import StepMeasures
 from lockstep.observe.measures.tokens import tokens_in
 from lockstep.observe.measures.writer import RunWriter
-from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parallel.parallel_model import ParallelModel, is_compiled_module
 from lockstep.runtime.failure import first_line
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import RECENT_STEPS, StepState
@@ -109,6 +109,8 @@ class StepRecorder:
         """Look on where this model is called."""
         self._models.append(model)
         watch_collectives(model, self._clock)
+        if is_compiled_module(model.module) or self._options.compile_options is not None:
+            self._flops.is_compiled()
         look_on_calls(model.module, self)
 
     def clear(self) -> None:
@@ -132,8 +134,7 @@ class StepRecorder:
             return
         if self._is_first:
             self._begin_first_step()
-        if self._clock.steps > self._steps_before and not self._state.running:
-            self.step_ends()  # no loader says where a step ends
+        self._end_step_without_loader()
         self._parts.enter("forward")
         if kwargs is not None:
             self._flops.call_begins((id(module), module.training, shapes_of(args), shapes_of(kwargs)))
@@ -252,6 +253,11 @@ class StepRecorder:
         self._is_first = False
         now = self._parts.read()
         self._before = {**now, **{part: self._before[part] for part in ("data", "to_device")}}
+
+    def _end_step_without_loader(self) -> None:
+        """What is done now is of the next step, where no loader says where a step ends."""
+        if not self._state.running:
+            self.step_ends()
 
     def _begin_step(self) -> None:
         self._losses: list[torch.Tensor] = []
