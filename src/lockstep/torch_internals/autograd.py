@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.autograd import Variable
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lockstep.torch_internals.versions import expect, probed
 
@@ -62,6 +63,15 @@ def saved_by(node: object) -> Iterator[object]:
     for name in dir(node):
         if name.startswith("_saved_"):
             yield getattr(node, name, None)
+
+
+def copy_of_saved(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy without a graph, also of a number that a node keeps as a tensor (``x / 4``).
+
+    Relies on: dispatch modes get such a number as a float, so that an operator on it fails where one is active.
+    """
+    with _disable_current_modes():
+        return tensor.detach().clone()
 
 
 def leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -118,7 +118,7 @@ def denominators(loss: Tensor, ends: Sequence[Tensor]) -> tuple[list[object], li
 def _note(value: object, plain: list[object], tensors: list[Tensor]) -> None:
     if isinstance(value, Tensor):
         if value.ndim == 0 and not value.is_complex():
-            tensors.append(value.detach())
+            tensors.append(torch_autograd.copy_of_saved(value))
         else:
             plain.append(tuple(value.shape))
     elif isinstance(value, (bool, int, float)) or (
