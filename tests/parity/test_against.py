@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.parity.check import Request, _refuse_other_runs
-from lockstep.parity.runs import CheckedProgram, CouldNotRun
+from lockstep.parity.reference import refuse_other_run
+from lockstep.parity.runs import CouldNotRun
 from lockstep.parity.spec import ProcessFacts
 
-REQUEST = Request(CheckedProgram(("train.py",)), Path(), against=Path("kept.trace"))
+PATH = Path("kept.trace")
 KEPT = ProcessFacts(data_ranks=2, parallel="ddp")
 
 
 def test_one_like_the_candidate_is_compared_with() -> None:
-    _refuse_other_runs(KEPT, replace(KEPT, parallel="zero=3", rank=1, data_rank=1), REQUEST)
+    refuse_other_run(KEPT, replace(KEPT, parallel="zero=3", rank=1, data_rank=1), PATH, 2)
 
 
 @pytest.mark.parametrize(
@@ -33,5 +33,5 @@ def test_one_like_the_candidate_is_compared_with() -> None:
 )
 def test_others_are_refused(changes: dict[str, object], said: str) -> None:
     with pytest.raises(CouldNotRun) as raised:
-        _refuse_other_runs(KEPT, replace(KEPT, **changes), REQUEST)  # type: ignore[arg-type]
+        refuse_other_run(KEPT, replace(KEPT, **changes), PATH, 2)  # type: ignore[arg-type]
     assert said in str(raised.value)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from lockstep.errors import ConfigError
 from lockstep.parity.judge.decide import judge, judge_repeat
 from lockstep.parity.judge.facts import RankFacts, RunFacts
-from lockstep.parity.judge.tolerance import Tolerance, tolerance
+from lockstep.parity.judge.tolerance import tolerance
 from lockstep.parity.judge.verdict import Fault, Mismatch, ParityVerdict
+from lockstep.parity.reference import ReferenceRun, keep, kept_in, refuse_other_run
 from lockstep.parity.report.text import sentence_of_repeat
 from lockstep.parity.runs import (
     CheckedProgram,
@@ -65,15 +65,6 @@ class Request:
     timeout_s: float = 3600.0
 
 
-@dataclass(frozen=True)
-class ReferenceRun:
-    """What a candidate is compared with."""
-
-    trace: Trace
-    tolerance: Tolerance
-    facts: ProcessFacts
-
-
 class ParityCheck:
     """Makes the runs of a request, one after another or side by side.
 
@@ -101,7 +92,11 @@ class ParityCheck:
             ConfigError: what was asked for is not possible.
         """
         request = self._request
-        reference = self._kept(request.against) if request.against is not None else self._made()
+        reference = (
+            kept_in(request.against, request.seed, request.steps)
+            if request.against is not None
+            else self._made()
+        )
         verdict = self._compared(reference)
         if self._depends_on_ranks(reference, verdict):
             told = self._made(tells_ranks=True)
@@ -171,7 +166,7 @@ class ParityCheck:
             if error.left is None:
                 raise
             left, failure = error.left, error
-        _refuse_other_runs(reference.facts, left.facts[0], request)
+        refuse_other_run(reference.facts, left.facts[0], request.against, request.nproc)
         facts = self._facts(reference, left, notes)
         found = {
             one.rank: Trace(path)
@@ -236,29 +231,6 @@ class ParityCheck:
             said += " It uses " + ", ".join(f"{what} ({where})" for what, where in sources.items()) + "."
         raise CouldNotRun(said)
 
-    def _kept(self, path: Path) -> ReferenceRun:
-        trace = Trace(path)
-        if "tolerance" not in trace.facts:
-            raise ConfigError(f"{path} was not written by `lockstep check --record`. Record one.")
-        facts = dict(trace.facts)
-        limits = Tolerance.from_json(facts.pop("tolerance"))
-        facts.pop("parts", None)
-        kept = ProcessFacts.of(facts)
-        self._refuse_other_settings(path, kept)
-        return ReferenceRun(trace, limits, kept)
-
-    def _refuse_other_settings(self, path: Path, kept: ProcessFacts) -> None:
-        """Raise CouldNotRun where a trace was recorded as this check would not."""
-        asked = {"seed": self._request.seed, "steps": self._request.steps}
-        then = {"seed": kept.seed, "steps": kept.steps_asked}
-        for name, value in then.items():
-            if asked[name] != value:
-                raise CouldNotRun(
-                    f"{path} was recorded with --{name} {value}, but this check has --{name} {asked[name]}: other "
-                    f"{'numbers are drawn' if name == 'seed' else 'steps are made'}. Check with --{name} {value}, or "
-                    "record again."
-                )
-
     # Runs -------------------------------------------------------------------------------------------------
 
     def _folder(self) -> Path:
@@ -310,40 +282,6 @@ class ParityCheck:
             steps_asked=request.steps,
             steps_compared=min(reference.facts.made, left.made),
             notes=tuple(notes),
-        )
-
-
-def keep(reference: ReferenceRun, path: Path) -> None:
-    """Copy the trace of a reference to ``path``, with what rounding explains of it.
-
-    Raises:
-        ConfigError: nothing can be written there.
-    """
-    try:
-        reference.trace.copy(path, {"tolerance": reference.tolerance.to_json()})
-    except OSError as error:
-        raise ConfigError(f"--record {path} cannot be written: {error.strerror or error}.") from None
-
-
-def _refuse_other_runs(reference: ProcessFacts, candidate: ProcessFacts, request: Request) -> None:
-    """Raise CouldNotRun where a trace that was kept is of another number of batches, precision or dropout."""
-    if reference.data_ranks != candidate.data_ranks:
-        raise CouldNotRun(
-            f"{request.against} was recorded for {reference.data_ranks} ranks with batches of their own, but the "
-            f"candidate has {candidate.data_ranks}. Record again with --nproc {request.nproc}, or check with as many "
-            "ranks as then."
-        )
-    if reference.mixed_precision != candidate.mixed_precision:
-        raise CouldNotRun(
-            f"The reference was made for mixed_precision={reference.mixed_precision!r}, but the candidate computes "
-            f"with {candidate.mixed_precision!r}. Record again with --mixed-precision {candidate.mixed_precision}."
-        )
-    if reference.drops_out != candidate.drops_out:
-        was, are = ("on", "off") if reference.drops_out else ("off", "on")
-        raise CouldNotRun(
-            f"{request.against} was recorded with dropout {was}, but with {candidate.parallel or 'one process'} it is "
-            f"{are}: ranks that share a model's layers (tp, pp, cp) drop nothing. Record again with the strategy to "
-            "check."
         )
 
 
