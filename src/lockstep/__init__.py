@@ -45,6 +45,8 @@ _HOME = {
     "ProjectConfiguration": "lockstep.config.handlers",
     "set_seed": "lockstep.runtime.seed",
     "skip_first_batches": "lockstep.data.skip",
+    "SpikeError": "lockstep.errors",
+    "SpikePolicy": "lockstep.config.spikes",
     "synchronize_rng_states": "lockstep.runtime.seed",
     "tqdm": "lockstep.observe.log",
 }

@@ -317,6 +317,7 @@ class Accelerator(
             self.meshes,
             self._preparation.gradients.forget,
             self.measures,
+            self._preparation.spikes,
         )
 
     @property

@@ -62,6 +62,10 @@ class DamageError(LockstepError, RuntimeError):
     """Parameters differ among ranks that must hold the same, or gradients are no finite numbers."""
 
 
+class SpikeError(LockstepError, RuntimeError):
+    """The loss or the gradient norm of a step is far above that of the steps before it, or not finite."""
+
+
 class OffloadError(LockstepError, RuntimeError):
     """Weights, gradients or optimizer state do not fit where they were to be kept, or cannot be read from there."""
 

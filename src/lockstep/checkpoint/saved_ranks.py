@@ -186,9 +186,8 @@ def _checked(state: Document, checkpoint: Checkpoint) -> Document:
 
 
 def _check_form(state: Document) -> None:
-    counted = (
-        {"steps": int} if isinstance(state, dict) and "steps" in state else {}
-    )  # of earlier versions: not
+    further: dict[str, type] = {"steps": int, "spikes": dict}  # of earlier versions, or without a policy: not
+    counted = {key: kind for key, kind in further.items() if isinstance(state, dict) and key in state}
     _has(state, "the window", {"window": dict, "layouts": list, "models": list, **counted})
     if not 0 <= state.get("steps", 0) < 2**48:
         raise ValueError(f"{state['steps']} steps")

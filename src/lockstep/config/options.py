@@ -43,6 +43,7 @@ from lockstep.config.sources import (
     unknown_variables,
     worker_settings,
 )
+from lockstep.config.spikes import SpikePolicy, checked_policy
 from lockstep.config.values import SettingValue, suggestion
 from lockstep.config.world import BatchSizes, fitted
 from lockstep.errors import ConfigError
@@ -56,6 +57,7 @@ HANDLERS = (
     DamageChecks,
 )
 RECIPES = (AORecipeKwargs, TERecipeKwargs)
+WITHOUT_DEFAULTS = (*RECIPES, SpikePolicy)
 
 # Of Accelerate's Accelerator: what it asks for, and what to do.
 NOT_OPTIONS = {
@@ -82,6 +84,7 @@ class Options:
     - ``optimizer``, ``scheduler``: what a configuration describes, for objects that stand for them.
     - ``batch``: the batch sizes that were said; ``micro_batch_size``: rows that each process's batches must
       have, known after ``fit_to_world``; None: any.
+    - ``spikes``: what is done at steps whose loss or gradient norm jumps; None: they are not looked for.
     - ``fp8``: how linear layers are converted; None: they are not.
     - ``deepspeed_plugins``: where there are several, each with its stage of ZeRO.
     - ``watch``: look for hangs and stop signals; ``grace_s``: from such a signal to the end of the process.
@@ -105,6 +108,7 @@ class Options:
     autocast: AutocastKwargs
     profile: ProfileKwargs
     damage: DamageChecks
+    spikes: SpikePolicy | None = None
     fp8: AORecipeKwargs | None = None
     gradient_clipping: float | None = None
     optimizer: OptimizerConfig | None = None
@@ -228,6 +232,7 @@ def resolve_options(
         autocast=handlers[AutocastKwargs],
         profile=handlers[ProfileKwargs],
         damage=handlers[DamageChecks],
+        spikes=checked_policy(handlers.get(SpikePolicy), parallel_of(asked), handlers[DamageChecks]),
         fp8=recipe_of(
             next((handlers[kind] for kind in RECIPES if kind in handlers), None), precision_of(asked)
         ),
@@ -340,16 +345,16 @@ def _parallel_values(
 
 
 def handlers_by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
-    """One handler of each kind, defaults where none was given; of recipes for fp8 only what was given.
+    """One handler of each kind, defaults where none was given; of recipes for fp8 and policies only what was given.
 
     Raises:
         ConfigError: an unknown object, or two of one kind.
     """
     found: dict[type, object] = {}
     for handler in handlers:
-        kind = next((known for known in (*HANDLERS, *RECIPES) if isinstance(handler, known)), None)
+        kind = next((known for known in (*HANDLERS, *WITHOUT_DEFAULTS) if isinstance(handler, known)), None)
         if kind is None:
-            names = ", ".join(known.__name__ for known in (*HANDLERS, *RECIPES))
+            names = ", ".join(known.__name__ for known in (*HANDLERS, *WITHOUT_DEFAULTS))
             raise ConfigError(
                 f"kwargs_handlers has an object of type {type(handler).__name__}. Pass any of {names}."
             )

@@ -38,6 +38,12 @@ from lockstep.preparation.gradients import Gradients
 from lockstep.preparation.observers import ObservedRun, RunObserver
 from lockstep.preparation.offload import OffloadManager
 from lockstep.preparation.shards import ParameterRegistry
+from lockstep.preparation.spikes import (
+    asked_before_step,
+    refuse_second_optimizer,
+    told_of_clearing,
+    watch_spikes,
+)
 from lockstep.preparation.stepping import CheckedOptimizer, DrawsAlike, StepChecks
 from lockstep.preparation.verifications import Verifications
 from lockstep.runtime.mesh import DeviceMeshes
@@ -114,6 +120,7 @@ class Preparation:
             if options.damage.are_on
             else None
         )
+        self.spikes = watch_spikes(options.spikes, communicator, ranks_step_together, measures, step.clock)
         self.gradients = Gradients(
             self.models,
             self._shards,
@@ -285,6 +292,8 @@ class Preparation:
         if self._seen.has_made(optimizer):
             assert isinstance(optimizer, PreparedOptimizer)
             return optimizer
+        if self.spikes is not None and self.optimizers:
+            refuse_second_optimizer(optimizer)
         complete_optimizer(optimizer)
         torch_optim.probe()
         self._shards.add_optimizer(optimizer)
@@ -297,12 +306,14 @@ class Preparation:
             self._scaler,
             self._check_parameters,
             clip_norm=self._options.gradient_clipping,
-            after_zero_grad=partial(self._shards.discard_unreduced, optimizer)
-            if self._options.parallel.shards
-            else None,
+            after_zero_grad=told_of_clearing(
+                self.spikes,
+                partial(self._shards.discard_unreduced, optimizer) if self._options.parallel.shards else None,
+            ),
             other_stages=self.other_stages,
             before_step=self._before_step,
             after_clip=self._clipped,
+            may_step=asked_before_step(self.spikes, self.other_stages, self._scaler),
         )
         optimizer.register_step_post_hook(_after_step(self.gradients.watch))
         self._seen.add(optimizer, prepared)
@@ -380,6 +391,8 @@ class Preparation:
         self._step.clock.enter(part)
         if window_ended:
             self._clipped(norm)
+            if self.spikes is not None:
+                self.spikes.clipped(norm)
         return norm
 
     def _clipped(self, norm: torch.Tensor) -> None:
@@ -417,6 +430,8 @@ class Preparation:
             self._scaler.clear()
         if self._damage is not None:
             self._damage.clear()
+        if self.spikes is not None:
+            self.spikes.load_state_dict(None)
         self.models.clear()
         self.optimizers.clear()
         self.schedulers.clear()

@@ -27,6 +27,7 @@ from lockstep.train.accumulation import Accumulation, trigger_sync
 
 if TYPE_CHECKING:
     from lockstep.observe.measures.measures import Measures
+    from lockstep.observe.spikes.watch import SpikeWatch
     from lockstep.preparation.prepare import Preparation
     from lockstep.train.loss_scale import LossScaler
 
@@ -88,6 +89,8 @@ class TrainingMethods:
             scale = 1.0 if self._scaler is None else self._scaler.scaler.get_scale()
             observer.backward_begins(loss, self._accumulation.loss_factor * scale)
         is_complete = False
+        if self._preparation.spikes is not None:
+            self._preparation.spikes.backward(loss, weight)
         self.measures.backward_begins(loss, weight, creates_graph=bool(kwargs.get("create_graph")))
         try:
             self._preparation.gradients.backward(scaled, **kwargs)
@@ -369,8 +372,13 @@ class TrainingMethods:
         return self._step
 
     @property
+    def spikes(self) -> SpikeWatch | None:
+        """What ``SpikePolicy`` has skipped so far; None: no policy was given."""
+        return self._preparation.spikes
+
+    @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether any optimizer's last fp16 step was skipped, on all ranks alike."""
+        """Whether any optimizer's last step was skipped, by fp16's loss scaler or a policy, on all ranks alike."""
         return any(optimizer.step_was_skipped for optimizer in self._preparation.optimizers)
 
     def state_bytes(self) -> StateBytes:

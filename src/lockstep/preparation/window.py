@@ -9,6 +9,7 @@ import torch
 
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.observe.measures.measures import Measures
+from lockstep.observe.spikes.watch import SpikeWatch, check_form
 from lockstep.parallel.accumulated import (
     Accumulated,
     accumulated,
@@ -44,6 +45,7 @@ class AccumulationState:
         models: Prepared, in the order of the checkpoint. This and ``optimizers`` may be lists that still grow.
         meshes: The ranks over which gradients are averaged, and those that hold different weights.
         measures: Counts the steps of the run.
+        spikes: Decides by the steps before, where there is a policy.
 
     Attributes:
         loaded_steps: How many steps the loaded state had behind it; None: not known, or none was loaded.
@@ -57,6 +59,7 @@ class AccumulationState:
         meshes: DeviceMeshes,
         before_load: Callable[[], None] = lambda: None,
         measures: Measures | None = None,
+        spikes: SpikeWatch | None = None,
     ) -> None:
         self._accumulation = accumulation
         self._models = models
@@ -64,6 +67,7 @@ class AccumulationState:
         self._meshes = meshes
         self._before_load = before_load
         self._measures = measures
+        self._spikes = spikes
         self.loaded_steps: int | None = None
 
     def watch(self) -> None:
@@ -89,6 +93,7 @@ class AccumulationState:
             "layouts": self._layouts(),
             "models": [vars(each) for each in found],
             "steps": 0 if self._measures is None else self._measures.step,
+            **({} if self._spikes is None else {"spikes": self._spikes.state_dict()}),
         }
 
     def places(self) -> dict[str, torch.Tensor]:
@@ -110,6 +115,8 @@ class AccumulationState:
                 "The checkpoint has no rank's accumulation window. Load another checkpoint."
             )
         for rank, state in enumerate(states):
+            if "spikes" in state:
+                _check_spikes(state["spikes"])
             if len(state["models"]) != len(self._models):
                 raise CheckpointError(
                     f"The checkpoint has gradients of {len(state['models'])} models (rank {rank}), but "
@@ -141,6 +148,10 @@ class AccumulationState:
         self._before_load()
         self.loaded_steps = states[0].get("steps")  # not in files of earlier versions
         unchanged = self.is_unchanged(states)
+        if self._spikes is not None:
+            self._spikes.load_state_dicts(
+                [state.get("spikes") for state in states], rank if unchanged else None
+            )
         for model in self._models:
             clear(model)
         windows = [state["window"] for state in states]
@@ -179,6 +190,15 @@ class AccumulationState:
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             (spent if self._accumulation.has_stepped(optimizer) else waiting).update(held)
         return spent - waiting
+
+
+def _check_spikes(state: object) -> None:
+    try:
+        check_form(state)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"The checkpoint has spikes of a run that none can be ({error}). Load another checkpoint."
+        ) from error
 
 
 def _of_model(states: list[WindowState], i: int) -> list[Accumulated]:

@@ -87,6 +87,14 @@ def scale_of(scaler: torch.amp.GradScaler) -> Tensor | None:
     return scaler._get_scale_async()
 
 
+def forget_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+    """Let a scaler unscale this optimizer's next gradients as if it had never unscaled any.
+
+    Relies on: ``_per_optimizer_states`` makes the entry of an optimizer, by its ``id``, when it is first asked for.
+    """
+    scaler._per_optimizer_states.pop(id(optimizer), None)
+
+
 class HookedGradScaler(torch.amp.GradScaler):
     """A scaler that asks ``unscale_gradients`` to unscale.
 
@@ -151,3 +159,9 @@ def _probe_scaler(leaf: Tensor) -> None:
         found = scaler._unscale_grads_(group, torch.tensor(0.25), torch.zeros(()), False)
         expect([one.item() for one in found.values()] == [flag], "the flag of gradients that are not finite")
         expect(leaf.grad.item() == gradient / 4, "gradients without their scale")
+    optimizer = torch.optim.SGD([leaf], lr=0.0)
+    for gradient in (8.0, 4.0):
+        leaf.grad = torch.full((1,), gradient)
+        scaler.unscale_(optimizer)
+        expect(leaf.grad.item() == gradient / 4, "gradients that are unscaled again")
+        forget_unscaled(scaler, optimizer)

@@ -110,6 +110,11 @@ class LossScaler:
             if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
                 self.unscale(optimizer)
 
+    def skip(self, optimizer: Optimizer) -> None:
+        """This step is not made, for another reason than its gradients: the scale and its schedule stay."""
+        self._unscaled.discard(id(optimizer))
+        torch_optim.forget_unscaled(self.scaler, optimizer)
+
     def step(self, optimizer: Optimizer) -> None:
         """Step unless a gradient is infinite or NaN. An optimizer without gradients does nothing."""
         if not _has_gradients(optimizer):

@@ -32,6 +32,7 @@ class PreparedOptimizer(Optimizer):
         other_stages: Who else holds parameters of the same models, for ``clip_norm``.
         before_step: Called with the optimizer, and whether there is a closure, before each step.
         after_clip: Called with the norm before clipping, 0-d.
+        may_step: Asked before each step, with unscaled gradients; False: the step is skipped.
 
     Raises:
         ConfigError: ``clip_norm`` is not positive.
@@ -48,6 +49,7 @@ class PreparedOptimizer(Optimizer):
         other_stages: Callable[[], OtherStages | None] | None = None,
         before_step: Callable[[Optimizer, bool], None] | None = None,
         after_clip: Callable[[torch.Tensor], None] | None = None,
+        may_step: Callable[[Optimizer], bool] | None = None,
     ) -> None:
         if clip_norm is not None and not clip_norm > 0:
             raise ConfigError(
@@ -63,6 +65,7 @@ class PreparedOptimizer(Optimizer):
         self._other_stages = other_stages
         self._before_step = before_step
         self._after_clip = after_clip
+        self._may_step = may_step
         self._ran = True
         self._found_inf: torch.Tensor | None = None
         if scaler is not None:
@@ -76,7 +79,9 @@ class PreparedOptimizer(Optimizer):
 
     def __getstate__(self) -> StateDict:
         # The check belongs to one Accelerator, which neither a copy nor a file should carry along.
-        names = ("_before_first_step", "_after_zero_grad", "_other_stages", "_before_step", "_after_clip")
+        names = (
+            "_before_first_step", "_after_zero_grad", "_other_stages", "_before_step", "_after_clip", "_may_step",
+        )  # fmt: skip
         return {**self.__dict__, **dict.fromkeys(names)}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -153,6 +158,8 @@ class PreparedOptimizer(Optimizer):
             self._before_first_step = None
         if self._before_step is not None:
             self._before_step(self.optimizer, closure is not None)
+        if self._may_step is not None and not self._is_let(self._may_step, closure):
+            return None
         if self._scaler is None:
             if closure is not None:
                 return self.optimizer.step(self._clipping_after(closure))
@@ -170,6 +177,19 @@ class PreparedOptimizer(Optimizer):
         self._clip()
         self._scaler.step(self.optimizer)
         return None
+
+    def _is_let(self, may_step: Callable[[Optimizer], bool], closure: object) -> bool:
+        if closure is not None:
+            raise UsageError(
+                f"{type(self.optimizer).__name__}.step got a closure, but SpikePolicy looks at gradients before the "
+                "step. Call step() without a closure, or remove the policy."
+            )
+        if self._scaler is not None:
+            self._scaler.unscale(self.optimizer)
+        self._ran, self._found_inf = may_step(self.optimizer), None
+        if not self._ran and self._scaler is not None:
+            self._scaler.skip(self.optimizer)
+        return self._ran
 
     def _clip(self) -> None:
         if self._clip_norm is not None:
@@ -198,7 +218,7 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """The last ``step`` of a window changed nothing, because fp16 gradients were infinite or NaN."""
+        """The last ``step`` of a window was skipped: fp16 gradients were infinite or NaN, or a policy said so."""
         return not self._ran or (self._found_inf is not None and bool(self._found_inf.item()))
 
     @property

@@ -99,6 +99,11 @@ class StepRecorder:
         self._step = steps - (self._clock.steps > self._steps_before)
         self._writer.begin(continues=True)
 
+    @property
+    def open_samples(self) -> int | None:
+        """Samples of all ranks in the step that is under way; None: not known."""
+        return self._samples if self._has_all_samples and self._samples else None
+
     # -- what is prepared --------------------------------------------------------------------------------
 
     def optimizers_are(self, optimizers: Sequence[Any], axes: ParallelDims) -> None:
@@ -278,7 +283,7 @@ class StepRecorder:
             step=self._step,
             time=time.time(),
             epoch=self._epoch,
-            samples=self._samples if self._has_all_samples and self._samples else None,
+            samples=self.open_samples,
             tokens=self._others.of_all("tokens"),
             learning_rate=self._learning_rates(),
             seconds=seconds,

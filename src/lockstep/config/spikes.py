@@ -1,0 +1,77 @@
+"""What is done at steps whose loss or gradient norm jumps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from lockstep.config.handlers import DamageChecks, KwargsHandler
+from lockstep.config.parallel import Parallel
+from lockstep.config.values import suggestion
+from lockstep.errors import ConfigError
+
+ACTIONS = ["skip", "stop"]
+LARGEST_WINDOW = 10_000
+
+
+@dataclass
+class SpikePolicy(KwargsHandler):
+    """Watches the loss and the gradient norm of each step before it is made; all ranks decide alike.
+
+    A value is a spike if it is not finite, or if (value - median) / (1.4826 * MAD) is above a threshold. The median,
+    and MAD, the median of the distances from it, are those of the latest steps that were made.
+
+    - ``action``: ``skip``: no rank makes the step; ``stop``: all raise ``SpikeError`` before it.
+    - ``loss_threshold``, ``gradient_norm_threshold``: above 0; None: this one is not looked at, except for a loss that
+      is not finite.
+    - ``window``: of how many steps the median is, 4 to 10000.
+    - ``warmup``: so many steps must have been made before thresholds are applied, 4 to ``window``.
+    - ``max_skips``: stop after so many skipped steps in a row.
+    """
+
+    action: Literal["skip", "stop"] = "skip"
+    loss_threshold: float | None = 8.0
+    gradient_norm_threshold: float | None = 10.0
+    window: int = 128
+    warmup: int = 32
+    max_skips: int = 10
+
+    def __post_init__(self) -> None:
+        if self.action not in ACTIONS:
+            near = suggestion(str(self.action), ACTIONS) or " Pass one of them."
+            raise ConfigError(f"action is {self.action!r}, which is not one of {', '.join(ACTIONS)}.{near}")
+        for name in ("loss_threshold", "gradient_norm_threshold"):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (is_number and math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} is {value!r}, but must be a number above 0. Pass one, or None.")
+        _check_between("window", self.window, 4, LARGEST_WINDOW)
+        _check_between("warmup", self.warmup, 4, self.window)
+        _check_between("max_skips", self.max_skips, 0, 2**31)
+
+
+def _check_between(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{name} is {value!r}, but must be an integer from {low} to {high}. Pass one.")
+
+
+def checked_policy(given: SpikePolicy | None, parallel: Parallel, damage: DamageChecks) -> SpikePolicy | None:
+    """The policy, if this run can follow one.
+
+    Raises:
+        ConfigError: ranks do not all have the loss, or others decide about the same steps.
+    """
+    if given is None:
+        return None
+    if parallel.pp > 1:
+        raise ConfigError(
+            f"SpikePolicy looks at the loss on every rank, but with pp={parallel.pp} the last stage alone may have it. "
+            "Remove the policy, or train without pp."
+        )
+    if damage.bad_gradients != "ignore":
+        raise ConfigError(
+            f"DamageChecks(bad_gradients={damage.bad_gradients!r}) and SpikePolicy both decide about steps whose "
+            "gradients are not finite. Leave bad_gradients at 'ignore': they are spikes, too."
+        )
+    return given

@@ -1,0 +1,250 @@
+"""Before each step: whether its loss or gradient norm is a spike, on all ranks alike."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.collectives import Communicator
+from lockstep.comm.tree import StateDict
+from lockstep.config.spikes import LARGEST_WINDOW, SpikePolicy
+from lockstep.errors import SpikeError, UsageError
+from lockstep.observe.spikes.history import RecentValues
+
+logger = logging.getLogger("lockstep.spikes")
+
+COUNTS = ("steps", "batches", "steps_skipped", "batches_skipped", "samples_skipped")
+VALUES = ("loss", "gradient_norm")
+
+
+class Spike(NamedTuple):
+    """``kind``: loss or gradient_norm. ``score``: infinite where ``value`` is not finite."""
+
+    kind: str
+    value: float
+    score: float
+
+
+class SpikeWatch:
+    """Follows a ``SpikePolicy``. All ranks have the same numbers and decide alike.
+
+    Args:
+        ranks_step_together: Whether all ranks make this step with averaged gradients.
+        samples: Those of all ranks in the window of micro-batches that is stepped on; None: not known.
+        tell: Called with the values of an event for each spike.
+
+    Attributes:
+        steps: Steps of the run that were asked for, with those before a restart and those skipped.
+        batches: Micro-batches of each rank in them: calls of ``backward``.
+        steps_skipped: Steps that no rank made.
+        batches_skipped: Micro-batches of each rank in them.
+        samples_skipped: Samples of all ranks in them, as far as the loader tells.
+    """
+
+    def __init__(
+        self,
+        policy: SpikePolicy,
+        communicator: Communicator,
+        ranks_step_together: Callable[[], bool],
+        samples: Callable[[], int | None],
+        tell: Callable[..., None] = lambda **values: None,
+    ) -> None:
+        self.policy = policy
+        self._communicator = communicator
+        self._together = ranks_step_together
+        self._samples = samples
+        self._tell = tell
+        self._recent = {kind: RecentValues(policy.window, policy.warmup) for kind in VALUES}
+        self._thresholds = {"loss": policy.loss_threshold, "gradient_norm": policy.gradient_norm_threshold}
+        self.steps = self.batches = 0
+        self.steps_skipped = self.batches_skipped = self.samples_skipped = 0
+        self._skips_in_a_row = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Gradients are cleared: what was seen of them is of no step."""
+        self._losses: list[tuple[torch.Tensor, torch.Tensor | float]] = []
+        self._first_batch = self.batches + 1
+        self._norm: torch.Tensor | None = None
+
+    def backward(self, loss: torch.Tensor, weight: torch.Tensor | float | None) -> None:
+        """A micro-batch's loss as ``Accelerator.backward`` gets it: 0-d, or with ``weight`` of any shape."""
+        self.batches += 1
+        if type(loss) is not torch.Tensor or (weight is None and loss.dim()):
+            return  # to read others may be collective
+        with torch.no_grad():
+            if weight is None:
+                self._losses.append((loss.detach(), 1.0))
+                return
+            weights = torch.as_tensor(weight, device=loss.device).expand_as(loss)
+            self._losses.append(((loss.detach() * weights).sum(), weights.sum()))
+
+    def clipped(self, norm: torch.Tensor) -> None:
+        """The norm of gradients before a script clipped them, 0-d; several are of parts of them."""
+        self._norm = norm if self._norm is None else torch.hypot(self._norm, norm.to(self._norm.device))
+
+    def may_step(self, norm: Callable[[], torch.Tensor], loss_scale: Callable[[], float] | None) -> bool:
+        """Whether the step is to be made. Collective: one all-reduce of three numbers. Waits for the device.
+
+        Args:
+            norm: The norm of the averaged gradients, 0-d, for scripts that do not clip.
+            loss_scale: With fp16; gradients that are not finite are then the loss scaler's, unless it is below 1.
+
+        Raises:
+            SpikeError: training is to stop, or too many steps were skipped in a row.
+            UsageError: the ranks do not step together.
+        """
+        self.steps += 1
+        try:
+            loss, gradient_norm = self._seen_by_all(norm)
+            overflows = gradient_norm is not None and not math.isfinite(gradient_norm)
+            is_scalers = overflows and loss_scale is not None and loss_scale() >= 1
+            seen = {"loss": loss, "gradient_norm": None if is_scalers else gradient_norm}
+            spike = self._worst(seen)
+            if spike is not None:
+                self._refuse(spike)
+                return False
+            self._skips_in_a_row = 0
+            for kind, value in seen.items() if not is_scalers else ():
+                if value is not None:
+                    self._recent[kind].add(value)
+            return True
+        finally:
+            self.forget()
+
+    def _seen_by_all(self, norm: Callable[[], torch.Tensor]) -> tuple[float | None, float | None]:
+        """The loss, a mean over ranks and micro-batches, and the norm; None: not known, or not looked at."""
+        ranks = self._communicator.world_size
+        if ranks > 1 and not self._together():
+            raise UsageError(
+                f"SpikePolicy decides for all {ranks} ranks alike, but here they do not step together (LocalSGD, "
+                "DiLoCo, BoundedStaleness, accelerator.alone or join_uneven_inputs). Remove the policy, or step "
+                "together."
+            )
+        if self._norm is None and self._thresholds["gradient_norm"] is not None:
+            self._norm = norm()
+        device = self._communicator.runtime.device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        norm_here = torch.zeros((), dtype=dtype) if self._norm is None else self._norm
+        row = torch.cat([self._open_loss().to(device, dtype), norm_here.to(device, dtype).view(1)])
+        if ranks > 1:
+            dist.all_reduce(row)
+        total, weights, norms = row.tolist()
+        loss = None if weights == 0 and total == 0 else total / weights if weights else math.nan
+        return loss, None if self._norm is None else norms / ranks
+
+    def _open_loss(self) -> torch.Tensor:
+        """The sum of this rank's losses since its last step, and of their weights: [2]."""
+        if not self._losses:
+            return torch.zeros(2)
+        device = self._losses[0][0].device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        row = torch.zeros(2, dtype=dtype, device=device)
+        for value, weight in self._losses:
+            row[0] += value.to(device, dtype)
+            row[1] += weight
+        return row
+
+    def _worst(self, seen: dict[str, float | None]) -> Spike | None:
+        found = []
+        for kind, value in seen.items():
+            threshold = self._thresholds[kind]
+            if value is None:
+                continue
+            if not math.isfinite(value):
+                return Spike(kind, value, math.inf)
+            score = None if threshold is None else self._recent[kind].score(value)
+            if score is not None and threshold is not None and score > threshold:
+                found.append(Spike(kind, value, score))
+        return max(found, key=lambda spike: spike.score, default=None)
+
+    def _refuse(self, spike: Spike) -> None:
+        """Skip the step, or stop."""
+        samples = self._samples()
+        skipped = list(range(self._first_batch, self.batches + 1))
+        is_skipped = self.policy.action == "skip" and self._skips_in_a_row < self.policy.max_skips
+        said = f"{_sentence(spike)} in step {self.steps}"
+        event: dict[str, Any] = {"skipped": skipped, "samples": samples} if is_skipped else {}
+        action = "skip" if is_skipped else "stop"
+        self._tell(**spike._asdict(), action=action, sentence=f"{said}.", **event)
+        if self.policy.action == "stop":
+            raise SpikeError(
+                f"{said}. No rank made it; look at its batches, or load the last checkpoint and go on with "
+                "SpikePolicy(action='skip')."
+            )
+        if not is_skipped:
+            raise SpikeError(
+                f"{said}, after {self.policy.max_skips} steps in a row that were skipped for the same reason. Load "
+                "the last checkpoint and lower the learning rate, or raise the thresholds."
+            )
+        self._skips_in_a_row += 1
+        self.steps_skipped += 1
+        self.batches_skipped += len(skipped)
+        self.samples_skipped += samples or 0
+        if self._communicator.runtime.is_main:
+            logger.warning("%s, which all ranks skip.", said)
+
+    def state_dict(self) -> StateDict:
+        """What it needs to decide as if the run had not been interrupted; only ``open`` is of this rank alone."""
+        return {
+            **{name: getattr(self, name) for name in COUNTS},
+            "in_a_row": self._skips_in_a_row,
+            "first_batch": self._first_batch,
+            "open": self._open_loss().tolist(),
+            **{kind: recent.values() for kind, recent in self._recent.items()},
+        }
+
+    def load_state_dict(self, state: StateDict | None) -> None:
+        """Go on from there; None: there was no policy, and nothing is known."""
+        state = {} if state is None else state
+        for name in COUNTS:
+            setattr(self, name, state.get(name, 0))
+        self._skips_in_a_row = state.get("in_a_row", 0)
+        for kind, recent in self._recent.items():
+            recent.replace(state.get(kind, ()))
+        self.forget()
+        self._first_batch = state.get("first_batch", self.batches + 1)
+        total, weights = state.get("open", (0.0, 0.0))
+        if self._first_batch <= self.batches:
+            self._losses.append((torch.tensor(total, dtype=torch.float64), weights))
+
+    def load_state_dicts(self, states: list[StateDict | None], rank: int | None) -> None:
+        """As ``load_state_dict``, of the states of all ranks that saved; ``rank`` None: they were others."""
+        own = states[0 if rank is None else rank]
+        known = [state for state in states if state is not None]
+        if rank is None and own is not None:
+            sums = [
+                sum(parts) / len(known) for parts in zip(*(state["open"] for state in known), strict=True)
+            ]
+            own = {**own, "open": sums}
+        self.load_state_dict(own)
+
+
+def _sentence(spike: Spike) -> str:
+    name = "loss" if spike.kind == "loss" else "gradient norm"
+    if not math.isfinite(spike.value):
+        return f"The {name} is {'NaN' if math.isnan(spike.value) else 'infinite'}"
+    return f"The {name} is {spike.value:.4g}, {spike.score:.1f} times its usual spread above the median,"
+
+
+def check_form(state: object) -> None:
+    """Raise ValueError or TypeError unless ``state`` is what ``SpikeWatch.state_dict`` returns."""
+    counts = (*COUNTS, "in_a_row", "first_batch")
+    if not isinstance(state, dict) or state.keys() != {*counts, *VALUES, "open"}:
+        raise TypeError("spikes have other fields")
+    for name in counts:
+        if type(state[name]) is not int or not 0 <= state[name] < 2**48:
+            raise ValueError(f"spikes.{name} is {str(state[name])[:60]!r}")
+    for name in (*VALUES, "open"):
+        values = state[name]
+        if not isinstance(values, list) or any(type(value) not in (int, float) for value in values):
+            raise TypeError(f"spikes.{name} is no list of numbers")
+        if len(values) > LARGEST_WINDOW or (name == "open" and len(values) != 2):
+            raise ValueError(f"spikes.{name} has {len(values)} numbers")
+        if name != "open" and not all(map(math.isfinite, values)):
+            raise ValueError(f"spikes.{name} has numbers that are not finite")

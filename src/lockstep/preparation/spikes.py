@@ -1,0 +1,73 @@
+"""Where a policy for spikes meets the loop: what it is asked before a step, and what it is told of gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.optim import Optimizer
+
+from lockstep.comm.collectives import Communicator
+from lockstep.config.spikes import SpikePolicy
+from lockstep.errors import UsageError
+from lockstep.observe.measures.measures import Measures
+from lockstep.observe.spikes.watch import SpikeWatch
+from lockstep.runtime.step import StepClock
+from lockstep.train.clipping import OtherStages, clip_norm
+from lockstep.train.loss_scale import LossScaler
+
+
+def watch_spikes(
+    policy: SpikePolicy | None,
+    communicator: Communicator,
+    ranks_step_together: Callable[[], bool],
+    measures: Measures,
+    clock: StepClock,
+) -> SpikeWatch | None:
+    """What follows the policy; None: there is none."""
+    if policy is None:
+        return None
+    tell = partial(clock.news, "spike")
+    return SpikeWatch(policy, communicator, ranks_step_together, lambda: measures.open_samples, tell)
+
+
+def refuse_second_optimizer(optimizer: Optimizer) -> None:
+    """Losses cannot be told apart by the optimizers that step on their gradients."""
+    raise UsageError(
+        f"SpikePolicy follows the steps of one optimizer, but a second one ({type(optimizer).__name__}) was prepared. "
+        "Give one optimizer all parameters, in groups, or remove the policy."
+    )
+
+
+def asked_before_step(
+    spikes: SpikeWatch | None, others: Callable[[], OtherStages | None], scaler: LossScaler | None
+) -> Callable[[Optimizer], bool] | None:
+    """Whether an optimizer may step. ``others``: who else holds parameters of the same models."""
+    if spikes is None:
+        return None
+
+    def may_step(optimizer: Optimizer) -> bool:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+        def norm() -> torch.Tensor:
+            return clip_norm(parameters, math.inf, 2.0, window_ended=False, others=others())
+
+        return spikes.may_step(norm, None if scaler is None else scaler.scaler.get_scale)
+
+    return may_step
+
+
+def told_of_clearing(
+    spikes: SpikeWatch | None, clear_further: Callable[[], None] | None
+) -> Callable[[], None] | None:
+    """What is called when gradients are cleared."""
+    if spikes is None or clear_further is None:
+        return clear_further if spikes is None else spikes.forget
+
+    def cleared() -> None:
+        spikes.forget()
+        clear_further()
+
+    return cleared
