@@ -34,7 +34,7 @@ class RecentValues:
         if len(self._values) < self._warmup:
             return None
         middle = median(self._values)
-        spread = NORMAL_MAD * median(abs(one - middle) for one in self._values)
+        spread = NORMAL_MAD * median([abs(one - middle) for one in self._values])
         spread = max(spread, LEAST_SPREAD * abs(middle))
         if spread == 0:
             return 0.0 if value <= middle else float("inf")
