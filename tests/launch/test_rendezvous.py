@@ -49,6 +49,7 @@ class FakeWatch:
         self.stopped: str | None = None
         self.verdict: Any = None
         self.asked: list[str] = []
+        self.reasons: list[tuple[str, str, int | None]] = []
         self.worlds: list[int] = []
 
     def start_round(self, world_size: int) -> None:
@@ -61,8 +62,9 @@ class FakeWatch:
     def left(self, rank: int) -> None:
         self.gone.append(rank)
 
-    def end_all(self) -> None:
+    def end_all(self, reason: str, sentence: str = "", rank: int | None = None) -> None:
         self.ended += 1
+        self.reasons.append((reason, sentence, rank))
 
     def process_states(self, states: Mapping[int, str]) -> None:
         self.states = dict(states)
@@ -145,6 +147,7 @@ def test_without_restarts_a_failure_ends_the_launch_with_its_code_on_all_machine
         over = launch.over(name)
         assert (over["code"], over["rank"], over["note"]) == (7, 3, "")
         assert over["cause"] == "rank 3 on host-b failed (exit code 1)"
+    assert launch.watch.reasons == [("error", "exit code 1", 3)]
 
 
 @pytest.mark.parametrize("cause_comes", [True, False])
@@ -234,6 +237,7 @@ def test_a_hang_that_lasted_too_long_is_a_failure_with_a_code_of_its_own() -> No
     launch.watch.verdict = SimpleNamespace(sentence="rank 1 is stopped.")
     launch.wait(0.2)
     assert launch.said == ["lockstep launch: restart 1 of 1: it hung: rank 1 is stopped; resuming."]
+    assert launch.watch.reasons == [("hang", "", None)]
     launch.join("a", epoch="this")
     launch.join("b", epoch="this")
     launch.watch.verdict = SimpleNamespace(sentence="rank 1 is stopped.")

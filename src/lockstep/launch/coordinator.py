@@ -45,17 +45,19 @@ class Watch(Protocol):
     def start_round(self, world_size: int) -> None: ...
     def request_stop(self, cause: str) -> None: ...
     def left(self, rank: int) -> None: ...
-    def end_all(self) -> None: ...
+    def end_all(self, reason: str, sentence: str = "", rank: int | None = None) -> None: ...
     def process_states(self, states: Mapping[int, str]) -> None: ...
 
 
 @dataclass(frozen=True)
 class RoundFailure:
-    """How a round failed: a clause for people, the launch's exit code if no other round follows, whom to blame."""
+    """How a round failed: a clause for people, the launch's exit code if no other round follows, whom to blame, what
+    that rank said."""
 
     cause: str
     code: int
     rank: int | None = None
+    summary: str = ""
 
 
 class LaunchCoordinator:
@@ -266,9 +268,8 @@ class LaunchCoordinator:
             return
         rank, code = _non_negative_int(message, "rank"), _non_negative_int(message, "code")
         where = f" on {message.get('host')}" if len(current.nodes) > 1 else ""
-        failure = RoundFailure(
-            f"rank {rank}{where} failed ({message.get('summary')}){self._at_step()}", code, rank
-        )
+        summary = str(message.get("summary"))
+        failure = RoundFailure(f"rank {rank}{where} failed ({summary}){self._at_step()}", code, rank, summary)
         stopped = self._watch.stopped if self._watch is not None else None
         if self._reform is not None:
             self._end_round()
@@ -290,16 +291,25 @@ class LaunchCoordinator:
         decision = self._restarts.round_failed(failure.cause, self._commits())
         if decision.again:
             self._say(f"lockstep launch: {decision.sentence}.")
-            self._end_round()
+            self._end_round(failure)
         else:
-            self._end(failure.code, failure.cause, decision.sentence, failure.rank)
+            self._end(failure.code, failure.cause, decision.sentence, failure.rank, failure.summary)
 
-    def _end_round(self) -> None:
+    def _end_round(self, failure: RoundFailure | None = None) -> None:
         self._suspect = self._reform = None
         if self._watch is not None:
-            self._watch.end_all()
+            self._end_workers(failure or RoundFailure("", 0))
         if self._members.round is not None:
             self._do(self._members.fail(self._members.round.number, self._clock()))
+
+    def _end_workers(self, failure: RoundFailure) -> None:
+        assert self._watch is not None
+        if failure.code == HANG:  # which the watch has told them of
+            self._watch.end_all("hang")
+        elif failure.cause:
+            self._watch.end_all("error", failure.summary or failure.cause, failure.rank)
+        else:
+            self._watch.end_all("another round")
 
     def _commits(self) -> int | None:
         return self._watch.commits if self._watch is not None else None
@@ -323,12 +333,12 @@ class LaunchCoordinator:
             self._tell(tuple(self._peers), {"kind": "rendezvous.stopping", "signal": name})
             self._watch.request_stop(name)
 
-    def _end(self, code: int, cause: str, note: str = "", rank: int | None = None) -> None:
+    def _end(self, code: int, cause: str, note: str = "", rank: int | None = None, summary: str = "") -> None:
         if self._over is not None:
             return
         self._over = {"kind": "rendezvous.over", "code": code, "cause": cause, "note": note, "rank": rank}
         if self._watch is not None and code not in (0, PREEMPTED):
-            self._watch.end_all()
+            self._end_workers(RoundFailure(cause, code, rank, summary))
         self._tell(tuple(self._peers), self._over)
         self._members.close()
 

@@ -230,10 +230,15 @@ class Coordinator:
         """What the stop was asked for; "": none was."""
         return self._stop.cause or ""
 
-    def end_all(self) -> None:
-        """Have every worker end itself, where nobody else can."""
+    def end_all(self, reason: str, sentence: str = "", rank: int | None = None) -> None:
+        """Have every worker end itself, where nobody else can.
+
+        Args:
+            reason: "hang", "error", or what else the end of a run is written down as.
+            sentence: What has failed, and ``rank``: on which rank.
+        """
         for state in self._ranks.values():
-            state.peer.send({"kind": "watch.end"})
+            state.peer.send({"kind": "watch.end", "reason": reason, "sentence": sentence, "rank": rank})
 
     # Hangs -------------------------------------------------------------------------------------------
 

@@ -191,7 +191,7 @@ class _Ending:
     def tick(self, now: float) -> None:
         self._coordinator.tick(now)
         if self._coordinator.verdict is not None:
-            self._coordinator.end_all()
+            self._coordinator.end_all("hang")
         if self._coordinator.nothing_begun and not self._has_said:
             self._has_said = True
             _say(f"{nothing_to_save(self._coordinator.stop_cause)}.")

@@ -243,7 +243,9 @@ class WorkerWatch:
         elif verb == "stop_now":
             os._exit(PREEMPTED)
         elif verb == "end":
-            self._clock.news("end", reason="hang")
+            if message.get("sentence"):
+                self._clock.news("error", **news_of(message))
+            self._clock.news("end", reason=str(message.get("reason", "hang"))[:100])
             os._exit(HANG)
 
     def _evidence(self) -> Evidence:
