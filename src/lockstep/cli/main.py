@@ -24,6 +24,7 @@ COMMANDS = {
     "checkpoint": ("lockstep.cli.checkpoint", "Verify, show, merge and convert checkpoints."),
     "check": ("lockstep.cli.check", "Prove that a script computes on many ranks what it computes on one."),
     "report": ("lockstep.cli.report", "Say what a run did, why it was slow and why it stopped."),
+    "top": ("lockstep.cli.top", "Watch a run: loss, throughput, ranks, what happened last."),
     "schedule": ("lockstep.cli.schedule", "Show a pipeline schedule and count its bubble."),
     "test": ("lockstep.cli.test", "Check on this machine that distributed training is right."),
     "accelerate": ("lockstep.cli.accelerate", "The commands of accelerate, with its options."),
@@ -49,6 +50,7 @@ Examples:
   lockstep estimate model.py:Model --memory 24GB
   lockstep check --nproc 2 --parallel zero=3 train.py
   lockstep report runs/gpt
+  lockstep top runs/gpt
   lockstep checkpoint verify run/checkpoints
   lockstep test --nproc 2
 """

@@ -16,14 +16,16 @@ BLOCK = 1 << 17
 LONGEST_LINE = 1 << 26
 
 
-def json_lines(path: Path) -> Iterator[list[dict[str, Any]]]:
+def json_lines(path: Path, newest: int | None = None) -> Iterator[list[dict[str, Any]]]:
     """The objects of a file, block by block and in order; lines that hold no whole object are left out.
 
-    A file that is not there, or is no plain file, has none.
+    A file that is not there, or is no plain file, has none. ``newest``: read no more than its last bytes, so many.
     """
     if not _is_plain(path):
         return
     with open(path, "rb") as file:
+        if newest is not None:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - newest))
         rest: list[bytes] = []
         while block := file.read(BLOCK):
             whole, newline, tail = block.rpartition(b"\n")

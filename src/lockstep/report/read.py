@@ -42,15 +42,18 @@ class RunHistory:
         return len(self.steps) > 0
 
 
-def read_run(path: str | Path) -> RunHistory:
+def read_run(path: str | Path, newest: int | None = None) -> RunHistory:
     """Read the folder of a run, or that of a project in which it is.
+
+    Args:
+        newest: Bytes of the newest steps that are read; None: all steps are.
 
     Raises:
         ConfigError: it holds neither of the two files.
     """
     folder = _run_folder(Path(path))
     reader = ColumnReader()
-    for block in json_lines(folder / MEASURES):
+    for block in json_lines(folder / MEASURES, newest):
         reader.add(block)
     events = tuple(
         event

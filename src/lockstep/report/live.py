@@ -1,0 +1,158 @@
+"""A run on one screen, as it goes on: how it stands, its latest steps, its ranks, what happened last."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.report.attempts import RunStatus
+from lockstep.report.columns import FloatArray
+from lockstep.report.numbers import RunNumbers, numbers_of
+from lockstep.report.read import RunHistory
+from lockstep.report.words import bytes_text, digits, duration, percent, plain_text, short, whole
+
+NEWEST_BYTES = 1 << 18
+"""Of steps that are read for a screen: some hundreds."""
+SPARKS = "▁▂▃▄▅▆▇█"
+SPARKLINE = 48
+BAR = 30
+"""Characters."""
+MOST_RANKS = 32
+MOST_EVENTS = 6
+COLOURS = {RunStatus.RUNNING: "green", RunStatus.FINISHED: "blue", RunStatus.STOPPED: "blue"}
+"""Of a run's status; any other is red."""
+IN_PLAIN_VIEW = {"start", "peak", "memory"}
+"""Events that are no news."""
+
+
+def screen(run: RunHistory, now: float) -> RenderableType:
+    """``now``: seconds since 1970. Nothing in it is taken for markup."""
+    numbers = numbers_of(run, now)
+    parts: list[RenderableType] = [_title(run, numbers, now)]
+    if run.has_steps:
+        parts += [_steps(run, numbers), Panel(_parts(numbers), title="a step's time", title_align="left")]
+        if len(numbers.rank_seconds) > 1:
+            parts.append(Panel(_ranks(numbers), title="ranks: own seconds of a step", title_align="left"))
+    else:
+        parts.append(Text("No step is complete yet."))
+    if happened := _events(run, now):
+        parts.append(Panel(Text("\n".join(happened)), title="what happened", title_align="left"))
+    return Group(*parts)
+
+
+def sparkline(values: Sequence[float], width: int = SPARKLINE) -> str:
+    """The newest values as blocks between their least and their greatest; a value that is no number is a space."""
+    newest = list(values)[-width:]
+    finite = [value for value in newest if math.isfinite(value)]
+    least, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
+
+    def spark(value: float) -> str:
+        if not math.isfinite(value):
+            return " "
+        return SPARKS[round((value - least) / span * (len(SPARKS) - 1))] if span > 0 else SPARKS[0]
+
+    return "".join(map(spark, newest))
+
+
+def bar(share: float, width: int = BAR) -> str:
+    """``share``: 0 to 1."""
+    return "█" * round(min(max(share, 0.0), 1.0) * width) if math.isfinite(share) else ""
+
+
+def _title(run: RunHistory, numbers: RunNumbers, now: float) -> Text:
+    status, started = numbers.status, numbers.started
+    said = Text.assemble((run.name, "bold"), "  ", (status.value, COLOURS.get(status, "red")))
+    if started is not None:
+        device, parallel = started.text("device"), started.text("parallel")
+        ranks = f"{whole(started.number('world_size'))} ranks" if numbers.world_sizes else ""
+        said.append("".join(f"  {word}" for word in (ranks, parallel, device) if word))
+    if math.isfinite(numbers.first_time):
+        end = now if status is RunStatus.RUNNING else numbers.last_time
+        said.append(f"  {duration(end - numbers.first_time)}")
+    if len(numbers.attempts) > 1:
+        said.append(f"  start {len(numbers.attempts)}")
+    if numbers.ended_by is not None and numbers.ended_by.sentence:
+        said.append(f"\n{plain_text(numbers.ended_by.sentence, 300)}", COLOURS.get(status, "red"))
+    return said
+
+
+def _steps(run: RunHistory, numbers: RunNumbers) -> Table:
+    steps, table = run.steps, Table.grid(padding=(0, 2))
+    table.add_row("step", Text(f"{whole(numbers.last_step)}{_epoch(numbers)}"), "")
+    for title, values in (
+        ("loss", steps.loss),
+        ("gradient norm", steps.gradient_norm),
+        ("learning rate", steps.learning_rate),
+        ("seconds a step", steps.total),
+    ):
+        if np.isfinite(values).any():
+            table.add_row(title, Text(digits(_last(values), 4)), Text(sparkline(values.tolist())))
+    rates = [
+        f"{short(rate)} {unit}/s"
+        for rate, unit in ((numbers.tokens_per_second, "tokens"), (numbers.samples_per_second, "samples"))
+        if math.isfinite(rate)
+    ]
+    if math.isfinite(numbers.peak_share):
+        rates.append(f"MFU {percent(numbers.peak_share)}")
+    if rates:
+        table.add_row("throughput", Text(", ".join(rates)), "")
+    if math.isfinite(peak := numbers.memory.get("peak", math.nan)):
+        table.add_row("memory, peak", Text(f"{bytes_text(peak)} on rank 0"), "")
+    return table
+
+
+def _epoch(numbers: RunNumbers) -> str:
+    return f", epoch {whole(numbers.epoch)}" if math.isfinite(numbers.epoch) else ""
+
+
+def _last(values: FloatArray) -> float:
+    known = values[np.isfinite(values)]
+    return float(known[-1]) if len(known) else math.nan
+
+
+def _parts(numbers: RunNumbers) -> Table:
+    table = Table.grid(padding=(0, 2))
+    shares = numbers.step_times.shares if numbers.step_times is not None else {}
+    for part, share in sorted(shares.items(), key=lambda item: -item[1]):
+        if share > 0:
+            table.add_row(part, percent(share), Text(bar(share), "cyan"))
+    return table
+
+
+def _ranks(numbers: RunNumbers) -> Table:
+    table = Table.grid(padding=(0, 2))
+    seconds = numbers.rank_seconds
+    longest = max((one for one in seconds if math.isfinite(one)), default=math.nan)
+    slowest_first = sorted(range(len(seconds)), key=lambda rank: (rank not in numbers.slow_ranks, rank))
+    for rank in slowest_first[:MOST_RANKS]:
+        is_slow = rank in numbers.slow_ranks
+        length = bar(seconds[rank] / longest) if longest > 0 else ""
+        said = f"slow: {digits(numbers.slow_ranks[rank])} times the median" if is_slow else ""
+        table.add_row(
+            f"rank {rank}",
+            duration(seconds[rank]),
+            Text(length, "red" if is_slow else "green"),
+            Text(said, "red"),
+        )
+    if len(seconds) > MOST_RANKS:
+        table.add_row(f"{len(seconds) - MOST_RANKS} more")
+    return table
+
+
+def _events(run: RunHistory, now: float) -> list[str]:
+    news = [event for event in run.events if event.name not in IN_PLAIN_VIEW]
+    said = []
+    for event in news[-MOST_EVENTS:]:
+        ago = f"{duration(now - event.time)} ago" if math.isfinite(event.time) else "?"
+        step = f", step {whole(event.step)}" if math.isfinite(event.step) else ""
+        what = event.sentence or event.text("path")
+        said.append(
+            f"{ago}{step}: {plain_text(event.name, 40)}{f': {plain_text(what, 200)}' if what else ''}"
+        )
+    return said
