@@ -62,7 +62,7 @@ def entered(ranks: int) -> list[str]:
 @pytest.mark.parametrize(
     ("ranks", "most"),
     [
-        (1, 14),
+        (1, 15),
         pytest.param(2, 27, marks=pytest.mark.exhaustive),
     ],
 )

@@ -137,9 +137,7 @@ class StepRecorder:
             part = self._parts.enter("inference")
             self._around_inference = part if part != "inference" else self._around_inference
             return
-        if self._is_first:
-            self._begin_first_step()
-        self._end_step_without_loader()
+        self._begin_forward()
         self._parts.enter("forward")
         if kwargs is not None:
             self._flops.call_begins((id(module), module.training, shapes_of(args), shapes_of(kwargs)))
@@ -154,6 +152,7 @@ class StepRecorder:
     @contextmanager
     def call_in_parts(self, module: nn.Module, inputs: object) -> Iterator[None]:
         """Inside, a pipeline runs forward and backward of parts of a batch in turn."""
+        self._begin_forward()
         self._flops.call_begins((id(module), module.training, shapes_of(inputs)))
         try:
             yield
@@ -258,6 +257,11 @@ class StepRecorder:
         self._is_first = False
         now = self._parts.read()
         self._before = {**now, **{part: self._before[part] for part in ("data", "to_device")}}
+
+    def _begin_forward(self) -> None:
+        if self._is_first:
+            self._begin_first_step()
+        self._end_step_without_loader()
 
     def _end_step_without_loader(self) -> None:
         """What is done now is of the next step, where no loader says where a step ends."""
