@@ -22,6 +22,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from lockstep.errors import UsageError
 from lockstep.model.changes import Subclassed, subclass
+from lockstep.runtime.step import waiting_for_ranks
 from lockstep.torch_internals.autograd import FunctionContext
 from lockstep.torch_internals.modules import check_input_dim
 
@@ -112,7 +113,8 @@ class _Normalize(torch.autograd.Function):
         count = wide.new_full((1,), x.numel() // x.size(1) if x.size(1) else 0)
         # One message has the sums of all channels, and behind them the number of values.
         first = torch.cat([wide.sum(dims), count])
-        dist.all_reduce(first, group=group)
+        with waiting_for_ranks():
+            dist.all_reduce(first, group=group)
         count = first[-1]
         if x.device.type == "cpu" and count <= 1:
             raise ValueError(
@@ -122,7 +124,8 @@ class _Normalize(torch.autograd.Function):
         centred = wide - mean.view(shape)
         # Of what is centred: a difference of large numbers would lose digits.
         squares = centred.pow(2).sum(dims)
-        dist.all_reduce(squares, group=group)
+        with waiting_for_ranks():
+            dist.all_reduce(squares, group=group)
         variance = squares / count
         scale = (variance + eps).rsqrt()
         normalized = centred * scale.view(shape)
@@ -137,7 +140,8 @@ class _Normalize(torch.autograd.Function):
         normalized, scale, count = ctx.saved_tensors
         wide = gradient.to(normalized.dtype)
         sums = torch.stack([wide.sum(ctx.dims), (wide * normalized).sum(ctx.dims)])
-        dist.all_reduce(sums, group=ctx.group)
+        with waiting_for_ranks():
+            dist.all_reduce(sums, group=ctx.group)
         of_mean, of_scale = (sums / count).view(2, *ctx.shape)
         result = (wide - of_mean - normalized * of_scale) * scale.view(ctx.shape)
         return result.to(ctx.dtype), None, None

@@ -43,8 +43,8 @@ class Curve:
 class StepTimes:
     """Seconds of a step. ``low``, ``high``, ``worst``: one in ten is below, one in ten above, one in a hundred above.
     ``early`` and ``late``: medians of the first and of the last fifth of the steps on as many ranks as the last one.
-    ``shares``: of the whole time, by ``columns.PARTS``. ``exposed``, ``hidden``: communication that the step waits for,
-    and that it does not (NaN: not measured)."""
+    ``shares``: of the whole time, by ``columns.PARTS``. ``exposed``, ``hidden``: communication that a step waits for,
+    and that it does not, means over the steps that know it (NaN: none does)."""
 
     mean: float
     median: float
@@ -241,9 +241,14 @@ def _step_times(run: RunHistory, attempts: list[Attempt], kept: BoolArray) -> St
         late=float(np.median(alike[-fifth:])),
         count=len(total),
         shares={part: value / whole for part, value in sums.items() if value > 0} if whole > 0 else {},
-        exposed=sums["communication"],
-        hidden=float(np.nansum(steps.hidden[rows])) if np.isfinite(steps.hidden[rows]).any() else math.nan,
+        exposed=sums["communication"] / len(total),
+        hidden=_mean(steps.hidden[rows]),
     )
+
+
+def _mean(values: FloatArray) -> float:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else math.nan
 
 
 def _like_last(attempts: list[Attempt]) -> BoolArray:

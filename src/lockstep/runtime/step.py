@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import torch
 
 RECENT_STEPS = 50
 
@@ -123,6 +127,29 @@ class StepClock:
     def slowest_s(self) -> float:
         """Seconds of the slowest of the latest steps; 0 before there are any."""
         return max(list(self.durations_s), default=0.0)
+
+
+_CURRENT: ContextVar[StepClock | None] = ContextVar("lockstep_step_clock", default=None)
+
+
+def keep_time_by(clock: StepClock) -> None:
+    """From now on ``waiting_for_ranks`` of this thread tells this clock."""
+    _CURRENT.set(clock)
+
+
+@contextmanager
+def waiting_for_ranks() -> Iterator[None]:
+    """Around a collective that this thread waits for: its step is in the part "communication" meanwhile.
+
+    Costs 2 µs, and nothing in code that torch compiles.
+    """
+    clock = None if torch.compiler.is_compiling() else _CURRENT.get()
+    part = "" if clock is None else clock.enter("communication")
+    try:
+        yield
+    finally:
+        if clock is not None:
+            clock.enter(part)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -64,6 +64,21 @@ def form_buckets(replica: DistributedDataParallel) -> None:
     replica.reducer._rebuild_buckets()
 
 
+class ReducerTimes(NamedTuple):
+    """Of the latest backward of a model under DDP that torch has measured, the ``iteration``-th: seconds in which
+    averages travelled while it computed."""
+
+    iteration: int
+    hidden: float
+
+
+def reducer_times(model: DistributedDataParallel) -> ReducerTimes:
+    """Of iteration 0 before the first. Relies on: ``_get_ddp_logging_data``, with times in nanoseconds."""
+    told = model._get_ddp_logging_data()
+    nanoseconds = int(told.get("backward_compute_comm_overlap_time", 0))
+    return ReducerTimes(int(told.get("iteration", 0)), nanoseconds / 1e9)
+
+
 def traced() -> Any:
     """Operators on tensors and group names that ``torch.compile`` and fake tensors know.
 
@@ -107,6 +122,7 @@ def probe() -> None:
         (dist, "_broadcast_coalesced"),
         (torch._C._distributed_c10d.Reducer, "_rebuild_buckets"),
         (dist.ProcessGroup, "_get_backend"),
+        (DistributedDataParallel, "_get_ddp_logging_data"),
     ):
         expect(callable(getattr(owner, name)), f"the function {name}")
     expect(isinstance(dist.distributed_c10d._world.pg_names, dict), "the names of groups")

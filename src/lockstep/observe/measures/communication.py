@@ -1,40 +1,68 @@
-"""Whether all that the main thread waits for in a step, on behalf of other ranks, is seen."""
+"""What a step's communication costs in time: what the main thread waits for, and what runs behind computation."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from lockstep.config.parallel import Parallel
 from lockstep.config.world import ParallelDims
 from lockstep.parallel.parallel_model import ParallelModel, ReplicatedModel, ShardedModel
-from lockstep.runtime.step import StepClock
+from lockstep.torch_internals.c10d import ReducerTimes, reducer_times
+
+EVERY_S = 1.0
+"""How often DDP's times are read, which takes 0.1 ms."""
 
 
-def watch_collectives(model: ParallelModel, clock: StepClock) -> None:
-    """Let the clock learn when this model's own collectives are waited for."""
-    for sharding in model.shardings:
-        for collective in sharding.collectives:
-            collective.clock = clock
+def is_seen(
+    world_size: int, axes: ParallelDims, parallel: Parallel, models: Sequence[ParallelModel], device: str
+) -> bool:
+    """Whether all that the main thread waits for in a step, on behalf of other ranks, is in ``communication``.
 
-
-def is_seen(world_size: int, axes: ParallelDims, parallel: Parallel, models: Sequence[ParallelModel]) -> bool:
-    """Seen is the end of DDP's backward; and of models that are sharded, on CPUs, each gather and each reduction.
-
-    Not seen are collectives within a forward that is split (tp, cp, pp, ep), those that an accelerator waits for by
-    itself, and those of FSDP2 in other forms.
+    Seen are DDP's end of a backward, on every kind of device; and on CPUs what models that are sharded, or split by
+    ``tp``, ``cp`` or ``ep``, send. Not seen are pipelines, what an accelerator waits for by itself, and FSDP2's
+    collectives in other forms.
     """
     if world_size == 1:
         return True
-    if axes.splits_model or axes.ep > 1 or not models:
+    if axes.pp > 1 or not models:
         return False
-    return all(_is_seen(model, axes, parallel) for model in models)
+    return all(_is_seen(model, axes, parallel, device) for model in models)
 
 
-def _is_seen(model: ParallelModel, axes: ParallelDims, parallel: Parallel) -> bool:
+def _is_seen(model: ParallelModel, axes: ParallelDims, parallel: Parallel, device: str) -> bool:
     if isinstance(model, ShardedModel):
         from lockstep.parallel.zero.exchange import MOST_RANKS  # it has brought FSDP2 already
 
         is_plain = not (parallel.quantized_weights or parallel.quantized_gradients)
         is_ours = all(sharding.collectives for sharding in model.shardings)
         return is_ours and is_plain and axes.replicate == 1 and axes.shard <= MOST_RANKS
-    return isinstance(model, ReplicatedModel)
+    return isinstance(model, ReplicatedModel) or device == "cpu"
+
+
+class HiddenCommunication:
+    """Seconds in which DDP's averages travelled while its backward computed, as torch measures them.
+
+    torch measures the first ten backwards of a model in which ranks communicate, and every hundredth after them.
+    """
+
+    def __init__(self, models: Sequence[ParallelModel]) -> None:
+        self._models = models
+        self._next = 0.0
+        self._latest: list[ReducerTimes] = []
+
+    def new(self) -> float | None:
+        """Called at the end of each step: of the latest backward that was measured, if that is another than before."""
+        now = time.monotonic()
+        if now < self._next or not self._models:
+            return None
+        if not all(isinstance(model, ReplicatedModel) for model in self._models):
+            return None
+        found = [reducer_times(model.module) for model in self._models if isinstance(model, ReplicatedModel)]
+        if any(times.iteration == 0 for times in found):
+            return None
+        self._next = now + EVERY_S
+        if found == self._latest:
+            return None
+        self._latest = found
+        return sum(times.hidden for times in found)

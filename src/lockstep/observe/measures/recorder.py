@@ -17,7 +17,7 @@ from torch import nn
 from lockstep.config.options import Options
 from lockstep.config.world import ParallelDims
 from lockstep.errors import UsageError
-from lockstep.observe.measures.communication import is_seen, watch_collectives
+from lockstep.observe.measures.communication import HiddenCommunication, is_seen
 from lockstep.observe.measures.flops import FlopCounts, StepCounts, shapes_of
 from lockstep.observe.measures.late import LateNumbers, is_plain_number
 from lockstep.observe.measures.memory import MemoryOfSteps
@@ -34,7 +34,7 @@ from lockstep.observe.measures.writer import RunWriter
 from lockstep.parallel.parallel_model import ParallelModel, is_compiled_module
 from lockstep.runtime.failure import first_line
 from lockstep.runtime.process import Runtime
-from lockstep.runtime.step import RECENT_STEPS, StepState
+from lockstep.runtime.step import RECENT_STEPS, StepState, keep_time_by
 
 MOST_GROUPS = 8
 MOST_PENDING = 100
@@ -70,6 +70,7 @@ class StepRecorder:
         self._flops = FlopCounts()
         self._counts: StepCounts | None = None
         self._bytes: dict[str, int] = {}
+        self._hidden = HiddenCommunication(self._models)
         steps_here = not options.parallel.offloads_optimizer
         self._memory = MemoryOfSteps(runtime.device, self._models, lambda: self._optimizers, steps_here)
         self._peak_is_written = False
@@ -85,6 +86,7 @@ class StepRecorder:
             self._clock.parts = Parts()
         self._parts: Parts = self._clock.parts
         self._before = self._parts.read()
+        keep_time_by(self._clock)
         self._look_away = look_on(self._clock, self, self._writer.folder.close)  # which keeps no model alive
 
     @property
@@ -113,7 +115,6 @@ class StepRecorder:
     def model_prepared(self, model: ParallelModel) -> None:
         """Look on where this model is called."""
         self._models.append(model)
-        watch_collectives(model, self._clock)
         if is_compiled_module(model.module) or self._options.compile_options is not None:
             self._flops.is_compiled()
         look_on_calls(model.module, self)
@@ -291,6 +292,7 @@ class StepRecorder:
             tokens=self._others.of_all("tokens"),
             learning_rate=self._learning_rates(),
             seconds=seconds,
+            hidden_communication_seconds=self._hidden.new(),
             flops=self._flops_of_all(),
             bytes=self._new_bytes(),
             memory=self._memory.new(),
@@ -338,7 +340,8 @@ class StepRecorder:
         return seconds
 
     def _communication_is_seen(self) -> bool:
-        return is_seen(self._runtime.world_size, self._axes, self._options.parallel, self._models)
+        device = self._runtime.device.type
+        return is_seen(self._runtime.world_size, self._axes, self._options.parallel, self._models, device)
 
     def _flops_of_all(self) -> dict[str, float] | None:
         model, hardware = self._others.of_all("model"), self._others.of_all("hardware")

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep.comm.collectives import all_gather_into_tensor, reduce_scatter_tensor
 from lockstep.config.enums import CPMethod
 from lockstep.errors import UsageError
+from lockstep.runtime.step import waiting_for_ranks
 from lockstep.torch_internals.autograd import FunctionContext
 
 FEWEST_POSITIONS = 2
@@ -81,7 +82,8 @@ class SequenceLayout:
         if local.dtype is torch.bool:
             return self.collect(local.view(torch.uint8)).view(torch.bool)
         parts = local.new_empty((self.size, *local.shape))
-        all_gather_into_tensor(parts.flatten(0, 1), local.contiguous(), group=self.group)
+        with waiting_for_ranks():
+            all_gather_into_tensor(parts.flatten(0, 1), local.contiguous(), group=self.group)
         return parts
 
     def joined(self, parts: Tensor, dim: int) -> Tensor:
@@ -119,5 +121,6 @@ class _GatherShards(torch.autograd.Function):
     def backward(ctx: FunctionContext, *gradients: Tensor) -> tuple[Tensor, None, None]:
         parts = ctx.layout.shard_of(gradients[0], ctx.dim)
         local = torch.empty_like(parts[0])
-        reduce_scatter_tensor(local, parts.flatten(0, 1), group=ctx.layout.group)
+        with waiting_for_ranks():
+            reduce_scatter_tensor(local, parts.flatten(0, 1), group=ctx.layout.group)
         return local, None, None

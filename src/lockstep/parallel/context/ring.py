@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lockstep.parallel.context.layout import SequenceLayout
+from lockstep.runtime.step import waiting_for_ranks
 from lockstep.torch_internals import kernels
 from lockstep.torch_internals.autograd import FunctionContext
 
@@ -180,8 +181,9 @@ class _Coming:
         self._tensors, self._sent, self._works = tensors, sent, works
 
     def wait(self) -> list[Tensor]:
-        for work in self._works:
-            work.wait()
+        with waiting_for_ranks():
+            for work in self._works:
+                work.wait()
         return self._tensors
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 from lockstep.parallel.context.layout import SequenceLayout
+from lockstep.runtime.step import waiting_for_ranks
 from lockstep.torch_internals.autograd import FunctionContext
 
 SequenceExchange = Callable[[Tensor, SequenceLayout], Tensor]
@@ -110,5 +111,6 @@ def _exchange(sent: Tensor, layout: SequenceLayout) -> Tensor:
     """[N, ...] by the rank it goes to, to [N, ...] by the rank it came from."""
     sent = sent.contiguous()
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=layout.group)
+    with waiting_for_ranks():
+        dist.all_to_all_single(received, sent, group=layout.group)
     return received

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from lockstep.errors import UsageError
+from lockstep.runtime.step import waiting_for_ranks
 from lockstep.torch_internals.tensors import (
     TENSOR,
     call_around_others,
@@ -75,7 +76,8 @@ def differences(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> to
     """For each tensor how far its sums on the ranks are apart, of the sum of its magnitudes. Collective."""
     found = torch.stack([torch.stack(_sums(one)) for one in tensors]).to(tensors[0].device)
     both = torch.cat([found, -found]).nan_to_num()
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    with waiting_for_ranks():
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     most, least = both.chunk(2)
     return (most + least).amax(1) / most[:, 1].clamp_min(torch.finfo(torch.float64).tiny)
 

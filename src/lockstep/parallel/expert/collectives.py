@@ -16,6 +16,7 @@ from torch import nn
 from lockstep.comm.collectives import all_gather_into_tensor
 from lockstep.errors import CollectiveMismatchError
 from lockstep.model.changes import UncopiedHook
+from lockstep.runtime.step import waiting_for_ranks
 from lockstep.torch_internals import compile as torch_compile
 from lockstep.torch_internals.autograd import FunctionContext
 
@@ -39,7 +40,8 @@ class Calls:
         message[1 : 1 + counts.numel()] = counts.flatten()
         ranks = self.group.size()
         every = message.new_empty(ranks * len(message))
-        all_gather_into_tensor(every, message, group=self.group)
+        with waiting_for_ranks():
+            all_gather_into_tensor(every, message, group=self.group)
         rows = every.view(ranks, -1)
         called = rows[:, 0].tolist()
         if len(set(called)) > 1:
@@ -100,7 +102,8 @@ class Ranks:
             return self.calls.exchange(self.number, counts)
         ranks = self.data.size()
         out = counts.new_empty(ranks * counts.shape[0], *counts.shape[1:])
-        all_gather_into_tensor(out, counts.contiguous(), group=self.data)
+        with waiting_for_ranks():
+            all_gather_into_tensor(out, counts.contiguous(), group=self.data)
         return out.view(ranks, *counts.shape)
 
 
@@ -114,7 +117,8 @@ class SumOverRanks(torch.autograd.Function):
     def forward(ctx: FunctionContext, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
+        with waiting_for_ranks():
+            dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
@@ -158,5 +162,7 @@ def _exchange(
     rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     out = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=group)
+    rows = rows.contiguous()
+    with waiting_for_ranks():
+        dist.all_to_all_single(out, rows, list(received), list(sent), group=group)
     return out

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lockstep.runtime.step import waiting_for_ranks
 from lockstep.torch_internals import c10d
 from lockstep.torch_internals.autograd import FunctionContext
 
@@ -84,8 +85,9 @@ def scatter_sequence(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
 
 def all_reduce(x: Tensor, mesh: DeviceMesh, operation: str = "sum") -> Tensor:
     """The sum (or "max") over the ranks, of the shape and dtype of ``x``, without a gradient."""
-    operators = c10d.traced()
-    return operators.wait_tensor(operators.all_reduce(x.contiguous(), operation, _group(mesh)))
+    operators, x = c10d.traced(), x.contiguous()
+    with waiting_for_ranks():
+        return operators.wait_tensor(operators.all_reduce(x, operation, _group(mesh)))
 
 
 def _all_gather(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
@@ -99,14 +101,16 @@ def _all_gather(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
     # Gathered along the first dimension, which alone needs no copy.
     operators = c10d.traced()
     first = x.movedim(dim, 0).contiguous()
-    parts = operators.wait_tensor(operators.all_gather_into_tensor(first, mesh.size(), _group(mesh)))
+    with waiting_for_ranks():
+        parts = operators.wait_tensor(operators.all_gather_into_tensor(first, mesh.size(), _group(mesh)))
     return parts.narrow(0, 0, size).movedim(0, dim).contiguous()
 
 
 def _reduce_scatter(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     first = x.movedim(dim, 0).contiguous()
     operators = c10d.traced()
-    part = operators.wait_tensor(operators.reduce_scatter_tensor(first, "sum", mesh.size(), _group(mesh)))
+    with waiting_for_ranks():
+        part = operators.wait_tensor(operators.reduce_scatter_tensor(first, "sum", mesh.size(), _group(mesh)))
     return part.movedim(0, dim).contiguous()
 
 

@@ -20,8 +20,7 @@ The number of bytes is :func:`lockstep.comm.quantization.message_bytes` for each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -34,7 +33,7 @@ from lockstep.comm.collectives import all_gather_into_tensor, reduce_scatter_ten
 from lockstep.comm.quantization import from_message, to_message
 from lockstep.config.enums import QuantizedType
 from lockstep.errors import ConfigError, UsageError
-from lockstep.runtime.step import StepClock
+from lockstep.runtime.step import waiting_for_ranks
 from lockstep.torch_internals import c10d, fsdp2
 from lockstep.torch_internals.fsdp2_gathered import ShardedModule
 
@@ -43,25 +42,7 @@ MOST_RANKS = 8
 
 
 class ShardCollective:
-    """The part of FSDP2's ``Comm`` that says where buffers come from: from the allocator, as torch's own.
-
-    Attributes:
-        clock: Learns when the main thread waits for the other ranks; None: nobody asks.
-    """
-
-    clock: StepClock | None = None
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Inside, the main thread communicates."""
-        if self.clock is None:
-            yield
-            return
-        part = self.clock.enter("communication")
-        try:
-            yield
-        finally:
-            self.clock.enter(part)
+    """The part of FSDP2's ``Comm`` that says where buffers come from: from the allocator, as torch's own."""
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -86,7 +67,7 @@ class BroadcastAllGather(ShardCollective):
         own = parts[group.rank()]
         if own.data_ptr() != input_tensor.data_ptr():  # FSDP2 puts it there itself
             own.copy_(input_tensor)
-        with self.waiting():
+        with waiting_for_ranks():
             # All are started before the first is waited for, so that every rank sends at once.
             under_way = [
                 dist.broadcast(part, group=group, group_src=rank, async_op=True)
@@ -119,7 +100,7 @@ class ExchangeReduceScatter(ShardCollective):
         # No rank waits for another's sum: each adds up its own part.
         # Row r of what is received is what rank r adds to this rank's part; rows are always summed in this order.
         received = torch.empty_like(input_tensor)
-        with self.waiting():
+        with waiting_for_ranks():
             dist.all_to_all_single(received, input_tensor, group=group)
         torch.sum(received.view(group.size(), -1), dim=0, out=output_tensor)
         if factor != 1:
