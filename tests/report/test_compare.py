@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
+from lockstep.history.read import RunHistory, read_run
 from lockstep.report.compare import (
     MOST_RUNS,
     comparison_sentences,
@@ -16,7 +17,6 @@ from lockstep.report.compare import (
     settings_that_differ,
     told_apart,
 )
-from lockstep.report.read import RunHistory, read_run
 from lockstep.report.report import report_of
 from tests.report.runs import BEGIN, CONFIGURATION, END, ERROR, Start, Synthetic, write_run
 

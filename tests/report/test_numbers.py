@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 
 from lockstep.config.parallel import Parallel
+from lockstep.history.attempts import RunStatus
+from lockstep.history.events import event_of
+from lockstep.history.read import read_run
+from lockstep.history.text import plain_text
 from lockstep.plan.sizes import ModelSize
 from lockstep.plan.traffic import sent_bytes
-from lockstep.report.attempts import RunStatus
 from lockstep.report.communication import expected_bytes
-from lockstep.report.events import event_of
 from lockstep.report.numbers import RunNumbers, numbers_of
-from lockstep.report.read import read_run
 from lockstep.report.summary import REASONS, sentences
-from lockstep.report.words import bytes_text, digits, duration, percent, plain_text, short, whole
+from lockstep.report.words import bytes_text, digits, duration, percent, short, whole
 from tests.report.runs import BEGIN, CRASHED, END, ERROR, HANG, RESTARTED, Start, Synthetic, write_run
 
 NOW = BEGIN + 1e6
@@ -69,20 +70,20 @@ def test_sums_and_rates_are_those_of_the_lines(made: Made) -> None:
 
 def test_the_time_on_the_clock_is_divided_without_rest(made: Made) -> None:
     numbers, lines = made(RESTARTED)
-    wall = numbers.time
+    wall = numbers.goodput
     assert wall is not None
-    assert wall.productive + sum(wall.lost.values()) == pytest.approx(wall.wall, rel=1e-6)
+    assert wall.productive + sum(wall.lost.values()) == pytest.approx(wall.total, rel=1e-6)
     assert wall.lost["down"] == pytest.approx(45 + 1900)
-    assert wall.lost["start"] == pytest.approx(3 * 21, abs=1e-3)
+    assert wall.lost["startup"] == pytest.approx(3 * 21, abs=1e-3)
     assert wall.lost["after"] == pytest.approx(30 + 30 + 1, abs=1e-3)
     again = [
         line
         for place, line in enumerate(lines)
         if line["step"] in {one["step"] for one in lines[place + 1 :]}
     ]
-    assert wall.lost["again"] == pytest.approx(sum(line["seconds"]["total"] for line in again))
-    assert wall.lost["save"] == pytest.approx(8 * 2.5)
-    assert wall.goodput == pytest.approx(wall.productive / wall.wall)
+    assert wall.lost["repeated"] == pytest.approx(sum(line["seconds"]["total"] for line in again))
+    assert wall.lost["saving"] == pytest.approx(8 * 2.5)
+    assert wall.share == pytest.approx(wall.productive / wall.total)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.history.read import read_run
 from lockstep.report.draw.hover import SCRIPT, policy
 from lockstep.report.draw.style import STYLE
-from lockstep.report.read import read_run
 from lockstep.report.report import report_of
 from lockstep.report.summary import sentences
 from tests.report.browser import CHROMIUM, MISSING, Browser

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.report.attempts import RunStatus
+from lockstep.history.attempts import RunStatus
 from lockstep.report.report import report_of
 from lockstep.report.started import configuration
 from tests.warm_interpreter import WarmInterpreter
@@ -65,10 +65,10 @@ def test_a_real_run_is_reported(project: Path) -> None:
     assert numbers.samples == sum(line["samples"] for line in last.values())
     assert run.steps.loss.tolist() == [line["loss"] for line in lines]
     assert np.isfinite(run.steps.gradient_norm).all() and np.isfinite(run.steps.learning_rate).all()
-    assert numbers.step_times is not None and numbers.time is not None
+    assert numbers.step_times is not None and numbers.goodput is not None
     assert sum(numbers.step_times.shares.values()) == pytest.approx(1, abs=0.02)
-    assert numbers.time.productive + sum(numbers.time.lost.values()) == pytest.approx(
-        numbers.time.wall, rel=0.02
+    assert numbers.goodput.productive + sum(numbers.goodput.lost.values()) == pytest.approx(
+        numbers.goodput.total, rel=0.02
     )
     assert "squared" in run.steps.logged
     assert [event.name for event in run.events if event.name in ("error", "loaded")] == ["error", "loaded"]

@@ -58,7 +58,7 @@ def _follow(console: Console, shown: RenderableType, run: str, every: float) -> 
 
 
 def _screen(run: str) -> RenderableType:
+    from lockstep.history.read import read_run
     from lockstep.report.live import NEWEST_BYTES, screen
-    from lockstep.report.read import read_run
 
     return screen(read_run(run, NEWEST_BYTES), time.time())

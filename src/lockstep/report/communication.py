@@ -6,9 +6,9 @@ import math
 
 from lockstep.config.parallel import Parallel
 from lockstep.errors import ConfigError
+from lockstep.history.events import RunEvent
 from lockstep.plan.sizes import ModelSize
 from lockstep.plan.traffic import sent_bytes
-from lockstep.report.events import RunEvent
 from lockstep.report.started import configuration
 
 

@@ -10,12 +10,13 @@ import numpy as np
 
 from lockstep.config.values import plain
 from lockstep.errors import ConfigError
+from lockstep.history.columns import FloatArray, IndexArray
+from lockstep.history.events import RunEvent, named
+from lockstep.history.read import RunHistory
+from lockstep.history.text import plain_text
 from lockstep.parity.judge.words import count, size
-from lockstep.report.columns import FloatArray, IndexArray
-from lockstep.report.events import RunEvent, named
-from lockstep.report.read import RunHistory
 from lockstep.report.started import configuration, environment
-from lockstep.report.words import digits, percent, plain_text, whole
+from lockstep.report.words import digits, percent, whole
 
 MOST_RUNS = 8
 QUANTITIES = (("samples", "the number of samples"), ("tokens", "the number of tokens"), ("loss", "the loss"),

@@ -11,11 +11,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.report.attempts import RunStatus
-from lockstep.report.columns import FloatArray
+from lockstep.history.attempts import RunStatus
+from lockstep.history.columns import FloatArray
+from lockstep.history.read import RunHistory
+from lockstep.history.text import plain_text
 from lockstep.report.numbers import RunNumbers, numbers_of
-from lockstep.report.read import RunHistory
-from lockstep.report.words import bytes_text, digits, duration, percent, plain_text, short, whole
+from lockstep.report.words import bytes_text, digits, duration, percent, short, whole
 
 NEWEST_BYTES = 1 << 18
 """Of steps that are read for a screen: some hundreds."""

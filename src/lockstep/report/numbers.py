@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.report.attempts import Attempt, RunStatus, attempts_of, status_of
-from lockstep.report.columns import MEMORY, PARTS, BoolArray, FloatArray
+from lockstep.history.attempts import Attempt, RunStatus, attempts_of, status_of
+from lockstep.history.columns import MEMORY, PARTS, BoolArray, FloatArray
+from lockstep.history.events import RunEvent, named
+from lockstep.history.goodput import Goodput, goodput
+from lockstep.history.read import RunHistory
 from lockstep.report.communication import expected_bytes
-from lockstep.report.events import RunEvent, named
-from lockstep.report.goodput import WallTime, wall_time
-from lockstep.report.read import RunHistory
 from lockstep.report.started import predicted_memory
 
 NEWEST = 100
@@ -81,7 +81,7 @@ class RunNumbers:
     attempts: tuple[Attempt, ...]
     first_time: float
     last_time: float
-    time: WallTime | None
+    goodput: Goodput | None
     steps: int
     again: int
     first_step: float
@@ -141,7 +141,7 @@ def numbers_of(run: RunHistory, now: float) -> RunNumbers:
         attempts=tuple(attempts),
         first_time=min((one.first for one in known), default=math.nan),
         last_time=max((one.last for one in known), default=math.nan),
-        time=wall_time(run, attempts),
+        goodput=goodput(run, attempts),
         steps=int(kept.sum()),
         again=int((~kept).sum()),
         first_step=float(kept_steps[0]) if len(kept_steps) else math.nan,

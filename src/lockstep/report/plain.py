@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from lockstep.report.columns import number
+from lockstep.history.columns import number
 from lockstep.report.numbers import Curve, RunNumbers
 
 
@@ -18,7 +18,7 @@ def to_json(numbers: RunNumbers) -> dict[str, object]:
     ``memory_bytes``, ``memory_predicted_bytes``, ``bytes_per_step``, ``bytes_per_step_expected``, ``rank_seconds``,
     ``slow_ranks``, ``checkpoints``, ``hangs``, ``damage``, ``spikes``, ``batches_skipped``.
     """
-    times, wall = numbers.step_times, numbers.time
+    times, wall = numbers.step_times, numbers.goodput
     return {
         "status": numbers.status.value,
         "started": _known(numbers.first_time),
@@ -44,8 +44,8 @@ def to_json(numbers: RunNumbers) -> dict[str, object]:
         "mfu": _known(numbers.peak_share),
         "hfu": _known(numbers.hardware_share),
         "recomputation": _known(numbers.recomputation),
-        "wall_seconds": None if wall is None else _known(wall.wall),
-        "goodput": None if wall is None else _known(wall.goodput),
+        "wall_seconds": None if wall is None else _known(wall.total),
+        "goodput": None if wall is None else _known(wall.share),
         "lost_seconds": {} if wall is None else {name: _known(value) for name, value in wall.lost.items()},
         "memory_bytes": {name: _known(value) for name, value in numbers.memory.items()},
         "memory_predicted_bytes": dict(numbers.memory_predicted),

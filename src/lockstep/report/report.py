@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.history.read import RunHistory, read_run
 from lockstep.report.compare import (
     check_count,
     comparison_sentences,
@@ -15,7 +16,6 @@ from lockstep.report.compare import (
 )
 from lockstep.report.numbers import RunNumbers, numbers_of
 from lockstep.report.plain import plain_value, to_json
-from lockstep.report.read import RunHistory, read_run
 from lockstep.report.summary import chapters, sentences
 
 FORMAT = "lockstep report 1"

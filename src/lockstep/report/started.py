@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from lockstep.report.columns import bounded
-from lockstep.report.events import RunEvent
-from lockstep.report.words import plain_text
+from lockstep.history.columns import bounded
+from lockstep.history.events import RunEvent
+from lockstep.history.text import plain_text
 
 
 def configuration(start: RunEvent | None) -> list[tuple[str, str, str]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from lockstep.history.attempts import RunStatus
+from lockstep.history.events import named
+from lockstep.history.goodput import LOST
 from lockstep.parity.judge.words import count, listed
-from lockstep.report.attempts import RunStatus
-from lockstep.report.events import named
-from lockstep.report.goodput import LOST
 from lockstep.report.numbers import RunNumbers, StepTimes
 from lockstep.report.words import bytes_text, date, digits, duration, percent, short, whole
 
@@ -68,8 +68,8 @@ def what_it_did(numbers: RunNumbers) -> str:
         seen.append(f"{'at least ' if numbers.tokens_missing else ''}{short(numbers.tokens)} tokens")
     if seen:
         said += f", {listed(seen)}"
-    if numbers.time is not None:
-        said += f" in {duration(numbers.time.wall)}"
+    if numbers.goodput is not None:
+        said += f" in {duration(numbers.goodput.total)}"
     if ranks := numbers.world_sizes:
         said += f" on {_ranks(ranks)}"
     if math.isfinite(numbers.epoch):
@@ -170,12 +170,12 @@ def _slow_ranks(numbers: RunNumbers) -> str:
 
 
 def _lost(numbers: RunNumbers) -> str:
-    wall = numbers.time
-    if wall is None or not math.isfinite(wall.goodput):
+    wall = numbers.goodput
+    if wall is None or not math.isfinite(wall.share):
         return ""
     worst = sorted(wall.lost.items(), key=lambda one: -one[1])[:3]
-    worst = [(name, seconds) for name, seconds in worst if seconds > 0.005 * wall.wall]
-    said = f"{percent(wall.goodput)} of the time on the clock went into steps that count (goodput)"
+    worst = [(name, seconds) for name, seconds in worst if seconds > 0.005 * wall.total]
+    said = f"{percent(wall.share)} of the time on the clock went into steps that count (goodput)"
     if worst:
         said += f"; the rest mostly to {listed([f'{LOST[name]} ({duration(seconds)})' for name, seconds in worst])}"
     again = f" {count(numbers.again, 'step')} were done twice." if numbers.again else ""
@@ -221,7 +221,7 @@ def _hung_before(numbers: RunNumbers) -> str:
 
 def headline(numbers: RunNumbers) -> list[tuple[str, str]]:
     """(name, value) of the few numbers that people ask for first."""
-    times, wall = numbers.step_times, numbers.time
+    times, wall = numbers.step_times, numbers.goodput
     rows = [
         ("steps", whole(numbers.steps) if numbers.steps else ""),
         ("loss", digits(numbers.loss.last, 4) if numbers.loss else ""),
@@ -234,8 +234,8 @@ def headline(numbers: RunNumbers) -> list[tuple[str, str]]:
             else "",
         ),
         ("MFU", percent(numbers.peak_share) if math.isfinite(numbers.peak_share) else ""),
-        ("goodput", percent(wall.goodput) if wall and math.isfinite(wall.goodput) else ""),
-        ("on the clock", duration(wall.wall) if wall else ""),
+        ("goodput", percent(wall.share) if wall and math.isfinite(wall.share) else ""),
+        ("on the clock", duration(wall.total) if wall else ""),
         ("peak memory", bytes_text(numbers.memory["peak"]) if "peak" in numbers.memory else ""),
     ]
     return [(name, value) for name, value in rows if value]

@@ -9,8 +9,6 @@ _UNITS = ((60, "min", 1, "s", 60), (3600, "h", 60, "min", 24), (86400, "d", 3600
 """Seconds, name, and those of the smaller unit that is said with it; from how many on the next one is taken."""
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-LONGEST = 4000
-"""Characters of a text that is shown; what is longer is cut."""
 
 
 def duration(seconds: float) -> str:
@@ -79,20 +77,4 @@ def date(seconds: float) -> str:
     try:
         return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     except (ValueError, OverflowError, OSError):
-        return "?"
-
-
-def plain_text(value: object, limit: int = LONGEST) -> str:
-    """Any value on one line, without control characters, cut at ``limit`` characters."""
-    text = value if isinstance(value, str) else _repr(value)
-    text = "".join(
-        one if one.isprintable() else " " if one in "\n\t" else "?" for one in text[: limit + 1].strip()
-    )
-    return text if len(text) <= limit else f"{text[: limit - 1]}…"
-
-
-def _repr(value: object) -> str:
-    try:
-        return str(value)
-    except (ValueError, RecursionError):  # integers of thousands of digits
         return "?"

@@ -14,8 +14,8 @@ import torch
 
 from lockstep import Accelerator
 from lockstep.config.handlers import DamageChecks
+from lockstep.history.lines import read_lines
 from lockstep.observe.hang.ranks import WatchedRank, told_of_others
-from lockstep.observe.measures.journal import read_lines
 from lockstep.observe.measures.run_folder import EVENTS, MEASURES
 from tests.observe.hang import test_stop_signals as stopping
 from tests.observe.hang.test_coordinator import FakePeer, Run

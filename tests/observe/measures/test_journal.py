@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.observe.measures.journal import Journal, read_lines, text_of
+from lockstep.history.lines import read_lines
+from lockstep.observe.measures.journal import Journal, text_of
 from lockstep.observe.measures.run_folder import EVENTS, MEASURES, RunFolder
 
 

@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,18 +128,3 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _rounded(one) for name, one in value.items()}
     return [_rounded(one) for one in value] if isinstance(value, (list, tuple)) else value
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects in a file of lines; what is torn, or no object, is skipped. No file has none."""
-    try:
-        with path.open("rb") as file:
-            for line in file:
-                try:
-                    found = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(found, dict):
-                    yield found
-    except FileNotFoundError:
-        return

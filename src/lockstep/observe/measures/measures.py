@@ -6,11 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.observe.measures.goodput import Goodput, goodput
-from lockstep.observe.measures.journal import read_lines
+from lockstep.history.goodput import Goodput, goodput
+from lockstep.history.read import has_files, read_run
 from lockstep.observe.measures.peaks import peak_of
 from lockstep.observe.measures.recorder import StepRecorder
-from lockstep.observe.measures.run_folder import EVENTS, MEASURES
 from lockstep.observe.measures.step import StepMeasures
 
 PREFIX = "lockstep/"
@@ -104,7 +103,7 @@ class Measures(StepRecorder):
             return None
         self._take_late()
         self._writer.folder.flush()
-        return goodput(read_lines(path / EVENTS), read_lines(path / MEASURES))
+        return goodput(read_run(path)) if has_files(path) else None
 
     @property
     def folder(self) -> Path | None:

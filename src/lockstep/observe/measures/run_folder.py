@@ -11,10 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lockstep.observe.measures.journal import Journal, read_lines
-
-MEASURES = "measures.jsonl"
-EVENTS = "events.jsonl"
+from lockstep.history.lines import EVENTS, MEASURES, read_lines
+from lockstep.observe.measures.journal import Journal
 
 
 class RunFolder:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.report.columns import FloatArray
+from lockstep.history.columns import FloatArray
 from lockstep.report.draw import svg
 from lockstep.report.draw.html import legend, safe
 from lockstep.report.draw.scale import Scale, scale_of, span_of

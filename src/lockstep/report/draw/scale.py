@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.report.columns import FloatArray
+from lockstep.history.columns import FloatArray
 from lockstep.report.words import bytes_text, digits, duration, short
 
 Label = Callable[[float], str]

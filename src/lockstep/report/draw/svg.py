@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lockstep.report.columns import FloatArray
+from lockstep.history.columns import FloatArray
 
 WIDTH, HEIGHT = 2000, 1000
 

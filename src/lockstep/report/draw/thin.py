@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from lockstep.report.columns import FloatArray, IndexArray
+from lockstep.history.columns import FloatArray, IndexArray
 
 
 def buckets(x: FloatArray, count: int) -> IndexArray:

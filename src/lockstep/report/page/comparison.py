@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lockstep.report.columns import MEMORY
+from lockstep.history.columns import MEMORY
+from lockstep.history.read import RunHistory
 from lockstep.report.compare import comparison_sentences, distances, settings_that_differ
 from lockstep.report.draw.charts import UNLIKE, PlotLine, bars, line_chart
 from lockstep.report.draw.html import columns, legend, long_table, paragraph, safe, section, table
@@ -17,7 +18,6 @@ from lockstep.report.page.document import answer, document
 from lockstep.report.page.memory import COLOURS
 from lockstep.report.page.step_time import share_bar
 from lockstep.report.page.timeline import picture
-from lockstep.report.read import RunHistory
 from lockstep.report.summary import why_it_stopped
 from lockstep.report.words import bytes_text, date, digits, duration, percent, short, whole
 
@@ -38,8 +38,8 @@ FIGURES: dict[str, Figure] = {
     "samples/s": lambda one: _known(one.samples_per_second, short),
     "tokens/s": lambda one: _known(one.tokens_per_second, short),
     "MFU": lambda one: _known(one.peak_share, percent),
-    "goodput": lambda one: _known(one.time.goodput, percent) if one.time else "",
-    "on the clock": lambda one: duration(one.time.wall) if one.time else "",
+    "goodput": lambda one: _known(one.goodput.share, percent) if one.goodput else "",
+    "on the clock": lambda one: duration(one.goodput.total) if one.goodput else "",
     "peak memory": lambda one: bytes_text(one.memory["peak"]) if "peak" in one.memory else "",
     "sent in a step": lambda one: bytes_text(sum(one.bytes_per_step.values())) if one.bytes_per_step else "",
     "starts": lambda one: whole(len(one.attempts)),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from lockstep.report.columns import FloatArray, SparseColumn
+from lockstep.history.columns import FloatArray, SparseColumn
+from lockstep.history.read import RunHistory
+from lockstep.history.text import plain_text
 from lockstep.report.draw.charts import UNLIKE, PlotLine, line_chart
 from lockstep.report.draw.html import columns, paragraph, section
 from lockstep.report.numbers import RunNumbers
-from lockstep.report.read import RunHistory
-from lockstep.report.words import plain_text
 
 MOST_LOGGED = 8
 """Charts of what a script has logged."""

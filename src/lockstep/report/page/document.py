@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from lockstep.report.attempts import RunStatus
+from lockstep.history.attempts import RunStatus
+from lockstep.history.read import RunHistory
 from lockstep.report.draw.hover import SCRIPT, policy
 from lockstep.report.draw.html import columns, paragraph, safe
 from lockstep.report.draw.style import STYLE
@@ -14,7 +15,6 @@ from lockstep.report.page.happened import checkpoints, data_position, timeline
 from lockstep.report.page.memory import memory
 from lockstep.report.page.setup import machine, settings
 from lockstep.report.page.step_time import communication, step_time
-from lockstep.report.read import RunHistory
 from lockstep.report.summary import chapters, headline
 from lockstep.report.words import date
 

@@ -6,16 +6,27 @@ import math
 
 import numpy as np
 
+from lockstep.history.events import RunEvent
+from lockstep.history.goodput import LOST
+from lockstep.history.read import RunHistory
 from lockstep.report.draw.charts import bars
 from lockstep.report.draw.html import long_table, paragraph, section
-from lockstep.report.events import RunEvent
-from lockstep.report.goodput import LOST
 from lockstep.report.numbers import RunNumbers
 from lockstep.report.page.timeline import listing, picture
-from lockstep.report.read import RunHistory
 from lockstep.report.words import bytes_text, duration, percent, short, whole
 
-COLOURS = {"start": 1, "data": 5, "save": 6, "wait": 7, "again": 3, "between": 8, "after": 4, "down": 9}
+COLOURS = {
+    "startup": 1,
+    "loading": 1,
+    "data": 5,
+    "saving": 6,
+    "waiting": 7,
+    "inference": 0,
+    "repeated": 3,
+    "between": 8,
+    "after": 4,
+    "down": 9,
+}
 
 
 def timeline(run: RunHistory, numbers: RunNumbers) -> str:
@@ -28,18 +39,18 @@ def timeline(run: RunHistory, numbers: RunNumbers) -> str:
 
 
 def _goodput(numbers: RunNumbers) -> str:
-    wall = numbers.time
-    if wall is None or not wall.wall > 0:
+    wall = numbers.goodput
+    if wall is None or not wall.total > 0:
         return ""
     rows = [
-        ("steps that count", [("steps that count", wall.productive, 2)], _part(wall.productive, wall.wall))
+        ("steps that count", [("steps that count", wall.productive, 2)], _part(wall.productive, wall.total))
     ]
     rows += [
-        (LOST[name], [(LOST[name], seconds, COLOURS[name])], _part(seconds, wall.wall))
+        (LOST[name], [(LOST[name], seconds, COLOURS[name])], _part(seconds, wall.total))
         for name, seconds in sorted(wall.lost.items(), key=lambda one: -one[1])
-        if seconds > 0.001 * wall.wall
+        if seconds > 0.001 * wall.total
     ]
-    return bars(rows, wall.wall)
+    return bars(rows, wall.total)
 
 
 def _part(seconds: float, wall: float) -> str:

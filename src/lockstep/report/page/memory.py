@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from lockstep.report.columns import MEMORY, bounded
+from lockstep.history.columns import MEMORY, bounded
+from lockstep.history.events import RunEvent, named
+from lockstep.history.read import RunHistory
+from lockstep.history.text import plain_text
 from lockstep.report.draw.charts import PlotLine, line_chart, stacked_chart
 from lockstep.report.draw.html import columns, paragraph, section, table
-from lockstep.report.events import RunEvent, named
 from lockstep.report.numbers import RunNumbers
-from lockstep.report.read import RunHistory
-from lockstep.report.words import bytes_text, digits, duration, plain_text
+from lockstep.report.words import bytes_text, digits, duration
 
 COLOURS = {"weights": 0, "gradients": 1, "optimizer": 2, "activations": 3, "other": 9}
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from lockstep.history.events import named
+from lockstep.history.read import RunHistory
 from lockstep.report.draw.html import long_table, paragraph, section
-from lockstep.report.events import named
-from lockstep.report.read import RunHistory
 from lockstep.report.started import configuration, environment
 
 

@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 
-from lockstep.report.columns import PARTS
+from lockstep.history.columns import PARTS
+from lockstep.history.read import RunHistory
 from lockstep.report.draw.charts import bars, stacked_chart
 from lockstep.report.draw.html import columns, details, legend, paragraph, section, table
 from lockstep.report.numbers import RunNumbers, StepTimes
-from lockstep.report.read import RunHistory
 from lockstep.report.words import bytes_text, digits, duration, percent
 
 NAMES = {

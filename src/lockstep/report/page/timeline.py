@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from lockstep.history.events import RunEvent
+from lockstep.history.read import RunHistory
+from lockstep.history.text import plain_text
 from lockstep.report.draw.charts import tick_labels
 from lockstep.report.draw.html import long_table, safe
 from lockstep.report.draw.scale import Scale
-from lockstep.report.events import RunEvent
 from lockstep.report.numbers import RunNumbers
-from lockstep.report.read import RunHistory
-from lockstep.report.words import bytes_text, date, duration, plain_text, whole
+from lockstep.report.words import bytes_text, date, duration, whole
 
 LANES = (
     ("checkpoints", ("checkpoint",), 2),

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.report.columns import BOUNDS, bounded
-from lockstep.report.words import plain_text
+from lockstep.history.columns import BOUNDS, bounded
+from lockstep.history.text import plain_text
 
 
 @dataclass(frozen=True)

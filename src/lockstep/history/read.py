@@ -14,12 +14,11 @@ from pathlib import Path
 
 from lockstep.config.values import plain
 from lockstep.errors import ConfigError
-from lockstep.report.columns import ColumnReader, StepColumns
-from lockstep.report.events import RunEvent, event_of, named
-from lockstep.report.lines import json_lines
-from lockstep.report.words import plain_text
+from lockstep.history.columns import ColumnReader, StepColumns
+from lockstep.history.events import RunEvent, event_of, named
+from lockstep.history.lines import EVENTS, MEASURES, json_lines, read_lines
+from lockstep.history.text import plain_text
 
-MEASURES, EVENTS = "measures.jsonl", "events.jsonl"
 INNER = "run"
 """The folder of a project that holds a run's files."""
 OF_A_PROJECT = re.compile(rf"{INNER}(\.[0-9]+)?")
@@ -55,20 +54,20 @@ def read_run(path: str | Path, newest: int | None = None) -> RunHistory:
     reader = ColumnReader()
     for block in json_lines(folder / MEASURES, newest):
         reader.add(block)
-    events = tuple(
-        event
-        for block in json_lines(folder / EVENTS)
-        for line in block
-        if (event := event_of(line)) is not None
-    )
+    events = tuple(event for line in read_lines(folder / EVENTS) if (event := event_of(line)) is not None)
     return RunHistory(_name(folder), folder, reader.columns(), events, _on_disk(folder, events))
+
+
+def has_files(folder: Path) -> bool:
+    """Whether it holds any of a run's files."""
+    return any((folder / name).is_file() for name in (MEASURES, EVENTS))
 
 
 def _run_folder(path: Path) -> Path:
     if path.name in (MEASURES, EVENTS) and path.is_file():
         return path.parent
     for folder in (path, path / INNER):
-        if any((folder / name).is_file() for name in (MEASURES, EVENTS)):
+        if has_files(folder):
             return folder
     reason = "is not there" if not os.path.lexists(path) else f"holds neither {MEASURES} nor {EVENTS}"
     raise ConfigError(

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.report.columns import ColumnReader
-from lockstep.report.lines import BLOCK, json_lines
+from lockstep.history.columns import ColumnReader
+from lockstep.history.lines import BLOCK, json_lines
+from lockstep.history.read import read_run
 from lockstep.report.numbers import numbers_of
 from lockstep.report.plain import to_json
-from lockstep.report.read import read_run
 from lockstep.report.report import report_of
 from lockstep.report.summary import sentences
 from tests.report.runs import BEGIN, END, RESTARTED, Start, Synthetic, write_run

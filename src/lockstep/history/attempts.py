@@ -8,9 +8,9 @@ from enum import Enum
 
 import numpy as np
 
-from lockstep.report.columns import BoolArray
-from lockstep.report.events import RunEvent, named
-from lockstep.report.read import RunHistory
+from lockstep.history.columns import BoolArray
+from lockstep.history.events import RunEvent, named
+from lockstep.history.read import RunHistory
 
 PATIENCE_S = 120.0
 """A run of which nothing was heard for so long, and for ``PATIENT_STEPS`` of its steps, does not run any more."""
