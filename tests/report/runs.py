@@ -109,9 +109,7 @@ def _start_event(run: Synthetic, start: Start, attempt: int, time: float) -> dic
         "versions": {"torch": "2.13.0", "lockstep": "1.0.0", "python": "3.11.7"}, "seed": 1234,
         "environment": {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "8", "hostname": "node-17"},
         "configuration": list(run.configuration),
-        "memory_predicted": {
-            "weights": 5.0e8, "gradients": 1.24e8, "optimizer": 1.24e8, "activations": 9.0e9, "peak": 9.9e9,
-        },
+        "parameter_dtypes": ["float32"], "optimizers": ["adamw"], "trainable_parameters": 124_439_808,
     }  # fmt: skip
 
 
@@ -245,7 +243,7 @@ HOSTILE_RUN = replace(
             "event": name, "time": BEGIN + 60 + place, "attempt": 0, "step": 10, "sentence": HOSTILE, "reason": HOSTILE,
             "path": HOSTILE, "action": HOSTILE, "kind": HOSTILE, "skipped": [HOSTILE], "rank": HOSTILE,
             "points": [[0, 1e9, HOSTILE], [1, 2e9, HOSTILE]], "device": HOSTILE, "environment": {HOSTILE: HOSTILE},
-            "versions": {HOSTILE: HOSTILE}, "memory_predicted": {HOSTILE: 1e9},
+            "versions": {HOSTILE: HOSTILE}, "optimizers": [HOSTILE],
         }
         for place, name in enumerate(
             ("checkpoint", "loaded", "hang", "damage", "slow", "spike", "capsule", "restart", "memory", HOSTILE)

@@ -19,7 +19,7 @@ from lockstep.history.read import read_run
 from lockstep.history.text import plain_text
 from lockstep.plan.sizes import ModelSize
 from lockstep.plan.traffic import sent_bytes
-from lockstep.report.communication import expected_bytes
+from lockstep.report.expected import expected_bytes, expected_memory
 from lockstep.report.numbers import RunNumbers, numbers_of
 from lockstep.report.summary import REASONS, sentences
 from lockstep.report.words import bytes_text, digits, duration, percent, short, whole
@@ -209,6 +209,26 @@ def test_the_formula_is_that_of_the_plan(parallel: str, precision: str, ranks: i
     assert (
         expected_bytes(start) == sent_bytes(size, ranks, Parallel.parse(parallel), precision, windows).total
     )
+
+
+def test_the_expected_memory_is_that_of_the_paper() -> None:
+    """Rajbhandari et al., 2020, section 3: 4 + 4 + 8 bytes a parameter with AdamW, sharded over 4 ranks."""
+    line = {
+        "event": "start", "world_size": 4, "parallel": "zero=2", "parameters": 1000, "trainable_parameters": 600,
+        "parameter_dtypes": ["float32"], "optimizers": ["adamw", "adamw"],
+    }  # fmt: skip
+    assert expected_memory(event_of(line)) == {"weights": 1000, "gradients": 600, "optimizer": 1200}
+    assert expected_memory(event_of({**line, "optimizers": ["sgd-momentum"]}))["optimizer"] == 600
+    for changed in (
+        {"optimizers": ["adamw", "sgd"]},
+        {"optimizers": ["of-someone"]},
+        {"optimizers": 3},
+        {"parameter_dtypes": ["bfloat16"]},
+        {"parallel": "tp=2"},
+        {"parameters": None},
+    ):
+        assert expected_memory(event_of({**line, **changed})) == {}
+    assert expected_memory(None) == {}
 
 
 @pytest.mark.parametrize("parallel", ["tp=2", "pp=2 zero=1", "cp=2", "nonsense", "zero=9"])

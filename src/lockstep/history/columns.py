@@ -28,6 +28,7 @@ PARTS = (
     "save",
     "wait",
     "other",
+    "forward_backward",
 )
 """Of a step's time, in the order in which they are drawn."""
 MEMORY = ("weights", "gradients", "optimizer", "activations", "other")

@@ -13,8 +13,7 @@ from lockstep.history.columns import MEMORY, PARTS, BoolArray, FloatArray
 from lockstep.history.events import RunEvent, named
 from lockstep.history.goodput import Goodput, goodput
 from lockstep.history.read import RunHistory
-from lockstep.report.communication import expected_bytes
-from lockstep.report.started import predicted_memory
+from lockstep.report.expected import expected_bytes, expected_memory
 
 NEWEST = 100
 """Steps over which the last value of a curve is averaged."""
@@ -99,7 +98,7 @@ class RunNumbers:
     hardware_share: float
     recomputation: float
     memory: Mapping[str, float]
-    memory_predicted: Mapping[str, float]
+    memory_expected: Mapping[str, float]
     bytes_per_step: Mapping[str, float]
     bytes_expected: float
     rank_seconds: tuple[float, ...]
@@ -161,7 +160,7 @@ def numbers_of(run: RunHistory, now: float) -> RunNumbers:
             float(np.nansum(steps.hardware_flops[both])), float(np.nansum(steps.model_flops[both]))
         ),
         memory=_peak_memory(run),
-        memory_predicted=predicted_memory(started),
+        memory_expected=expected_memory(started),
         bytes_per_step={
             axis: column.values[-1] for axis, column in steps.bytes_sent.items() if column.values
         },

@@ -15,7 +15,7 @@ def to_json(numbers: RunNumbers) -> dict[str, object]:
     ``steps_again``, ``first_step``, ``last_step``, ``samples``, ``tokens``, ``epoch``, ``loss``, ``gradient_norm``,
     ``step_seconds``, ``shares`` (of a step's time), ``hidden_communication_share``, ``samples_per_second``,
     ``tokens_per_second``, ``mfu``, ``hfu``, ``recomputation``, ``wall_seconds``, ``goodput``, ``lost_seconds``,
-    ``memory_bytes``, ``memory_predicted_bytes``, ``bytes_per_step``, ``bytes_per_step_expected``, ``rank_seconds``,
+    ``memory_bytes``, ``memory_expected_bytes``, ``bytes_per_step``, ``bytes_per_step_expected``, ``rank_seconds``,
     ``slow_ranks``, ``checkpoints``, ``hangs``, ``damage``, ``spikes``, ``batches_skipped``.
     """
     times, wall = numbers.step_times, numbers.goodput
@@ -48,7 +48,7 @@ def to_json(numbers: RunNumbers) -> dict[str, object]:
         "goodput": None if wall is None else _known(wall.share),
         "lost_seconds": {} if wall is None else {name: _known(value) for name, value in wall.lost.items()},
         "memory_bytes": {name: _known(value) for name, value in numbers.memory.items()},
-        "memory_predicted_bytes": dict(numbers.memory_predicted),
+        "memory_expected_bytes": dict(numbers.memory_expected),
         "bytes_per_step": {axis: _known(value) for axis, value in numbers.bytes_per_step.items()},
         "bytes_per_step_expected": _known(numbers.bytes_expected),
         "rank_seconds": [_known(one) for one in numbers.rank_seconds],

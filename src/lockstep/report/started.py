@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-
-from lockstep.history.columns import bounded
 from lockstep.history.events import RunEvent
 from lockstep.history.text import plain_text
 
@@ -37,14 +33,6 @@ def environment(start: RunEvent | None) -> list[tuple[str, str]]:
     inner = [*start.mapping("versions").items(), *start.mapping("environment").items()]
     facts += [(plain_text(name, 120), _text(value, 400)) for name, value in inner]
     return [(name, value) for name, value in facts if value]
-
-
-def predicted_memory(start: RunEvent | None) -> Mapping[str, float]:
-    """Bytes by category, as a plan said before the run began."""
-    found = start.mapping("memory_predicted") if start is not None else {}
-    return {
-        plain_text(name, 60): bounded(value) for name, value in found.items() if math.isfinite(bounded(value))
-    }
 
 
 def _text(value: object, limit: int) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lockstep.observe.measures.step_memory import allocated_bytes
 from lockstep.observe.state_bytes import count_state
 from lockstep.parallel.parallel_model import ParallelModel
 
@@ -25,8 +26,10 @@ class MemoryOfSteps:
     """The peak is that of torch's allocator on a CUDA device, and of the process on a CPU.
 
     Weights, gradients and state are counted tensor by tensor behind the backward of a whole window, which takes a
-    microsecond for each: in the second step, when all of them are there, and after a peak that is higher by 1 %. The
-    rest, ``other``, is activations, buffers, and on a CPU what the program itself takes.
+    microsecond for each: in the second step, when all of them are there, and after a peak that is higher by 1 %.
+    ``other`` is what was there before the first forward and is no weight: buffers, and on a CPU the program itself.
+    ``activations`` is the rest, with gathered weights and messages. Where the peak was reached before the first
+    forward, nobody knows what the rest is, and all of it is ``other``.
 
     Args:
         may_look: Optimizers step in the main thread, so that their state can be looked at.
@@ -46,8 +49,15 @@ class MemoryOfSteps:
         self._steps = 0
         self._next = 0.0
         self._state: dict[str, int] = {}
+        self._before: tuple[int, int] | None = None
         self.is_due = False
         self.latest: dict[str, int] = {}
+
+    def training_begins(self) -> None:
+        """The first forward comes."""
+        allocated, peak = allocated_bytes(self._device), self._peak()
+        if allocated is not None and peak is not None:
+            self._before = allocated(), peak
 
     def look(self) -> None:
         """Count the state, behind a backward."""
@@ -82,9 +92,15 @@ class MemoryOfSteps:
             return None
         if has_grown and self.latest:
             self.is_due = True
-        other = peak - sum(self._state.values())
-        self.latest = {**self._state, "other": max(0, other), "peak": peak}
+        self.latest = {**self._state, **self._rest(peak), "peak": peak}
         return self.latest
+
+    def _rest(self, peak: int) -> dict[str, int]:
+        rest = max(0, peak - sum(self._state.values()))
+        if self._before is None or peak <= self._before[1]:
+            return {"other": rest}
+        other = min(rest, max(0, self._before[0] - self._state["weights"]))
+        return {"activations": rest - other, "other": other}
 
     def _peak(self) -> int | None:
         if self._device.type == "cuda":

@@ -34,6 +34,11 @@ class Parts:
         self._since = now()
         self._seconds = dict.fromkeys(PARTS, 0.0)
 
+    @property
+    def part(self) -> str:
+        """In which it is now. May be asked by any thread."""
+        return self._part
+
     def enter(self, part: str) -> str:
         """From now on it is this part; returns the one before."""
         now = self._now()

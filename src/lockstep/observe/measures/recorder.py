@@ -29,6 +29,7 @@ from lockstep.observe.measures.run_folder import bytes_in
 from lockstep.observe.measures.sent import bytes_by_axis
 from lockstep.observe.measures.start import describe
 from lockstep.observe.measures.step import StepMeasures
+from lockstep.observe.measures.step_memory import StepMemory, allocated_bytes
 from lockstep.observe.measures.tokens import tokens_in
 from lockstep.observe.measures.writer import RunWriter
 from lockstep.parallel.parallel_model import ParallelModel, is_compiled_module
@@ -38,6 +39,8 @@ from lockstep.runtime.step import RECENT_STEPS, StepState, keep_time_by
 
 MOST_GROUPS = 8
 MOST_PENDING = 100
+FOLLOWED_AFTER = 5
+"""Steps of a process, after which memory is followed over one."""
 PEAK_AFTER_S = 30.0
 """Of a run, after which a CPU's peak is measured: that takes 0.1 % of this."""
 
@@ -60,7 +63,7 @@ class StepRecorder:
         self._optimizers: Sequence[Any] = ()
         self._axes = ParallelDims()
         path = options.run_dir if runtime.is_main else None
-        described = partial(describe, runtime, options, self._models)
+        described = partial(describe, runtime, options, self._models, lambda: self._optimizers)
         self._writer = RunWriter(path, runtime.world_size, is_restarted, described)
         self._step = 0
         self._steps_before = self._clock.steps
@@ -73,6 +76,8 @@ class StepRecorder:
         self._hidden = HiddenCommunication(self._models)
         steps_here = not options.parallel.offloads_optimizer
         self._memory = MemoryOfSteps(runtime.device, self._models, lambda: self._optimizers, steps_here)
+        self._step_memory: StepMemory | None = None
+        self._steps_here = 0
         self._peak_is_written = False
         self._is_over = False
         self._is_first = True
@@ -236,6 +241,8 @@ class StepRecorder:
             self._end_step(self._parts.read_entered())
         while self._pending:
             self._write(*self._pending.popleft())
+        if self._step_memory is not None:
+            self._step_memory.end()
         try:
             self._end_writing(reason)
         finally:
@@ -256,6 +263,7 @@ class StepRecorder:
     def _begin_first_step(self) -> None:
         """It begins with its batch, which has been waited for; what was before is no part of it."""
         self._is_first = False
+        self._memory.training_begins()
         now = self._parts.read()
         self._before = {**now, **{part: self._before[part] for part in ("data", "to_device")}}
 
@@ -284,6 +292,7 @@ class StepRecorder:
         self._steps_before = self._clock.steps
         self._counts = self._flops.step_ends()
         self._tell_others()
+        self._follow_memory(seconds["total"])
         step = StepMeasures(
             step=self._step,
             time=time.time(),
@@ -306,6 +315,17 @@ class StepRecorder:
         self._take_late()
         if not self._peak_is_written and step.time - self._writer.made > PEAK_AFTER_S:
             self._write_peak()
+
+    def _follow_memory(self, expected_s: float) -> None:
+        """Over one step of the run, which is like those behind it."""
+        self._steps_here += 1
+        if self._step_memory is not None:
+            self._writer.event("memory", step=self._step, points=self._step_memory.end())
+            self._step_memory = None
+        elif self._writer.is_on and self._steps_here == FOLLOWED_AFTER:
+            allocated = allocated_bytes(self._runtime.device)
+            if allocated is not None:
+                self._step_memory = StepMemory(allocated, lambda: self._parts.part, expected_s)
 
     def _take_late(self) -> None:
         while self._pending and (self._pending[0][1].have_come() or len(self._pending) > MOST_PENDING):

@@ -1,4 +1,4 @@
-"""Memory: over the run, over one step, and beside what was predicted."""
+"""Memory: over the run, over one step, and beside what the formulas say."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLOURS = {"weights": 0, "gradients": 1, "optimizer": 2, "activations": 3, "othe
 
 def memory(run: RunHistory, numbers: RunNumbers) -> str:
     charts = [_over_run(run), *(_over_step(event) for event in named(run.events, "memory")[-1:])]
-    compared = predicted(numbers)
+    compared = expected(numbers)
     if not any((*charts, compared)):
         return section("Memory", paragraph("Memory was not measured in this run."))
     return section("Memory", columns(*(one for one in charts if one)), compared)
@@ -68,20 +68,20 @@ def _over_step(event: RunEvent) -> str:
     return f"<div>{chart}{paragraph(said, 'quiet')}</div>"
 
 
-def predicted(numbers: RunNumbers) -> str:
-    """What a plan said beside what was measured; empty where there was no plan."""
-    if not numbers.memory_predicted:
+def expected(numbers: RunNumbers) -> str:
+    """What the formulas say beside what was measured; empty where none is at hand."""
+    if not numbers.memory_expected:
         return ""
     rows = []
-    for name, expected in numbers.memory_predicted.items():
+    for name, by_formula in numbers.memory_expected.items():
         measured = numbers.memory.get(name)
         rows.append(
             (
                 name,
-                bytes_text(expected),
+                bytes_text(by_formula),
                 bytes_text(measured) if measured is not None else "not measured",
-                digits(measured / expected) if measured is not None and expected > 0 else "",
+                digits(measured / by_formula) if measured is not None and by_formula > 0 else "",
             )
         )
-    titles = ("at the peak", "predicted", "measured", "ratio")
-    return f"<h3>Predicted and measured</h3>{table(titles, rows, right=titles[1:])}"
+    titles = ("on rank 0", "by the formula", "measured", "ratio")
+    return f"<h3>Expected and measured</h3>{table(titles, rows, right=titles[1:])}"

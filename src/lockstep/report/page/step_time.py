@@ -24,7 +24,10 @@ NAMES = {
     "save": "save",
     "wait": "wait for ranks",
     "other": "other",
+    "forward_backward": "forward and backward",
 }
+COLOURS = {part: place % 10 for place, part in enumerate(PARTS)}
+"""The last has the first one's: with it there is no other of the two."""
 MOST_BARS = 32
 
 
@@ -41,7 +44,7 @@ def step_time(run: RunHistory, numbers: RunNumbers) -> str:
     rows = steps.kept & np.isfinite(steps.total)
     bands = [
         (NAMES[part], steps.parts[part][rows], colour)
-        for colour, part in enumerate(PARTS)
+        for part, colour in COLOURS.items()
         if part in times.shares
     ]
     chart = stacked_chart("Seconds of a step", steps.step[rows], bands, "seconds")
@@ -59,7 +62,7 @@ def share_bar(runs: list[tuple[str, StepTimes]]) -> str:
     for name, times in runs:
         pieces = [
             (f"{NAMES[part]}: {percent(times.shares[part])}", times.shares[part] * times.mean, colour)
-            for colour, part in enumerate(PARTS)
+            for part, colour in COLOURS.items()
             if part in times.shares
         ]
         rows.append((name or "a step", pieces, duration(times.mean)))
@@ -67,7 +70,7 @@ def share_bar(runs: list[tuple[str, StepTimes]]) -> str:
     several = len(runs) > 1
     entries = [
         (f"f{colour}", NAMES[part] if several else f"{NAMES[part]} {percent(runs[0][1].shares[part])}")
-        for colour, part in enumerate(PARTS)
+        for part, colour in COLOURS.items()
         if part in there
     ]
     return bars(rows) + legend(entries)
