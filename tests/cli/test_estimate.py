@@ -50,6 +50,19 @@ def test_counts_and_rows_as_json(capsys: pytest.CaptureFixture[str], model: str)
     assert found["suggestions"] == {}
 
 
+def test_the_time_of_averages_by_kind(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    """Of 8 blocks' gradients at 1 MB a second: a ring's 2 (N - 1) / N, and a server's 2 N."""
+    once = 4 * 8 * BLOCK / 1e6
+    found = estimate(capsys, model, "--ranks", "1,2,8", "--bandwidth", "1MB")["averaging"]
+    assert [row["ranks"] for row in found] == [1, 2, 8]
+    assert [row["ring"] for row in found] == pytest.approx([0, once, 14 / 8 * once])
+    assert [row["parameter_server"] for row in found] == pytest.approx([0, 4 * once, 16 * once])
+    code, out, _ = call(capsys, "estimate", model, "--ranks", "8", "--bandwidth", "1MB")
+    assert code == 0 and "ring" in out and f"{16 * once:,.3g} s" in out
+    assert estimate(capsys, model)["averaging"] == []
+    check_refused(capsys, ["estimate", model, "--bandwidth", "none"], "--bandwidth")
+
+
 def test_what_is_suggested_fits_and_is_the_cheapest(capsys: pytest.CaptureFixture[str], model: str) -> None:
     whole = 16 * 8 * BLOCK
     plenty = estimate(capsys, model, "--memory", str(whole), "--ranks", "1")["suggestions"]

@@ -12,6 +12,7 @@ import click
 if TYPE_CHECKING:
     from lockstep.plan.estimate import InferenceRow, Limits, TrainingRow
     from lockstep.plan.estimate_model import ModelFacts
+    from lockstep.plan.traffic import AveragingTime
 
 EPILOG = """\b
 Examples:
@@ -19,6 +20,7 @@ Examples:
   lockstep estimate downloads/llama --memory 24GB --host-memory 64GB --ranks 1,4
   lockstep estimate config.json --memory 80GB --batch 4 --sequence 4096
   lockstep estimate weights.safetensors --memory 8GB --cpu
+  lockstep estimate config.json --ranks 8,64 --bandwidth 12GB
 """
 
 MAX_RANKS = 16
@@ -39,6 +41,11 @@ MAX_RANKS = 16
 @click.option("--optimizer", default="adamw", metavar="NAME", help="adamw, sgd, lion, ... (default: adamw).")
 @click.option("--batch", metavar="N", help="Rows of one micro-batch, to count activations too.")
 @click.option("--sequence", metavar="N", help="Tokens in a row, to count activations too.")
+@click.option(
+    "--bandwidth",
+    metavar="SIZE",
+    help="Bytes a second of a link, in each direction, to say how long averages of gradients take: 12GB.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(model: str, arguments: str | None, optimizer: str, as_json: bool, **options: Any) -> None:
     """Count MODEL, and what fits where: a module path (package.module:Class or file.py:function), the folder or
@@ -63,12 +70,26 @@ def command(model: str, arguments: str | None, optimizer: str, as_json: bool, **
     limits = _limits(options)
     training = training_rows(facts, ranks, list(dict.fromkeys(precisions)), optimizer, limits)
     inference = inference_rows(facts, limits)
+    averaging = _averaging(facts, ranks, options["bandwidth"])
     if as_json:
-        click.echo(json.dumps(_as_data(facts, limits, inference, training, optimizer), indent=2))
+        data = _as_data(facts, limits, inference, training, optimizer)
+        click.echo(json.dumps(data | {"averaging": [asdict(one) for one in averaging]}, indent=2))
         return
-    from lockstep.cli.estimate_text import print_estimate
+    from lockstep.cli.estimate_text import print_averaging, print_estimate
 
     print_estimate(facts, limits, inference, training, optimizer)
+    print_averaging(averaging, options["bandwidth"])
+
+
+def _averaging(facts: ModelFacts, ranks: Sequence[int], bandwidth: str | None) -> list[AveragingTime]:
+    """Of float32 gradients; none without a bandwidth."""
+    if bandwidth is None:
+        return []
+    from lockstep.config.values import bytes_of
+    from lockstep.plan.traffic import averaging_time
+
+    speed = bytes_of(bandwidth, "--bandwidth", 1)
+    return [averaging_time(4 * facts.trainable, count, speed) for count in ranks]
 
 
 def _integers(text: str, flag: str) -> list[int]:

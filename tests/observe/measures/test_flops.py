@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep import Accelerator
-from lockstep.observe.measures.journal import read_lines
+from lockstep.history.lines import read_lines
 from parallel.split_problem import gpt, make_llama
 
 LAYERS, WIDTH, LENGTH, VOCABULARY, ROWS, STEPS = 2, 32, 16, 64, 8, 3

@@ -19,7 +19,7 @@ def events_of(folder: Path) -> list[tuple[int, str]]:
     return [
         (line["attempt"], line["event"])
         for line in read_lines(folder / "run" / EVENTS)
-        if line["event"] != "peak"
+        if line["event"] not in ("peak", "memory")
     ]
 
 

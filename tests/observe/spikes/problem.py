@@ -157,7 +157,7 @@ def plainly(cell: Cell, planted: Mapping[int, str]) -> dict[str, torch.Tensor]:
 
 
 def events_of(folder: Path) -> list[dict[str, Any]]:
-    from lockstep.observe.measures.journal import read_lines
+    from lockstep.history.lines import read_lines
     from lockstep.observe.measures.run_folder import EVENTS
 
     return [line for line in read_lines(folder / EVENTS) if line["event"] == "spike"]
