@@ -23,6 +23,7 @@ COMMANDS = {
     "estimate": ("lockstep.cli.estimate", "Count a model, and what fits where."),
     "checkpoint": ("lockstep.cli.checkpoint", "Verify, show, merge and convert checkpoints."),
     "check": ("lockstep.cli.check", "Prove that a script computes on many ranks what it computes on one."),
+    "replay": ("lockstep.cli.replay", "Make a bad step again, and name the module that went wrong first."),
     "report": ("lockstep.cli.report", "Say what a run did, why it was slow and why it stopped."),
     "top": ("lockstep.cli.top", "Watch a run: loss, throughput, ranks, what happened last."),
     "schedule": ("lockstep.cli.schedule", "Show a pipeline schedule and count its bubble."),
@@ -49,6 +50,7 @@ Examples:
   lockstep env --no-torch
   lockstep estimate model.py:Model --memory 24GB
   lockstep check --nproc 2 --parallel zero=3 train.py
+  lockstep replay runs/gpt/capsules/step-000120 train.py
   lockstep report runs/gpt
   lockstep top runs/gpt
   lockstep checkpoint verify run/checkpoints

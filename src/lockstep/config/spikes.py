@@ -28,6 +28,8 @@ class SpikePolicy(KwargsHandler):
     - ``window``: of how many steps the median is, 4 to 10000.
     - ``warmup``: so many steps must have been made before thresholds are applied, 4 to ``window``.
     - ``max_skips``: stop after so many skipped steps in a row.
+    - ``capsules``: of how many of the latest spikes the run's folder keeps what ``lockstep replay`` needs; 0: none.
+    - ``capsule_weights``: whether a capsule has the models' weights of that moment.
     """
 
     action: Literal["skip", "stop"] = "skip"
@@ -36,6 +38,8 @@ class SpikePolicy(KwargsHandler):
     window: int = 128
     warmup: int = 32
     max_skips: int = 10
+    capsules: int = 3
+    capsule_weights: bool = True
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
@@ -49,6 +53,9 @@ class SpikePolicy(KwargsHandler):
         _check_between("window", self.window, 4, LARGEST_WINDOW)
         _check_between("warmup", self.warmup, 4, self.window)
         _check_between("max_skips", self.max_skips, 0, 2**31)
+        _check_between("capsules", self.capsules, 0, 10_000)
+        if not isinstance(self.capsule_weights, bool):
+            raise ConfigError(f"capsule_weights is {self.capsule_weights!r}, but must be True or False.")
 
 
 def _check_between(name: str, value: object, low: int, high: int) -> None:

@@ -218,6 +218,8 @@ class FileMethods:
                 warn_of_pickles("save_state")
             add_files = self._pickled_weights(output_dir)
         self._save_began = time.perf_counter()
+        if self._preparation.spikes is not None:
+            self._preparation.spikes.save_begins()
         part = self._step.clock.enter("save")
         try:
             return save(self._checkpointer, output_dir, contents, self._settings(), blocking, add_files)
@@ -227,6 +229,8 @@ class FileMethods:
     def _committed(self, path: str) -> None:
         """A checkpoint is complete; told to rank 0 by the thread that wrote it."""
         self._watch.committed(path)
+        if self._preparation.spikes is not None:
+            self._preparation.spikes.saved(path)
         self.measures.saved(path, time.perf_counter() - self._save_began)
 
     def _pickled_weights(self, output_dir: str | os.PathLike[str] | None) -> Callable[[str], None]:
@@ -281,6 +285,8 @@ class FileMethods:
 
         began = time.perf_counter()
         path = load(self._checkpointer, input_dir, contents)
+        if self._preparation.spikes is not None:
+            self._preparation.spikes.loaded(path)
         self.measures.loaded(path, self._window.loaded_steps, time.perf_counter() - began)
         return path
 

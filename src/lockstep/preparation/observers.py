@@ -36,7 +36,9 @@ class RunObserver:
     """Does nothing; what looks on overrides what it needs. Each method is called on every rank."""
 
     registered: ClassVar[list[RunObserver]] = []
-    """Those of this process. Nobody is, but in the runs that `lockstep check` makes."""
+    """Those of this process. Nobody is, but in the runs that `lockstep check` and `lockstep replay` make."""
+    refuses_steps: ClassVar[bool] = False
+    """Whether ``may_step`` is to be asked."""
 
     def options(self, options: Options) -> Options:
         """What an ``Accelerator`` is to use in place of the options that were resolved."""
@@ -56,6 +58,10 @@ class RunObserver:
 
     def backward_begins(self, loss: torch.Tensor, factor: torch.Tensor | float) -> None:
         """``loss``: the script's. Gradients will be those of ``factor`` times it, or times its weighted sum."""
+
+    def may_step(self, optimizer: Optimizer) -> bool:
+        """Whether the user's own optimizer is to make the step that is due; gradients are unscaled."""
+        return True
 
     def before_clip(self) -> None:
         """Gradients of a whole window are averaged, and not clipped yet; or not clipped at all before a step."""

@@ -16,6 +16,7 @@ from lockstep.checkpoint.contents import CheckpointContents, DataCoordinates, Fu
 from lockstep.comm.collectives import Communicator
 from lockstep.config.options import Options
 from lockstep.config.readers import Placeholder
+from lockstep.config.spikes import SpikePolicy
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.prepare import prepare_loader
 from lockstep.errors import ArgumentError, UsageError
@@ -26,6 +27,7 @@ from lockstep.parallel.materialize import InitWeights
 from lockstep.parallel.parallel_model import ParallelModel, PipelinedModel
 from lockstep.parallel.parallelize import ModelOptions, parallelize
 from lockstep.preparation.backward_watch import BackwardWatch
+from lockstep.preparation.capsules import StepKeeper, facts_of_run
 from lockstep.preparation.checks import (
     PreparedObjects,
     check_micro_batch,
@@ -120,7 +122,9 @@ class Preparation:
             if options.damage.are_on
             else None
         )
-        self.spikes = watch_spikes(options.spikes, communicator, ranks_step_together, measures, step.clock)
+        self.spikes = watch_spikes(
+            options.spikes, communicator, ranks_step_together, measures, step.clock, self._step_keeper
+        )
         self.gradients = Gradients(
             self.models,
             self._shards,
@@ -136,6 +140,26 @@ class Preparation:
         )
         for observer in RunObserver.registered:
             observer.begins(ObservedRun(step, meshes, self.models, self.optimizers, self.parameters_at_rest))
+
+    def _step_keeper(self, policy: SpikePolicy) -> StepKeeper:
+        scaler, options = self._scaler, self._options
+
+        def facts() -> dict[str, Any]:
+            scale = None if scaler is None else scaler.scaler.get_scale()
+            known = {"epoch": self._measures.epoch, "loss_scale": scale}
+            return {**known, **facts_of_run(options, self._step, self._runtime)}
+
+        return StepKeeper(
+            policy,
+            self._communicator,
+            self._meshes,
+            self._step,
+            self.models,
+            lambda: len(self.loaders),
+            lambda: self.contents({}),
+            self._measures.settled_folder,
+            facts,
+        )
 
     def change_options(self, **changes: Any) -> None:
         """Have other options for what is prepared from now on."""

@@ -13,7 +13,8 @@ from lockstep.comm.collectives import Communicator
 from lockstep.config.spikes import SpikePolicy
 from lockstep.errors import UsageError
 from lockstep.observe.measures.measures import Measures
-from lockstep.observe.spikes.watch import SpikeWatch
+from lockstep.observe.spikes.watch import KeepsSteps, SpikeWatch
+from lockstep.preparation.observers import RunObserver
 from lockstep.runtime.step import StepClock
 from lockstep.train.clipping import OtherStages, clip_norm
 from lockstep.train.loss_scale import LossScaler
@@ -25,12 +26,13 @@ def watch_spikes(
     ranks_step_together: Callable[[], bool],
     measures: Measures,
     clock: StepClock,
+    keeper: Callable[[SpikePolicy], KeepsSteps],
 ) -> SpikeWatch | None:
-    """What follows the policy; None: there is none."""
+    """What follows the policy; None: there is none. ``keeper`` makes what keeps steps."""
     if policy is None:
         return None
-    tell = partial(clock.news, "spike")
-    return SpikeWatch(policy, communicator, ranks_step_together, lambda: measures.open_samples, tell)
+    tell, kept = partial(clock.news, "spike"), keeper(policy) if policy.capsules else None
+    return SpikeWatch(policy, communicator, ranks_step_together, lambda: measures.open_samples, tell, kept)
 
 
 def refuse_second_optimizer(optimizer: Optimizer) -> None:
@@ -45,6 +47,9 @@ def asked_before_step(
     spikes: SpikeWatch | None, others: Callable[[], OtherStages | None], scaler: LossScaler | None
 ) -> Callable[[Optimizer], bool] | None:
     """Whether an optimizer may step. ``others``: who else holds parameters of the same models."""
+    refusing = [observer for observer in RunObserver.registered if observer.refuses_steps]
+    if refusing:
+        return lambda optimizer: all(observer.may_step(optimizer) for observer in refusing)
     if spikes is None:
         return None
 

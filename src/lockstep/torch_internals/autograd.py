@@ -87,6 +87,37 @@ def leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         waiting += [following for following, _ in node.next_functions]
 
 
+def next_sequence_number() -> int:
+    """The number that this thread gives to the next node of the graph. Relies on: ``_get_sequence_nr``."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def sequence_number(node: Any) -> int:
+    """The number that a node was given when it was made. Relies on: ``_sequence_nr``; it grows within a thread."""
+    return int(node._sequence_nr())
+
+
+def nodes_of(tensor: torch.Tensor) -> Iterator[Any]:
+    """The nodes of the graph behind a tensor of any shape, but for those that accumulate into leaves."""
+    waiting, seen = [tensor.grad_fn], set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if not hasattr(node, "variable"):
+            yield node
+        waiting += [following for following, _ in node.next_functions]
+
+
+def traceback_of(node: Any) -> list[str]:
+    """Where a node was made, as ``traceback.format_stack`` has it; empty where anomaly detection was off.
+
+    Relies on: the entry ``traceback_`` of a node's ``metadata``.
+    """
+    return list(node.metadata.get("traceback_", ()))
+
+
 class _Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionContext, x: torch.Tensor) -> torch.Tensor:
@@ -119,4 +150,10 @@ def probe() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         found = saved_tensors_hooks_now()
     expect(found is not None and found[0] is pack and found[1] is unpack, "the hooks of saved tensors")
+    before = next_sequence_number()
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        made = (leaf * 2).sin()
+    numbers = sorted(sequence_number(node) for node in nodes_of(made))
+    expect(before <= numbers[0] < numbers[1] < next_sequence_number(), "the numbers of nodes")
+    expect(bool(traceback_of(made.grad_fn)), "where a node was made")
     expect(saved_tensors_hooks_now() is None or found != saved_tensors_hooks_now(), "no such hooks outside")

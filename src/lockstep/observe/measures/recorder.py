@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,6 +111,16 @@ class StepRecorder:
     def open_samples(self) -> int | None:
         """Samples of all ranks in the step that is under way; None: not known."""
         return self._samples if self._has_all_samples and self._samples else None
+
+    @property
+    def epoch(self) -> int | None:
+        """That of the latest batch that was trained on; None: not known."""
+        return self._epoch
+
+    def settled_folder(self) -> Path | None:
+        """Where this process writes, once it is settled that steps are made; None: nowhere."""
+        self._writer.begin(continues=False)
+        return self._writer.folder.path
 
     # -- what is prepared --------------------------------------------------------------------------------
 

@@ -33,12 +33,16 @@ class RecentValues:
         """
         if len(self._values) < self._warmup:
             return None
-        middle = median(self._values)
-        spread = NORMAL_MAD * median([abs(one - middle) for one in self._values])
-        spread = max(spread, LEAST_SPREAD * abs(middle))
+        middle, mad = self.median_and_mad()
+        spread = max(NORMAL_MAD * mad, LEAST_SPREAD * abs(middle))
         if spread == 0:
             return 0.0 if value <= middle else float("inf")
         return (value - middle) / spread
+
+    def median_and_mad(self) -> tuple[float, float]:
+        """Of at least one number."""
+        middle = median(self._values)
+        return middle, median([abs(one - middle) for one in self._values])
 
     def values(self) -> list[float]:
         """From the oldest."""

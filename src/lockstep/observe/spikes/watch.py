@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,39 @@ class Spike(NamedTuple):
     score: float
 
 
+@dataclass(frozen=True)
+class BadStep:
+    """A step that is a spike, as all ranks know it; ``losses``, (loss, weight) of each backward, are this rank's.
+
+    ``history``: (median, MAD) of the steps before, by kind. ``steps_since``: ``checkpoint``, the newest complete one.
+    """
+
+    step: int
+    kind: str
+    value: float
+    score: float
+    loss: float | None
+    gradient_norm: float | None
+    history: dict[str, tuple[float, float]]
+    samples: int | None
+    checkpoint: str
+    steps_since: int | None
+    losses: list[tuple[float, float]]
+
+
+class KeepsSteps(Protocol):
+    """Keeps what a rank trains on until its step is made."""
+
+    def backward(self) -> None:
+        """What loaders handed out is trained on."""
+
+    def forget(self) -> None:
+        """The step is made, or is none."""
+
+    def keep(self, bad: BadStep) -> str | None:
+        """Write down what it takes to make this step again; returns where, None: nowhere. Collective."""
+
+
 class SpikeWatch:
     """Follows a ``SpikePolicy``. All ranks have the same numbers and decide alike.
 
@@ -37,6 +71,7 @@ class SpikeWatch:
         ranks_step_together: Whether all ranks make this step with averaged gradients.
         samples: Those of all ranks in the window of micro-batches that is stepped on; None: not known.
         tell: Called with the values of an event for each spike.
+        keeper: Keeps what is trained on, and writes it down where it is a spike.
 
     Attributes:
         steps: Steps of the run that were asked for, with those before a restart and those skipped.
@@ -53,6 +88,7 @@ class SpikeWatch:
         ranks_step_together: Callable[[], bool],
         samples: Callable[[], int | None],
         tell: Callable[..., None] = lambda **values: None,
+        keeper: KeepsSteps | None = None,
     ) -> None:
         self.policy = policy
         self._communicator = communicator
@@ -64,6 +100,9 @@ class SpikeWatch:
         self.steps = self.batches = 0
         self.steps_skipped = self.batches_skipped = self.samples_skipped = 0
         self._skips_in_a_row = 0
+        self._keeper = keeper
+        self._checkpoint: tuple[str, int] | None = None
+        self._saved_at = 0
         self.forget()
 
     def forget(self) -> None:
@@ -71,10 +110,26 @@ class SpikeWatch:
         self._losses: list[tuple[torch.Tensor, torch.Tensor | float]] = []
         self._first_batch = self.batches + 1
         self._norm: torch.Tensor | None = None
+        if self._keeper is not None:
+            self._keeper.forget()
+
+    def save_begins(self) -> None:
+        """The state of the run is being saved."""
+        self._saved_at = self.steps
+
+    def saved(self, path: str) -> None:
+        """That checkpoint is complete; told to rank 0, by any thread."""
+        self._checkpoint = path, self._saved_at
+
+    def loaded(self, path: str) -> None:
+        """The run goes on from this checkpoint."""
+        self._checkpoint = path, self.steps
 
     def backward(self, loss: torch.Tensor, weight: torch.Tensor | float | None) -> None:
         """A micro-batch's loss as ``Accelerator.backward`` gets it: 0-d, or with ``weight`` of any shape."""
         self.batches += 1
+        if self._keeper is not None:
+            self._keeper.backward()
         if type(loss) is not torch.Tensor or (weight is None and loss.dim()):
             return  # to read others may be collective
         with torch.no_grad():
@@ -107,7 +162,7 @@ class SpikeWatch:
             seen = {"loss": loss, "gradient_norm": None if is_scalers else gradient_norm}
             spike = self._worst(seen)
             if spike is not None:
-                self._refuse(spike)
+                self._refuse(spike, seen)
                 return False
             self._skips_in_a_row = 0
             for kind, value in seen.items() if not is_scalers else ():
@@ -166,15 +221,36 @@ class SpikeWatch:
                 found.append(Spike(kind, value, score))
         return max(found, key=lambda spike: spike.score, default=None)
 
-    def _refuse(self, spike: Spike) -> None:
+    def _kept(self, spike: Spike, seen: dict[str, float | None], samples: int | None) -> str | None:
+        """Where the step was written down."""
+        if self._keeper is None:
+            return None
+        history = {kind: recent.median_and_mad() for kind, recent in self._recent.items() if recent.values()}
+        path, saved_at = self._checkpoint or ("", self.steps - 1)
+        return self._keeper.keep(
+            BadStep(
+                self.steps,
+                *spike,
+                loss=seen["loss"],
+                gradient_norm=seen["gradient_norm"],
+                history=history,
+                samples=samples,
+                checkpoint=path,
+                steps_since=self.steps - 1 - saved_at if path else None,
+                losses=[(float(value), float(weight)) for value, weight in self._losses],
+            )
+        )
+
+    def _refuse(self, spike: Spike, seen: dict[str, float | None]) -> None:
         """Skip the step, or stop."""
         samples = self._samples()
+        capsule = self._kept(spike, seen, samples)
         skipped = list(range(self._first_batch, self.batches + 1))
         is_skipped = self.policy.action == "skip" and self._skips_in_a_row < self.policy.max_skips
         said = f"{_sentence(spike)} in step {self.steps}"
         event: dict[str, Any] = {"skipped": skipped, "samples": samples} if is_skipped else {}
         action = "skip" if is_skipped else "stop"
-        self._tell(**spike._asdict(), action=action, sentence=f"{said}.", **event)
+        self._tell(**spike._asdict(), action=action, sentence=f"{said}.", capsule=capsule, **event)
         if self.policy.action == "stop":
             raise SpikeError(
                 f"{said}. No rank made it; look at its batches, or load the last checkpoint and go on with "

@@ -6,13 +6,12 @@ The script is run as it is. What looks on registers before it, and ends the proc
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 from pathlib import Path
-from types import TracebackType
 
 from lockstep.parity.collect.plain_calls import see_backward
 from lockstep.parity.collect.prepared import PreparedRun
+from lockstep.parity.collect.program import of_script, run_program
 from lockstep.parity.collect.watch_sources import SourceWatch
 from lockstep.parity.collect.wrapped import WrappedRun
 from lockstep.parity.spec import RunSpec
@@ -41,39 +40,18 @@ def main(argv: list[str]) -> None:
     set_seed(spec.seed)
     sys.argv = program
     try:
-        _run(spec, program)
+        run_program(program, spec.is_module)
     except SystemExit as error:
         if error.code not in (None, 0):
             run.fail(error)
             raise
     except Exception as error:
         run.fail(error)
-        raise error.with_traceback(_of_script(error.__traceback__)) from error.__cause__
+        raise error.with_traceback(of_script(error.__traceback__)) from error.__cause__
     except BaseException as error:
         run.fail(error)
         raise
     run.finish()
-
-
-def _of_script(traceback: TracebackType | None) -> TracebackType | None:
-    """Without the frames of this module, and of what runs a script."""
-    while traceback is not None and traceback.tb_frame.f_globals.get("__name__") in ("__main__", "runpy"):
-        if (
-            traceback.tb_frame.f_code.co_name == "<module>"
-            and "runpy" not in traceback.tb_frame.f_code.co_filename
-        ):
-            break
-        traceback = traceback.tb_next
-    return traceback
-
-
-def _run(spec: RunSpec, program: list[str]) -> None:
-    if spec.is_module:
-        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
-        return
-    if not getattr(sys.flags, "safe_path", False):  # the interpreter would put it there
-        sys.path[0] = os.path.dirname(os.path.realpath(program[0]))
-    runpy.run_path(program[0], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -97,6 +97,7 @@ def said(event: RunEvent) -> str:
             f"value {event.text('value')}" if event.text("value") else "",
             event.text("action"),
             f"{len(event.items('skipped'))} batches skipped" if event.items("skipped") else "",
+            f"capsule {event.text('capsule')}" if event.text("capsule") else "",
         ],
     }.get(event.name, [who])  # fmt: skip
     return plain_text(", ".join(one for one in [*facts, event.sentence] if one), 600)

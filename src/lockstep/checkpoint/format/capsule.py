@@ -1,0 +1,144 @@
+"""The capsule of one step: what it takes to make it again, in files of JSON and safetensors.
+
+A capsule is a folder. ``capsule.json`` tells of the step; ``rank-<n>.json`` and ``rank-<n>.safetensors`` hold the
+micro-batches that rank n trained on, with the states of its generators before each; ``weights`` is a checkpoint of the
+models alone, as they were before the step. Nothing in it is a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from lockstep.checkpoint.format.codec import decode, encode
+from lockstep.errors import CheckpointError, ConfigError
+
+FORMAT = "lockstep capsule 1"
+FACTS = "capsule.json"
+WEIGHTS = "weights"
+
+
+@dataclass(frozen=True)
+class CapsuleFacts:
+    """What all ranks know of the step.
+
+    Attributes:
+        step: Its number in the run, from 1.
+        kind, value, score: Of the spike; ``kind`` is loss or gradient_norm.
+        loss, gradient_norm: Of the step over all ranks; None: not looked at.
+        history: (median, MAD) of the steps before, by kind.
+        data_ranks: Of each rank, whose batches it trained on.
+        loss_scale: With fp16.
+        threads: Of one operator of torch.
+        checkpoint: The newest complete one, or "".
+        steps_since: Steps between that and this one.
+        has_weights: Whether the weights are here.
+    """
+
+    step: int
+    kind: str
+    value: float
+    score: float
+    loss: float | None = None
+    gradient_norm: float | None = None
+    history: dict[str, tuple[float, float]] = field(default_factory=dict)
+    epoch: int | None = None
+    samples: int | None = None
+    data_ranks: tuple[int, ...] = (0,)
+    parallel: str = ""
+    mixed_precision: str = "no"
+    accumulation_steps: int = 1
+    loss_scale: float | None = None
+    device: str = "cpu"
+    threads: int = 1
+    checkpoint: str = ""
+    steps_since: int | None = None
+    has_weights: bool = False
+    torch: str = ""
+
+    def write(self, folder: Path) -> None:
+        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2)
+        (folder / FACTS).write_text(text + "\n", "utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> CapsuleFacts:
+        """Those of a capsule. Raises ConfigError: ``folder`` is none."""
+        try:
+            found: dict[str, Any] = json.loads((folder / FACTS).read_text("utf-8"))
+            if found.pop("format") != FORMAT:
+                raise ConfigError(
+                    f"{folder} is a capsule of another version of Lockstep. Replay it with that one."
+                )
+            history = {kind: (float(one[0]), float(one[1])) for kind, one in found.pop("history").items()}
+            return cls(**{**found, "history": history, "data_ranks": tuple(found["data_ranks"])})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ConfigError(
+                f"{folder} is no capsule ({type(error).__name__}: {error}). Name a folder below capsules/ in a run's "
+                "folder."
+            ) from error
+
+
+@dataclass
+class KeptBatch:
+    """A micro-batch as the loader handed it out, and the states of the rank's generators before that.
+
+    ``rows`` and ``real``: of each rank, as ``BatchCounts`` has them; None: not known.
+    """
+
+    batch: Any
+    generators: dict[str, Any]
+    ends_data: bool = False
+    rows: list[int] | None = None
+    real: list[int] | None = None
+
+
+@dataclass
+class RankCapsule:
+    """What one rank trained on in the step.
+
+    Attributes:
+        losses: (loss, weight) of each backward; with weights (weighted sum, sum of weights).
+        buffers: Those that had changed since the run began, before the step, by the number of the model and name.
+        inexact: Why this is not what the rank trained on, in a sentence; "": it is.
+    """
+
+    batches: list[KeptBatch]
+    losses: list[tuple[float, float]]
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    inexact: str = ""
+
+    def write(self, folder: Path, rank: int) -> None:
+        """Raises UsageError: a batch is of a kind that no file holds."""
+        tensors: dict[str, torch.Tensor] = {}
+        document = {
+            "batches": [encode(vars(each), tensors, f"batch.{i}") for i, each in enumerate(self.batches)],
+            "losses": encode([list(one) for one in self.losses], tensors, "losses"),
+            "buffers": encode(self.buffers, tensors, "buffer"),
+            "inexact": self.inexact,
+        }
+        plain = {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}
+        save_file(plain, folder / f"rank-{rank}.safetensors")
+        (folder / f"rank-{rank}.json").write_text(json.dumps(document), "utf-8")
+
+    @classmethod
+    def read(cls, folder: Path, rank: int) -> RankCapsule:
+        """Raises ConfigError: the rank's files are not there, or not whole."""
+        try:
+            tensors = load_file(folder / f"rank-{rank}.safetensors")
+            found = json.loads((folder / f"rank-{rank}.json").read_text("utf-8"))
+            return cls(
+                [KeptBatch(**decode(each, tensors)) for each in found["batches"]],
+                [(value, weight) for value, weight in decode(found["losses"], tensors)],
+                decode(found["buffers"], tensors),
+                found["inexact"],
+            )
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError, CheckpointError) as error:
+            raise ConfigError(
+                f"{folder} has no whole files of rank {rank} ({type(error).__name__}: {error}). Replay another capsule."
+            ) from error

@@ -1,0 +1,107 @@
+"""``lockstep replay``: one bad step again, in one process."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from lockstep.cli.integers import IntegerRange
+
+NOTHING, COULD_NOT_RUN = 1, 2
+
+EPILOG = """\b
+Examples:
+  lockstep replay run/capsules/step-000120 train.py
+  lockstep replay run/capsules/step-000120 train.py --epochs 3
+  lockstep replay --json - -m run/capsules/step-000120 trainer.main
+\b
+Exit codes: 0 what went wrong first is named, 1 nothing unusual was found, 2 there is no answer, and why.
+"""
+
+
+@click.command("replay", epilog=EPILOG, context_settings={"allow_interspersed_args": False})
+@click.option(
+    "--ordinary",
+    type=IntegerRange(0, 1000),
+    default=8,
+    show_default=True,
+    help="Where all is finite: steps with the loader's own batches, to compare with.",
+)
+@click.option("--as-accelerate", is_flag=True, help="For the script, `import accelerate` means this library.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module.")
+@click.option(
+    "--timeout", type=IntegerRange(1, 10**6), default=3600, show_default=True, help="Seconds for the replay."
+)
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path), help="Write the report as JSON; '-': print it."
+)
+@click.argument("capsule", type=click.Path(path_type=Path))
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def command(
+    ordinary: int,
+    as_accelerate: bool,
+    module: bool,
+    timeout: int,
+    json_path: Path | None,
+    capsule: Path,
+    script: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Make the step of CAPSULE again and name the first module that went wrong in it.
+
+    SCRIPT is the one that trained, with its arguments. It runs as it is, in one process, up to its first step. There it
+    gets the weights, batches and random numbers of the capsule, of one rank after another; no step is made. SpikePolicy
+    keeps capsules in a run's folder.
+    """
+    from lockstep.checkpoint.format.capsule import CapsuleFacts
+    from lockstep.launch.plan import Program
+    from lockstep.parity.runs import CouldNotRun
+    from lockstep.replay.replay import replay
+    from lockstep.replay.run import ReplaySpec
+
+    Program(script, arguments, module).command()  # refuses what is not there
+    CapsuleFacts.read(capsule)
+    with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as folder:
+        output = str(Path(folder) / "verdict.json")
+        spec = ReplaySpec(str(capsule.absolute()), output, ordinary, as_accelerate, module)
+        try:
+            verdict, reason = replay(spec, (script, *arguments), Path(folder), timeout), ""
+        except CouldNotRun as error:
+            verdict, reason = None, str(error)
+    if verdict is None:
+        _write_json(json_path, {"format": "lockstep replay 1", "finding": None, "sentence": reason})
+        click.echo(f"lockstep replay: {_lines(reason)}", err=True)
+        sys.exit(COULD_NOT_RUN)
+    from lockstep.cli.output import print_table
+    from lockstep.replay.text import RIGHT, TITLES, remarks, rows, sentence, to_json
+
+    _write_json(json_path, to_json(verdict))
+    if json_path is None or str(json_path) != "-":
+        click.echo(_lines(sentence(verdict)))
+        click.echo()
+        print_table(TITLES, rows(verdict), right=RIGHT)
+        click.echo()
+        for remark in remarks(verdict):
+            click.echo(_lines(remark))
+    sys.exit(NOTHING if verdict.finding is None else 0)
+
+
+def _write_json(path: Path | None, report: dict[str, object]) -> None:
+    if path is None:
+        return
+    text = json.dumps(report, indent=2)
+    if str(path) == "-":
+        click.echo(text)
+    else:
+        path.write_text(text + "\n", "utf-8")
+
+
+def _lines(text: str) -> str:
+    from lockstep.cli.output import escape
+
+    return "\n".join(escape(line) for line in text.split("\n"))
